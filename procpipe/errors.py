@@ -1,0 +1,116 @@
+"""The exceptions procpipe raises on purpose, so that a user can catch exactly what they mean to.
+
+    ProcpipeError
+    ├── BalanceError (ValueError)          the balance does not fit the model or the processes
+    ├── BoundaryError (TypeError)          a value that cannot travel between stages
+    ├── PlanError (ValueError)             a plan that cannot run; lists every fault
+    ├── DisagreementError (ValueError)     ranks were started with different settings or models
+    ├── CallMismatchError (RuntimeError)   ranks are in different calls
+    ├── RemoteValueError (RuntimeError)    the value of a placeholder was read
+    ├── RecomputeError (RuntimeError)      recomputation would differ from the first forward
+    ├── RemoteStageError (RuntimeError)    another rank failed; carries its story
+    │   └── PeerLostError                  another rank's process ended without a word
+    ├── WaitTimeoutError (TimeoutError)    a peer did not answer in time
+    └── StageClosedError (RuntimeError)    the stage failed earlier, or was closed
+
+Plain ``TypeError``, ``ValueError`` and ``IndexError`` stand for a user's mistakes that need no
+name of their own (the types are torchgpipe's). An exception raised by a user's layer keeps its
+type on the rank where it happened and gains a note that says where in the pipeline it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "BalanceError",
+    "BoundaryError",
+    "CallMismatchError",
+    "DisagreementError",
+    "PeerLostError",
+    "PlanError",
+    "ProcpipeError",
+    "RecomputeError",
+    "RemoteStageError",
+    "RemoteValueError",
+    "StageClosedError",
+    "WaitTimeoutError",
+]
+
+
+class ProcpipeError(Exception):
+    """Everything procpipe raises on purpose derives from this."""
+
+
+class BalanceError(ProcpipeError, ValueError):
+    """The balance does not fit the model, or the number of partitions the processes."""
+
+
+class BoundaryError(ProcpipeError, TypeError):
+    """A value of a type that cannot travel between stages, or be split into micro-batches."""
+
+
+class PlanError(ProcpipeError, ValueError):
+    """A plan that cannot run to its end.
+
+    Attributes:
+        faults: every fault found, one sentence each.
+    """
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        self.faults = tuple(faults)
+        super().__init__(_listing("the plan cannot run", self.faults))
+
+
+class DisagreementError(ProcpipeError, ValueError):
+    """The ranks of one job were started with different settings or models.
+
+    Attributes:
+        differences: every difference found, one sentence each.
+    """
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        self.differences = tuple(differences)
+        super().__init__(_listing("the ranks do not agree", self.differences))
+
+
+class CallMismatchError(ProcpipeError, RuntimeError):
+    """Ranks are in different calls: one in ``stage(input)``, say, and rank 0 in ``step``."""
+
+
+class RemoteValueError(ProcpipeError, RuntimeError):
+    """The value of a placeholder was read; the real value lives on another rank."""
+
+
+class RecomputeError(ProcpipeError, RuntimeError):
+    """Recomputation would not repeat the first forward, so its gradients would be wrong."""
+
+
+class RemoteStageError(ProcpipeError, RuntimeError):
+    """Another rank failed, which ends the step here too.
+
+    Attributes:
+        rank: the rank on which the failure began.
+        story: what that rank told: where it was, and its traceback.
+    """
+
+    def __init__(self, rank: int, story: str) -> None:
+        self.rank = rank
+        self.story = story
+        super().__init__(f"rank {rank} failed:\n{story}")
+
+
+class PeerLostError(RemoteStageError):
+    """Another rank's process ended without a word (killed, out of memory, crashed)."""
+
+
+class WaitTimeoutError(ProcpipeError, TimeoutError):
+    """A peer did not answer in time; says who waited, how long, for what, and from whom."""
+
+
+class StageClosedError(ProcpipeError, RuntimeError):
+    """The stage failed earlier, or was closed, and cannot run another step."""
+
+
+def _listing(headline: str, sentences: Sequence[str]) -> str:
+    return headline + ":\n" + "\n".join(f"  - {sentence}" for sentence in sentences)

@@ -1,0 +1,122 @@
+"""Nested values (tuples, lists and dicts of tensors) as a flat list and a structure.
+
+A structure is made of plain tuples, strings and numbers, so that it can be compared, hashed and
+sent as JSON. ``torch.utils._pytree`` does more, but its structures hold classes, which only
+pickle can carry, and nothing of the network is unpickled here.
+
+    value                          structure
+    tensor                         "*"
+    None, bool, int, float, str    ("v", value)
+    (a, b)                         ("t", (…, …))
+    [a, b]                         ("l", (…, …))
+    {"k": a}                       ("d", (("k", …), …))        in the dict's own order
+
+Knows nothing of micro-batches, channels or stages; every part of procpipe may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from procpipe.errors import BoundaryError
+
+__all__ = ["Structure", "flatten", "from_json", "map_tensors", "unflatten"]
+
+PLAIN_TYPES = (bool, int, float, str, type(None))
+
+#: See the table above. ``Any`` because a recursive type would say no more.
+Structure = Any
+
+TENSOR = "*"
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Structure]:
+    """Take a nested value apart.
+
+    Args:
+        value: a tensor, ``None``, a plain ``bool``, ``int``, ``float`` or ``str``, or a tuple,
+            list or dict (keys ``str`` or ``int``) of such values, to any depth.
+
+    Returns:
+        The tensors from left to right, and the structure that holds everything else.
+
+    Raises:
+        BoundaryError: the value holds an object of another type.
+    """
+    if isinstance(value, Tensor):
+        return [value], TENSOR
+    tensors: list[Tensor] = []
+    return tensors, _take_apart(value, tensors, "")
+
+
+def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
+    """Put together what :func:`flatten` took apart; ``tensors`` may be any objects."""
+    remaining = iter(tensors)
+    value = _put_together(remaining, structure)
+    assert next(remaining, None) is None, "more tensors than the structure has places"
+    return value
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return the same nested value with ``function(tensor)`` in the place of each tensor."""
+    tensors, structure = flatten(value)
+    return unflatten([function(tensor) for tensor in tensors], structure)
+
+
+def from_json(decoded: Any) -> Structure:
+    """Return the structure that was written as JSON (which knows lists, but no tuples)."""
+    if decoded == TENSOR:
+        return TENSOR
+    kind, content = decoded
+    if kind == "v":
+        return ("v", content)
+    if kind == "d":
+        return ("d", tuple((key, from_json(child)) for key, child in content))
+    return (kind, tuple(from_json(child) for child in content))
+
+
+def _take_apart(value: Any, tensors: list[Tensor], where: str) -> Structure:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return TENSOR
+    kind = type(value)
+    if kind in PLAIN_TYPES:
+        return ("v", value)
+    if kind is tuple or kind is list:
+        children = (_take_apart(v, tensors, f"{where}[{k}]") for k, v in enumerate(value))
+        return ("t" if kind is tuple else "l", tuple(children))
+    if kind is dict:
+        return ("d", tuple(_take_item(key, v, tensors, where) for key, v in value.items()))
+    raise BoundaryError(
+        f"a value of type {kind.__module__}.{kind.__qualname__}{_at(where)} cannot travel between "
+        "stages: use tensors, None, bool, int, float and str in plain tuples, lists and dicts"
+    )
+
+
+def _take_item(key: Any, value: Any, tensors: list[Tensor], where: str) -> tuple[Any, Structure]:
+    if type(key) is not str and type(key) is not int:
+        raise BoundaryError(
+            f"a dict key of type {type(key).__qualname__}{_at(where)} cannot travel between "
+            "stages: use str or int keys"
+        )
+    return (key, _take_apart(value, tensors, f"{where}[{key!r}]"))
+
+
+def _put_together(tensors: Iterator[Any], structure: Structure) -> Any:
+    if structure == TENSOR:
+        return next(tensors)
+    kind, content = structure
+    if kind == "v":
+        return content
+    if kind == "t":
+        return tuple(_put_together(tensors, child) for child in content)
+    if kind == "l":
+        return [_put_together(tensors, child) for child in content]
+    return {key: _put_together(tensors, child) for key, child in content}
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""
