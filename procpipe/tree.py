@@ -17,13 +17,13 @@ Knows nothing of micro-batches, channels or stages; every part of procpipe may u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from procpipe.errors import BoundaryError
 
-__all__ = ["Structure", "flatten", "from_json", "map_tensors", "unflatten"]
+__all__ = ["Flat", "Structure", "flatten", "from_json", "map_tensors", "unflatten"]
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -31,6 +31,32 @@ PLAIN_TYPES = (bool, int, float, str, type(None))
 Structure = Any
 
 TENSOR = "*"
+
+
+class Flat(NamedTuple):
+    """A nested value taken apart, as it enters or leaves a partition and as a channel carries it.
+
+    Attributes:
+        tensors: detached tensors, from left to right.
+        structure: everything else.
+        requires_grad: for each tensor, whether a gradient shall come back for it.
+    """
+
+    tensors: list[Tensor]
+    structure: Structure
+    requires_grad: tuple[bool, ...]
+
+    @property
+    def value(self) -> Any:
+        """The nested value."""
+        return unflatten(self.tensors, self.structure)
+
+    @classmethod
+    def of(cls, value: Any) -> Flat:
+        """Take a nested value apart, and its tensors out of the graph they are in."""
+        tensors, structure = flatten(value)
+        flags = tuple(tensor.requires_grad for tensor in tensors)
+        return cls([tensor.detach() for tensor in tensors], structure, flags)
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
@@ -54,6 +80,9 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
 
 def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
     """Put together what :func:`flatten` took apart; ``tensors`` may be any objects."""
+    if structure == TENSOR:
+        (only,) = tensors
+        return only
     remaining = iter(tensors)
     value = _put_together(remaining, structure)
     assert next(remaining, None) is None, "more tensors than the structure has places"

@@ -1,0 +1,299 @@
+"""The tasks of one stage: forward, recompute and backward of one micro-batch on the local layers.
+
+The autograd graph is cut at the partition's edges. What comes in is detached and enters the local
+graph through a node that catches its gradient; what goes out is detached and kept as a root:
+
+              F or R, left to right                B, right to left
+
+    inputs ──(1) _Enter ──(2) layers ──(3) roots ──(4) detached, sent on
+                  ^                         |
+                  |                         v
+           (6) gradients  <──(5) torch.autograd.backward(roots, gradients received)
+
+(1) makes received tensors look as they do in the plain model: results of an earlier layer, which a
+layer may change in place, and not leaves, which it may not.
+
+A micro-batch that is recomputed runs (2) first without a graph, keeps its inputs and surroundings,
+and goes through (1), (2) and (3) in its recompute task.
+
+Knows neither other stages nor micro-batch order: the executor calls the tasks as the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from procpipe.compute.buffers import BufferCopies, Buffers
+from procpipe.compute.recompute import Ambient, checkpointing, recomputing
+from procpipe.errors import BoundaryError, RecomputeError
+from procpipe.tree import Flat, Structure, flatten, unflatten
+
+__all__ = ["Partition"]
+
+#: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
+Finish = Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Where the gradients of a micro-batch's inputs are put by the backward pass."""
+
+    gradients: tuple[Tensor | None, ...] = ()
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One micro-batch between its forward and its backward task."""
+
+    inputs: Flat
+    finish: Finish | None
+    requires_grad: tuple[bool, ...] = ()
+    roots: list[Tensor] = field(default_factory=list)
+    entry: _Entry = field(default_factory=_Entry)
+    ambient: Ambient | None = None
+    buffers: BufferCopies | None = None
+
+
+class Partition:
+    """The local layers, run task by task.
+
+    Args:
+        layers: this stage's layers by their names in the full model.
+        device: the stage's device, on which every tensor at the partition's edges must be.
+        is_first: whether the first layer is the model's, which takes several positional inputs.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], device: torch.device, *, is_first: bool
+    ) -> None:
+        self.current_layer: str | None = None
+        self._layers = tuple(layers.items())
+        self._device = device
+        self._is_first = is_first
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._buffers = Buffers(layers)
+        self._passes: dict[int, _Pass] = {}
+        self._parameters = [p for layer in layers.values() for p in layer.parameters()]
+        self._trainable: tuple[bool, ...] = ()
+        self._learned: dict[tuple[Structure, tuple[bool, ...]], tuple[bool, ...]] = {}
+        self._clone_inputs = bool(layers) and any(
+            getattr(module, "inplace", False) for module in self._layers[0][1].modules()
+        )
+
+    def begin(self) -> None:
+        """Start a mini-batch; whatever an unfinished one left is let go."""
+        self._passes.clear()
+        trainable = tuple(parameter.requires_grad for parameter in self._parameters)
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._learned.clear()
+
+    @property
+    def num_held(self) -> int:
+        """Micro-batches between their forward and their backward task."""
+        return len(self._passes)
+
+    # -- the tasks ------------------------------------------------------------------------------
+
+    def forward(
+        self, i: int, inputs: Flat, *, keep: bool, recompute: bool, finish: Finish | None = None
+    ) -> Flat:
+        """Run micro-batch ``i`` through the layers.
+
+        Args:
+            i: the micro-batch.
+            inputs: what came from the stage before; on the first stage a tuple of positional
+                inputs.
+            keep: whether a backward task will follow.
+            recompute: whether a recompute task will come before it, so that no graph is kept now.
+            finish: applied to the output, as a last layer.
+
+        Returns:
+            The output, detached; ``requires_grad`` tells which tensors want a gradient back.
+        """
+        if not keep:
+            with torch.no_grad():
+                tensors, structure = self._run(inputs.tensors, inputs.structure, finish)
+            return Flat(tensors, structure, (False,) * len(tensors))
+        this = self._passes[i] = _Pass(inputs, finish)
+        if recompute:
+            return self._forward_without_graph(this)
+        tensors, structure = self._run_with_graph(this)
+        this.requires_grad = tuple(tensor.requires_grad for tensor in tensors)
+        return Flat([tensor.detach() for tensor in tensors], structure, this.requires_grad)
+
+    def recompute(self, i: int) -> int:
+        """Run micro-batch ``i`` again, now with a graph, exactly as the first time.
+
+        Returns:
+            The bytes of the roots that are kept for the backward task.
+        """
+        this = self._passes[i]
+        assert this.ambient is not None and this.buffers is not None, "not to be recomputed"
+        with recomputing(this.ambient), self._buffers.lent(this.buffers):
+            tensors, _ = self._run_with_graph(this)
+        this.ambient = this.buffers = None
+        flags = tuple(tensor.requires_grad for tensor in tensors)
+        if len(flags) != len(this.requires_grad) or any(
+            now and not before for now, before in zip(flags, this.requires_grad, strict=True)
+        ):
+            raise RecomputeError(
+                f"recomputing micro-batch {i} gave outputs that require gradients {flags}, but its "
+                f"first forward gave {this.requires_grad}: a layer takes another way the second "
+                "time (see is_recomputing()), or use checkpoint='never'"
+            )
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def backward(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward pass of micro-batch ``i`` and add to the parameters' gradients.
+
+        Args:
+            i: the micro-batch.
+            gradients: one for each output tensor that wants a gradient, or None.
+
+        Returns:
+            One for each input tensor that wants a gradient, None where it had no influence.
+        """
+        this = self._passes.pop(i)
+        wanting = [r for r, wants in zip(this.roots, this.requires_grad, strict=True) if wants]
+        # A root predicted to want a gradient may turn out not to when it is recomputed.
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(wanting, gradients, strict=True)
+            if gradient is not None and root.requires_grad
+        ]
+        if pairs:
+            roots, given = zip(*pairs, strict=True)
+            torch.autograd.backward(roots, given)
+        num_wanted = sum(this.inputs.requires_grad)
+        return list(this.entry.gradients) or [None] * num_wanted
+
+    # -- running the layers ---------------------------------------------------------------------
+
+    def _forward_without_graph(self, this: _Pass) -> Flat:
+        """Run a first forward that will be recomputed.
+
+        Whether an output will want a gradient shows only when there is a graph. So the first
+        forward of each kind of input builds one, looks, and drops it.
+        """
+        inputs = this.inputs
+        this.ambient = Ambient.now(self._device)
+        this.buffers = self._buffers.before_forward()
+        kind = (inputs.structure, inputs.requires_grad)
+        learned = self._learned.get(kind)
+        with checkpointing():
+            if learned is None:
+                with torch.enable_grad():
+                    tensors, structure = self._run_with_graph(this)
+                this.roots, this.entry = [], _Entry()
+                learned = self._learned[kind] = tuple(t.requires_grad for t in tensors)
+            else:
+                tensors, structure = self._run(
+                    self._unshared(inputs.tensors),
+                    inputs.structure,
+                    this.finish,
+                    untouched=inputs.tensors,
+                )
+        self._buffers.after_forward()
+        if len(learned) != len(tensors):  # the number of outputs depends on the data: be careful
+            learned = tuple(tensor.is_floating_point() for tensor in tensors)
+        this.requires_grad = learned
+        return Flat([tensor.detach() for tensor in tensors], structure, learned)
+
+    def _run_with_graph(self, this: _Pass) -> tuple[list[Tensor], Structure]:
+        tensors, structure, flags = this.inputs
+        inputs = self._unshared(tensors) if this.ambient is not None else list(tensors)
+        entering = [k for k, wants in enumerate(flags) if wants]
+        if entering:
+            # An alias each, so that what is kept for recomputation stays outside the graph.
+            aliases = [inputs[k].detach() for k in entering]
+            entered = _Enter.apply(this.entry, self._anchor, *aliases)
+            for k, tensor in zip(entering, entered, strict=True):
+                inputs[k] = tensor
+        untouched = tensors if this.ambient is not None and not self._clone_inputs else ()
+        this.roots, structure = self._run(inputs, structure, this.finish, untouched=untouched)
+        return this.roots, structure
+
+    def _run(
+        self,
+        tensors: list[Tensor],
+        structure: Structure,
+        finish: Finish | None,
+        untouched: list[Tensor] | tuple[()] = (),
+    ) -> tuple[list[Tensor], Structure]:
+        """Run the layers; ``untouched`` are inputs that recomputation needs as they are now."""
+        value = unflatten(tensors, structure)
+        versions = [tensor._version for tensor in untouched]
+        spread = self._is_first
+        for name, layer in self._layers:
+            self.current_layer = name
+            value = layer(*value) if spread else layer(value)
+            spread = False
+            if versions and versions != [tensor._version for tensor in untouched]:
+                raise self._changed_in_place(name, layer)
+        if finish is not None:
+            self.current_layer = "loss_fn"
+            value = finish(value[0] if spread else value)
+        elif spread:  # a partition without layers passes its inputs on
+            value = value[0] if len(value) == 1 else value
+        outputs, structure = flatten(value)
+        for output in outputs:
+            if output.device != self._device or output.layout != torch.strided:
+                raise self._misplaced(output)
+        self.current_layer = None
+        return outputs, structure
+
+    def _unshared(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return inputs that the first layer may change although they are kept."""
+        return [tensor.clone() for tensor in tensors] if self._clone_inputs else list(tensors)
+
+    # -- faults ---------------------------------------------------------------------------------
+
+    def where(self) -> str:
+        """Say which layer is running, for errors and stall reports."""
+        if self.current_layer is None:
+            return "between layers"
+        for name, layer in self._layers:
+            if name == self.current_layer:
+                return f"layer {name!r} ({type(layer).__name__})"
+        return self.current_layer
+
+    def _changed_in_place(self, name: str, layer: nn.Module) -> RecomputeError:
+        return RecomputeError(
+            f"layer {name!r} ({type(layer).__name__}) changed its stage's input in place, so "
+            "recomputing it would start from the wrong values: make the change out of place "
+            "(x = x + 1 for x.add_(1)), let the partition begin at another layer, or use "
+            "checkpoint='never'"
+        )
+
+    def _misplaced(self, output: Tensor) -> BoundaryError:
+        return BoundaryError(
+            f"{self.where()} returned a tensor on {output.device} with layout {output.layout}, "
+            f"shape {tuple(output.shape)}: what leaves a stage must be a strided tensor on the "
+            f"stage's device, {self._device}"
+        )
+
+
+class _Enter(torch.autograd.Function):
+    """Step (1): received tensors become results of this node, which catches their gradients.
+
+    ``mark_dirty`` makes the very tensors its results (not views of them), so that layers may
+    change them in place as they may in the plain model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, entry: _Entry, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.entry = entry
+        ctx.mark_dirty(*tensors)
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.entry.gradients = gradients
+        return (None,) * (2 + len(gradients))
