@@ -1,0 +1,1 @@
+"""The launcher: starts one process per stage. Installed as ``procpipe.launch``."""

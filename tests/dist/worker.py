@@ -1,0 +1,183 @@
+"""The process behind one rank of the pool: runs one function after another until told to stop.
+
+    python -m tests.dist.worker <pipe's file descriptor> <rank> <store's port> <file for stacks>
+
+It speaks pickle with its parent over an inherited pipe (this is test code on one machine).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import resource
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from tests.dist.report import Failure, Outcome
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+#: How much longer than its time limit a run may last before the process ends itself: only
+#: matters if the parent is gone.
+GRACE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, as sent to each rank.
+
+    Attributes:
+        number: counts the runs of a pool; names the run's part of the store.
+        num_ranks: how many ranks take part.
+        call: pickled ``(function, args, kwargs)``; apart, so that a failure to load it is told.
+        timeout_s: the run's time limit.
+        world_timeout_s: the time limit that the world is built with.
+        world: pass a ``procpipe.run.world.World``, or a :class:`BareWorld` if false.
+    """
+
+    number: int
+    num_ranks: int
+    call: bytes
+    timeout_s: float
+    world_timeout_s: float
+    world: bool
+
+
+@dataclass(frozen=True)
+class BareWorld:
+    """Has the attributes of a ``World`` and does nothing; for tests that need no more."""
+
+    rank: int
+    num_ranks: int
+    store: dist.Store
+    device: torch.device
+    timeout_s: float
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def main() -> None:
+    """Serve jobs until the pipe ends."""
+    pipe_fd, rank, port = map(int, sys.argv[1:4])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.set_inheritable(pipe_fd, False)
+    pipe = Connection(pipe_fd)
+    # The parent asks for stacks with SIGABRT; a crash writes them too.
+    with open(sys.argv[4], "w") as stacks:
+        faulthandler.enable(file=stacks, all_threads=True)
+        store = _connect(port)
+        pipe.send_bytes(b"ready")
+        while True:
+            try:
+                job = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                # Whatever the tests left in this process must not delay or fail its end.
+                os._exit(0)
+            faulthandler.dump_traceback_later(job.timeout_s + GRACE_S, exit=True, file=stacks)
+            outcome = _run(job, rank, store)
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send_bytes(_dumps(outcome))
+
+
+def _connect(port: int) -> dist.Store:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+
+
+def _run(job: Job, rank: int, store: dist.Store) -> Outcome:
+    import torch
+
+    torch.manual_seed(0)
+    random.seed(0)
+    torch.set_default_dtype(torch.float32)
+    value: Any = None
+    failure: Failure | None = None
+    world: Any = None
+    start = time.monotonic()
+    try:
+        function, args, kwargs = pickle.loads(job.call)
+        world = _make_world(job, rank, store)
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            start = time.monotonic()
+            value = function(world, *args, **kwargs)
+    except BaseException as error:
+        failure = _failure_of(error)
+    duration_s = time.monotonic() - start
+    if world is not None:
+        try:
+            world.close()
+        except BaseException as error:
+            failure = _with_close(failure, _failure_of(error))
+    if failure is not None:
+        gc.collect()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return Outcome(rank, None if failure else value, failure, duration_s=duration_s)
+
+
+def _make_world(job: Job, rank: int, store: dist.Store) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    world_type: Any = BareWorld
+    if job.world:
+        from procpipe.run.world import World
+
+        world_type = World
+    return world_type(
+        rank=rank,
+        num_ranks=job.num_ranks,
+        store=dist.PrefixStore(f"run{job.number}", store),
+        device=torch.device("cpu"),
+        timeout_s=job.world_timeout_s,
+    )
+
+
+def _failure_of(error: BaseException) -> Failure:
+    failure = Failure.of(error)
+    # Frames would keep groups and pending transfers alive into the next test.
+    traceback.clear_frames(error.__traceback__)
+    return failure
+
+
+def _with_close(first: Failure | None, closing: Failure) -> Failure:
+    if first is None:
+        return closing
+    return Failure(
+        first.type,
+        first.bases,
+        first.text,
+        f"{first.traceback}\nand then closing the world failed:\n{closing.traceback}",
+    )
+
+
+def _dumps(outcome: Outcome) -> bytes:
+    # Plain pickle: ``Connection.send`` would share the memory of tensors with this process.
+    try:
+        return pickle.dumps(outcome)
+    except Exception as error:
+        error.add_note(f"(raised while pickling the value that rank {outcome.rank} returned)")
+        failure = Failure.of(error)
+        return pickle.dumps(Outcome(outcome.rank, None, failure, duration_s=outcome.duration_s))
+
+
+if __name__ == "__main__":
+    main()
