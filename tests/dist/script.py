@@ -1,0 +1,197 @@
+"""Runs a whole script in fresh processes, by plain Python or by torchrun, as a user would.
+
+    done = run_script(ROOT / "examples/train_digits.py", nproc=2, args=["--epochs", "1"])
+    done.check()
+
+The processes of a job are known by a token in their environment, since torchrun gives each rank
+a session (and so a process group) of its own. None outlives the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import psutil
+
+from tests.dist.pool import job_environment
+from tests.dist.report import RanksFailedError, RanksHungError
+
+TOKEN = "PROCPIPE_TEST_JOB"
+
+#: A port of its own for each job, and no question to the name service about this host.
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
+
+#: How long processes may take to end once the first one has ended, or was aborted.
+END_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Completed:
+    """How a script ended.
+
+    Attributes:
+        stdout: all that its processes wrote there; stderr likewise.
+        returncode: of the process started first; negative if a signal ended it.
+        duration_s: from the start of that process to its end.
+        left_behind: command lines of processes that had to be killed after that.
+    """
+
+    stdout: str
+    stderr: str
+    returncode: int
+    duration_s: float
+    left_behind: tuple[str, ...]
+
+    def check(self) -> Completed:
+        """Return itself; raise if the script failed or left processes behind."""
+        if self.returncode != 0 or self.left_behind:
+            raise RanksFailedError(f"the script did not end well\n{self}")
+        return self
+
+    def __str__(self) -> str:
+        left = "".join(f"\n--- left behind: {command}" for command in self.left_behind)
+        return (
+            f"exit code {self.returncode} after {self.duration_s:.1f} s\n"
+            f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}{left}"
+        )
+
+
+def run_script(
+    path_or_code: Path | str,
+    *,
+    nproc: int | None = None,
+    args: Sequence[str] = (),
+    timeout_s: float = 90.0,
+    env: Mapping[str, str] | None = None,
+    launcher_args: Sequence[str] = (),
+) -> Completed:
+    """Run a script to its end, in an empty working directory that is removed afterwards.
+
+    Args:
+        path_or_code: a ``Path`` to a script, or the code of one as a ``str``.
+        nproc: number of ranks under torchrun; ``None`` runs ``python script`` without a launcher.
+        args: the script's arguments.
+        timeout_s: hard limit.
+        env: added to the environment, which has ``OMP_NUM_THREADS=1``.
+        launcher_args: more arguments of torchrun.
+
+    Raises:
+        RanksHungError: the time limit has passed; says what was written, and where all threads of
+            every Python process were. All of them are killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="procpipe-script-") as folder:
+        script = path_or_code
+        if isinstance(script, str):
+            script = Path(folder, "script.py")
+            script.write_text(textwrap.dedent(str(path_or_code)))
+        launcher = [] if nproc is None else [*TORCHRUN, f"--nproc-per-node={nproc}"]
+        argv = [sys.executable, *launcher, *launcher_args, str(script.resolve()), *args]
+        cwd = Path(folder, "cwd")
+        cwd.mkdir()
+        return _run(argv, cwd, Path(folder), timeout_s, dict(env or {}))
+
+
+def _run(
+    argv: list[str], cwd: Path, folder: Path, timeout_s: float, env: dict[str, str]
+) -> Completed:
+    token = uuid.uuid4().hex
+    env = job_environment({"PYTHONFAULTHANDLER": "1", TOKEN: token, **env})
+    out, err = folder / "stdout", folder / "stderr"
+    start = time.monotonic()
+    # Files, not pipes: a process left behind would hold a pipe open.
+    with out.open("ab") as stdout, err.open("ab") as stderr:
+        process = subprocess.Popen(
+            argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
+        )
+    try:
+        returncode = process.wait(timeout_s)
+        duration_s = time.monotonic() - start
+        left_behind = _end_leftovers(token)
+        texts = out.read_text(errors="replace"), err.read_text(errors="replace")
+        return Completed(*texts, returncode, duration_s, left_behind)
+    except subprocess.TimeoutExpired:
+        texts = out.read_text(errors="replace"), err.read_text(errors="replace")
+        stacks = _stacks(token, process.pid, err)
+        raise RanksHungError(
+            f"{' '.join(argv)} did not end in {timeout_s} s\n"
+            f"--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}\n{stacks}"
+        ) from None
+    finally:
+        for survivor in _frozen_job(token):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                survivor.kill()
+        process.wait()
+
+
+def _end_leftovers(token: str) -> tuple[str, ...]:
+    """Give the rest of a job time to end, kill what does not, and return its command lines."""
+    deadline_s = time.monotonic() + END_TIMEOUT_S
+    left = [p for p in _job(token) if not _wait_end(p.pid, deadline_s - time.monotonic())]
+    commands = []
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(process.cmdline()))
+            process.kill()
+    return tuple(commands)
+
+
+def _stacks(token: str, launcher_pid: int, err: Path) -> str:
+    """Abort the processes of a job one by one, the launcher last; return where each was.
+
+    One by one, so that their stacks do not mix in the stderr they share; all others are stopped
+    meanwhile, so that the end of one does not wake them.
+    """
+    stories = []
+    for process in sorted(_frozen_job(token), key=lambda process: process.pid == launcher_pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank = process.environ().get("RANK")
+            who = f"rank {rank}" if rank is not None else " ".join(process.cmdline())
+            written = err.stat().st_size
+            process.send_signal(signal.SIGABRT)
+            process.send_signal(signal.SIGCONT)
+            _wait_end(process.pid, END_TIMEOUT_S)
+            text = err.read_bytes()[written:].decode(errors="replace")
+            stories.append(f"--- {who} (process {process.pid}) is still at\n{text}")
+    return "\n".join(stories)
+
+
+def _job(token: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(TOKEN) == token:
+                yield process
+
+
+def _frozen_job(token: str) -> list[psutil.Process]:
+    """Stop all processes of a job, those too that are started meanwhile."""
+    stopped: dict[int, psutil.Process] = {}
+    while new := [process for process in _job(token) if process.pid not in stopped]:
+        for process in new:
+            stopped[process.pid] = process
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+    return list(stopped.values())
+
+
+def _wait_end(pid: int, timeout_s: float) -> bool:
+    """Wait for the end of any process, a zombie being one that has ended; say if it has."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(wait([fd], max(0.0, timeout_s)))
+    finally:
+        os.close(fd)

@@ -1,0 +1,99 @@
+"""Scripts in fresh processes: what they did is told, and none of their processes is left."""
+
+from __future__ import annotations
+
+import re
+
+import psutil
+import pytest
+
+from tests.dist.report import RanksFailedError, RanksHungError
+from tests.dist.script import run_script
+
+pytestmark = pytest.mark.dist
+
+WHO = """
+    import os, sys
+    sys.stdout.write(f"{os.environ.get('RANK')} {os.environ.get('WORLD_SIZE')} {sys.argv[1:]}\\n")
+"""
+
+HANG = """
+    import os, sys, threading
+    sys.stdout.write(f"pid {os.getpid()}\\n")
+    sys.stdout.flush()
+
+    def wait_for_ever():
+        threading.Event().wait()
+
+    wait_for_ever()
+"""
+
+LEAVE_A_PROCESS = """
+    import subprocess, sys
+    code = "import threading; threading.Event().wait()"
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    print("pid", child.pid)
+    raise SystemExit(3)
+"""
+
+
+def pids(text):
+    return [int(pid) for pid in re.findall(r"pid (\d+)", text)]
+
+
+def runs(pid):
+    # In a container nobody may reap an orphan, which then stays as a zombie.
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_plain_python_has_no_rank():
+    assert run_script(WHO, args=["a", "b"]).check().stdout == "None None ['a', 'b']\n"
+
+
+def test_the_environment_reaches_the_script():
+    code = "import os; print(os.environ['NAME'], os.environ['OMP_NUM_THREADS'])"
+
+    assert run_script(code, env={"NAME": "value"}).check().stdout == "value 1\n"
+
+
+def test_torchrun_starts_every_rank(tmp_path):
+    script = tmp_path / "who.py"
+    script.write_text("if True:" + WHO)
+
+    done = run_script(script, nproc=2, args=["--lr=1"]).check()
+
+    assert sorted(done.stdout.splitlines()) == ["0 2 ['--lr=1']", "1 2 ['--lr=1']"]
+
+
+def test_a_failure_is_told():
+    done = run_script("import sys; sys.exit('wrong')")
+
+    assert (done.returncode, done.stderr) == (1, "wrong\n")
+    with pytest.raises(RanksFailedError, match=r"exit code 1(.|\n)*wrong"):
+        done.check()
+
+
+def test_a_process_left_behind_is_told_and_killed(monkeypatch):
+    monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
+
+    done = run_script(LEAVE_A_PROCESS)
+
+    assert done.returncode == 3
+    assert len(done.left_behind) == 1
+    assert "threading.Event().wait()" in done.left_behind[0]
+    assert not any(map(runs, pids(done.stdout)))
+
+
+@pytest.mark.parametrize(("nproc", "timeout_s"), [(None, 2.0), (2, 8.0)])
+def test_a_hang_ends_with_the_stacks_of_every_process(nproc, timeout_s):
+    with pytest.raises(RanksHungError) as caught:
+        run_script(HANG, nproc=nproc, timeout_s=timeout_s)
+
+    story = str(caught.value)
+    assert f"did not end in {timeout_s} s" in story
+    assert len(pids(story)) == (nproc or 1)
+    assert not any(map(runs, pids(story)))
+    for rank in range(nproc or 0):
+        _, _, stack = story.partition(f"--- rank {rank} (process ")
+        assert "in wait_for_ever" in stack.partition("---")[0]
+    assert story.count("in wait_for_ever") == (nproc or 1)
