@@ -1,0 +1,1 @@
+"""Schedules as data: made, checked, simulated and drawn without any tensor."""

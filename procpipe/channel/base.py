@@ -1,0 +1,87 @@
+"""The channel protocol: what every transport offers to the executor.
+
+A channel is an independent FIFO of messages from one stage to one other, for one kind (DESIGN:
+activation, gradient, skip, …). Its two ends live in different processes:
+
+    sender                                     receiver
+    send(flat)  ── never blocks ──>            expect()    a buffer for one more may be posted
+    settle()    waits until taken over         take()      waits for the next message
+
+A message is a ``Flat``: all tensors of one hop, with their structure and which of them want a
+gradient back. Shapes, dtypes and structure may differ from message to message.
+
+Transports: ``memory`` (one process), ``gloo`` (CPU), ``nccl`` (GPU). One conformance suite,
+``tests/channel``, runs over all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from procpipe.channel.meta import Meta
+from procpipe.tree import Flat
+
+__all__ = ["Pending", "Receiver", "Sender", "Transport"]
+
+
+class Sender(Protocol):
+    """The sending end of a channel."""
+
+    num_bytes: int
+    """Bytes of tensor elements sent so far."""
+    num_messages: int
+
+    def send(self, message: Flat) -> None:
+        """Send a message without waiting for anybody; the tensors must not change any more."""
+
+    def settle(self) -> None:
+        """Wait until the receiver has all that was sent, so that nothing is under way."""
+
+
+class Receiver(Protocol):
+    """The receiving end of a channel."""
+
+    def expect(self) -> None:
+        """Allow a buffer for one more message: its transfer may begin from here on."""
+
+    def take(self) -> Flat:
+        """Wait for the next message in order and return it.
+
+        Raises:
+            RemoteStageError: a peer failed or was lost.
+            WaitTimeoutError: nothing came within the timeout.
+        """
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return once the tensors may be used (received) or reused (sent).
+
+        On a GPU "may be used" means by work queued on the current stream; the host goes on.
+        """
+
+    def is_done(self) -> bool:
+        """Tell, without waiting, whether a send is surely over; False when in doubt."""
+
+
+class Transport(Protocol):
+    """How tensors too large to travel inside a token get from one process to another.
+
+    Both ends call in the same order a channel; the receiver knows from the token what comes.
+    """
+
+    needs_acknowledgement: bool
+    """Whether a sender learns only from the receiver that its tensors have arrived."""
+
+    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> Pending:
+        """Begin to send; returns at once."""
+
+    def post_receive(self, meta: Meta, peer: int, kind: int) -> tuple[list[Tensor], Pending]:
+        """Allocate the tensors of a message and begin to fill them; returns at once."""
+
+    def close(self) -> None:
+        """Let go of everything that is shared with other processes."""

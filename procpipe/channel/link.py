@@ -1,0 +1,213 @@
+"""Channels between processes: a token a message over the mesh, and tensors inside it or behind it.
+
+    sender                                        receiver
+    send  ── token [metadata if new | tensors] ──>  tensors are there at once       (small, CPU)
+    send  ── token [metadata if new] ──────────>  post a receive of the right size
+          ══ tensors by the transport ═════════>                                    (large, GPU)
+          <── acknowledgement ─────────────────  taken over (transports that ask for it)
+
+The token is what lets the receiver size its buffers in time on every transport, whatever the
+shape of the next message, without waiting for the device. Up to ``INLINE_BYTES`` the tensors
+travel inside it: one system call at each end, no rendezvous.
+
+A receiver reads tokens whenever its process polls or waits, and posts a large receive as soon as
+the token is there and the program allows a buffer (``expect``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from procpipe.channel.base import Pending, Transport
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.meta import Meta, decode, describe, encode
+from procpipe.tree import Flat
+
+__all__ = ["INLINE_BYTES", "LinkReceiver", "LinkSender"]
+
+#: Messages of CPU tensors up to this size travel inside their token.
+INLINE_BYTES = 1 << 16
+
+_HAS_META = 1
+_HAS_TENSORS = 2
+_ACKNOWLEDGES = 64  # added to a channel's kind: the frames that go back
+_META_SIZE = struct.Struct("<I")
+
+
+class LinkSender:
+    """The sending end of a channel between two processes.
+
+    Args:
+        mesh: this rank's sockets.
+        peer: the receiving rank.
+        kind: the channel's number, the same at both ends, below 64.
+        transport: what carries large tensors.
+        device: where the tensors are.
+    """
+
+    def __init__(
+        self, mesh: Mesh, peer: int, kind: int, transport: Transport, device: torch.device
+    ) -> None:
+        self.num_bytes = 0
+        self.num_messages = 0
+        self._mesh = mesh
+        self._peer = peer
+        self._kind = kind
+        self._transport = transport
+        self._is_on_cpu = device.type == "cpu"
+        self._meta: Meta | None = None
+        self._size_bytes = 0
+        self._in_flight: deque[tuple[list[Tensor], Pending]] = deque()
+        self._num_acknowledged = 0
+        mesh.on(peer, kind + _ACKNOWLEDGES, self._on_acknowledgement)
+
+    def send(self, message: Flat) -> None:
+        """Send a message without waiting for anybody; its tensors must not change any more."""
+        meta = describe(message)
+        flags, parts = 0, []
+        if meta != self._meta:
+            encoded = encode(meta)
+            flags = _HAS_META
+            parts = [_META_SIZE.pack(len(encoded)), encoded]
+            self._meta, self._size_bytes = meta, meta.num_bytes
+        tensors = [_dense(tensor) for tensor in message.tensors]
+        if self._is_on_cpu and self._size_bytes <= INLINE_BYTES:
+            flags |= _HAS_TENSORS
+            parts += [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
+        else:
+            self._reap()
+            pending = self._transport.post_send(tensors, self._peer, self._kind)
+            self._in_flight.append((tensors, pending))
+        self._mesh.send(self._peer, self._kind, flags, self.num_messages & 0xFFFFFFFF, *parts)
+        self.num_messages += 1
+        self.num_bytes += self._size_bytes
+
+    def settle(self) -> None:
+        """Wait until the receiver has taken over all that was sent."""
+        self._mesh.wait_for(
+            self._peer,
+            lambda: self._reap() == 0,
+            lambda: f"rank {self._peer} to take over {len(self._in_flight)} messages",
+        )
+
+    def _reap(self) -> int:
+        """Let go of what has arrived; return the number of messages still under way."""
+        in_flight = self._in_flight
+        while in_flight and (self._num_acknowledged or in_flight[0][1].is_done()):
+            if self._num_acknowledged:
+                self._num_acknowledged -= 1
+            in_flight.popleft()[1].wait()
+        return len(in_flight)
+
+    def _on_acknowledgement(self, sequence: int, flags: int, body: memoryview) -> None:
+        self._num_acknowledged += 1
+
+
+class _Arrival(NamedTuple):
+    """A message whose token has come: with its tensors, or with a receive to be posted."""
+
+    meta: Meta
+    tensors: list[Tensor] | None
+
+
+class LinkReceiver:
+    """The receiving end of a channel between two processes.
+
+    Args:
+        mesh: this rank's sockets.
+        peer: the sending rank.
+        kind: the channel's number, the same at both ends, below 64.
+        transport: what carries large tensors.
+        what: the channel in words, for errors: "activation from stage 1 (rank 1)".
+    """
+
+    def __init__(self, mesh: Mesh, peer: int, kind: int, transport: Transport, what: str) -> None:
+        self._mesh = mesh
+        self._peer = peer
+        self._kind = kind
+        self._transport = transport
+        self._what = what
+        self._meta: Meta | None = None
+        self._num_tokens = 0
+        self._num_taken = 0
+        self._num_allowed = 0
+        self._arrived: deque[_Arrival] = deque()
+        self._posted: deque[tuple[Meta, list[Tensor], Pending | None]] = deque()
+        mesh.on(peer, kind, self._on_token)
+
+    def expect(self) -> None:
+        """Allow a buffer for one more message."""
+        self._num_allowed += 1
+        self._post()
+
+    def take(self) -> Flat:
+        """Wait for the next message in order and return it."""
+        posted = self._posted
+        if not posted:
+            assert self._num_allowed, "a message is taken that was never expected"
+            self._mesh.wait_for(
+                self._peer, posted.__len__, lambda: f"{self._what}, message {self._num_taken}"
+            )
+        meta, tensors, pending = posted.popleft()
+        self._num_taken += 1
+        if pending is not None:
+            pending.wait()
+            if self._transport.needs_acknowledgement:
+                self._mesh.send(self._peer, self._kind + _ACKNOWLEDGES, 0, 0)
+        return Flat(tensors, meta.structure, meta.requires_grad)
+
+    def _on_token(self, sequence: int, flags: int, body: memoryview) -> None:
+        assert sequence == self._num_tokens & 0xFFFFFFFF, "a channel's tokens come in order"
+        self._num_tokens += 1
+        start = 0
+        if flags & _HAS_META:
+            (size,) = _META_SIZE.unpack_from(body)
+            start = _META_SIZE.size + size
+            self._meta = decode(bytes(body[_META_SIZE.size : start]))
+        assert self._meta is not None, "the first token of a channel carries metadata"
+        tensors = _tensors_from(body[start:], self._meta) if flags & _HAS_TENSORS else None
+        self._arrived.append(_Arrival(self._meta, tensors))
+        self._post()
+
+    def _post(self) -> None:
+        """Post receives for tokens that are there, as far as the program allows buffers."""
+        while self._arrived and self._num_allowed:
+            meta, tensors = self._arrived.popleft()
+            self._num_allowed -= 1
+            if tensors is not None:
+                self._posted.append((meta, tensors, None))
+            else:
+                received, pending = self._transport.post_receive(meta, self._peer, self._kind)
+                self._posted.append((meta, received, pending))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return the tensor with its elements in order and as they read (no lazy conjugation)."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """Return the memory of a contiguous CPU tensor, as bytes, without a copy."""
+    size = tensor.numel() * tensor.element_size()
+    return (ctypes.c_char * size).from_address(tensor.data_ptr())
+
+
+def _tensors_from(body: memoryview, meta: Meta) -> list[Tensor]:
+    """Return new CPU tensors filled from a token."""
+    assert len(body) == meta.num_bytes, "a token carries what its metadata says"
+    tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in meta.tensors]
+    if len(body):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(body))
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            ctypes.memmove(tensor.data_ptr(), address, size)
+            address += size
+    return tensors

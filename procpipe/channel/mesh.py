@@ -1,0 +1,290 @@
+"""Framed messages between the ranks of one job, and the one place where a process waits.
+
+One socket joins each pair of ranks and carries everything they say to each other: orders of the
+coordinator, tokens and small tensors of channels, failures, farewells. Frames are
+
+    body length, sequence number, kind, flags | body
+
+A process is single-threaded here: frames are read while it waits (``wait``) and between tasks
+(``poll``), and handed to whoever registered for their peer and kind. Since every wait is a wait
+for sockets, every wait ends when a peer fails or dies: its farewell or the end of its stream wakes
+the waiter. Nothing needs a watching thread, a poisoned buffer or a poll of the store.
+
+    rank 1 raises ── FAILURE ──> all peers: RemoteStageError, passed on once more by each
+    rank 1 is killed ── end of stream ──> all peers: PeerLostError
+    rank 1 ends its script ── GOODBYE ──> no fault, unless somebody then waits for rank 1
+
+Writing never blocks: what a socket does not take at once is copied and sent on at later polls.
+Knows nothing of tensors or tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+
+__all__ = ["FAILURE", "GOODBYE", "Mesh"]
+
+#: Handles a frame: sequence number, flags, body (writable, valid only during the call).
+Handler = Callable[[int, int, memoryview], None]
+
+GOODBYE = 254
+FAILURE = 255
+
+_HEADER = struct.Struct("<IIBB")
+_READ_BYTES = 1 << 18
+
+
+class Mesh:
+    """The sockets of one rank.
+
+    Args:
+        rank: this rank.
+        sockets: a connected, non-blocking socket to each other rank.
+        timeout_s: how long a wait may last before it is an error.
+        stall_timeout_s: how long until ``on_stall`` is told of it (again after twice the time).
+        on_stall: told ``(what is waited for, seconds waited)``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        *,
+        timeout_s: float,
+        stall_timeout_s: float,
+        on_stall: Callable[[str, float], None],
+    ) -> None:
+        self.rank = rank
+        self._sockets = dict(sockets)
+        self._timeout_s = timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._on_stall = on_stall
+        self._handlers: dict[tuple[int, int], Handler] = {}
+        self._early: defaultdict[tuple[int, int], list[tuple[int, int, bytearray]]] = (
+            defaultdict(list)
+        )
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._partial: dict[int, bytearray] = {peer: bytearray() for peer in sockets}
+        self._unsent: dict[int, deque[memoryview]] = {peer: deque() for peer in sockets}
+        self._left: set[int] = set()
+        self._failure: RemoteStageError | None = None
+        self._has_told = False
+        self._poller = select.poll()
+        self._peer_of: dict[int, int] = {}
+        for peer, sock in self._sockets.items():
+            self._peer_of[sock.fileno()] = peer
+            self._poller.register(sock, select.POLLIN)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks, in order."""
+        return tuple(sorted(self._partial))
+
+    def on(self, peer: int, kind: int, handler: Handler) -> None:
+        """Hand frames of a kind from a peer to ``handler``, those that came early first."""
+        self._handlers[peer, kind] = handler
+        for sequence, flags, body in self._early.pop((peer, kind), ()):
+            handler(sequence, flags, memoryview(body))
+
+    # -- sending --------------------------------------------------------------------------------
+
+    def send(self, peer: int, kind: int, flags: int, sequence: int, *parts: Any) -> None:
+        """Send a frame; never blocks, and the parts (byte buffers) may be reused at once."""
+        sock = self._sockets.get(peer)
+        if sock is None:
+            raise self._gone(peer)
+        size = sum(len(part) for part in parts)
+        frame = [_HEADER.pack(size, sequence, kind, flags), *parts]
+        unsent = self._unsent[peer]
+        sent = 0
+        if not unsent:
+            try:
+                sent = sock.sendmsg(frame)
+            except BlockingIOError:
+                pass
+            except OSError:  # the end of the stream tells who is gone, and why
+                return
+        if sent < _HEADER.size + size:
+            unsent.append(memoryview(b"".join(frame))[sent:])
+            self._poller.modify(sock, select.POLLIN | select.POLLOUT)
+
+    def flush(self) -> None:
+        """Wait until the sockets have taken everything."""
+        if any(self._unsent.values()):
+            self.wait(lambda: not any(self._unsent.values()), lambda: "its peers to read")
+
+    def _send_on(self, peer: int) -> None:
+        sock, unsent = self._sockets[peer], self._unsent[peer]
+        try:
+            while unsent:
+                sent = sock.send(unsent[0])
+                unsent[0] = unsent[0][sent:]
+                if not unsent[0]:
+                    unsent.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            unsent.clear()
+        self._poller.modify(sock, select.POLLIN)
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def wait(self, ready: Callable[[], object], what: Callable[[], str]) -> None:
+        """Wait until ``ready()``; meanwhile read what comes.
+
+        Args:
+            ready: what is waited for.
+            what: says it in words, for the errors: "activation 3 from stage 1 (rank 1)".
+
+        Raises:
+            RemoteStageError: a peer failed; PeerLostError if it ended without a word.
+            WaitTimeoutError: after ``timeout_s``.
+        """
+        if ready():
+            return
+        started = time.monotonic()
+        stall_s, timeout_s = self._stall_timeout_s, self._timeout_s
+        while True:
+            waited = time.monotonic() - started
+            self.poll(min(stall_s, timeout_s) - waited)
+            if ready():
+                return
+            waited = time.monotonic() - started
+            if waited >= timeout_s:
+                raise WaitTimeoutError(
+                    f"rank {self.rank} has waited {waited:.1f} s for {what()}; if that is not a "
+                    "fault, give Stage a larger timeout_s"
+                )
+            if waited >= stall_s:
+                self._on_stall(what(), waited)
+                stall_s *= 2
+
+    def wait_for(self, peer: int, ready: Callable[[], object], what: Callable[[], str]) -> None:
+        """Wait until ``ready()``, which only ``peer`` can bring about; it must not have left."""
+        self.wait(lambda: ready() or peer in self._left, what)
+        if not ready():
+            raise PeerLostError(
+                peer,
+                f"rank {peer} has left the pipeline (its script ended, or closed its stage) while "
+                f"rank {self.rank} waits for {what()}: every rank must make the same calls",
+            )
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Read what has come and send on what waits; blocks for ``timeout_s`` at most.
+
+        Raises:
+            RemoteStageError: a peer failed; PeerLostError if it ended without a word.
+        """
+        for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
+            peer = self._peer_of[descriptor]
+            if event & select.POLLOUT:
+                self._send_on(peer)
+            if event & ~select.POLLOUT:
+                self._read(peer)
+        if self._failure is not None:
+            self.tell_failure(self._failure.rank, self._failure.story)
+            raise self._failure
+
+    def _read(self, peer: int) -> None:
+        sock, partial = self._sockets[peer], self._partial[peer]
+        try:
+            num_read = sock.recv_into(self._buffer)
+        except BlockingIOError:
+            return
+        except OSError:
+            num_read = 0
+        if num_read == 0:
+            self._ended(peer)
+            return
+        view = self._buffer[:num_read]
+        if partial:
+            partial += view
+            view = memoryview(partial)
+        taken = self._dispatch(peer, view)
+        self._partial[peer] = bytearray(view[taken:])
+
+    def _dispatch(self, peer: int, data: memoryview) -> int:
+        """Hand whole frames on; return how many bytes they took."""
+        position = 0
+        while position + _HEADER.size <= len(data):
+            size, sequence, kind, flags = _HEADER.unpack_from(data, position)
+            end = position + _HEADER.size + size
+            if end > len(data):
+                break
+            body = data[position + _HEADER.size : end]
+            position = end
+            handler = self._handlers.get((peer, kind))
+            if handler is not None:
+                handler(sequence, flags, body)
+            elif kind == GOODBYE:
+                self._left.add(peer)
+            elif kind == FAILURE:
+                self._heard_failure(bytes(body))
+            else:
+                self._early[peer, kind].append((sequence, flags, bytearray(body)))
+        return position
+
+    # -- endings --------------------------------------------------------------------------------
+
+    def tell_failure(self, origin: int, story: str) -> None:
+        """Tell every peer, once, that rank ``origin`` failed; waits a moment for the sockets."""
+        if self._has_told:
+            return
+        self._has_told = True
+        body = json.dumps({"rank": origin, "story": story}).encode()
+        self._tell_all(FAILURE, body)
+
+    def close(self) -> None:
+        """Say goodbye and close the sockets."""
+        if not self._has_told:
+            self._tell_all(GOODBYE, b"")
+        for sock in self._sockets.values():
+            self._poller.unregister(sock)
+            sock.close()
+        self._sockets.clear()
+        self._handlers.clear()
+
+    def _tell_all(self, kind: int, body: bytes) -> None:
+        for peer in tuple(self._sockets):
+            self.send(peer, kind, 0, 0, body)
+        deadline = time.monotonic() + 1.0
+        while any(self._unsent.values()) and time.monotonic() < deadline:
+            for descriptor, event in self._poller.poll(100):
+                if event & select.POLLOUT:
+                    self._send_on(self._peer_of[descriptor])
+                elif event & (select.POLLERR | select.POLLHUP):
+                    self._unsent[self._peer_of[descriptor]].clear()
+
+    def _heard_failure(self, body: bytes) -> None:
+        if self._failure is None:
+            told = json.loads(body)
+            self._failure = RemoteStageError(told["rank"], told["story"])
+
+    def _ended(self, peer: int) -> None:
+        sock = self._sockets.pop(peer)
+        self._poller.unregister(sock)
+        del self._peer_of[sock.fileno()]
+        sock.close()
+        self._unsent[peer].clear()
+        if peer not in self._left and self._failure is None:
+            self._failure = PeerLostError(
+                peer,
+                f"rank {peer} ended without a word: it was killed (out of memory?) or crashed; "
+                "its own output and the launcher's exit code tell more",
+            )
+
+    def _gone(self, peer: int) -> PeerLostError:
+        return PeerLostError(
+            peer,
+            f"rank {peer} has left the pipeline (its script ended, or closed its stage) while rank "
+            f"{self.rank} sends to it: every rank must make the same calls",
+        )

@@ -1,0 +1,90 @@
+"""What a channel's receiver must know of a message before its tensors: the metadata.
+
+Metadata travels ahead of the tensors, as JSON, only when it differs from the message before on
+the same channel; both ends remember the last.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+import torch
+
+from procpipe.tree import Flat, Structure, from_json
+
+__all__ = ["Meta", "TensorMeta", "decode", "describe", "encode"]
+
+
+class TensorMeta(NamedTuple):
+    """Shape and dtype of one tensor, and whether a gradient shall come back for it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        size = self.dtype.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+class Meta(NamedTuple):
+    """All of a message but the elements of its tensors."""
+
+    structure: Structure
+    tensors: tuple[TensorMeta, ...]
+
+    @property
+    def requires_grad(self) -> tuple[bool, ...]:
+        """For each tensor, whether a gradient shall come back for it."""
+        return tuple(tensor.requires_grad for tensor in self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors' elements."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def describe(message: Flat) -> Meta:
+    """Return the metadata of a message."""
+    tensors, structure, flags = message
+    return Meta(
+        structure,
+        tuple(
+            TensorMeta(tuple(tensor.shape), tensor.dtype, wants)
+            for tensor, wants in zip(tensors, flags, strict=True)
+        ),
+    )
+
+
+def encode(meta: Meta) -> bytes:
+    """Write metadata as JSON."""
+    tensors = [[t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad] for t in meta.tensors]
+    return json.dumps([meta.structure, tensors], separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Meta:
+    """Read what :func:`encode` wrote.
+
+    Raises:
+        ValueError: the bytes are not metadata.
+    """
+    try:
+        structure, tensors = json.loads(data)
+        return Meta(
+            from_json(structure),
+            tuple(TensorMeta(tuple(s), _dtype(d), bool(wants)) for s, d, wants in tensors),
+        )
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not the metadata of a message: {data[:80]!r}") from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is not a dtype")
+    return dtype

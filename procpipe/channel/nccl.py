@@ -1,0 +1,134 @@
+"""GPU tensors through NCCL.
+
+Every directed channel has a communicator of its own, so that its transfers neither wait for those
+of another channel nor for compute. Transfers run on NCCL's stream of that communicator:
+
+    compute stream   F0 ────────── F1 ────────── F2 …
+    send stream            0 ═══>        1 ═══>             begins when F0's kernels are done
+    receive stream    1 ═══>      2 ═══>                    begins when posted, not after compute
+
+A send's tensors stay referenced until the transfer is over. A receive is posted from a side
+stream, or it would queue up behind the compute already launched; its tensors are recorded on the
+compute stream, which waits for them in ``wait``. The host never waits for the device.
+
+Two ranks on one GPU are refused by NCCL before 2.30.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from procpipe.channel.meta import Meta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed import ProcessGroupNCCL, Store, Work
+
+__all__ = ["NcclTransport"]
+
+#: Thread blocks NCCL may take for a transfer: two saturate a link, more would slow compute.
+_MAX_BLOCKS = 4
+
+
+class NcclTransport:
+    """One two-rank communicator a directed channel; building it waits for the peers.
+
+    All ranks build theirs in one global order, since the first use of a communicator blocks the
+    host until its other end does the same.
+
+    Args:
+        store: a store that all ranks share, with keys of this transport's own.
+        rank: this rank.
+        device: this rank's GPU.
+        channels: ``(source rank, destination rank, kind)`` of every channel of the job, in an
+            order that all ranks share.
+        timeout_s: how long a transfer may take.
+    """
+
+    needs_acknowledgement = False
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        device: torch.device,
+        channels: Iterable[tuple[int, int, int]],
+        timeout_s: float,
+    ) -> None:
+        self._device = device
+        self._rank = rank
+        self._groups: dict[tuple[int, int, int], ProcessGroupNCCL] = {}
+        self._receive_stream = torch.cuda.Stream(device)
+        for channel in channels:
+            if rank in channel[:2]:
+                self._groups[channel] = _connected(store, rank, device, channel, timeout_s)
+
+    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> NcclPending:
+        """Begin to send contiguous tensors once the current stream has made them."""
+        group = self._groups[self._rank, peer, kind]
+        return NcclPending([group.send([tensor], 1, 0) for tensor in tensors], tensors, None)
+
+    def post_receive(self, meta: Meta, peer: int, kind: int) -> tuple[list[Tensor], NcclPending]:
+        """Allocate the tensors of a message and begin to fill them; returns at once."""
+        group = self._groups[peer, self._rank, kind]
+        with torch.cuda.stream(self._receive_stream):
+            tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in meta.tensors]
+            works = [group.recv([tensor], 0, 0) for tensor in tensors]
+        return tensors, NcclPending(works, tensors, self._device)
+
+    def close(self) -> None:
+        """Abort and drop the communicators; nothing may be under way that somebody needs."""
+        for group in self._groups.values():
+            group.abort()
+        self._groups.clear()
+
+
+class NcclPending:
+    """Transfers of one message's tensors."""
+
+    def __init__(
+        self, works: list[Work], tensors: list[Tensor], receiving: torch.device | None
+    ) -> None:
+        self._works = works
+        self._tensors = tensors
+        self._receiving = receiving
+
+    def wait(self) -> None:
+        """Let the current stream wait for the transfers; the host goes on."""
+        if self._receiving is not None:
+            compute = torch.cuda.current_stream(self._receiving)
+            for work, tensor in zip(self._works, self._tensors, strict=True):
+                work.wait()
+                tensor.record_stream(compute)
+
+    def is_done(self) -> bool:
+        """Tell whether all transfers are over on the device."""
+        return all(work.is_completed() for work in self._works)
+
+
+def _connected(
+    store: Store,
+    rank: int,
+    device: torch.device,
+    channel: tuple[int, int, int],
+    timeout_s: float,
+) -> ProcessGroupNCCL:
+    """Build the communicator of one channel, sender as 0, receiver as 1, and connect it."""
+    from torch.distributed import PrefixStore, ProcessGroupNCCL
+
+    source, destination, kind = channel
+    options = ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_BLOCKS
+    options._timeout = timedelta(seconds=timeout_s)
+    prefix = f"nccl/{source}-{destination}/{kind}"
+    end = 0 if rank == source else 1
+    group = ProcessGroupNCCL(PrefixStore(prefix, store), end, 2, options)
+    token = torch.zeros(1, device=device)
+    (group.send([token], 1, 0) if end == 0 else group.recv([token], 0, 0)).wait()
+    torch.cuda.synchronize(device)
+    return group

@@ -1,0 +1,228 @@
+"""Sockets between the processes of one job: listening, connecting, proving who one is.
+
+Ranks on one host meet on unix-domain sockets in Linux's abstract namespace, which vanish with
+their process; ranks on different hosts over TCP with TCP_NODELAY. A TCP listener is bound only
+where the job spans hosts, to the address that leads to its peers.
+
+Either side proves that it knows the job's key before anything else is read (HMAC-SHA256 over the
+other's random challenge and both ranks), so a stranger is refused:
+
+    connector                                acceptor
+    magic, rank, challenge A          ->
+                                      <-     challenge B, HMAC(key, "acceptor", A, ranks)
+    HMAC(key, "connector", B, ranks)  ->     accepted
+
+Knows nothing of messages, stages or tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from procpipe.errors import WaitTimeoutError
+
+__all__ = ["Address", "accept_peers", "connect_to", "host_identity", "listen"]
+
+_MAGIC = b"procpipe1"
+_HELLO = struct.Struct("!9sI32s")
+_PROOF_BYTES = 32
+_HANDSHAKE_TIMEOUT_S = 5.0
+_BUFFER_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank listens.
+
+    Attributes:
+        host: what two ranks on one host have in common (see :func:`host_identity`).
+        unix: name in the abstract namespace, or "" where there is none.
+        tcp: numeric address and port, or ("", 0).
+    """
+
+    host: str
+    unix: str
+    tcp: tuple[str, int]
+
+
+def host_identity() -> str:
+    """Return a text that is the same for two processes iff abstract sockets connect them."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def listen(tcp_host: str | None) -> tuple[list[socket.socket], Address]:
+    """Open this rank's listening sockets.
+
+    Args:
+        tcp_host: the local address to listen on over TCP, or None if no peer needs it.
+    """
+    sockets, unix, tcp = [], "", ("", 0)
+    if sys.platform == "linux":
+        unix = f"procpipe-{secrets.token_hex(16)}"
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        local.bind(f"\0{unix}")
+        sockets.append(local)
+    elif tcp_host is None:
+        tcp_host = "127.0.0.1"
+    if tcp_host is not None:
+        family = socket.AF_INET6 if ":" in tcp_host else socket.AF_INET
+        remote = socket.socket(family, socket.SOCK_STREAM)
+        remote.bind((tcp_host, 0))
+        tcp = (tcp_host, remote.getsockname()[1])
+        sockets.append(remote)
+    for listener in sockets:
+        listener.listen(128)
+    return sockets, Address(host_identity(), unix, tcp)
+
+
+def connect_to(
+    peer: int,
+    address: Address,
+    *,
+    rank: int,
+    key: bytes,
+    deadline_s: float,
+    check: Callable[[], None],
+) -> socket.socket:
+    """Connect to another rank's listener and prove who we are.
+
+    Args:
+        peer: the rank that listens.
+        address: where it listens.
+        rank: this rank.
+        key: the job's key.
+        deadline_s: ``time.monotonic()`` after which waiting ends.
+        check: called about twice a second while waiting; raises if the start was given up.
+    """
+    if address.unix and address.host == host_identity():
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        target: str | tuple[str, int] = f"\0{address.unix}"
+    else:
+        link = socket.socket(
+            socket.AF_INET6 if ":" in address.tcp[0] else socket.AF_INET, socket.SOCK_STREAM
+        )
+        target = address.tcp
+    link.settimeout(_HANDSHAKE_TIMEOUT_S)
+    link.connect(target)
+    challenge = secrets.token_bytes(_PROOF_BYTES)
+    link.sendall(_HELLO.pack(_MAGIC, rank, challenge))
+    while not _readable([link], 0.5):  # the peer may still be busy with its own connections
+        if time.monotonic() > deadline_s:
+            raise WaitTimeoutError(f"rank {rank} connected to rank {peer}, which did not answer")
+        check()
+    answer = _read(link, 2 * _PROOF_BYTES)
+    theirs, proof = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
+    if not hmac.compare_digest(proof, _proof(key, b"acceptor", challenge, rank, peer)):
+        raise ConnectionRefusedError(f"what listens for rank {peer} does not know the job's key")
+    link.sendall(_proof(key, b"connector", theirs, rank, peer))
+    return _prepared(link)
+
+
+def accept_peers(
+    listeners: list[socket.socket],
+    expected: set[int],
+    *,
+    rank: int,
+    key: bytes,
+    deadline_s: float,
+    check: Callable[[], None],
+) -> dict[int, socket.socket]:
+    """Accept one proven connection from each expected rank; strangers are turned away.
+
+    Args:
+        listeners: this rank's listening sockets.
+        expected: the ranks that will connect.
+        rank: this rank.
+        key: the job's key.
+        deadline_s: ``time.monotonic()`` after which waiting ends.
+        check: called about twice a second while waiting; raises if the start was given up.
+    """
+    peers: dict[int, socket.socket] = {}
+    for listener in listeners:
+        listener.setblocking(False)
+    while missing := expected - peers.keys():
+        if time.monotonic() > deadline_s:
+            raise WaitTimeoutError(
+                f"rank {rank} waited in vain for {_ranks(missing)} to connect: did every process "
+                "reach its first step?"
+            )
+        check()
+        for listener in _readable(listeners, 0.5):
+            try:
+                link, _ = listener.accept()
+            except OSError:
+                continue
+            peer = _admitted(link, rank=rank, key=key, expected=missing)
+            if peer is None:
+                link.close()
+            else:
+                peers[peer] = _prepared(link)
+                missing = missing - {peer}
+    return peers
+
+
+def _admitted(link: socket.socket, *, rank: int, key: bytes, expected: set[int]) -> int | None:
+    """Return the rank that proved itself on this connection, or None for a stranger."""
+    link.settimeout(_HANDSHAKE_TIMEOUT_S)
+    try:
+        magic, peer, challenge = _HELLO.unpack(_read(link, _HELLO.size))
+        if magic != _MAGIC or peer not in expected:
+            return None
+        ours = secrets.token_bytes(_PROOF_BYTES)
+        link.sendall(ours + _proof(key, b"acceptor", challenge, peer, rank))
+        proof = _read(link, _PROOF_BYTES)
+    except OSError:
+        return None
+    return peer if hmac.compare_digest(proof, _proof(key, b"connector", ours, peer, rank)) else None
+
+
+def _proof(key: bytes, role: bytes, challenge: bytes, connector: int, acceptor: int) -> bytes:
+    ranks = struct.pack("!II", connector, acceptor)
+    return hmac.new(key, role + challenge + ranks, hashlib.sha256).digest()
+
+
+def _read(link: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = link.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("the other side closed the connection")
+        data += part
+    return data
+
+
+def _prepared(link: socket.socket) -> socket.socket:
+    if link.family != socket.AF_UNIX:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        link.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+    link.setblocking(False)
+    return link
+
+
+def _readable(sockets: list[socket.socket], timeout_s: float) -> list[socket.socket]:
+    poller = select.poll()
+    for sock in sockets:
+        poller.register(sock, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
+    return [sock for sock in sockets if sock.fileno() in ready]
+
+
+def _ranks(ranks: set[int]) -> str:
+    listed = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

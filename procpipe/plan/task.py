@@ -1,0 +1,193 @@
+"""The vocabulary of plans: a task, a clock cycle, and the plan of one mini-batch.
+
+A plan is data. It says which stage does what in which clock cycle and nothing about tensors,
+ranks or devices, so the same plan can be drawn, checked, simulated, sent as text and run.
+
+    F3@1            forward of micro-batch 3 on stage 1
+    R3@1            its recomputation, from the input that was kept
+    B3@1            its backward
+
+The text of a plan has a header and one line a clock cycle, so that plans can be kept in files,
+compared with ``diff`` and sent to other ranks without pickling anything:
+
+    plan m=2 n=2    2 micro-batches, 2 stages
+    F0@0            cycle 0
+    F1@0 F0@1       cycle 1
+    F1@1            cycle 2
+
+Knows nothing of how a schedule is chosen (``gpipe.py``) or what makes a plan right (``check.py``):
+a plan with faults can be built, so that all of them can be told at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol, runtime_checkable
+
+__all__ = ["BACKWARD", "FORWARD", "KINDS", "RECOMPUTE", "Cycle", "Plan", "Row", "RowSource", "Task"]
+
+FORWARD, BACKWARD, RECOMPUTE = "F", "B", "R"
+
+#: Every kind of task there is, in the order in which one micro-batch meets them.
+KINDS = (FORWARD, RECOMPUTE, BACKWARD)
+
+_TASK = re.compile(r"([A-Z])([0-9]+)@([0-9]+)")
+_HEADER = re.compile(r"plan m=([0-9]+) n=([0-9]+)")
+
+
+class Task(NamedTuple):
+    """One unit of work of one stage on one micro-batch.
+
+    Attributes:
+        kind: ``"F"``, ``"B"`` or ``"R"``; see ``KINDS``.
+        i: the micro-batch.
+        j: the stage.
+    """
+
+    kind: str
+    i: int
+    j: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.i}@{self.j}"
+
+    @classmethod
+    def parse(cls, text: str) -> Task:
+        """Read a task from its text form, ``"F3@1"``.
+
+        Raises:
+            ValueError: the text is not a task.
+        """
+        match = _TASK.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a task; one reads like 'F3@1'")
+        kind, i, j = match.groups()
+        if kind not in KINDS:
+            raise ValueError(f"{text!r} is of the unknown kind {kind!r}; known: {', '.join(KINDS)}")
+        return cls(kind, int(i), int(j))
+
+
+#: The tasks of one clock cycle, at most one a stage.
+Cycle = tuple[Task, ...]
+
+#: What one stage does: the cycle and the task, in order.
+Row = Sequence[tuple[int, Task]]
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Cycles that know what one stage does without a walk through all the others."""
+
+    def row(self, stage: int) -> Row:
+        """List what a stage does, each task with its cycle, in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The whole clock-cycle schedule of one mini-batch.
+
+    Two plans are equal when their texts are.
+
+    Attributes:
+        num_micro_batches: ``m``, at least 1.
+        num_stages: ``n``, at least 1.
+        cycles: the clock cycles in order. Any sequence will do, one that makes its cycles when
+            asked for them included.
+    """
+
+    num_micro_batches: int
+    num_stages: int
+    cycles: Sequence[Cycle]
+
+    def __post_init__(self) -> None:
+        for name, count in (
+            ("micro-batches", self.num_micro_batches),
+            ("stages", self.num_stages),
+        ):
+            if count < 1:
+                raise ValueError(f"a plan needs at least 1 of its {name}, got {count}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.to_text() == other.to_text()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def row(self, stage: int) -> Row:
+        """List what a stage does, each task with its clock cycle, in order."""
+        if isinstance(self.cycles, RowSource):
+            return self.cycles.row(stage)
+        return self._rows.get(stage, ())
+
+    def tasks_of(self, stage: int) -> list[Task]:
+        """List the tasks of a stage in order."""
+        return [task for _, task in self.row(stage)]
+
+    def tasks(self) -> Iterator[Task]:
+        """Walk through every task, cycle by cycle."""
+        for cycle in self.cycles:
+            yield from cycle
+
+    @cached_property
+    def has_forward(self) -> bool:
+        """Whether the plan takes micro-batches forward (the first stage tells for all)."""
+        return any(task.kind == FORWARD for _, task in self.row(0))
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """Whether the plan takes micro-batches backward (the first stage tells for all)."""
+        return any(task.kind == BACKWARD for _, task in self.row(0))
+
+    @cached_property
+    def last_forward(self) -> int | None:
+        """The micro-batch that the last stage takes forward last; ``None`` without forward."""
+        row = self.row(self.num_stages - 1)
+        return next((task.i for _, task in reversed(row) if task.kind == FORWARD), None)
+
+    def to_text(self) -> str:
+        """Write the plan as text; ``from_text`` reads it back."""
+        header = f"plan m={self.num_micro_batches} n={self.num_stages}"
+        return "\n".join([header, *(" ".join(map(str, cycle)) for cycle in self.cycles)]) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Read a plan from its text.
+
+        Raises:
+            ValueError: the text is not a plan; says in which line and why.
+        """
+        header, *lines = text.removesuffix("\n").split("\n")
+        match = _HEADER.fullmatch(header)
+        if match is None:
+            raise ValueError(f"line 1: {header!r} is not a header; one reads like 'plan m=4 n=3'")
+        num_micro_batches, num_stages = map(int, match.groups())
+        cycles = tuple(_parse_cycle(number, line) for number, line in enumerate(lines, start=2))
+        try:
+            return cls(num_micro_batches, num_stages, cycles)
+        except ValueError as error:
+            raise ValueError(f"line 1: {error}") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that name this plan: the start of its text's SHA-256."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()[:16]
+
+    @cached_property
+    def _rows(self) -> Mapping[int, Row]:
+        rows: defaultdict[int, list[tuple[int, Task]]] = defaultdict(list)
+        for k, cycle in enumerate(self.cycles):
+            for task in cycle:
+                rows[task.j].append((k, task))
+        return dict(rows)
+
+
+def _parse_cycle(number: int, line: str) -> Cycle:
+    try:
+        return tuple(map(Task.parse, line.split()))
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
