@@ -21,7 +21,7 @@ has not been made: each of its ends has done all that it has to do before, so bo
 waiting and the link idle while the receiver computes. So it moves up, past ``ahead`` tasks of its
 own stage, and the tensor arrives while the task before its use is running:
 
-    ahead = 0    run F0@1   send activation 0: 1->2   receive activation 1: 0->1   run F1@1
+    ahead = 0    run F0@1   receive activation 1: 0->1   send activation 0: 1->2   run F1@1
     ahead = 1    receive activation 1: 0->1   run F0@1   send activation 0: 1->2   run F1@1
 
 Posting blocks nobody, so that doing it sooner cannot make anybody wait who did not wait before:

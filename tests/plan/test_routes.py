@@ -1,0 +1,113 @@
+"""Where tensors go: what leaves after a task is what some task needs, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.routes import LOSS, Routes, Transfer
+from procpipe.plan.task import Plan, Task
+
+
+@st.composite
+def routes_of(draw: st.DrawFn) -> Routes:
+    n = draw(st.integers(1, 6))
+    pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
+    skips = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    return Routes(n, tuple(skips), draw(st.booleans()), draw(st.booleans()))
+
+
+def leaving(routes: Routes, task: str, plan: Plan) -> list[str]:
+    return [str(transfer) for transfer in routes.leaving(Task.parse(task), plan)]
+
+
+def needed(routes: Routes, task: str) -> list[str]:
+    return [str(transfer) for transfer in routes.needed(Task.parse(task))]
+
+
+FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)), target=True, loss=True)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("F1@0", ["activation 1: 0->1", "skip 1: 0->2", "skip 1: 0->3", "target 1: 0->3"]),
+        ("F1@1", ["activation 1: 1->2", "skip 1: 1->3"]),
+        ("F1@2", ["activation 1: 2->3"]),
+        ("F0@3", []),
+        ("F1@3", ["loss 1: 3->0", "loss 1: 3->1", "loss 1: 3->2"]),
+        ("R1@1", []),
+        ("B1@3", ["gradient 1: 3->2", "skip gradient 1: 3->0", "skip gradient 1: 3->1"]),
+        ("B1@2", ["gradient 1: 2->1", "skip gradient 1: 2->0"]),
+        ("B1@0", []),
+    ],
+)
+def test_what_leaves_after_a_task(task: str, expected: list[str]) -> None:
+    assert leaving(FULL, task, gpipe(2, 4)) == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("F1@0", []),
+        ("F1@2", ["activation 1: 1->2", "skip 1: 0->2"]),
+        ("F1@3", ["activation 1: 2->3", "skip 1: 0->3", "skip 1: 1->3", "target 1: 0->3"]),
+        ("R1@2", []),
+        ("B1@3", []),
+        ("B1@1", ["gradient 1: 2->1", "skip gradient 1: 3->1"]),
+        ("B1@0", ["gradient 1: 1->0", "skip gradient 1: 2->0", "skip gradient 1: 3->0"]),
+    ],
+)
+def test_what_a_task_needs(task: str, expected: list[str]) -> None:
+    assert needed(FULL, task) == expected
+
+
+def test_without_a_target_or_a_loss_neither_travels() -> None:
+    bare = Routes(2)
+    assert leaving(bare, "F0@0", gpipe(1, 2)) == ["activation 0: 0->1"]
+    assert leaving(bare, "F0@1", gpipe(1, 2)) == []
+    assert needed(bare, "F0@1") == ["activation 0: 0->1"]
+
+
+def test_the_loss_follows_the_last_forward_whatever_the_order() -> None:
+    routes = Routes(2, loss=True)
+    turned = Plan.from_text("plan m=2 n=2\nF1@0\nF0@0 F1@1\nF0@1\n")
+    assert leaving(routes, "F1@1", turned) == []
+    assert leaving(routes, "F0@1", turned) == ["loss 0: 1->0"]
+
+
+def test_one_stage_speaks_to_nobody() -> None:
+    alone = Routes(1, target=True, loss=True)
+    assert all(not alone.leaving(task, gpipe(2, 1)) for task in gpipe(2, 1).tasks())
+    assert all(not alone.needed(task) for task in gpipe(2, 1).tasks())
+    assert alone.sources(0) == []
+
+
+@pytest.mark.parametrize("skip", [(1, 1), (2, 0), (-1, 2), (0, 3)])
+def test_a_skip_that_does_not_go_down_the_stages_is_refused(skip: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"the skip \(.*\) must go from a lower to a higher of 3"):
+        Routes(3, (skip,))
+
+
+def test_a_skip_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="a pair of stages is given twice"):
+        Routes(3, ((0, 2), (0, 2)))
+
+
+@given(routes=routes_of(), m=st.integers(1, 4))
+def test_what_leaves_is_what_is_needed_once_each(routes: Routes, m: int) -> None:
+    n = routes.num_stages
+    for plan in (gpipe(m, n, recompute={0}), forward_plan(m, n), backward_plan(m, n)):
+        sent: list[Transfer] = []
+        for task in plan.tasks():
+            out = routes.leaving(task, plan)
+            sent += out
+            assert all(transfer.maker == task for transfer in out)
+            assert all(task.j in routes.sources(transfer.destination) for transfer in out)
+        taken = [transfer for task in plan.tasks() for transfer in routes.needed(task)]
+        assert len(set(sent)) == len(sent), "a tensor crosses the wire once"
+        assert sorted(t for t in sent if t.kind != LOSS) == sorted(taken)
+        num_losses = n - 1 if routes.loss and plan.has_forward else 0
+        assert sum(transfer.kind == LOSS for transfer in sent) == num_losses

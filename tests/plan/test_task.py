@@ -1,0 +1,112 @@
+"""Tasks and plans: their text, their equality, and what a plan says about itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import procpipe.plan
+from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.task import KINDS, Plan, Task
+
+TASKS = st.builds(Task, st.sampled_from(KINDS), st.integers(0, 99), st.integers(0, 99))
+
+
+def test_a_task_reads_as_kind_micro_batch_and_stage() -> None:
+    assert str(Task("F", 3, 1)) == "F3@1"
+    assert Task.parse("F3@1") == Task("F", 3, 1)
+
+
+@pytest.mark.parametrize("text", ["", "F3", "F@1", "F-1@0", "F3@1 ", "f3@1", "3@1", "F3@1F3@2"])
+def test_what_is_not_a_task_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a task; one reads like 'F3@1'"):
+        Task.parse(text)
+
+
+def test_a_task_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="'X3@1' is of the unknown kind 'X'; known: F, R, B"):
+        Task.parse("X3@1")
+
+
+def test_the_text_of_a_plan_is_one_line_a_cycle() -> None:
+    assert forward_plan(2, 2).to_text() == "plan m=2 n=2\nF0@0\nF1@0 F0@1\nF1@1\n"
+
+
+@given(
+    m=st.integers(1, 99),
+    n=st.integers(1, 99),
+    cycles=st.lists(st.lists(TASKS, max_size=4).map(tuple), max_size=5).map(tuple),
+)
+def test_any_plan_comes_back_from_its_text(m: int, n: int, cycles: tuple[tuple[Task, ...]]) -> None:
+    plan = Plan(m, n, cycles)
+    again = Plan.from_text(plan.to_text())
+    assert (again.num_micro_batches, again.num_stages, again.cycles) == (m, n, cycles)
+    assert again == plan
+    assert again.digest == plan.digest
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "line 1: '' is not a header; one reads like 'plan m=4 n=3'"),
+        ("plan m=2", "line 1: 'plan m=2' is not a header"),
+        ("plan m=0 n=2", "line 1: a plan needs at least 1 of its micro-batches, got 0"),
+        ("plan m=2 n=0\n", "line 1: a plan needs at least 1 of its stages, got 0"),
+        ("plan m=2 n=2\nF0@0\nF1@0 F0\n", "line 3: 'F0' is not a task"),
+        ("plan m=2 n=2\nZ0@0\n", "line 2: 'Z0@0' is of the unknown kind 'Z'"),
+    ],
+)
+def test_bad_text_is_refused_with_its_line(text: str, fault: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(fault)):
+        Plan.from_text(text)
+
+
+def test_plans_are_equal_when_their_tasks_are_however_the_cycles_are_kept() -> None:
+    lazy = gpipe(3, 2)
+    kept = Plan(3, 2, tuple(lazy.cycles))
+    assert lazy == kept
+    assert hash(lazy) == hash(kept)
+    assert lazy != gpipe(3, 2, recompute={0})
+    assert lazy != gpipe(2, 3)
+    assert lazy != "plan"
+
+
+def test_the_digest_is_short_and_tells_plans_apart() -> None:
+    assert forward_plan(2, 2).digest == "7dc3465c80185b13"
+    assert forward_plan(2, 2).digest != forward_plan(2, 3).digest
+
+
+def test_a_plan_says_what_a_stage_does() -> None:
+    plan = gpipe(2, 2, recompute={0})
+    assert [str(task) for task in plan.tasks_of(1)] == ["F0@1", "F1@1", "B1@1", "R0@1", "B0@1"]
+    assert [k for k, _ in plan.row(1)] == [1, 2, 3, 4, 5]
+    assert Plan(2, 2, tuple(plan.cycles)).row(1) == plan.row(1)
+    assert list(Plan(1, 3, ((Task("F", 0, 0),),)).row(2)) == []
+
+
+def test_a_plan_says_which_passes_it_holds_and_where_forward_ends() -> None:
+    whole, forward, backward = gpipe(3, 2), forward_plan(3, 2), backward_plan(3, 2)
+    assert [p.has_forward for p in (whole, forward, backward)] == [True, True, False]
+    assert [p.has_backward for p in (whole, forward, backward)] == [True, False, True]
+    assert [p.last_forward for p in (whole, forward, backward)] == [2, 2, None]
+
+
+def test_the_package_imports_the_standard_library_and_the_errors_only() -> None:
+    files = list(Path(procpipe.plan.__path__[0]).glob("*.py"))
+    assert len(files) > 5
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules: list[str] = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            for module in modules:
+                ours = module == "procpipe.errors" or module.startswith("procpipe.plan.")
+                assert ours or module.split(".")[0] in sys.stdlib_module_names, (file.name, module)
