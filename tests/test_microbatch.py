@@ -78,6 +78,7 @@ def test_gradients_reach_the_input() -> None:
     x = rows(5).requires_grad_()
     micro_batches, _ = scatter((x,), 2)
     gather([3 * part for (part,) in micro_batches]).sum().backward()
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.full_like(x, 3))
 
 
