@@ -1,0 +1,299 @@
+"""The law of who may import whom, read from the source files: the architecture, kept true.
+
+    launch  examples  benchmarks        public names and plan
+                 |
+        procpipe/*.py (stage, …)        anything
+                 |
+                run                     plan, compute, channel
+              /  |  \\
+         plan compute channel           compute: skip; plan: the standard library only
+                 |
+                skip      balance       no other procpipe package
+                 |
+            errors  tree                leaves: for all (tree for all but plan)
+
+An import inside a function or under ``TYPE_CHECKING`` counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+#: Part of the house -> the parts it may import besides itself.
+MAY_IMPORT = {
+    "errors": set(),
+    "tree": {"errors"},
+    "plan": {"errors"},
+    "skip": {"errors", "tree"},
+    "balance": {"errors", "tree"},
+    "channel": {"errors", "tree"},
+    "compute": {"skip", "errors", "tree"},
+    "run": {"plan", "compute", "channel", "errors", "tree"},
+}
+
+#: Built on public names; the folders beside procpipe/, and the launcher.
+USERS = ("procpipe.launch", "examples", "benchmarks")
+
+#: Standard library only, and each other.
+PURE = ("procpipe.plan", "procpipe.errors", "procpipe.run.messages", "procpipe.balance.blocks")
+
+#: Benchmarks compare with peers that live in torch.distributed.
+MAY_IMPORT_DISTRIBUTED = (
+    "procpipe.channel.gloo",
+    "procpipe.channel.nccl",
+    "procpipe.run.world",
+    "procpipe.state",
+    "benchmarks",
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """``import module`` (no name) or ``from module import name``."""
+
+    module: str
+    name: str | None
+    line: int
+
+    def __str__(self) -> str:
+        return self.module if self.name is None else f"{self.module}.{self.name}"
+
+
+def test_the_law_holds():
+    assert faults(read_sources()) == []
+
+
+def test_the_sources_are_found():
+    sources = read_sources()
+
+    assert {"procpipe.errors", "procpipe.tree", "procpipe.launch"} <= sources.keys()
+
+
+BAD_EXAMPLES = {
+    "plan imports torch": (
+        {"procpipe.plan.task": "import torch"},
+        "procpipe.plan.task:1 is pure and imports torch",
+    ),
+    "plan imports tree": (
+        {"procpipe.plan.task": "from procpipe.tree import flatten", "procpipe.tree": ""},
+        "procpipe.plan.task:1 imports procpipe.tree.flatten: plan may import only errors",
+    ),
+    "plan imports torch in a function": (
+        {"procpipe.plan.task": "def f():\n    from torch import nn"},
+        "procpipe.plan.task:2 is pure and imports torch.nn",
+    ),
+    "channel imports run": (
+        {"procpipe.channel.base": "import procpipe.run.world", "procpipe.run.world": ""},
+        "procpipe.channel.base:1 imports procpipe.run.world: channel may import only errors, tree",
+    ),
+    "compute imports a top-level module": (
+        {"procpipe.compute.tasks": "from procpipe import stage", "procpipe.stage": ""},
+        "procpipe.compute.tasks:1 imports procpipe.stage: compute may import only "
+        "errors, skip, tree",
+    ),
+    "run imports balance": (
+        {"procpipe.run.world": "from procpipe.balance import blocks"},
+        "procpipe.run.world:1 imports procpipe.balance.blocks: run may import only "
+        "channel, compute, errors, plan, tree",
+    ),
+    "a package imports public names": (
+        {"procpipe": "__all__ = ['Stage']", "procpipe.run.world": "from procpipe import Stage"},
+        "procpipe.run.world:1 imports procpipe.Stage: run may import only "
+        "channel, compute, errors, plan, tree",
+    ),
+    "an example imports a private module": (
+        {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},
+        "examples.train:1 imports procpipe.stage.Stage: use public names and procpipe.plan",
+    ),
+    "the launcher imports a private name": (
+        {"procpipe": "__all__ = ['Stage']", "procpipe.launch.main": "from procpipe import World"},
+        "procpipe.launch.main:1 imports procpipe.World, which is not in procpipe.__all__",
+    ),
+    "torch.distributed in the wrong place": (
+        {"procpipe.stage": "import torch.distributed as dist"},
+        "procpipe.stage:1 imports torch.distributed",
+    ),
+    "torch.distributed from torch": (
+        {"procpipe.run.control": "from torch import distributed"},
+        "procpipe.run.control:1 imports torch.distributed",
+    ),
+    "torch.distributed by attribute": (
+        {"procpipe.run.control": "import torch\nstore = torch.distributed.HashStore()"},
+        "procpipe.run.control:2 imports torch.distributed",
+    ),
+    "a relative import": (
+        {"procpipe.stage": "from . import tree", "procpipe.tree": ""},
+        "procpipe.stage:1 has a relative import",
+    ),
+    "a circle": (
+        {
+            "procpipe.run.world": "from procpipe.run import watch",
+            "procpipe.run.watch": "def f():\n    from procpipe.run.world import World",
+        },
+        "a circle: procpipe.run.watch -> procpipe.run.world -> procpipe.run.watch",
+    ),
+    "a circle through the root": (
+        {"procpipe": "from procpipe.stage import Stage", "procpipe.stage": "import procpipe"},
+        "a circle: procpipe -> procpipe.stage -> procpipe",
+    ),
+}
+
+
+@pytest.mark.parametrize(("sources", "fault"), BAD_EXAMPLES.values(), ids=BAD_EXAMPLES)
+def test_a_breach_is_seen(sources, fault):
+    assert faults(sources) == [fault]
+
+
+def test_what_the_law_allows_is_allowed():
+    good = {
+        "procpipe": "from procpipe.stage import Stage\n__all__ = ['Stage']",
+        "procpipe.errors": "from collections.abc import Sequence",
+        "procpipe.tree": "import torch\nfrom procpipe.errors import BoundaryError",
+        "procpipe.stage": "from procpipe.run.world import World\nfrom procpipe import tree",
+        "procpipe.plan.task": "import json\nfrom procpipe.errors import PlanError",
+        "procpipe.plan.gpipe": "from procpipe.plan import task",
+        "procpipe.run.world": "import torch.distributed as dist\nimport procpipe.plan.task",
+        "procpipe.launch.main": "from procpipe import Stage\nfrom procpipe.launch import hosts",
+        "procpipe.launch.hosts": "from procpipe.plan.task import Task",
+        "examples.train": "import torch\nimport procpipe\nfrom procpipe.plan import gpipe",
+        "benchmarks.peer": "import torch.distributed.pipelining\nfrom procpipe import Stage",
+    }
+
+    assert faults(good) == []
+
+
+def read_sources() -> dict[str, str]:
+    """Return the text of every module under the law, by its name when installed."""
+    folders = {"procpipe": "procpipe", "launch": "procpipe.launch"}
+    folders |= {"examples": "examples", "benchmarks": "benchmarks"}
+    sources = {}
+    for folder, package in folders.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            sources[".".join((package, *parts))] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def faults(sources: dict[str, str]) -> list[str]:
+    """Return each breach of the law, one sentence each."""
+    trees = {module: ast.parse(source) for module, source in sources.items()}
+    public = public_names(trees["procpipe"]) if "procpipe" in trees else set()
+    found: list[str] = []
+    for module, tree in trees.items():
+        found.extend(f"{module}:{line} has a relative import" for line in relative_imports(tree))
+        for an_import in imports_of(tree):
+            fault = fault_of(module, an_import, public)
+            if fault is not None:
+                found.append(f"{module}:{an_import.line} {fault}")
+        if not within(module, MAY_IMPORT_DISTRIBUTED):
+            lines = uses_of_distributed(tree)
+            found.extend(f"{module}:{line} imports torch.distributed" for line in lines)
+    return found + circles(trees)
+
+
+def fault_of(module: str, an_import: Import, public: set[str]) -> str | None:
+    """Say what is wrong with one import, or return ``None``."""
+    target = str(an_import)
+    if not within(target, ("procpipe",)):
+        is_standard = target.partition(".")[0] in sys.stdlib_module_names
+        return f"is pure and imports {target}" if within(module, PURE) and not is_standard else None
+    if within(module, USERS):
+        return fault_of_user(an_import, public)
+    here, there = part_of(module), part_of(target)
+    if here in MAY_IMPORT and there not in MAY_IMPORT[here] | {here}:
+        allowed = ", ".join(sorted(MAY_IMPORT[here])) or "nothing"
+        return f"imports {target}: {here} may import only {allowed}"
+    if within(module, PURE) and not within(target, PURE):
+        return f"is pure and imports {target}"
+    return None
+
+
+def fault_of_user(an_import: Import, public: set[str]) -> str | None:
+    target = str(an_import)
+    if target == "procpipe" or within(target, ("procpipe.launch", "procpipe.plan")):
+        return None
+    if an_import.module != "procpipe":
+        return f"imports {target}: use public names and procpipe.plan"
+    if an_import.name not in public:
+        return f"imports {target}, which is not in procpipe.__all__"
+    return None
+
+
+def circles(trees: dict[str, ast.Module]) -> list[str]:
+    """Return the first circle of imports, if there is any."""
+    graph = {module: edges(module, tree, trees) for module, tree in trees.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        ring = error.args[1][:0:-1]
+        start = ring.index(min(ring))
+        ring = ring[start:] + ring[: start + 1]
+        return ["a circle: " + " -> ".join(ring)]
+    return []
+
+
+def edges(module: str, tree: ast.Module, modules: dict[str, ast.Module]) -> set[str]:
+    """Return the modules that ``module`` imports, and the packages these are in.
+
+    Not the root package, which every import runs and which imports everything, unless it is
+    imported by its name; nor the packages that ``module`` itself is in.
+    """
+    found: set[str] = set()
+    for an_import in imports_of(tree):
+        target = str(an_import) if str(an_import) in modules else an_import.module
+        found.add(target)
+        parts = target.split(".")
+        packages = {".".join(parts[:k]) for k in range(2, len(parts))}
+        found |= {package for package in packages if not within(module, (package,))}
+    return (found & modules.keys()) - {module}
+
+
+def imports_of(tree: ast.Module) -> Iterator[Import]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, None, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert node.module is not None
+            yield from (Import(node.module, alias.name, node.lineno) for alias in node.names)
+
+
+def relative_imports(tree: ast.Module) -> list[int]:
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    return [node.lineno for node in nodes if node.level > 0]
+
+
+def uses_of_distributed(tree: ast.Module) -> list[int]:
+    """Return the lines that import ``torch.distributed``, or reach it through ``torch``."""
+    lines = {i.line for i in imports_of(tree) if within(str(i), ("torch.distributed",))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            lines.add(node.lineno)
+    return sorted(lines)
+
+
+def public_names(root: ast.Module) -> set[str]:
+    """Return the names in a module's ``__all__``."""
+    for node in root.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def part_of(module: str) -> str:
+    """Return the part of the house: ``run`` for ``procpipe.run.world``."""
+    return module.removeprefix("procpipe").removeprefix(".").partition(".")[0]
+
+
+def within(module: str, packages: tuple[str, ...]) -> bool:
+    """Say whether a module (or a name in one) is in one of the packages, or is one of them."""
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
