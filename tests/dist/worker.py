@@ -112,9 +112,9 @@ def _run(job: Job, rank: int, store: dist.Store) -> Outcome:
     start = time.monotonic()
     try:
         function, args, kwargs = pickle.loads(job.call)
-        world = _make_world(job, rank, store)
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")
+            world = _make_world(job, rank, store)
             start = time.monotonic()
             value = function(world, *args, **kwargs)
     except BaseException as error:
