@@ -46,6 +46,9 @@ class Receiver(Protocol):
     def expect(self) -> None:
         """Allow a buffer for one more message: its transfer may begin from here on."""
 
+    def forgo(self) -> None:
+        """Take one allowance back: that message will not be sent."""
+
     def take(self) -> Flat:
         """Wait for the next message in order and return it.
 

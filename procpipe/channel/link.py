@@ -47,12 +47,12 @@ class LinkSender:
         mesh: this rank's sockets.
         peer: the receiving rank.
         kind: the channel's number, the same at both ends, below 64.
-        transport: what carries large tensors.
+        transport: what carries large tensors; None lets all travel inside tokens.
         device: where the tensors are.
     """
 
     def __init__(
-        self, mesh: Mesh, peer: int, kind: int, transport: Transport, device: torch.device
+        self, mesh: Mesh, peer: int, kind: int, transport: Transport | None, device: torch.device
     ) -> None:
         self.num_bytes = 0
         self.num_messages = 0
@@ -77,12 +77,13 @@ class LinkSender:
             parts = [_META_SIZE.pack(len(encoded)), encoded]
             self._meta, self._size_bytes = meta, meta.num_bytes
         tensors = [_dense(tensor) for tensor in message.tensors]
-        if self._is_on_cpu and self._size_bytes <= INLINE_BYTES:
+        transport = self._transport
+        if transport is None or (self._is_on_cpu and self._size_bytes <= INLINE_BYTES):
             flags |= _HAS_TENSORS
             parts += [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
         else:
             self._reap()
-            pending = self._transport.post_send(tensors, self._peer, self._kind)
+            pending = transport.post_send(tensors, self._peer, self._kind)
             self._in_flight.append((tensors, pending))
         self._mesh.send(self._peer, self._kind, flags, self.num_messages & 0xFFFFFFFF, *parts)
         self.num_messages += 1
@@ -123,11 +124,13 @@ class LinkReceiver:
         mesh: this rank's sockets.
         peer: the sending rank.
         kind: the channel's number, the same at both ends, below 64.
-        transport: what carries large tensors.
+        transport: what carries large tensors, the same as the sender's.
         what: the channel in words, for errors: "activation from stage 1 (rank 1)".
     """
 
-    def __init__(self, mesh: Mesh, peer: int, kind: int, transport: Transport, what: str) -> None:
+    def __init__(
+        self, mesh: Mesh, peer: int, kind: int, transport: Transport | None, what: str
+    ) -> None:
         self._mesh = mesh
         self._peer = peer
         self._kind = kind
@@ -146,6 +149,10 @@ class LinkReceiver:
         self._num_allowed += 1
         self._post()
 
+    def forgo(self) -> None:
+        """Take one allowance back: that message will not be sent."""
+        self._num_allowed -= 1
+
     def take(self) -> Flat:
         """Wait for the next message in order and return it."""
         posted = self._posted
@@ -158,6 +165,7 @@ class LinkReceiver:
         self._num_taken += 1
         if pending is not None:
             pending.wait()
+            assert self._transport is not None
             if self._transport.needs_acknowledgement:
                 self._mesh.send(self._peer, self._kind + _ACKNOWLEDGES, 0, 0)
         return Flat(tensors, meta.structure, meta.requires_grad)
@@ -183,6 +191,7 @@ class LinkReceiver:
             if tensors is not None:
                 self._posted.append((meta, tensors, None))
             else:
+                assert self._transport is not None, "without a transport all is inside tokens"
                 received, pending = self._transport.post_receive(meta, self._peer, self._kind)
                 self._posted.append((meta, received, pending))
 

@@ -50,6 +50,10 @@ class MemoryChannel:
         """Allow one more message to be taken."""
         self._num_allowed += 1
 
+    def forgo(self) -> None:
+        """Take one allowance back: that message will not be sent."""
+        self._num_allowed -= 1
+
     def take(self) -> Flat:
         """Wait for the next message in order and return it."""
         assert self._num_allowed, "a message is taken that was never expected"

@@ -208,9 +208,11 @@ class Mesh:
         view = self._buffer[:num_read]
         if partial:
             partial += view
-            view = memoryview(partial)
-        taken = self._dispatch(peer, view)
-        self._partial[peer] = bytearray(view[taken:])
+            taken = self._dispatch(peer, memoryview(partial))
+            if taken:
+                self._partial[peer] = bytearray(memoryview(partial)[taken:])
+        elif (taken := self._dispatch(peer, view)) < num_read:
+            self._partial[peer] = bytearray(view[taken:])
 
     def _dispatch(self, peer: int, data: memoryview) -> int:
         """Hand whole frames on; return how many bytes they took."""

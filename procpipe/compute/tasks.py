@@ -135,6 +135,8 @@ class Partition:
         """
         this = self._passes[i]
         assert this.ambient is not None and this.buffers is not None, "not to be recomputed"
+        if not any(this.requires_grad):
+            return 0
         with recomputing(this.ambient), self._buffers.lent(this.buffers):
             tensors, _ = self._run_with_graph(this)
         this.ambient = this.buffers = None

@@ -1,0 +1,68 @@
+"""The wire of the coordinator's messages: small byte strings between rank 0 and every other rank.
+
+A star laid over the mesh, on a kind of its own. Messages of one peer arrive in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from procpipe.channel.mesh import Mesh
+from procpipe.run.messages import decode, encode
+
+__all__ = ["CONTROL", "Control"]
+
+#: The mesh's kind for control messages; channels count from 1.
+CONTROL = 0
+
+
+class Control:
+    """Rank 0's line to every other rank, or another rank's line to rank 0."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._heard: dict[int, deque[bytes]] = {}
+        self._peers = mesh.peers if mesh.rank == 0 else (0,)
+        for peer in self._peers:
+            self._heard[peer] = deque()
+            mesh.on(peer, CONTROL, self._listener(self._heard[peer]))
+
+    def tell_all(self, message: bytes) -> None:
+        """Send a message from rank 0 to every other rank; never blocks."""
+        assert self._mesh.rank == 0, "only rank 0 tells all"
+        for peer in self._peers:
+            self._mesh.send(peer, CONTROL, 0, 0, message)
+
+    def tell_coordinator(self, message: bytes) -> None:
+        """Send a message to rank 0; never blocks."""
+        self._mesh.send(0, CONTROL, 0, 0, message)
+
+    def hear(self, peer: int, what: str) -> bytes:
+        """Wait for the next message of a peer; ``what`` names it in errors."""
+        heard = self._heard[peer]
+        self._mesh.wait_for(peer, heard.__len__, lambda: f"{what} from rank {peer}")
+        return heard.popleft()
+
+    def agree(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Bring every rank's value to rank 0, combine them there, and return the result to all.
+
+        Every rank calls it, and it waits for all of them.
+
+        Args:
+            ours: this rank's value; plain JSON.
+            combine: makes plain JSON of the list of all values, by rank; runs on rank 0 only.
+        """
+        if self._mesh.rank != 0:
+            self.tell_coordinator(encode(ours))
+            return decode(self.hear(0, "the outcome of a common call"))
+        values = [ours]
+        values += [decode(self.hear(peer, "its part in a common call")) for peer in self._peers]
+        outcome = encode(combine(values))
+        self.tell_all(outcome)
+        return decode(outcome)
+
+    @staticmethod
+    def _listener(heard: deque[bytes]) -> Callable[[int, int, memoryview], None]:
+        return lambda sequence, flags, body: heard.append(bytes(body))

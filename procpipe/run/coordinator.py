@@ -1,0 +1,133 @@
+"""Rank 0 decides each call and the others follow: which plan, which sizes, which mode.
+
+    rank 0:  issue(order) ──────────────────────>  every other rank: follow(call)
+             chooses a plan, verifies it once,      checks that it is in the same call and mode,
+             names it by digest; its text goes      reads the plan once, makes its program once
+             along the first time
+
+A rank in another call than rank 0 is an error on all ranks, not a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from procpipe.errors import CallMismatchError
+from procpipe.plan.check import verify
+from procpipe.plan.fence import Program, program
+from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.routes import Routes
+from procpipe.plan.task import Plan
+from procpipe.run.control import Control
+from procpipe.run.messages import ROUTED, Order, decode_order, encode
+
+__all__ = ["Coordinator"]
+
+#: The plan of a call, from the number of micro-batches, of stages, and what is recomputed.
+_PLANS: dict[str, Callable[[int, int, frozenset[int]], Plan]] = {
+    "step": lambda m, n, recompute: gpipe(m, n, recompute=recompute),
+    "step without backward": lambda m, n, recompute: forward_plan(m, n),
+    "forward": lambda m, n, recompute: forward_plan(m, n),
+    "backward": lambda m, n, recompute: backward_plan(m, n, recompute),
+}
+
+
+class Coordinator:
+    """Issues orders on rank 0 and follows them elsewhere.
+
+    Args:
+        control: the line to the other ranks.
+        rank: this rank, which is also its stage.
+        num_stages: the number of stages.
+    """
+
+    def __init__(self, control: Control, rank: int, num_stages: int) -> None:
+        self._control = control
+        self._rank = rank
+        self._num_stages = num_stages
+        self._chosen: dict[tuple[str, int, frozenset[int]], Plan] = {}
+        self._plans: dict[str, Plan] = {}
+        self._programs: dict[tuple[str, Routes], Program] = {}
+        self._told: set[str] = set()
+
+    def issue(self, order: Order) -> Order:
+        """Send an order from rank 0 to every other rank; never blocks.
+
+        Args:
+            order: what rank 0's user called. If it has micro-batches, a plan is chosen for it.
+
+        Returns:
+            The order with its plan.
+        """
+        if order.sizes:
+            plan = self._choose(order)
+            self.program(replace(order, plan=plan.digest))  # verifies, before anybody starts
+            is_new = plan.digest not in self._told
+            self._told.add(plan.digest)
+            order = replace(
+                order, plan=plan.digest, plan_text=plan.to_text() if is_new else ""
+            )
+        if self._num_stages > 1:
+            self._control.tell_all(encode(order))
+        return order
+
+    def follow(self, ours: Order) -> Order:
+        """Wait for rank 0's next order and check that it is for the call we are in.
+
+        Args:
+            ours: the call this rank is in, with its modes.
+
+        Raises:
+            CallMismatchError: rank 0 is in another call, pipeline or mode.
+        """
+        order = decode_order(self._control.hear(0, f"the order for {ours.call}()"))
+        self._check(ours, order)
+        if order.plan_text:
+            plan = Plan.from_text(order.plan_text)
+            assert plan.digest == order.plan, "a plan arrives as it was sent"
+            self._plans[plan.digest] = plan
+        return order
+
+    def program(self, order: Order) -> Program:
+        """Return what this stage does under an order's plan, verified on rank 0."""
+        routes = Routes(
+            self._num_stages,
+            target=order.target == ROUTED and order.call == "step",
+            loss=order.call == "step",
+        )
+        key = order.plan, routes
+        if key not in self._programs:
+            plan = self._plans[order.plan]
+            if self._rank == 0:
+                verify(plan, routes)
+            self._programs[key] = program(plan, routes, self._rank)
+        return self._programs[key]
+
+    def _choose(self, order: Order) -> Plan:
+        kind = order.call
+        if kind == "step" and not order.keeps_graph:
+            kind = "step without backward"
+        key = kind, len(order.sizes), frozenset(order.recompute)
+        if key not in self._chosen:
+            plan = _PLANS[kind](len(order.sizes), self._num_stages, frozenset(order.recompute))
+            self._chosen[key] = self._plans[plan.digest] = plan
+        return self._chosen[key]
+
+    def _check(self, ours: Order, order: Order) -> None:
+        if ours.stage_number != order.stage_number:
+            raise CallMismatchError(
+                f"rank {self._rank} calls {ours.call}() of its pipeline {ours.stage_number}, rank 0 "
+                f"calls {order.call}() of pipeline {order.stage_number} (counted from 0 in the "
+                "order they are made): every rank must make the same calls in the same order"
+            )
+        if ours.call != order.call:
+            raise CallMismatchError(
+                f"rank {self._rank} is in {ours.call}() while rank 0 is in {order.call}(): every "
+                "rank must make the same calls in the same order"
+            )
+        if ours.mode() != order.mode():
+            raise CallMismatchError(
+                f"rank {self._rank} calls {ours.call}() in {ours.mode()}, rank 0 in "
+                f"{order.mode()}: call train(), eval() and torch.no_grad() on every rank alike"
+            )

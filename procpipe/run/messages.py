@@ -1,0 +1,126 @@
+"""What the coordinator and the stages say to each other, as data and as JSON.
+
+    rank 0                                    every other rank
+    Order(call="step", plan=…, …)        ->   in step(…) too? then it runs the plan
+    facts of the start                   <-   settings and layer names, compared on rank 0
+
+PURE: no sockets, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "DELIVERED",
+    "LOCAL",
+    "ROUTED",
+    "Order",
+    "compare_facts",
+    "decode",
+    "decode_order",
+    "encode",
+]
+
+#: Where the last stage finds the target: sent along the target route, given to it by the user on
+#: its own rank, or already there from ``batches``.
+ROUTED, LOCAL, DELIVERED = "routed", "local", "delivered"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One call that all ranks make together, as rank 0 made it.
+
+    Attributes:
+        call: the method: "step", "forward", "backward", "batch", …
+        stage_number: which of the script's pipelines is meant, counted from 0.
+        is_training: whether rank 0's stage is in training mode.
+        is_grad_enabled: whether gradients are recorded on rank 0.
+        plan: digest of the plan, or "".
+        plan_text: the plan itself, the first time it is named.
+        sizes: samples of each micro-batch.
+        shares: each micro-batch's share in the loss of the mini-batch.
+        recompute: the micro-batches that are recomputed.
+        target: where the last stage finds the target (ROUTED, LOCAL, DELIVERED).
+        detail: what a call of another kind needs to say; plain JSON.
+    """
+
+    call: str
+    stage_number: int
+    is_training: bool = True
+    is_grad_enabled: bool = True
+    plan: str = ""
+    plan_text: str = ""
+    sizes: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
+    recompute: tuple[int, ...] = ()
+    target: str = LOCAL
+    detail: Any = None
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether a ``step`` runs its backward pass."""
+        return self.is_training and self.is_grad_enabled
+
+    def mode(self) -> str:
+        """Describe the modes that must be the same on every rank."""
+        return (
+            f"{'training' if self.is_training else 'eval'} mode with gradients "
+            f"{'on' if self.is_grad_enabled else 'off'}"
+        )
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Order))
+
+
+def encode(message: Any) -> bytes:
+    """Write an order, or any plain value, as JSON."""
+    if isinstance(message, Order):
+        message = [getattr(message, name) for name in _FIELDS]
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Any:
+    """Read a plain value that :func:`encode` wrote."""
+    return json.loads(data)
+
+
+def decode_order(data: bytes) -> Order:
+    """Read an order that :func:`encode` wrote."""
+    values = json.loads(data)
+    return Order(
+        *(
+            tuple(value) if type(value) is list and name != "detail" else value
+            for name, value in zip(_FIELDS, values, strict=True)
+        )
+    )
+
+
+def compare_facts(facts: list[dict[str, Any]]) -> list[str]:
+    """Say where ranks differ from rank 0.
+
+    Args:
+        facts: for each rank, values by name; lists are compared entry by entry.
+
+    Returns:
+        One sentence a difference; empty if all agree.
+    """
+    differences = []
+    for rank, theirs in enumerate(facts):
+        for name, ours in facts[0].items():
+            if theirs.get(name) != ours:
+                differences.append(_difference(name, ours, theirs.get(name), rank))
+    return differences
+
+
+def _difference(name: str, ours: Any, theirs: Any, rank: int) -> str:
+    if isinstance(ours, list) and isinstance(theirs, list) and name == "layers":
+        if len(ours) != len(theirs):
+            return f"the model has {len(ours)} layers on rank 0 and {len(theirs)} on rank {rank}"
+        for a, b in zip(ours, theirs, strict=True):
+            if a != b:
+                return f"a layer of the model is ({a}) on rank 0 and ({b}) on rank {rank}"
+    return f"{name} is {ours!r} on rank 0 and {theirs!r} on rank {rank}"

@@ -1,0 +1,162 @@
+"""This rank's end of a connected pipeline: sockets, channels, coordinator and executor together.
+
+    Stage ── what the user called
+      └─ Pipeline
+           ├─ Coordinator   which plan             (orders from rank 0, over Control)
+           ├─ Executor      this stage's program   (tasks of the Partition)
+           └─ Channels      tokens over the Mesh, large tensors by the Transport
+
+Building one connects to every other rank and compares what must agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from procpipe.channel.link import LinkReceiver, LinkSender
+from procpipe.channel.mesh import Mesh
+from procpipe.compute.tasks import Partition
+from procpipe.errors import DisagreementError
+from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, SKIP, SKIP_GRADIENT, TARGET
+from procpipe.run.control import Control
+from procpipe.run.coordinator import Coordinator
+from procpipe.run.executor import Channels, Executor, MiniBatch
+from procpipe.run.messages import Order, compare_facts
+from procpipe.run.trace import StageStatistics
+from procpipe.run.world import World
+from procpipe.tree import Flat, map_tensors
+
+__all__ = ["Pipeline"]
+
+#: Values that a user's call moves beside the plan (``fetch``, the targets of ``batches``).
+VALUE = "value"
+
+#: The number of each kind of channel on the mesh; 0 is the control plane.
+_NUMBERS = {
+    kind: number
+    for number, kind in enumerate((ACTIVATION, GRADIENT, SKIP, SKIP_GRADIENT, TARGET, LOSS, VALUE), 1)
+}
+
+
+class Pipeline:
+    """One rank's connected end; building it waits for all ranks.
+
+    Args:
+        world: this process's place in the job.
+        partition: the local layers.
+        facts: what must be the same on every rank, by name; plain JSON.
+
+    Raises:
+        DisagreementError: facts differ between ranks; raised on every rank.
+        RemoteStageError: another rank failed.
+    """
+
+    def __init__(self, world: World, partition: Partition, facts: dict[str, Any]) -> None:
+        self._world = world
+        self._rank, self._num_stages = world.rank, world.num_ranks
+        self._mesh = world.connect()
+        self.control = Control(self._mesh)
+        differences = self.control.agree(facts, compare_facts)
+        if differences:
+            raise DisagreementError(differences)
+        self._channels = self._open_channels()
+        self._values_to, self._values_from = self._open_value_channels()
+        self.executor = Executor(self._rank, self._num_stages, partition, self._channels)
+        self.coordinator = Coordinator(self.control, self._rank, self._num_stages)
+
+    def run(self, order: Order, batch: MiniBatch) -> None:
+        """Run this stage's program under an order."""
+        self.executor.run(self.coordinator.program(order), batch)
+
+    def send_value(self, destination: int, value: Any) -> None:
+        """Send a nested value of tensors to a rank, beside the plan; never blocks."""
+        on_cpu = map_tensors(lambda tensor: tensor.detach().cpu(), value)
+        self._values_to[destination].send(Flat.of(on_cpu))
+
+    def take_value(self, source: int) -> Any:
+        """Wait for a value that another rank sends, and return it on this stage's device."""
+        receiver = self._values_from[source]
+        receiver.expect()
+        return map_tensors(lambda tensor: tensor.to(self._world.device), receiver.take().value)
+
+    def statistics(self) -> StageStatistics:
+        """Return what this stage did so far."""
+        trace, ledger = self.executor.trace, self.executor.ledger
+        sent_bytes: dict[str, int] = {}
+        num_messages: dict[str, int] = {}
+        for (kind, _), sender in self._channels.senders.items():
+            sent_bytes[kind] = sent_bytes.get(kind, 0) + sender.num_bytes
+            num_messages[kind] = num_messages.get(kind, 0) + sender.num_messages
+        return StageStatistics(
+            stage=self._rank,
+            num_steps=trace.num_steps,
+            num_tasks=dict(trace.num_tasks),
+            busy_s=trace.busy_ns / 1e9,
+            waiting_s=trace.waiting_ns / 1e9,
+            step_s=trace.step_ns / 1e9,
+            sent_bytes=sent_bytes,
+            num_messages=num_messages,
+            peak_held_bytes=ledger.peak_bytes,
+            held_bytes=ledger.held_bytes,
+        )
+
+    def close(self) -> None:
+        """Wait until what was sent has arrived, say goodbye and disconnect."""
+        try:
+            for sender in self._channels.senders.values():
+                sender.settle()
+            self._mesh.flush()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Disconnect without waiting for anybody."""
+        self._channels.senders.clear()
+        self._channels.receivers.clear()
+        self._values_to.clear()
+        self._values_from.clear()
+        self._world.close()
+
+    # -- wiring ---------------------------------------------------------------------------------
+
+    def _open_channels(self) -> Channels:
+        """Open this rank's ends of every channel a plan may use."""
+        rank, last = self._rank, self._num_stages - 1
+        routes = [(ACTIVATION, j, j + 1) for j in range(last)]
+        routes += [(GRADIENT, j + 1, j) for j in range(last)]
+        if last > 0:
+            routes.append((TARGET, 0, last))
+        routes += [(LOSS, last, j) for j in range(last)]
+        transport = self._world.open_transport((a, b, _NUMBERS[kind]) for kind, a, b in routes)
+        channels = Channels()
+        if transport is None:
+            return channels
+        channels.poll = self._mesh.poll
+        for kind, source, destination in routes:
+            number = _NUMBERS[kind]
+            if source == rank:
+                channels.senders[kind, destination] = LinkSender(
+                    self._mesh, destination, number, transport, self._world.device
+                )
+            if destination == rank:
+                channels.receivers[kind, source] = LinkReceiver(
+                    self._mesh, source, number, transport, _described(kind, source)
+                )
+        return channels
+
+    def _open_value_channels(self) -> tuple[dict[int, LinkSender], dict[int, LinkReceiver]]:
+        """Open the channels beside the plan: on the CPU, all inside tokens, between all ranks."""
+        mesh, number, cpu = self._mesh, _NUMBERS[VALUE], torch.device("cpu")
+        return (
+            {peer: LinkSender(mesh, peer, number, None, cpu) for peer in mesh.peers},
+            {
+                peer: LinkReceiver(mesh, peer, number, None, _described(VALUE, peer))
+                for peer in mesh.peers
+            },
+        )
+
+
+def _described(kind: str, source: int) -> str:
+    return f"{kind} from stage {source} (rank {source})"

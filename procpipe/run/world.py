@@ -1,0 +1,309 @@
+"""Where this process stands: its rank among the job's processes, its device, and its ways to them.
+
+``torchrun`` says it in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …). Without a
+launcher the job is this one process. Nothing is connected before ``connect``, which every rank
+calls once:
+
+    1  say which host we are on           host/<rank>      (are TCP listeners needed?)
+    2  listen, and say where              address/<rank>
+    3  connect to every lower rank, accept every higher one; the job's key proves both sides
+    4  build the transport for large tensors
+
+Steps 1 to 3 go through the job's store, which the launcher holds. A rank that cannot come leaves a
+note there (``give_up``), so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from procpipe.channel.base import Transport
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.wire import Address, accept_peers, connect_to, host_identity, listen
+from procpipe.errors import RemoteStageError, WaitTimeoutError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["World"]
+
+DEFAULT_TIMEOUT_S = 1800.0
+DEFAULT_STALL_TIMEOUT_S = 30.0
+
+#: Every rank makes its stages in the same order, so their numbers keep the stages' keys apart.
+_serial = itertools.count()
+
+
+class World:
+    """This process's place in the job.
+
+    Args:
+        rank: this process's rank.
+        num_ranks: the number of processes.
+        store: a store all ranks share, or None to open the launcher's when it is needed.
+        device: what this process computes on.
+        is_launched: False for a script started without a launcher.
+        timeout_s: how long any wait for a peer may last.
+        stall_timeout_s: how long a wait lasts before it is reported on standard error.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        store: Store | None,
+        device: torch.device,
+        is_launched: bool = True,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
+    ) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.device = device
+        self.is_launched = is_launched
+        self._store = store
+        self._timeout_s = timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._mesh: Mesh | None = None
+        self._transport: Transport | None = None
+
+    @classmethod
+    def from_environment(
+        cls,
+        devices: Sequence[torch.device | str | int] | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
+    ) -> World:
+        """Read torchrun's variables; without them the job is this process alone.
+
+        Args:
+            devices: one device a rank; by default this host's GPUs in the order of local ranks,
+                or the CPU where there are none.
+            timeout_s: as for the class.
+            stall_timeout_s: as for the class.
+
+        Raises:
+            IndexError: there are fewer devices than ranks.
+            ValueError: the devices are of several types, or cannot be used.
+        """
+        is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        rank = int(os.environ["RANK"]) if is_launched else 0
+        num_ranks = int(os.environ["WORLD_SIZE"]) if is_launched else 1
+        device = _device_of(rank, num_ranks, devices)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return cls(
+            rank=rank,
+            num_ranks=num_ranks,
+            store=None,
+            device=device,
+            is_launched=is_launched,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+        )
+
+    def connect(self) -> Mesh:
+        """Join the other ranks; every rank calls it, and it waits for all of them.
+
+        Raises:
+            RemoteStageError: another rank gave up before it came here.
+            WaitTimeoutError: a rank did not come within the timeout.
+        """
+        sockets: dict[int, socket.socket] = {}
+        if self.num_ranks > 1:
+            sockets = self._connect_sockets()
+        self._mesh = Mesh(
+            self.rank,
+            sockets,
+            timeout_s=self._timeout_s,
+            stall_timeout_s=self._stall_timeout_s,
+            on_stall=self._print_stall,
+        )
+        return self._mesh
+
+    def open_transport(self, channels: Iterable[tuple[int, int, int]]) -> Transport | None:
+        """Build what carries large tensors; every rank calls it, and it waits for all of them.
+
+        Args:
+            channels: ``(source rank, destination rank, kind)`` of all channels of the job, in an
+                order that all ranks share.
+        """
+        if self.num_ranks == 1:
+            return None
+        from torch.distributed import PrefixStore
+
+        store = PrefixStore("transport", self._shared_store())
+        if self.device.type == "cuda":
+            from procpipe.channel.nccl import NcclTransport
+
+            self._transport = NcclTransport(
+                store, self.rank, self.device, channels, self._timeout_s
+            )
+        else:
+            from procpipe.channel.gloo import GlooTransport
+
+            self._transport = GlooTransport(store, self.rank, self.num_ranks, self._timeout_s)
+        return self._transport
+
+    def give_up(self, story: str) -> None:
+        """Tell the other ranks that this one failed, whether or not they are connected yet.
+
+        Never raises and waits a few seconds at most: it is called while an error is on its way.
+        """
+        if self.num_ranks == 1:
+            return
+        if self._mesh is not None:
+            self._mesh.tell_failure(self.rank, story)
+            return
+        note = json.dumps({"rank": self.rank, "story": story})
+        try:
+            self._shared_store(timeout_s=3.0).compare_set("failure", "", note)
+        except RuntimeError as error:
+            print(
+                f"procpipe: rank {self.rank} could not tell the other ranks that it failed: {error}",
+                file=sys.stderr,
+            )
+
+    def close(self) -> None:
+        """Say goodbye to the peers and let go of every connection."""
+        if self._mesh is not None:
+            self._mesh.close()
+        if self._transport is not None:
+            self._transport.close()
+        self._mesh = self._transport = self._store = None
+
+    # -- steps 1 to 3 ---------------------------------------------------------------------------
+
+    def _connect_sockets(self) -> dict[int, socket.socket]:
+        store = self._shared_store()
+        deadline_s = time.monotonic() + self._timeout_s
+        ranks = range(self.num_ranks)
+        if self.rank == 0:
+            store.set("key", secrets.token_hex(32))
+        store.set(f"host/{self.rank}", host_identity())  # 1
+        hosts = {self._wait_for_key(f"host/{rank}", rank, deadline_s) for rank in ranks}
+        listeners, ours = listen(_address_towards_peers() if len(hosts) > 1 else None)  # 2
+        store.set(f"address/{self.rank}", json.dumps([ours.host, ours.unix, *ours.tcp]))
+        key = bytes.fromhex(self._wait_for_key("key", 0, deadline_s))
+        sockets = {}
+        try:
+            for peer in range(self.rank):  # 3
+                told = self._wait_for_key(f"address/{peer}", peer, deadline_s)
+                host, unix, tcp_host, tcp_port = json.loads(told)
+                sockets[peer] = connect_to(
+                    peer,
+                    Address(host, unix, (tcp_host, tcp_port)),
+                    rank=self.rank,
+                    key=key,
+                    deadline_s=deadline_s,
+                    check=self._check_for_failure,
+                )
+            sockets |= accept_peers(
+                listeners,
+                set(range(self.rank + 1, self.num_ranks)),
+                rank=self.rank,
+                key=key,
+                deadline_s=deadline_s,
+                check=self._check_for_failure,
+            )
+        finally:
+            for listener in listeners:
+                listener.close()
+        return sockets
+
+    def _shared_store(self, timeout_s: float | None = None) -> Store:
+        """Return the store of this stage's start, opening the launcher's if need be."""
+        from torch.distributed import PrefixStore, rendezvous
+
+        if self._store is None:
+            timeout = timedelta(seconds=timeout_s or self._timeout_s)
+            store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._store = PrefixStore(f"procpipe/{attempt}/{next(_serial)}", store)
+        return self._store
+
+    def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
+        store = self._shared_store()
+        while not store.check([key]):
+            self._check_for_failure()
+            if time.monotonic() > deadline_s:
+                raise WaitTimeoutError(
+                    f"rank {self.rank} waited {self._timeout_s:.0f} s in vain for rank {peer} to "
+                    "start: did every process reach its first step?"
+                )
+            _wait_briefly(lambda: store.wait([key], timedelta(milliseconds=500)))
+        return str(store.get(key).decode())
+
+    def _check_for_failure(self) -> None:
+        store = self._shared_store()
+        if store.check(["failure"]):
+            told = json.loads(store.get("failure"))
+            raise RemoteStageError(told["rank"], told["story"])
+
+    def _print_stall(self, what: str, waited_s: float) -> None:
+        print(
+            f"procpipe: rank {self.rank} has waited {waited_s:.1f} s for {what}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _wait_briefly(wait: Callable[[], None]) -> None:
+    """Wait for a key of the store for half a second; the store calls its absence an error."""
+    from torch.distributed import DistStoreError
+
+    try:
+        wait()
+    except DistStoreError:
+        pass
+
+
+def _address_towards_peers() -> str:
+    """Return this host's address on the network that leads to the job's rank 0."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _device_of(
+    rank: int, num_ranks: int, devices: Sequence[torch.device | str | int] | None
+) -> torch.device:
+    if devices is not None:
+        listed = [torch.device(device) for device in devices]
+        if len(listed) < num_ranks:
+            raise IndexError(
+                f"{num_ranks} processes but {len(listed)} devices {[str(d) for d in listed]}: give "
+                "one device a process, or leave devices out"
+            )
+        types = {device.type for device in listed}
+        if len(types) > 1 or not types <= {"cpu", "cuda"}:
+            raise ValueError(
+                f"devices {[str(d) for d in listed]}: all stages must be on CPUs, or all on CUDA "
+                "devices"
+            )
+        return listed[rank]
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise IndexError(
+            f"rank {rank} is process {local_rank} of this host, which has only "
+            f"{torch.cuda.device_count()} GPUs: start fewer processes, or give "
+            "devices=['cpu'] * num_processes"
+        )
+    return torch.device("cuda", local_rank)
