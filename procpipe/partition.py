@@ -141,9 +141,9 @@ def split(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Mo
 
 
 def layer_facts(module: nn.Sequential) -> list[str]:
-    """Describe each layer in a line that is the same on all ranks exactly if the model is.
+    """Describe each layer in a line, by which ranks find out whether they built the same model.
 
-    Source: only names, classes and parameter counts, which a model on the meta device has too.
+    Says only what a model on the meta device knows too: name, class and number of parameters.
     """
     return [
         f"{name}: {type(layer).__qualname__}, "

@@ -1,0 +1,183 @@
+"""Batch normalisation whose running statistics are those of the mini-batch, not of its pieces.
+
+``nn.BatchNorm2d`` in a pipeline would update its running statistics once a micro-batch: ``chunks``
+times too often, with the variances of small batches, and again in recomputation. Here a forward
+pass only notes the micro-batch's statistics, and one commit a mini-batch joins them:
+
+    begin()   forward(x[0:3])   forward(x[3:6])   ...   commit()
+    forget    note moments      join moments            running statistics, once
+
+Each micro-batch is still normalised by its own statistics, for it cannot wait for the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from procpipe.compute.recompute import is_recomputing
+
+__all__ = ["DeferredBatchNorm"]
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """``nn.BatchNorm1d``, ``2d`` and ``3d`` with running statistics updated once a mini-batch.
+
+    After :meth:`commit` they are what ``nn.BatchNorm`` would have made of the whole mini-batch,
+    however it was divided; ``state_dict`` is that of ``nn.BatchNorm`` too. The pipeline calls
+    :meth:`begin` and :meth:`commit`; whoever uses the layer without one calls them around the
+    micro-batches of each mini-batch, as nothing is updated otherwise.
+
+    The constructor's arguments are those of ``nn.BatchNorm2d``. The input is
+    ``(batch/m, num_features, ...)`` of any floating dtype; float16 and bfloat16 are added up in
+    float32. What is noted between ``begin`` and ``commit`` is not part of the state dict.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.batchnorm.DeferredBatchNorm``, which needs to know the
+    number of micro-batches beforehand and adds up squares; this one needs neither.
+    """
+
+    _moments: _Moments | None = None
+
+    def begin(self) -> None:
+        """Start a mini-batch: forget the micro-batches of one that was not finished."""
+        self._moments = None
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Finish a mini-batch: update the running statistics from all its micro-batches.
+
+        Does nothing if none was noted (in eval mode, say). Does not wait for the device.
+        """
+        moments, self._moments = self._moments, None
+        if moments is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        for running, latest in (
+            (self.running_mean, moments.mean),
+            (self.running_var, moments.squares / (moments.count - 1)),
+        ):
+            assert running is not None
+            if self.momentum is None:  # the average of all mini-batches so far
+                running.lerp_(latest.to(running), 1 / self.num_batches_tracked.to(running))
+            else:
+                running.lerp_(latest.to(running), self.momentum)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise a micro-batch; in training, note its statistics for :meth:`commit`.
+
+        Returns:
+            A tensor of the input's shape and dtype.
+
+        Raises:
+            ValueError: the input has no channel dimension, or in training only one value a channel.
+        """
+        self._check_input_dim(input)
+        if not self.training or self.running_mean is None:
+            return super().forward(input)
+        # With momentum 1 the running statistics that F.batch_norm updates are the input's own, so
+        # they cost no further pass over it. In recomputation they are made likewise, and dropped.
+        dtype = torch.promote_types(self.running_mean.dtype, torch.float32)
+        mean = torch.zeros(self.num_features, dtype=dtype, device=input.device)
+        var = torch.zeros_like(mean)
+        weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
+        output = F.batch_norm(input, mean, var, weight, bias, True, momentum=1.0, eps=self.eps)
+        if not is_recomputing():
+            self._note(input.numel() // self.num_features, mean, var)
+        return output
+
+    @torch.no_grad()
+    def _note(self, count: int, mean: Tensor, var: Tensor) -> None:
+        latest = _Moments(count, mean, var * (count - 1))
+        self._moments = latest if self._moments is None else self._moments.joined(latest)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"the input of DeferredBatchNorm has shape {tuple(input.shape)}: give it at least "
+                "2 dimensions, (batch, channels, ...)"
+            )
+
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: nn.Module) -> nn.Module:
+        """Replace the batch normalisations in a module by deferred ones.
+
+        They share parameters and buffers with those they replace. ``nn.SyncBatchNorm`` stays, as
+        it takes its statistics from several processes.
+
+        Args:
+            module: any module; its descendants are replaced in place.
+
+        Returns:
+            The module, or what replaces it.
+        """
+        return _converted(module, {})
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """What is known of the values of each channel in some micro-batches.
+
+    Attributes:
+        count: values a channel.
+        mean: their mean, ``(num_features,)``.
+        squares: the sum of their squared distances from the mean, ``(num_features,)``.
+    """
+
+    count: int
+    mean: Tensor
+    squares: Tensor
+
+    def joined(self, other: _Moments) -> _Moments:
+        """Return the moments of both sets of values.
+
+        Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm
+        for computing sample variances" (1979); sums of plain squares would cancel.
+        """
+        count = self.count + other.count
+        distance = other.mean - self.mean
+        return _Moments(
+            count,
+            torch.add(self.mean, distance, alpha=other.count / count),
+            torch.addcmul(
+                self.squares + other.squares,
+                distance,
+                distance,
+                value=self.count * other.count / count,
+            ),
+        )
+
+
+def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if parameter is None else parameter.to(dtype)
+
+
+def _converted(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Convert a module and its descendants; ``done`` keeps one that is used twice one."""
+    if module in done:
+        return done[module]
+    if isinstance(module, _BatchNorm) and not isinstance(
+        module, (DeferredBatchNorm, nn.SyncBatchNorm)
+    ):
+        done[module] = _deferred(module)
+        return done[module]
+    done[module] = module
+    for name, child in module._modules.items():
+        if child is not None:
+            module._modules[name] = _converted(child, done)
+    return module
+
+
+def _deferred(norm: _BatchNorm) -> DeferredBatchNorm:
+    deferred = DeferredBatchNorm(
+        norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False
+    )
+    deferred.affine, deferred.weight, deferred.bias = norm.affine, norm.weight, norm.bias
+    deferred.track_running_stats = norm.track_running_stats
+    deferred.running_mean, deferred.running_var = norm.running_mean, norm.running_var
+    deferred.num_batches_tracked = norm.num_batches_tracked
+    return deferred.train(norm.training)

@@ -1,0 +1,286 @@
+"""DeferredBatchNorm ends each mini-batch where nn.BatchNorm, given the whole of it, would."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from procpipe.batchnorm import DeferredBatchNorm
+from procpipe.compute.recompute import Ambient, recomputing
+
+CPU = torch.device("cpu")
+SHAPES = {nn.BatchNorm1d: (10, 3), nn.BatchNorm2d: (10, 3, 4, 2), nn.BatchNorm3d: (10, 3, 2, 2, 2)}
+KINDS: Any = pytest.mark.parametrize("kind", SHAPES, ids=lambda kind: kind.__name__)
+
+
+def batches(shape: Sequence[int], num: int = 3, seed: int = 0) -> list[Tensor]:
+    """Mini-batches with another mean and scale in each sample."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    each_sample = (shape[0], *(1 for _ in shape[1:]))
+    return [normal(*shape) * normal(*each_sample) + normal(*each_sample) for _ in range(num)]
+
+
+def feed(norm: DeferredBatchNorm, batch: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Run one mini-batch through the layer as the pipeline does."""
+    norm.begin()
+    outputs = [norm(micro_batch) for micro_batch in batch.split(list(sizes))]
+    norm.commit()
+    return torch.cat(outputs)
+
+
+def assert_same_state(norm: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
+    state, expected_state = norm.state_dict(), expected.state_dict()
+    assert list(state) == list(expected_state)
+    for key, value in expected_state.items():
+        assert state[key].dtype == value.dtype
+        assert torch.allclose(state[key], value, rtol=tolerance, atol=tolerance), key
+
+
+@KINDS
+@pytest.mark.parametrize("momentum", [0.1, 0.9, None])
+@pytest.mark.parametrize("sizes", [[10], [5, 5], [4, 4, 2], [2, 2, 2, 2, 2]], ids=str)
+def test_running_statistics_are_those_of_the_whole_mini_batch(
+    kind: Any, momentum: float | None, sizes: list[int]
+) -> None:
+    plain = kind(3, momentum=momentum, dtype=torch.float64)
+    deferred = DeferredBatchNorm(3, momentum=momentum, dtype=torch.float64)
+    for batch in batches(SHAPES[kind]):
+        plain(batch)
+        feed(deferred, batch, sizes)
+        assert_same_state(deferred, plain)
+    assert deferred.num_batches_tracked == 3
+
+
+def test_statistics_are_precise_where_squares_would_cancel() -> None:
+    batch = 1e8 + torch.arange(8.0, dtype=torch.float64).view(8, 1)
+    norm = DeferredBatchNorm(1, momentum=1.0, dtype=torch.float64)
+    feed(norm, batch, [3, 3, 2])
+    assert norm.running_var is not None
+    assert norm.running_var.item() == pytest.approx(6.0, rel=1e-12)
+
+
+def test_each_micro_batch_is_normalised_by_its_own_statistics() -> None:
+    torch.manual_seed(0)
+    (batch,) = batches((10, 3, 4), num=1)
+    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
+    for norm in (plain, deferred):
+        nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(1))
+    left, right = batch.clone().requires_grad_(), batch.clone().requires_grad_()
+
+    expected = torch.cat([plain(part) for part in left.split([4, 4, 2])])
+    output = feed(deferred, right, [4, 4, 2])
+    expected.pow(3).sum().backward()
+    output.pow(3).sum().backward()
+
+    assert torch.equal(output, expected)
+    pairs = zip([right, *deferred.parameters()], [left, *plain.parameters()], strict=True)
+    for value, expected_value in pairs:
+        assert value.grad is not None
+        assert expected_value.grad is not None
+        assert torch.equal(value.grad, expected_value.grad)
+
+
+def test_eval_uses_and_keeps_the_running_statistics() -> None:
+    first, second = batches((10, 3), num=2)
+    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
+    plain(first)
+    feed(deferred, first, [5, 5])
+    plain.eval()
+    deferred.eval()
+    assert torch.allclose(feed(deferred, second, [5, 5]), plain(second), rtol=1e-12)
+    assert_same_state(deferred, plain)
+    assert deferred.num_batches_tracked == 1
+
+
+def test_an_unfinished_mini_batch_is_forgotten() -> None:
+    first, second = batches((10, 3), num=2)
+    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
+
+    deferred.begin()
+    deferred(first[:5])  # ... and an error elsewhere ends the mini-batch
+    deferred.eval()
+    feed(deferred, second, [5, 5])
+    deferred.train()
+    assert_same_state(deferred, plain)
+
+    plain(second)
+    feed(deferred, second, [5, 5])
+    assert_same_state(deferred, plain)
+
+
+def test_eval_in_the_middle_of_a_mini_batch_leaves_it_alone() -> None:
+    (batch,) = batches((10, 3), num=1)
+    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
+    plain(batch)
+    deferred.begin()
+    deferred(batch[:4])
+    deferred.eval()(batch)
+    deferred.train()(batch[4:])
+    deferred.commit()
+    assert_same_state(deferred, plain)
+
+
+def test_recomputation_is_not_counted() -> None:
+    (batch,) = batches((10, 3), num=1)
+    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
+    plain(batch)
+    deferred.begin()
+    with torch.no_grad():
+        output = deferred(batch)
+    with recomputing(Ambient.now(CPU)):
+        assert torch.equal(deferred(batch), output)
+    deferred.commit()
+    with recomputing(Ambient.now(CPU)):  # after the commit, as with fill and drain
+        deferred(batch)
+    deferred.commit()
+    assert_same_state(deferred, plain)
+
+
+def test_commit_without_a_micro_batch_does_nothing() -> None:
+    norm = DeferredBatchNorm(3)
+    norm.commit()
+    norm.begin()
+    norm.commit()
+    assert_same_state(norm, nn.BatchNorm1d(3), tolerance=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_module_low", [False, True])
+def test_low_precision_is_added_up_in_float32(dtype: torch.dtype, is_module_low: bool) -> None:
+    (batch,) = (batch.float() for batch in batches((64, 3, 2), num=1))
+    low = batch.to(dtype).requires_grad_()
+    plain, deferred = nn.BatchNorm1d(3, momentum=1.0), DeferredBatchNorm(3, momentum=1.0)
+    if is_module_low:
+        deferred.to(dtype)
+    deferred.begin()
+    outputs = [deferred(micro_batch) for micro_batch in low.split(2)]
+    noted = deferred._moments
+    assert noted is not None
+    assert noted.mean.dtype == noted.squares.dtype == torch.float32
+    deferred.commit()
+    torch.cat(outputs).sum().backward()
+    plain(low.detach().float())
+
+    assert outputs[0].dtype == dtype
+    assert deferred.weight.grad is not None
+    assert deferred.weight.grad.dtype == deferred.weight.dtype
+    expected = plain if not is_module_low else plain.to(dtype)
+    assert_same_state(deferred, expected, tolerance=1e-5)
+
+
+def test_autocast() -> None:
+    (batch,) = (batch.float() for batch in batches((8, 3), num=1))
+    plain, deferred = nn.BatchNorm1d(3), DeferredBatchNorm(3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain(batch)
+        feed(deferred, batch, [4, 4])
+    assert_same_state(deferred, plain, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}], ids=str)
+def test_without_parameters_or_statistics(options: dict[str, bool]) -> None:
+    (batch,) = batches((10, 3), num=1)
+    plain = nn.BatchNorm1d(3, dtype=torch.float64, **options)
+    deferred = DeferredBatchNorm(3, dtype=torch.float64, **options)
+    assert torch.equal(feed(deferred, batch, [10]), plain(batch))
+    assert_same_state(deferred, plain)
+    assert torch.allclose(deferred.eval()(batch), plain.eval()(batch), rtol=1e-12)
+
+
+def test_input_without_channels() -> None:
+    with pytest.raises(ValueError, match=r"shape \(3,\): give it at least 2 dimensions"):
+        DeferredBatchNorm(3)(torch.ones(3))
+
+
+def test_state_dicts_interchange() -> None:
+    (batch,) = batches((10, 3), num=1)
+    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
+    feed(deferred, batch, [5, 5])
+    deferred.begin()
+    deferred(batch)  # noted, but not part of the state
+    plain.load_state_dict(deferred.state_dict())
+    assert_same_state(plain, deferred, tolerance=0.0)
+    plain(batch)
+    deferred.load_state_dict(plain.state_dict())
+    assert_same_state(deferred, plain, tolerance=0.0)
+
+
+def test_convert_keeps_everything_but_the_class() -> None:
+    deferred, instance = DeferredBatchNorm(2), nn.InstanceNorm2d(2)
+    norm = nn.BatchNorm2d(3, eps=1e-3, momentum=None).eval()
+    bare = nn.BatchNorm1d(2, affine=False, track_running_stats=False)
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(1, 3, 1), norm, norm), bare, deferred, instance)
+    expected = model.state_dict(keep_vars=True)
+
+    assert DeferredBatchNorm.convert_deferred_batch_norm(model) is model
+
+    state = model.state_dict(keep_vars=True)
+    assert list(state) == list(expected)
+    assert all(state[key] is expected[key] for key in expected)
+    converted: Any = model[0][1]  # type: ignore[index]
+    assert type(converted) is type(model[1]) is DeferredBatchNorm
+    assert converted is model[0][2]  # type: ignore[index]
+    assert (converted.eps, converted.momentum, converted.training) == (1e-3, None, False)
+    assert (converted.affine, converted.track_running_stats) == (True, True)
+    assert model[1].training
+    assert model[2] is deferred
+    assert model[3] is instance
+
+
+@KINDS
+def test_convert_a_norm_itself(kind: Any) -> None:
+    norm: _BatchNorm = kind(3)
+    converted = DeferredBatchNorm.convert_deferred_batch_norm(norm)
+    assert type(converted) is DeferredBatchNorm
+    assert converted.weight is norm.weight
+
+
+def test_convert_leaves_sync_batch_norm() -> None:
+    model = nn.Sequential(nn.SyncBatchNorm(3))
+    DeferredBatchNorm.convert_deferred_batch_norm(model)
+    assert type(model[0]) is nn.SyncBatchNorm
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda norm: pickle.loads(pickle.dumps(norm))]
+)
+def test_copies_go_on_by_themselves(duplicate: Any) -> None:
+    (batch,) = batches((10, 3), num=1)
+    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
+    deferred.begin()
+    deferred(batch[:5])
+    twin = duplicate(deferred)
+    twin(batch[5:])
+    twin.commit()
+    deferred.begin()
+    deferred.commit()
+    assert_same_state(deferred, plain)
+    plain(batch)
+    assert_same_state(twin, plain)
+
+
+def test_training_with_convolutions_ends_where_the_plain_model_does() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).double()
+    deferred: Any = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain))
+    models = (plain, deferred)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for batch in batches((10, 3, 5, 5), num=4):
+        deferred[1].begin()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+        deferred[1].commit()
+    assert_same_state(deferred, plain)
