@@ -12,10 +12,10 @@ all tensors made in the cycle, the same list for everybody.
               ─── fence 2:  …
 
 **Why fences.** Let a send block until its receive has been posted (a rendezvous: gloo is like
-that, and every other transport is when its buffers are full). Two stages that each send first, or
-a stage that posts a receive only when it comes to need the tensor, can then wait for each other in
-a ring, skips above all. With fences they cannot. Take the first transfer, in the total order, that
-has not been made: each of its ends has done all that it has to do before, so both stand at it.
+that, and every other transport is when its buffers are full). Two stages that both send first, or
+that post a receive no sooner than they come to need the tensor, can then wait for each other in a
+ring. With fences they cannot. Take the first transfer, in the total order, that has not been made:
+each of its ends has done all that it has to do before, so both stand at it.
 
 **Why receives are hoisted.** A receive that is posted no sooner than its fence leaves the sender
 waiting and the link idle while the receiver computes. So it moves up, past ``ahead`` tasks of its

@@ -1,0 +1,107 @@
+"""Programs run on channels without any buffer, to see whether they come to their end.
+
+This is the strictest transport there can be, and a program that ends on it ends on every other:
+
+    receive t    posts a buffer and goes on
+    send t       waits until ``receive t`` has been posted at the other end
+    run task     waits until ``send t`` is done for every ``t`` that the task needs
+
+So each step waits for steps of other stages and for nothing else, and stages that can never go on
+wait for each other in a ring. No step takes time here; ``simulate.py`` is about time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from procpipe.plan.fence import Program, Receive, Run, Send, Step
+from procpipe.plan.routes import Routes
+
+__all__ = ["deadlocks"]
+
+
+class _Wait(NamedTuple):
+    """A stage stands at a step of its own until another stage has come to one of its steps."""
+
+    step: Step
+    awaited: Send | Receive
+
+
+def deadlocks(programs: Sequence[Program], routes: Routes) -> list[str]:
+    """Describe every ring of stages that wait for each other for ever.
+
+    Args:
+        programs: the program of each stage, in which every transfer has its send and its receive.
+        routes: what each task needs.
+
+    Returns:
+        One sentence a ring; none if all programs run to their end.
+    """
+    waits = _run(programs, routes)
+    return [_story(ring, waits) for ring in _rings(waits)]
+
+
+def _run(programs: Sequence[Program], routes: Routes) -> Mapping[int, _Wait]:
+    """Run programs as far as they go; returns where the stages stand that did not end."""
+    done: set[Step] = set()
+    sleepers: dict[Step, int] = {}  # who stands still until this step is done
+    waits: dict[int, _Wait] = {}
+    places = [0] * len(programs)
+    ready = deque(range(len(programs)))
+    while ready:
+        stage = ready.popleft()
+        waits.pop(stage, None)
+        for step in programs[stage][places[stage] :]:
+            awaited = next((other for other in _awaited(step, routes) if other not in done), None)
+            if awaited is not None:
+                waits[stage] = _Wait(step, awaited)
+                sleepers[awaited] = stage
+                break
+            done.add(step)
+            places[stage] += 1
+            if step in sleepers:
+                ready.append(sleepers.pop(step))
+    return waits
+
+
+def _awaited(step: Step, routes: Routes) -> Sequence[Send | Receive]:
+    """List the steps of other stages that must be done before this one can be."""
+    match step:
+        case Run(task):
+            return [Send(transfer) for transfer in routes.needed(task)]
+        case Send(transfer):
+            return [Receive(transfer)]
+        case Receive():
+            return []
+
+
+def _rings(waits: Mapping[int, _Wait]) -> list[list[int]]:
+    """Find the rings among stages each of which waits for one other."""
+    rings = []
+    seen: set[int] = set()
+    for first in sorted(waits):
+        path: list[int] = []
+        stage = first
+        while stage in waits and stage not in seen:
+            seen.add(stage)
+            path.append(stage)
+            stage = _owner(waits[stage].awaited)
+        if stage in path:
+            rings.append(path[path.index(stage) :])
+    return rings
+
+
+def _owner(step: Send | Receive) -> int:
+    transfer = step.transfer
+    return transfer.source if isinstance(step, Send) else transfer.destination
+
+
+def _story(ring: Sequence[int], waits: Mapping[int, _Wait]) -> str:
+    parts = [
+        f"stage {stage} stands at '{waits[stage].step}' until stage {_owner(waits[stage].awaited)}"
+        f" comes to '{waits[stage].awaited}'"
+        for stage in ring
+    ]
+    return "deadlock: " + "; ".join(parts)

@@ -1,0 +1,170 @@
+"""When each task of a plan runs, and how long stages rest, without running anything.
+
+A stage runs its tasks in the order of the plan, each as soon as the stage is free and its inputs
+have arrived; nothing waits for a clock cycle to end:
+
+    start(i,j) = max(end of the task before on stage j, end of the maker + the hop's seconds)
+
+    stage 0   [F0][F1]          [──B1──][──B0──]      m = 2, n = 2, no seconds a hop
+    stage 1       [F0][F1][──B1──][──B0──]
+              0   1   2   3     5       7       9
+
+What is left out, on purpose: links are never busy, so that messages do not slow each other down;
+a send costs its stage no time; and a skip or a target, which goes straight, never comes later than
+the activation that goes from stage to stage, so only activations and gradients are waited for.
+
+Cost grows with the number of tasks and nothing else, a microsecond or two each, so that plans of
+thousands of stages can be simulated. Memory is counted in ``memory.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from procpipe.plan.costs import Costs
+from procpipe.plan.memory import peak_bytes
+from procpipe.plan.routes import Routes
+from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
+
+__all__ = ["Costs", "Timeline", "simulate"]
+
+
+class _Track:
+    """Start and end of every task of one kind, at infinity until they are known.
+
+    Row ``i`` has a place for each stage and one more at either end, for the makers of what stage 0
+    and the last stage take in, which have always ended: ``0.0 [0] [1] … [n-1] 0.0``.
+    """
+
+    def __init__(self, m: int, n: int) -> None:
+        row = array("d", [0.0, *([math.inf] * n), 0.0])
+        self.starts_s = row * m
+        self.ends_s = row * m
+
+
+class _Rule(NamedTuple):
+    """Where the times of one kind of task come from; what is listed is listed by stage."""
+
+    track: _Track
+    seconds: Sequence[float]
+    makers_s: array[float]  # the ends of the tasks that make what this kind takes in
+    away: int  # how many stages away those are
+    hop_s: Sequence[float]
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When each task of a plan starts and ends.
+
+    Attributes:
+        plan: what was simulated.
+        costs: with which costs.
+        routes: with which routes.
+        total_s: when the last task ends; the first starts at 0.
+    """
+
+    plan: Plan
+    costs: Costs
+    routes: Routes
+    total_s: float
+    _tracks: Mapping[str, _Track] = field(repr=False)
+    _busy_s: tuple[float, ...] = field(repr=False)
+
+    def start_s(self, task: Task) -> float:
+        """Tell when a task starts.
+
+        Raises:
+            KeyError: the plan does not hold the task.
+        """
+        place = self._place(task)
+        return self._tracks[task.kind].starts_s[place]
+
+    def end_s(self, task: Task) -> float:
+        """Tell when a task ends.
+
+        Raises:
+            KeyError: the plan does not hold the task.
+        """
+        place = self._place(task)
+        return self._tracks[task.kind].ends_s[place]
+
+    def busy_s(self, stage: int) -> float:
+        """Tell how long a stage computes."""
+        return self._busy_s[stage]
+
+    @property
+    def bubble(self) -> float:
+        """The share of its time that a stage rests, as the mean over stages, from 0 to 1."""
+        whole_s = self.total_s * self.plan.num_stages
+        return 1.0 - math.fsum(self._busy_s) / whole_s if whole_s else 0.0
+
+    def peak_bytes(self, stage: int) -> int:
+        """Tell the most that a stage holds; ``memory.py`` says what counts."""
+        return peak_bytes(self.plan, self.costs, self.routes, stage)
+
+    def _place(self, task: Task) -> int:
+        m, n = self.plan.num_micro_batches, self.plan.num_stages
+        place = task.i * (n + 2) + task.j + 1
+        there = task.kind in self._tracks and 0 <= task.i < m and 0 <= task.j < n
+        if not there or math.isinf(self._tracks[task.kind].starts_s[place]):
+            raise KeyError(f"{task} is not in the plan")
+        return place
+
+
+def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline:
+    """Work out when each task of a plan runs.
+
+    Args:
+        plan: a plan that verifies.
+        costs: what its tasks and transfers cost.
+        routes: where its tensors go, for ``peak_bytes``; by default boundaries and no more.
+
+    Raises:
+        ValueError: costs or routes are for another number of stages, or a task uses what no task
+            before it makes.
+    """
+    routes = routes or Routes(plan.num_stages)
+    for name, count in (("costs", costs.num_stages), ("routes", routes.num_stages)):
+        if count != plan.num_stages:
+            raise ValueError(f"the plan has {plan.num_stages} stages, but the {name} {count}")
+    tracks, free_s, busy_s = _walk(plan, costs)
+    total_s = max(free_s)
+    if math.isinf(total_s):
+        raise ValueError("a task uses what no task before it makes; verify() tells which")
+    return Timeline(plan, costs, routes, total_s, tracks, tuple(busy_s))
+
+
+def _walk(plan: Plan, costs: Costs) -> tuple[Mapping[str, _Track], list[float], list[float]]:
+    """Give each task its start and end; what is unknown so far ends at infinity.
+
+    Returns:
+        The tracks, when each stage has ended, and how long each has computed.
+    """
+    m, n = plan.num_micro_batches, plan.num_stages
+    forward, backward, recompute = _Track(m, n), _Track(m, n), _Track(m, n)
+    if not plan.has_forward:  # then an earlier plan has run it
+        forward.ends_s = array("d", [0.0]) * len(forward.ends_s)
+    hops_s = costs.hops_s()
+    down_s, up_s = (0.0, *hops_s), (*hops_s, 0.0)
+    rules = {
+        FORWARD: _Rule(forward, costs.forward_s, forward.ends_s, -1, down_s),
+        BACKWARD: _Rule(backward, costs.backward_s, backward.ends_s, +1, up_s),
+        RECOMPUTE: _Rule(recompute, costs.recompute_s, forward.ends_s, 0, (0.0,) * n),
+    }
+    free_s, busy_s = [0.0] * n, [0.0] * n
+    for cycle in plan.cycles:
+        for kind, i, j in cycle:
+            track, seconds, makers_s, away, hop_s = rules[kind]
+            place = i * (n + 2) + j + 1
+            start_s = free_s[j]
+            arrival_s = makers_s[place + away] + hop_s[j]
+            if arrival_s > start_s:
+                start_s = arrival_s
+            track.starts_s[place] = start_s
+            track.ends_s[place] = free_s[j] = start_s + seconds[j]
+            busy_s[j] += seconds[j]
+    return {kind: rule.track for kind, rule in rules.items()}, free_s, busy_s

@@ -1,0 +1,139 @@
+"""What a stage holds: the drawn example, then a ledger of names against the ledger of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from procpipe.plan.costs import Costs
+from procpipe.plan.fence import Receive, Run, program
+from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe, recomputed
+from procpipe.plan.memory import held_bytes, message_bytes, peak_bytes
+from procpipe.plan.routes import Routes
+from procpipe.plan.simulate import simulate
+from procpipe.plan.task import Plan, Task
+
+COSTS = Costs((1, 1), (1, 1), (1, 1), input_bytes=100, output_bytes=(10, 4), target_bytes=1000)
+
+
+def test_the_example_of_the_module() -> None:
+    plan = gpipe(2, 2, recompute={0})
+    held = list(held_bytes(plan, COSTS, Routes(2), 1))
+    assert held == [0, 10, 20, 20, 20, 24, 24, 24, 10, 10, 14, 14, 14, 0, 0]
+    assert peak_bytes(plan, COSTS, Routes(2), 1) == 24
+
+
+def test_stage_0_holds_its_own_inputs() -> None:
+    # both inputs and outputs, and both gradients: B1's is posted before F1, B0's before B1
+    assert peak_bytes(gpipe(2, 2), COSTS, Routes(2), 0) == 2 * 100 + 2 * 10 + 2 * 10
+
+
+def test_a_forward_plan_holds_an_input_until_its_task_ends() -> None:
+    routes = Routes(2, target=True)
+    assert list(held_bytes(forward_plan(1, 2), COSTS, routes, 0)) == [0, 100, 0, 0, 0]
+    assert list(held_bytes(forward_plan(1, 2), COSTS, routes, 1)) == [0, 10, 1010, 1010, 0]
+
+
+def test_a_backward_plan_starts_with_what_forward_left() -> None:
+    plan = backward_plan(2, 2, {0})
+    assert next(held_bytes(plan, COSTS, Routes(2), 0)) == 2 * 100 + 10
+    assert next(held_bytes(plan, COSTS, Routes(2), 1)) == 2 * 10 + 4
+
+
+def test_received_skips_that_wait_are_counted() -> None:
+    costs = Costs.uniform(4, skip_bytes={(0, 3): 7})
+    routes = Routes(4, ((0, 3),))
+    # stage 3 posts four before its first task, and then one for each that it gives back
+    assert peak_bytes(forward_plan(8, 4), costs, routes, 3) == 4 * 7
+    assert peak_bytes(gpipe(8, 4), costs, routes, 3) == 8 * 7
+
+
+def test_the_loss_weighs_nothing() -> None:
+    plan = gpipe(1, 2)
+    (loss,) = Routes(2, loss=True).leaving(Task("F", 0, 1), plan)[-1:]
+    assert message_bytes(loss, COSTS) == 0
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+def test_recomputation_keeps_inputs_and_one_output(n: int) -> None:
+    costs = Costs.uniform(n, input_bytes=1, output_bytes=1)
+    for m in range(1, 9):
+        never = peak_bytes(gpipe(m, n), costs, Routes(n), n - 1)
+        always = peak_bytes(gpipe(m, n, recompute=range(m)), costs, Routes(n), n - 1)
+        assert (never, always) == (2 * m, m + 1)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Plan, Costs, Routes]:
+    m, n = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    again = draw(st.sets(st.integers(0, m - 1)))
+    plans = [gpipe(m, n, recompute=again), forward_plan(m, n), backward_plan(m, n, again)]
+    sizes = st.integers(0, 1000)
+    pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
+    skips = draw(st.lists(st.sampled_from(pairs), unique=True).map(tuple)) if pairs else ()
+    costs = Costs(
+        (1.0,) * n,
+        (1.0,) * n,
+        (1.0,) * n,
+        input_bytes=draw(sizes),
+        output_bytes=draw(st.tuples(*[sizes] * n)),
+        skip_bytes={skip: draw(sizes) for skip in skips},
+        target_bytes=draw(sizes),
+    )
+    return draw(st.sampled_from(plans)), costs, Routes(n, skips, draw(st.booleans()), loss=True)
+
+
+def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]:
+    """Hold named things instead of numbers, and drop all that bear a micro-batch's number."""
+    again = {task.i for task in plan.tasks_of(stage) if task.kind == "R"}
+    held: dict[tuple[str, int, int], int] = {}
+
+    def hold_forward(i: int) -> None:
+        if stage == 0:
+            held["input", i, 0] = costs.input_bytes
+        if plan.has_backward and i not in again:
+            held["output", i, 0] = costs.output_bytes[stage]
+
+    if not plan.has_forward:
+        for i in range(plan.num_micro_batches):
+            hold_forward(i)
+            for t in routes.needed(Task("F", i, stage)):
+                held[t.kind, i, t.source] = message_bytes(t, costs)
+    yield sum(held.values())
+    for step in program(plan, routes, stage):
+        if isinstance(step, Run):
+            kind, i, _ = step.task
+            if kind == "F":
+                hold_forward(i)
+            if kind == "R":
+                held["output", i, 0] = costs.output_bytes[stage]
+            yield sum(held.values())
+            if kind == "B" or not plan.has_backward:
+                held = {key: size for key, size in held.items() if key[1] != i}
+        if isinstance(step, Receive):
+            t = step.transfer
+            held[t.kind, t.i, t.source] = message_bytes(t, costs)
+        yield sum(held.values())
+
+
+@given(case=cases())
+def test_a_ledger_of_names_agrees_at_every_step(case: tuple[Plan, Costs, Routes]) -> None:
+    plan, costs, routes = case
+    timeline = simulate(plan, costs, routes)
+    for stage in range(plan.num_stages):
+        held = list(held_bytes(plan, costs, routes, stage))
+        assert held == list(named(plan, costs, routes, stage))
+        assert timeline.peak_bytes(stage) == max(held)
+        assert held[-1] == 0, "a plan ends with nothing held"
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+def test_every_stage_ends_with_nothing(mode: str) -> None:
+    for m in range(1, 7):
+        for n in range(1, 7):
+            costs = Costs.uniform(n, input_bytes=3, output_bytes=5)
+            plan = gpipe(m, n, recompute=recomputed(mode, m))
+            assert all(list(held_bytes(plan, costs, Routes(n), j))[-1] == 0 for j in range(n))
