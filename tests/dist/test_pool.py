@@ -15,6 +15,8 @@ import torch
 from tests.dist.pool import Pool, Ranks
 from tests.dist.report import RanksFailedError, RanksHungError
 
+pytestmark = pytest.mark.dist
+
 
 def whoami(world, greeting, *, mark="."):
     return f"{greeting} {world.rank} of {world.num_ranks}{mark}"
