@@ -20,7 +20,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,40 @@ def check_balance(balance: Iterable[int], num_layers: int) -> tuple[int, ...]:
             f"make its entries add up to {num_layers}"
         )
     return parts
+
+
+def fit_balance(
+    balance: Iterable[int] | None, num_layers: int, num_ranks: int, *, is_launched: bool
+) -> list[int]:
+    """Check that a balance fits the model and the processes, and return it.
+
+    Args:
+        balance: layers in each stage.
+        num_layers: layers in the model.
+        num_ranks: processes of the job.
+        is_launched: False for a script started without a launcher, which gets one stage whatever
+            the balance.
+
+    Raises:
+        BalanceError: there is none, it does not fit the model, or it leaves processes without work.
+        IndexError: it makes more partitions than there are processes.
+    """
+    if balance is None:
+        raise BalanceError(
+            f"the model has {num_layers} layers for {num_ranks} processes: say how many each stage "
+            f"gets, for instance balance={_even(num_layers, num_ranks)}"
+        )
+    parts = list(check_balance(balance, num_layers))
+    if not is_launched:
+        return [num_layers]
+    if len(parts) == num_ranks:
+        return parts
+    told = (
+        f"balance {parts} makes {len(parts)} partitions, but there are {num_ranks} processes, and "
+        f"each runs one: start {len(parts)} (torchrun --nproc_per_node={len(parts)}), or give a "
+        f"balance like {_even(num_layers, num_ranks)}"
+    )
+    raise IndexError(told) if len(parts) > num_ranks else BalanceError(told)
 
 
 def check_shared_parameters(module: nn.Sequential, balance: Sequence[int]) -> None:
@@ -230,6 +264,12 @@ class _Place:
         if self.value not in memory:
             memory[self.value] = _allocated(self.value, device)
         setattr(self.owner, self.key, memory[self.value])
+
+
+def _even(num_layers: int, num_stages: int) -> list[int]:
+    """Return an even balance, as a suggestion."""
+    ends = [num_layers * j // num_stages for j in range(num_stages + 1)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:

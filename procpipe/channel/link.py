@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,8 @@ class LinkSender:
     def send(self, message: Flat) -> None:
         """Send a message without waiting for anybody; its tensors must not change any more."""
         meta = describe(message)
-        flags, parts = 0, []
+        flags = 0
+        parts: list[Any] = []
         if meta != self._meta:
             encoded = encode(meta)
             flags = _HAS_META

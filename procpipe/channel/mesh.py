@@ -69,8 +69,8 @@ class Mesh:
         self._stall_timeout_s = stall_timeout_s
         self._on_stall = on_stall
         self._handlers: dict[tuple[int, int], Handler] = {}
-        self._early: defaultdict[tuple[int, int], list[tuple[int, int, bytearray]]] = (
-            defaultdict(list)
+        self._early: defaultdict[tuple[int, int], list[tuple[int, int, bytearray]]] = defaultdict(
+            list
         )
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._partial: dict[int, bytearray] = {peer: bytearray() for peer in sockets}

@@ -63,7 +63,9 @@ def describe(message: Flat) -> Meta:
 
 def encode(meta: Meta) -> bytes:
     """Write metadata as JSON."""
-    tensors = [[t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad] for t in meta.tensors]
+    tensors = [
+        [t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad] for t in meta.tensors
+    ]
     return json.dumps([meta.structure, tensors], separators=(",", ":")).encode()
 
 

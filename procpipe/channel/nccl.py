@@ -17,7 +17,7 @@ Two ranks on one GPU are refused by NCCL before 2.30.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from procpipe.channel.meta import Meta
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch.distributed import ProcessGroupNCCL, Store, Work
+    from torch.distributed import Store, Work
 
 __all__ = ["NcclTransport"]
 
@@ -62,7 +62,8 @@ class NcclTransport:
     ) -> None:
         self._device = device
         self._rank = rank
-        self._groups: dict[tuple[int, int, int], ProcessGroupNCCL] = {}
+        # Any: torch's stubs leave out a group's send and recv.
+        self._groups: dict[tuple[int, int, int], Any] = {}
         self._receive_stream = torch.cuda.Stream(device)
         for channel in channels:
             if rank in channel[:2]:
@@ -77,7 +78,9 @@ class NcclTransport:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         group = self._groups[peer, self._rank, kind]
         with torch.cuda.stream(self._receive_stream):
-            tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in meta.tensors]
+            tensors = [
+                torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in meta.tensors
+            ]
             works = [group.recv([tensor], 0, 0) for tensor in tensors]
         return tensors, NcclPending(works, tensors, self._device)
 
@@ -117,7 +120,7 @@ def _connected(
     device: torch.device,
     channel: tuple[int, int, int],
     timeout_s: float,
-) -> ProcessGroupNCCL:
+) -> Any:
     """Build the communicator of one channel, sender as 0, receiver as 1, and connect it."""
     from torch.distributed import PrefixStore, ProcessGroupNCCL
 
@@ -127,7 +130,7 @@ def _connected(
     options._timeout = timedelta(seconds=timeout_s)
     prefix = f"nccl/{source}-{destination}/{kind}"
     end = 0 if rank == source else 1
-    group = ProcessGroupNCCL(PrefixStore(prefix, store), end, 2, options)
+    group: Any = ProcessGroupNCCL(PrefixStore(prefix, store), end, 2, options)
     token = torch.zeros(1, device=device)
     (group.send([token], 1, 0) if end == 0 else group.recv([token], 0, 0)).wait()
     torch.cuda.synchronize(device)

@@ -67,9 +67,7 @@ class Buffers:
         elif self._versions != self._current_versions():
             changed = [
                 name
-                for (place, name), version in zip(
-                    self._places.items(), self._versions, strict=True
-                )
+                for (place, name), version in zip(self._places.items(), self._versions, strict=True)
                 if place not in self._changing and _buffer(place)._version != version
             ]
             if changed:
@@ -98,9 +96,9 @@ class Buffers:
                 if "running_mean" in module._buffers:
                     self._changing.add((module, name))
 
-    def _copies(self, places: dict[tuple[nn.Module, str], str] | set[tuple[nn.Module, str]]) -> (
-        BufferCopies
-    ):
+    def _copies(
+        self, places: dict[tuple[nn.Module, str], str] | set[tuple[nn.Module, str]]
+    ) -> BufferCopies:
         return {place: _buffer(place).clone() for place in places}
 
     def _current_versions(self) -> list[int]:

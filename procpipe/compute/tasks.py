@@ -214,7 +214,7 @@ class Partition:
         if entering:
             # An alias each, so that what is kept for recomputation stays outside the graph.
             aliases = [inputs[k].detach() for k in entering]
-            entered = _Enter.apply(this.entry, self._anchor, *aliases)
+            entered = _Enter.apply(this.entry, self._anchor, *aliases)  # type: ignore[no-untyped-call]
             for k, tensor in zip(entering, entered, strict=True):
                 inputs[k] = tensor
         untouched = tensors if this.ambient is not None and not self._clone_inputs else ()

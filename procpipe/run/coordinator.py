@@ -65,9 +65,7 @@ class Coordinator:
             self.program(replace(order, plan=plan.digest))  # verifies, before anybody starts
             is_new = plan.digest not in self._told
             self._told.add(plan.digest)
-            order = replace(
-                order, plan=plan.digest, plan_text=plan.to_text() if is_new else ""
-            )
+            order = replace(order, plan=plan.digest, plan_text=plan.to_text() if is_new else "")
         if self._num_stages > 1:
             self._control.tell_all(encode(order))
         return order
@@ -117,8 +115,8 @@ class Coordinator:
     def _check(self, ours: Order, order: Order) -> None:
         if ours.stage_number != order.stage_number:
             raise CallMismatchError(
-                f"rank {self._rank} calls {ours.call}() of its pipeline {ours.stage_number}, rank 0 "
-                f"calls {order.call}() of pipeline {order.stage_number} (counted from 0 in the "
+                f"rank {self._rank} calls {ours.call}() of its pipeline {ours.stage_number}, rank "
+                f"0 calls {order.call}() of pipeline {order.stage_number} (counted from 0 in the "
                 "order they are made): every rank must make the same calls in the same order"
             )
         if ours.call != order.call:

@@ -90,13 +90,10 @@ def decode(data: bytes) -> Any:
 
 def decode_order(data: bytes) -> Order:
     """Read an order that :func:`encode` wrote."""
-    values = json.loads(data)
-    return Order(
-        *(
-            tuple(value) if type(value) is list and name != "detail" else value
-            for name, value in zip(_FIELDS, values, strict=True)
-        )
-    )
+    fields = dict(zip(_FIELDS, json.loads(data), strict=True))
+    for name in ("sizes", "shares", "recompute"):
+        fields[name] = tuple(fields[name])
+    return Order(**fields)
 
 
 def compare_facts(facts: list[dict[str, Any]]) -> list[str]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from procpipe.channel.link import LinkReceiver, LinkSender
-from procpipe.channel.mesh import Mesh
 from procpipe.compute.tasks import Partition
 from procpipe.errors import DisagreementError
 from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, SKIP, SKIP_GRADIENT, TARGET
@@ -36,7 +35,9 @@ VALUE = "value"
 #: The number of each kind of channel on the mesh; 0 is the control plane.
 _NUMBERS = {
     kind: number
-    for number, kind in enumerate((ACTIVATION, GRADIENT, SKIP, SKIP_GRADIENT, TARGET, LOSS, VALUE), 1)
+    for number, kind in enumerate(
+        (ACTIVATION, GRADIENT, SKIP, SKIP_GRADIENT, TARGET, LOSS, VALUE), 1
+    )
 }
 
 

@@ -100,12 +100,13 @@ def table(stages: Iterable[StageStatistics]) -> str:
         f"{'stage':>5} {'steps':>6} {'F':>7} {'R':>7} {'B':>7} {'busy s':>8} {'waiting s':>10} "
         f"{'bubble':>7} {'sent MiB':>9} {'messages':>9} {'peak held KiB':>14}"
     )
-    lines = [header]
-    for s in stages:
-        lines.append(
-            f"{s.stage:>5} {s.num_steps:>6} {s.num_tasks.get('F', 0):>7} "
-            f"{s.num_tasks.get('R', 0):>7} {s.num_tasks.get('B', 0):>7} {s.busy_s:>8.2f} "
-            f"{s.waiting_s:>10.2f} {s.bubble:>7.1%} {sum(s.sent_bytes.values()) / 2**20:>9.2f} "
-            f"{sum(s.num_messages.values()):>9} {s.peak_held_bytes / 2**10:>14.1f}"
-        )
-    return "\n".join(lines)
+    return "\n".join([header, *(_line(s) for s in stages)])
+
+
+def _line(s: StageStatistics) -> str:
+    return (
+        f"{s.stage:>5} {s.num_steps:>6} {s.num_tasks.get('F', 0):>7} "
+        f"{s.num_tasks.get('R', 0):>7} {s.num_tasks.get('B', 0):>7} {s.busy_s:>8.2f} "
+        f"{s.waiting_s:>10.2f} {s.bubble:>7.1%} {sum(s.sent_bytes.values()) / 2**20:>9.2f} "
+        f"{sum(s.num_messages.values()):>9} {s.peak_held_bytes / 2**10:>14.1f}"
+    )

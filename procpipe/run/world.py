@@ -23,6 +23,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,9 @@ __all__ = ["World"]
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_TIMEOUT_S = 30.0
 
-#: Every rank makes its stages in the same order, so their numbers keep the stages' keys apart.
-_serial = itertools.count()
+#: Every rank makes, and first calls, its pipelines in the same order: so these numbers agree.
+_made = itertools.count()
+_connected = itertools.count()
 
 
 class World:
@@ -53,6 +55,8 @@ class World:
         num_ranks: the number of processes.
         store: a store all ranks share, or None to open the launcher's when it is needed.
         device: what this process computes on.
+        devices: what each rank computes on, as far as this one knows; by default like this one.
+        number: which of the script's pipelines this is, counted from 0 in the order they are made.
         is_launched: False for a script started without a launcher.
         timeout_s: how long any wait for a peer may last.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
@@ -65,6 +69,8 @@ class World:
         num_ranks: int,
         store: Store | None,
         device: torch.device,
+        devices: Sequence[torch.device] | None = None,
+        number: int = 0,
         is_launched: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
@@ -72,6 +78,8 @@ class World:
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = device
+        self.devices = tuple(devices) if devices is not None else (device,) * num_ranks
+        self.number = number
         self.is_launched = is_launched
         self._store = store
         self._timeout_s = timeout_s
@@ -102,7 +110,8 @@ class World:
         is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         rank = int(os.environ["RANK"]) if is_launched else 0
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_launched else 1
-        device = _device_of(rank, num_ranks, devices)
+        all_devices = _devices_of(rank, num_ranks, devices)
+        device = all_devices[rank]
         if device.type == "cuda":
             torch.cuda.set_device(device)
         return cls(
@@ -110,6 +119,8 @@ class World:
             num_ranks=num_ranks,
             store=None,
             device=device,
+            devices=all_devices,
+            number=next(_made),
             is_launched=is_launched,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
@@ -173,7 +184,7 @@ class World:
             self._shared_store(timeout_s=3.0).compare_set("failure", "", note)
         except RuntimeError as error:
             print(
-                f"procpipe: rank {self.rank} could not tell the other ranks that it failed: {error}",
+                f"procpipe: rank {self.rank} could not tell the others that it failed: {error}",
                 file=sys.stderr,
             )
 
@@ -232,7 +243,7 @@ class World:
             timeout = timedelta(seconds=timeout_s or self._timeout_s)
             store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = PrefixStore(f"procpipe/{attempt}/{next(_serial)}", store)
+            self._store = PrefixStore(f"procpipe/{attempt}/{next(_connected)}", store)
         return self._store
 
     def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
@@ -265,10 +276,8 @@ def _wait_briefly(wait: Callable[[], None]) -> None:
     """Wait for a key of the store for half a second; the store calls its absence an error."""
     from torch.distributed import DistStoreError
 
-    try:
+    with suppress(DistStoreError):
         wait()
-    except DistStoreError:
-        pass
 
 
 def _address_towards_peers() -> str:
@@ -280,9 +289,10 @@ def _address_towards_peers() -> str:
         return str(probe.getsockname()[0])
 
 
-def _device_of(
+def _devices_of(
     rank: int, num_ranks: int, devices: Sequence[torch.device | str | int] | None
-) -> torch.device:
+) -> list[torch.device]:
+    """Return each rank's device: those given, else the hosts' GPUs in order, else CPUs."""
     if devices is not None:
         listed = [torch.device(device) for device in devices]
         if len(listed) < num_ranks:
@@ -296,14 +306,15 @@ def _device_of(
                 f"devices {[str(d) for d in listed]}: all stages must be on CPUs, or all on CUDA "
                 "devices"
             )
-        return listed[rank]
+        return listed[:num_ranks]
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return [torch.device("cpu")] * num_ranks
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
     if local_rank >= torch.cuda.device_count():
         raise IndexError(
             f"rank {rank} is process {local_rank} of this host, which has only "
             f"{torch.cuda.device_count()} GPUs: start fewer processes, or give "
             "devices=['cpu'] * num_processes"
         )
-    return torch.device("cuda", local_rank)
+    return [torch.device("cuda", other % num_local) for other in range(num_ranks)]

@@ -1,0 +1,51 @@
+"""Pipeline-parallel training for PyTorch with one process per stage.
+
+    torchrun --nproc_per_node=4 train.py
+
+See ``Stage`` for what to write in ``train.py``.
+"""
+
+from procpipe.batchnorm import DeferredBatchNorm
+from procpipe.compute.recompute import is_checkpointing, is_recomputing
+from procpipe.errors import (
+    BalanceError,
+    BoundaryError,
+    CallMismatchError,
+    DisagreementError,
+    PeerLostError,
+    PlanError,
+    ProcpipeError,
+    RecomputeError,
+    RemoteStageError,
+    RemoteValueError,
+    StageClosedError,
+    WaitTimeoutError,
+)
+from procpipe.microbatch import NoChunk
+from procpipe.remote import Remote
+from procpipe.run.trace import StageStatistics
+from procpipe.stage import Stage
+from procpipe.version import __version__
+
+__all__ = [
+    "BalanceError",
+    "BoundaryError",
+    "CallMismatchError",
+    "DeferredBatchNorm",
+    "DisagreementError",
+    "NoChunk",
+    "PeerLostError",
+    "PlanError",
+    "ProcpipeError",
+    "RecomputeError",
+    "Remote",
+    "RemoteStageError",
+    "RemoteValueError",
+    "Stage",
+    "StageClosedError",
+    "StageStatistics",
+    "WaitTimeoutError",
+    "__version__",
+    "is_checkpointing",
+    "is_recomputing",
+]

@@ -1,0 +1,125 @@
+"""Mini-batches from a loader that rank 0 alone reads.
+
+    rank 0                         between                        last stage
+    item of the loader      (input, target)          (Remote, target)
+                            ── order: form ──>       every other rank
+                            ── target ──────>        the last stage
+
+The target goes to the last stage with the item, so that loss code after ``stage(input)`` finds it
+there; ``step`` then need not send it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from procpipe.errors import BoundaryError
+from procpipe.remote import Remote
+from procpipe.run.calls import Calls
+from procpipe.run.messages import Order
+from procpipe.tree import flatten
+
+__all__ = ["Batches"]
+
+#: The order's detail when the loader has ended.
+_END = "end"
+
+_NOTHING: Any = object()
+
+
+class Batches:
+    """One rank's side of reading a loader together.
+
+    Args:
+        calls: the pipeline's calls.
+        order: issues an order on rank 0 and follows it elsewhere.
+        rank: this rank.
+        last: the rank of the last stage.
+
+    Attributes:
+        delivered_target: the target that the last stage already has, as it is on this rank: the
+            second of two entries of the latest item. Something that is no target otherwise.
+    """
+
+    def __init__(self, calls: Calls, order: Callable[..., Order], rank: int, last: int) -> None:
+        self.delivered_target: Any = _NOTHING
+        self._calls = calls
+        self._order = order
+        self._rank = rank
+        self._last = last
+
+    def read(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield a loader's items, on rank 0, and tell the others of each."""
+        items: Iterator[Any] | None = None
+        while True:
+            with self._calls.together("batches") as pipeline:
+                items = iter(loader) if items is None else items
+                item = next(items, _END)
+                if item is _END:
+                    self._order("batches", detail=_END)
+                    return
+                delivered = _deliverable(item) if self._last > 0 else None
+                self._order("batches", detail=[_form_of(item), delivered is not None])
+                if delivered is not None:
+                    pipeline.send_value(self._last, delivered)
+                self._note(delivered)
+            yield item
+
+    def follow(self) -> Iterator[Any]:
+        """Yield items of the form of rank 0's, elsewhere."""
+        while True:
+            with self._calls.together("batches") as pipeline:
+                detail = self._order("batches").detail
+                if detail == _END:
+                    return
+                form, is_delivered = detail
+                delivered = None
+                if is_delivered and self._rank == self._last:
+                    delivered = pipeline.take_value(0)
+                self._note(delivered)
+                item = _placeholders(form, delivered)
+            yield item
+
+    def _note(self, delivered: tuple[Any, ...] | None) -> None:
+        is_target = delivered is not None and len(delivered) == 1
+        self.delivered_target = delivered[0] if delivered and is_target else _NOTHING
+
+
+def _form_of(item: Any) -> Any:
+    """Describe the outer form of a loader's item as plain JSON."""
+    if isinstance(item, (tuple, list)):
+        return ["tuple" if isinstance(item, tuple) else "list", len(item)]
+    if isinstance(item, dict):
+        return ["dict", list(item)]
+    return ["value", 1]
+
+
+def _deliverable(item: Any) -> tuple[Any, ...] | None:
+    """Return the part of an item that goes to the last stage, if it can."""
+    if not isinstance(item, (tuple, list)) or len(item) < 2:
+        return None
+    rest = tuple(item[1:])
+    try:
+        flatten(rest)
+    except BoundaryError:
+        return None
+    return rest
+
+
+def _placeholders(form: Any, delivered: tuple[Any, ...] | None) -> Any:
+    """Return an item of this form, with placeholders for all that was not delivered here."""
+    kind, content = form
+    if kind == "value":
+        return _placeholder("the mini-batch")
+    if kind == "dict":
+        return {key: _placeholder(f"{key!r} of the mini-batch") for key in content}
+    if delivered is not None:
+        entries = [_placeholder("entry 0 of the mini-batch"), *delivered]
+    else:
+        entries = [_placeholder(f"entry {k} of the mini-batch") for k in range(content)]
+    return tuple(entries) if kind == "tuple" else entries
+
+
+def _placeholder(what: str) -> Remote:
+    return Remote(0, what, None)

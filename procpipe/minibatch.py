@@ -1,0 +1,168 @@
+"""A mini-batch on its way into the pipeline and out of it, and its loss.
+
+    user's inputs ── scatter ──> Ingoing: micro-batches, detached, on stage 0's device
+                 <── gradients ── of those inputs that require them
+
+    micro-batches' outputs ── gather ──> the user's output, on the last stage
+                 <── gradients ── of the loss computed from it
+
+Knows the user's values and micro-batches; nothing is communicated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from procpipe.microbatch import gather, scatter, shares
+from procpipe.remote import Remote
+from procpipe.tree import Flat, flatten, map_tensors, unflatten
+
+__all__ = ["Ingoing", "Loss", "join_outputs"]
+
+#: Runs the backward pass, given the gradients of each micro-batch's outputs that want one.
+RunBackward = Callable[[list[list[Tensor | None]]], None]
+
+
+@dataclass(frozen=True)
+class Ingoing:
+    """The inputs of a mini-batch, split.
+
+    Attributes:
+        sizes: samples in each micro-batch.
+        inputs: each micro-batch's positional inputs, detached, on stage 0's device.
+        requiring: of each micro-batch, the tensors that require a gradient, as the user gave them.
+    """
+
+    sizes: tuple[int, ...]
+    inputs: list[Flat]
+    requiring: list[list[Tensor]]
+
+    @classmethod
+    def of(cls, inputs: tuple[Any, ...], chunks: int, device: torch.device) -> Ingoing:
+        """Split positional inputs; see ``microbatch.scatter`` for what is raised."""
+        parts, sizes = scatter(inputs, chunks)
+        flats, requiring = [], []
+        keeps_gradients = torch.is_grad_enabled()
+        for part in parts:
+            tensors, structure = flatten(part)
+            wants = tuple(keeps_gradients and tensor.requires_grad for tensor in tensors)
+            flats.append(Flat([t.detach().to(device) for t in tensors], structure, wants))
+            requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
+        return cls(tuple(sizes), flats, requiring)
+
+    def add_gradients(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Run the backward pass of whatever made the inputs, from each micro-batch's gradients."""
+        pairs = [
+            (tensor, gradient.to(tensor.device))
+            for i, of_micro_batch in gradients.items()
+            for tensor, gradient in zip(self.requiring[i], of_micro_batch, strict=True)
+            if gradient is not None
+        ]
+        if pairs:
+            tensors, given = zip(*pairs, strict=True)
+            torch.autograd.backward(tensors, given)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The user's loss function and weight, with their results checked."""
+
+    function: Callable[..., Any] | None
+    weight: Callable[[Any], Any] | None
+
+    def check(self) -> None:
+        """Check that there is a loss function."""
+        if self.function is None:
+            raise ValueError(
+                "step() needs a loss: give Stage(…, loss_fn=…), or call stage(input) and run the "
+                "loss of its output backward"
+            )
+
+    def of(self, output: Any, target: Any) -> Tensor:
+        """Return the loss of one micro-batch, 0-dim."""
+        assert self.function is not None, "checked before the step"
+        if isinstance(target, Remote):
+            raise ValueError(
+                f"the target of step() is {target!r} on every rank: give it on rank 0 or on the "
+                "last stage as a real value"
+            )
+        loss = self.function(output) if target is None else self.function(output, target)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            form = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss)}"
+            raise ValueError(
+                f"loss_fn returned {form}, but must return the mean over the micro-batch's "
+                "samples, a 0-dim tensor (reduction='mean')"
+            )
+        return loss
+
+    def shares(self, targets: Sequence[Any] | None, sizes: Sequence[int]) -> tuple[float, ...]:
+        """Return each micro-batch's share in the loss; ``targets`` None where there are none."""
+        if self.weight is None:
+            return tuple(shares(sizes))
+        if targets is None:
+            raise ValueError(
+                "loss_weight needs a target: give one to step() on rank 0 or on the last stage, or "
+                "leave loss_weight out"
+            )
+        return tuple(shares([float(self.weight(target)) for target in targets]))
+
+
+def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
+    """Put the micro-batches' outputs together, on the last stage.
+
+    Args:
+        outputs: each micro-batch's output.
+        run_backward: called with gradients when the user runs a loss backward; None if no
+            backward pass can follow.
+    """
+    if run_backward is None or not any(any(output.requires_grad) for output in outputs):
+        return gather([output.value for output in outputs])
+    wanting = [
+        tensor
+        for output in outputs
+        for tensor, wants in zip(output.tensors, output.requires_grad, strict=True)
+        if wants
+    ]
+    counts = [sum(output.requires_grad) for output in outputs]
+    anchor = torch.empty(0, device=wanting[0].device, requires_grad=True)
+    attached = iter(_Output.apply(run_backward, counts, anchor, *wanting))  # type: ignore[no-untyped-call]
+    values = []
+    for tensors, structure, flags in outputs:
+        chosen = [
+            next(attached) if wants else tensor
+            for tensor, wants in zip(tensors, flags, strict=True)
+        ]
+        values.append(unflatten(chosen, structure))
+    return gather(values)
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a nested value with its tensors on a device."""
+    return map_tensors(lambda tensor: tensor.to(device), value)
+
+
+class _Output(torch.autograd.Function):
+    """The root of the user's graph on the last stage: its backward is the pipeline's.
+
+    ``mark_dirty`` makes the very tensors its results, so that they may be changed in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: RunBackward, counts: list[int], anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.run, ctx.counts = run, counts
+        ctx.mark_dirty(*tensors)
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        remaining = iter(gradients)
+        ctx.run([[next(remaining) for _ in range(count)] for count in ctx.counts])
+        return (None,) * (3 + len(gradients))

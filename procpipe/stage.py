@@ -1,0 +1,515 @@
+"""What a user holds: one stage of a pipeline, as an ``nn.Sequential`` of this process's layers.
+
+    stage.step(input, target)          forward and backward of a whole mini-batch
+    output = stage(input)              forward only; then any loss code, then loss.backward()
+    for … in stage.batches(loader)     rank 0 reads, the others follow
+
+Every rank makes the same calls. Each call goes the same way:
+
+    1  rank 0 splits the mini-batch and issues an order       Coordinator.issue
+       the others wait for it, in the same call               Coordinator.follow
+    2  every rank runs its stage's program                    Executor.run
+    3  the result: a loss everywhere; an output on the last
+       stage, a placeholder elsewhere
+
+If anything goes wrong in a call on one rank, it ends with an error on every rank, and the stage
+cannot be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from procpipe.batches import Batches
+from procpipe.batchnorm import DeferredBatchNorm
+from procpipe.compute.tasks import Partition
+from procpipe.errors import StageClosedError
+from procpipe.microbatch import scatter_like
+from procpipe.minibatch import Ingoing, Loss, join_outputs, on_device
+from procpipe.norm import clip_by_norm, norms, total_norm
+from procpipe.partition import (
+    check_model,
+    check_shared_parameters,
+    fit_balance,
+    layer_facts,
+    materialize,
+    split,
+)
+from procpipe.plan.gpipe import recomputed
+from procpipe.remote import Remote
+from procpipe.run.calls import Calls
+from procpipe.run.executor import MiniBatch
+from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
+from procpipe.run.pipeline import Pipeline
+from procpipe.run.trace import StageStatistics, table
+from procpipe.run.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
+from procpipe.tree import map_tensors
+from procpipe.version import __version__
+
+__all__ = ["Stage"]
+
+_UNSET: Any = object()
+
+
+class Stage(nn.Sequential):
+    """This process's part of a model that is trained as a pipeline, one process a stage.
+
+    Every rank builds it from the same full model and the same arguments, and then makes the same
+    calls. It holds only its own layers, under their names in the full model, so ``parameters()``
+    is what this process's optimizer needs and ``state_dict()`` has the full model's keys. Started
+    without a launcher, it is the whole model in one stage.
+
+    Building it does not communicate (unless it fails); the first call connects the processes.
+
+    Args:
+        module: the full model, a flat ``nn.Sequential``. If it was built on the meta device, only
+            this stage's layers get memory; they are initialised by their ``reset_parameters()``,
+            with values that no balance changes.
+        balance: number of layers in each stage. Without a launcher it is checked, but all layers
+            are in one stage.
+        chunks: number of micro-batches a mini-batch is split into.
+        devices: one device a rank; by default this host's GPUs in order, or CPUs.
+        checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
+            micro-batch but the last that there really is) or ``"never"``.
+        deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
+        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
+            one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of
+            its last layer.
+        loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
+            mini-batch; by default its number of samples.
+        timeout_s: how long a wait for another rank may last before it is an error.
+        stall_timeout_s: how long a wait lasts before it is reported on standard error.
+        world: this process's place in the job; by default what the launcher says.
+
+    Attributes:
+        balance: number of layers in each stage, a list of int.
+        devices: each stage's device, a list of ``torch.device``.
+        chunks: see above; rank 0's counts.
+        checkpoint: see above; rank 0's counts.
+        rank: this process's rank, which is also the index of its stage.
+        device: this stage's device.
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints.
+        ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; a
+            parameter in two partitions; fewer partitions than processes.
+        IndexError: more partitions, or processes, than there are processes, or devices.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.GPipe``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        chunks: int = 1,
+        devices: Sequence[torch.device | str | int] | None = None,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+        loss_fn: Callable[..., Tensor] | None = None,
+        loss_weight: Callable[[Any], float] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
+        world: World | None = None,
+    ) -> None:
+        super().__init__()
+        self._world = world or World.from_environment(
+            devices, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
+        )
+        self._calls = Calls(self._world, self._connect)
+        self._open_pass: object = None
+        # Kept from nn.Module's eyes: it must not be in state_dict().
+        self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
+        try:
+            check_model(module)
+            self.balance = fit_balance(
+                balance, len(module), self._world.num_ranks, is_launched=self._world.is_launched
+            )
+            self.chunks = _checked_chunks(chunks)
+            recomputed(checkpoint, 1)
+            self.checkpoint = checkpoint
+            check_shared_parameters(module, self.balance)
+            self._loss = Loss(loss_fn, loss_weight)
+            self._layer_facts = layer_facts(module)
+            self._adopt_layers(module, deferred_batch_norm)
+            self._batches = Batches(self._calls, self._order, self.rank, self._last)
+        except BaseException as error:
+            self._calls.fail("Stage", error)
+            raise
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, which is also the index of its stage."""
+        return self._world.rank
+
+    @property
+    def device(self) -> torch.device:
+        """This stage's device."""
+        return self._world.device
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Each stage's device."""
+        return list(self._world.devices)
+
+    # -- running --------------------------------------------------------------------------------
+
+    def step(self, *inputs: Any, target: Any = _UNSET) -> Tensor:
+        """Run a mini-batch: forward, loss and, in training with gradients on, backward.
+
+        Every rank calls it; rank 0's ``inputs`` and ``target`` are the ones that count, so the
+        others may pass anything, or nothing. Returns once this stage has done its part.
+
+        Args:
+            inputs: the model's inputs, nested values of tensors ``(batch, …)``; the last of
+                several is the target unless that is given by name.
+            target: what ``loss_fn`` gets beside the output. One given only on the last stage is
+                used there.
+
+        Returns:
+            The mean loss over the mini-batch's samples, 0-dim, detached, on every rank. Gradients
+            are added to the parameters' ``.grad`` (and to those of inputs that require them).
+
+        Raises:
+            RemoteStageError: another rank failed.
+            ValueError: no ``loss_fn``, or a mini-batch that cannot be split.
+            TypeError: no tensor in the inputs.
+        """
+        if target is _UNSET:
+            *inputs_, target = inputs if len(inputs) > 1 else (*inputs, None)
+            inputs = tuple(inputs_)
+        with self._calls.together("step") as pipeline:
+            self._loss.check()
+            order, batch, ingoing = self._begin("step", inputs, target)
+            self._run_forward(pipeline, order, batch)
+            if ingoing is not None:
+                ingoing.add_gradients(batch.input_gradients)
+            assert batch.loss is not None, "every step ends with a loss on every rank"
+            return batch.loss
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run a mini-batch forward; a loss of the output can be run backward on every rank.
+
+        Every rank calls it; rank 0's ``inputs`` are the ones that count.
+
+        Args:
+            inputs: the model's inputs, nested values of tensors ``(batch, …)``.
+
+        Returns:
+            The model's output ``(batch, …)`` on the last stage. Elsewhere a placeholder that takes
+            part in any torch operation and has no value; ``backward()`` of anything computed from
+            it runs this stage's part of the backward pass, so every rank calls it.
+
+        Raises:
+            RemoteStageError: another rank failed.
+            ValueError: a mini-batch that cannot be split.
+            TypeError: no tensor in the inputs.
+        """
+        with self._calls.together("forward") as pipeline:
+            order, batch, ingoing = self._begin("forward", inputs, None)
+            self._run_forward(pipeline, order, batch)
+        this = self._open_pass = object()
+
+        def run_backward(gradients: list[list[Tensor | None]] | None = None) -> None:
+            batch.output_gradients = gradients
+            self._run_backward(this, order, batch, ingoing)
+
+        may_follow = run_backward if batch.keep else None
+        if self.rank != self._last:
+            return Remote(self._last, "the output of stage(input)", may_follow)
+        return join_outputs([batch.outputs.pop(i) for i in range(len(order.sizes))], may_follow)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate over a data loader that rank 0 alone reads; ends everywhere when it ends.
+
+        Every rank calls it, and each item waits for rank 0. Other ranks may pass anything for
+        ``loader``; it is not touched there.
+
+        Args:
+            loader: gives mini-batches, ``(input, target)`` or of any other form.
+
+        Yields:
+            On rank 0 the loader's items. Elsewhere items of the same form, with placeholders in
+            the place of tensors; except that on the last stage all but the first entry of a tuple
+            or list (the target) is real, so that a loss can be computed there.
+
+        Raises:
+            RemoteStageError: another rank failed, in reading the loader for instance.
+        """
+        batches = self._batches
+        return batches.read(loader) if self.rank == 0 else batches.follow()
+
+    def fetch(self, value: Any) -> Any:
+        """Bring a value that one rank holds to every rank.
+
+        Every rank calls it, with the value where it is real and the placeholder elsewhere, and
+        waits for the rank that holds it.
+
+        Args:
+            value: a nested value of tensors, or a placeholder.
+
+        Returns:
+            The value, detached, on this stage's device.
+        """
+        with self._calls.together("fetch") as pipeline:
+            holder = value.rank if isinstance(value, Remote) else 0
+            holder = self._order("fetch", detail=holder).detail
+            if self.rank != holder:
+                return pipeline.take_value(holder)
+            for peer in range(self._last + 1):
+                if peer != holder:
+                    pipeline.send_value(peer, value)
+            return map_tensors(lambda tensor: tensor.detach(), value)
+
+    # -- training -------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients of all stages by their common norm, as for the plain model.
+
+        Every rank calls it, and it waits for all of them (and, on GPUs, for the device).
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: the p of the p-norm; ``inf`` is allowed.
+            error_if_nonfinite: raise if the norm is not finite.
+
+        Returns:
+            The norm before clipping, 0-dim, on every rank.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+
+        Source: ``torch.nn.utils.clip_grad_norm_``.
+        """
+        with self._calls.together("clip_grad_norm_") as pipeline:
+            self._order("clip_grad_norm_")
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            dtype = gradients[0].dtype if gradients else torch.get_default_dtype()
+            ours = norms(gradients, norm_type)
+            total = pipeline.control.agree(ours, lambda all_: total_norm(all_, norm_type, dtype))
+            if error_if_nonfinite and not torch.isfinite(torch.tensor(total)):
+                raise RuntimeError(
+                    f"the gradients' norm over all stages is {total}, so they cannot be clipped; "
+                    "look for the layer that makes it so, or leave error_if_nonfinite off"
+                )
+            norm = torch.tensor(total, dtype=dtype, device=self.device)
+            clip_by_norm(gradients, max_norm, norm)
+            return norm
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return this stage's parameters, for this process's optimizer.
+
+        A stage without any yields an empty one that is in no ``state_dict()``, so that no
+        optimizer refuses it.
+        """
+        is_empty = True
+        for parameter in super().parameters(recurse):
+            is_empty = False
+            yield parameter
+        if is_empty:
+            yield self._stand_in[0]
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load this stage's part of a state dict of the full model, or of this stage alone.
+
+        Entries of layers that other stages hold are passed over; with ``strict``, entries of no
+        layer of the model are an error. Does not communicate.
+        """
+        ours = {
+            key: value
+            for key, value in state_dict.items()
+            if key.split(".", 1)[0] not in self._layers_elsewhere
+        }
+        return super().load_state_dict(ours, strict, assign)
+
+    # -- looking on -----------------------------------------------------------------------------
+
+    def statistics(self) -> StageStatistics:
+        """Return what this stage did so far; does not communicate."""
+        pipeline = self._calls.pipeline
+        if pipeline is None:
+            raise StageClosedError("there are no statistics before the first call and after close")
+        return pipeline.statistics()
+
+    def report(self) -> str:
+        """Return a table of what all stages did so far, on every rank, which all call it."""
+        with self._calls.together("report") as pipeline:
+            self._order("report")
+            ours = asdict(pipeline.statistics())
+            of_all = pipeline.control.agree(ours, lambda values: values)
+            return table(StageStatistics(**of_one) for of_one in of_all)
+
+    def print(self, *values: Any) -> None:
+        """Print on rank 0 only."""
+        if self.rank == 0:
+            print(*values, flush=True)
+
+    def close(self) -> None:
+        """Leave the pipeline once all that was sent has arrived; happens at exit by itself."""
+        self._calls.close()
+
+    # -- what a process's device is for the launcher to say -------------------------------------
+
+    def to(self, *args: Any, **kwargs: Any) -> Stage:
+        """Convert parameters to a dtype; a device is refused, as each stage has its own."""
+        if "device" in kwargs or "tensor" in kwargs or any(_names_device(arg) for arg in args):
+            self._refuse_to_move()
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Refuse: each stage has its own device."""
+        self._refuse_to_move()
+
+    def cpu(self) -> NoReturn:
+        """Refuse: each stage has its own device."""
+        self._refuse_to_move()
+
+    def _refuse_to_move(self) -> NoReturn:
+        raise TypeError(
+            f"stage {self.rank} stays on {self.device}: each stage has its own device, given by "
+            "the launcher or by Stage(devices=…); only a dtype can be changed"
+        )
+
+    # -- one call, step by step -----------------------------------------------------------------
+
+    @property
+    def _last(self) -> int:
+        return len(self.balance) - 1
+
+    def _order(self, call: str, **decided: Any) -> Order:
+        return self._calls.order(call, is_training=self.training, **decided)
+
+    def _begin(
+        self, call: str, inputs: tuple[Any, ...], target: Any
+    ) -> tuple[Order, MiniBatch, Ingoing | None]:
+        """Split the mini-batch and issue its order on rank 0; follow the order elsewhere."""
+        if self.rank != 0:
+            order, ingoing = self._order(call), None
+        else:
+            ingoing = Ingoing.of(inputs, self.chunks, self.device)
+            order = self._issue(call, ingoing.sizes, target)
+        keep = order.keeps_graph if call == "step" else order.is_grad_enabled
+        batch = MiniBatch(keep=keep, recompute=frozenset(order.recompute))
+        batch.inputs = ingoing.inputs if ingoing else None
+        if call == "step":
+            self._give_target(batch, order, target)
+        return order, batch, ingoing
+
+    def _issue(self, call: str, sizes: tuple[int, ...], target: Any) -> Order:
+        """Issue the order of a mini-batch, on rank 0."""
+        keeps = self.training and torch.is_grad_enabled()
+        decided: dict[str, Any] = {
+            "sizes": sizes,
+            "recompute": tuple(sorted(recomputed(self.checkpoint, len(sizes)))) if keeps else (),
+        }
+        if call == "step":
+            decided["target"] = self._way_of(target)
+            if self._loss.weight is None or decided["target"] != LOCAL:
+                parts = scatter_like(target, sizes) if self._loss.weight else None
+                decided["shares"] = self._loss.shares(parts, sizes)
+        return self._order(call, **decided)
+
+    def _way_of(self, target: Any) -> str:
+        """Tell how the target of a step gets to the last stage."""
+        if target is None or self._last == 0:
+            return LOCAL
+        return DELIVERED if target is self._batches.delivered_target else ROUTED
+
+    def _give_target(self, batch: MiniBatch, order: Order, target: Any) -> None:
+        """Give a batch the target, on the ranks that have a use for it, and the loss's shares."""
+        is_sender = self.rank == 0 and order.target == ROUTED
+        is_user = self.rank == self._last and order.target != ROUTED
+        if is_user and order.target == DELIVERED:
+            target = self._batches.delivered_target
+        if (is_sender or is_user) and target is not None:
+            parts = scatter_like(target, order.sizes)
+            batch.targets = [on_device(part, self.device) for part in parts]
+        batch.loss_of = self._loss.of
+        batch.shares = order.shares
+        if is_user and not order.shares:
+            batch.shares = self._loss.shares(batch.targets, order.sizes)
+
+    def _run_forward(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> None:
+        """Run a program that begins a mini-batch."""
+        self._open_pass = None
+        pipeline.executor.begin()
+        for layer in self._deferred:
+            layer.begin()
+        pipeline.run(order, batch)
+        for layer in self._deferred:
+            layer.commit()
+
+    def _run_backward(
+        self, this: object, order: Order, batch: MiniBatch, ingoing: Ingoing | None
+    ) -> None:
+        """Run this stage's part of the backward pass of an earlier ``stage(input)``."""
+        if this is not self._open_pass:
+            raise RuntimeError(
+                "backward() of an output that a later call of the stage has let go of, or that "
+                "went backward already: run each output's loss backward, once, before the next "
+                "forward pass"
+            )
+        self._open_pass = None
+        with self._calls.together("backward") as pipeline:
+            order = self._order("backward", sizes=order.sizes, recompute=order.recompute)
+            pipeline.run(order, batch)
+            if ingoing is not None:
+                ingoing.add_gradients(batch.input_gradients)
+
+    # -- building -------------------------------------------------------------------------------
+
+    def _adopt_layers(self, module: nn.Sequential, deferred_batch_norm: bool) -> None:
+        """Take this stage's layers out of the full model, onto this stage's device."""
+        parts = split(module, self.balance)
+        ours = parts[self.rank]
+        first_index = sum(self.balance[: self.rank])
+        materialize(ours, self.device, first_index=first_index, seed=torch.initial_seed())
+        for name, layer in ours.items():
+            if hasattr(self, name):
+                raise ValueError(
+                    f"a layer of the model is named {name!r}, which is also an attribute of Stage: "
+                    "name the layer otherwise"
+                )
+            if deferred_batch_norm:
+                layer = DeferredBatchNorm.convert_deferred_batch_norm(layer)
+            self.add_module(name, layer)
+        self.training = module.training
+        self._layers_elsewhere = {name for part in parts if part is not ours for name in part}
+        self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]
+
+    def _connect(self) -> Pipeline:
+        layers = dict(self.named_children())
+        facts = {
+            "procpipe": __version__,
+            "torch": torch.__version__,
+            "the number of processes": self._world.num_ranks,
+            "balance": self.balance,
+            "chunks": self.chunks,
+            "checkpoint": self.checkpoint,
+            "the type of devices": self.device.type,
+            "layers": self._layer_facts,
+        }
+        partition = Partition(layers, self.device, is_first=self.rank == 0)
+        return Pipeline(self._world, partition, facts)
+
+
+def _checked_chunks(chunks: int) -> int:
+    if isinstance(chunks, bool) or not isinstance(chunks, int):
+        raise TypeError(f"chunks must be an int, not {chunks!r}")
+    if chunks < 1:
+        raise ValueError(f"chunks is {chunks}, but a mini-batch has at least 1 micro-batch")
+    return chunks
+
+
+def _names_device(argument: Any) -> bool:
+    return isinstance(argument, (str, int, torch.device, Tensor)) and not isinstance(argument, bool)
