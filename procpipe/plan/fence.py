@@ -137,6 +137,8 @@ def _arranged(stage: int, row: Row, touching: Iterable[_Fenced], ahead: int) -> 
         rank 0     receives that were hoisted to this task
         rank 1     the task
         rank 2     its fence, and the fences up to the stage's next task
+
+    What would be hoisted past the first task comes to stand at the start of the program.
     """
     if ahead < 0:
         raise ValueError(f"a receive can be posted 0 or more tasks ahead, not {ahead}")
@@ -152,6 +154,6 @@ def _arranged(stage: int, row: Row, touching: Iterable[_Fenced], ahead: int) -> 
         elif ahead == 0:
             placed.append(((num_done - 1, 2), Receive(transfer)))
         else:
-            placed.append(((max(0, num_done - ahead), 0), Receive(transfer)))
+            placed.append(((num_done - ahead, 0), Receive(transfer)))
     placed.sort(key=lambda step: step[0])
     return tuple(step for _, step in placed)

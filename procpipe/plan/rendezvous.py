@@ -53,7 +53,8 @@ def _run(programs: Sequence[Program], routes: Routes) -> Mapping[int, _Wait]:
     while ready:
         stage = ready.popleft()
         waits.pop(stage, None)
-        for step in programs[stage][places[stage] :]:
+        while places[stage] < len(programs[stage]):
+            step = programs[stage][places[stage]]
             awaited = next((other for other in _awaited(step, routes) if other not in done), None)
             if awaited is not None:
                 waits[stage] = _Wait(step, awaited)

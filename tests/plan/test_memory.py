@@ -12,7 +12,7 @@ from procpipe.plan.costs import Costs
 from procpipe.plan.fence import Receive, Run, program
 from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.memory import held_bytes, message_bytes, peak_bytes
-from procpipe.plan.routes import Routes
+from procpipe.plan.routes import Routes, Transfer
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan, Task
 
@@ -51,10 +51,24 @@ def test_received_skips_that_wait_are_counted() -> None:
     assert peak_bytes(gpipe(8, 4), costs, routes, 3) == 8 * 7
 
 
-def test_the_loss_weighs_nothing() -> None:
-    plan = gpipe(1, 2)
-    (loss,) = Routes(2, loss=True).leaving(Task("F", 0, 1), plan)[-1:]
-    assert message_bytes(loss, COSTS) == 0
+@pytest.mark.parametrize(
+    ("kind", "source", "destination", "size"),
+    [
+        ("activation", 0, 1, 10),
+        ("activation", 1, 2, 20),
+        ("gradient", 1, 0, 10),
+        ("gradient", 2, 1, 20),
+        ("skip", 0, 2, 7),
+        ("skip gradient", 2, 0, 7),
+        ("target", 0, 2, 5),
+        ("loss", 2, 0, 0),
+    ],
+)
+def test_the_size_of_a_message(kind: str, source: int, destination: int, size: int) -> None:
+    three = (1.0, 1.0, 1.0)
+    outputs, skips = (10, 20, 30), {(0, 2): 7}
+    costs = Costs(three, three, three, output_bytes=outputs, skip_bytes=skips, target_bytes=5)
+    assert message_bytes(Transfer(kind, 0, source, destination), costs) == size
 
 
 @pytest.mark.parametrize("n", range(1, 6))
