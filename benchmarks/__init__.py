@@ -1,0 +1,1 @@
+"""Side-by-side measurements, one table a command: ``python -m benchmarks.<name>``."""
