@@ -37,7 +37,8 @@ types: .venv/dev.stamp
 	$(BIN)/mypy
 
 bench: .venv/dev.stamp
-	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+	$(BIN)/python -m benchmarks.host_cost
+	$(BIN)/python -m benchmarks.overlap
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,7 @@ class Wait(nn.Module):
         self.task_s = task_s
 
     def forward(self, x: Tensor) -> Tensor:
+        """Wait."""
         time.sleep(self.task_s)
         return x.view_as(x)
 
@@ -67,24 +70,27 @@ def bare_step(input: Tensor, task_s: float) -> Callable[[], object]:
     rank, part = dist.get_rank(), input.chunk(NUM_MICRO_BATCHES)
 
     def step() -> None:
-        posted, sends, outputs = [], [], []
+        posted: deque[tuple[Tensor, Any]] = deque()
+        sends: list[tuple[Tensor, Any]] = []
+        outputs = []
+        num_posted = 0
         for i in range(NUM_MICRO_BATCHES):
             if rank == 0:
                 x = part[i]
             else:
-                while len(posted) < min(i + 2, NUM_MICRO_BATCHES):  # one ahead
+                while num_posted < min(i + 2, NUM_MICRO_BATCHES):  # one ahead
                     buffer = torch.empty_like(part[0])
                     posted.append((buffer, dist.irecv(buffer, rank - 1)))
-                x, work = posted[i]
-                work.wait()
-                posted[i] = (None, None)
+                    num_posted += 1
+                x, receiving = posted.popleft()
+                receiving.wait()
             time.sleep(task_s)
             if rank < NUM_STAGES - 1:
                 sends.append((x, dist.isend(x, rank + 1)))
             else:
                 outputs.append(x)
-        for _, work in sends:
-            work.wait()
+        for _, sending in sends:
+            sending.wait()
         if outputs:
             torch.cat(outputs)
 

@@ -80,6 +80,9 @@ class Transport(Protocol):
     needs_acknowledgement: bool
     """Whether a sender learns only from the receiver that its tensors have arrived."""
 
+    max_posted: int
+    """How many receives of one channel may be posted at a time."""
+
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> Pending:
         """Begin to send; returns at once."""
 

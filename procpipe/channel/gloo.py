@@ -11,6 +11,7 @@ finalises: "terminate called without an active exception", torch 2.13). ``close`
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class GlooTransport:
     """
 
     needs_acknowledgement = True
+    max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
 
     def __init__(self, store: Store, rank: int, num_ranks: int, timeout_s: float) -> None:
         # Any: torch's stubs leave out a group's send and recv.

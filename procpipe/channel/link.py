@@ -141,6 +141,7 @@ class LinkReceiver:
         self._num_tokens = 0
         self._num_taken = 0
         self._num_allowed = 0
+        self._num_receiving = 0
         self._arrived: deque[_Arrival] = deque()
         self._posted: deque[tuple[Meta, list[Tensor], Pending | None]] = deque()
         mesh.on(peer, kind, self._on_token)
@@ -169,6 +170,8 @@ class LinkReceiver:
             assert self._transport is not None
             if self._transport.needs_acknowledgement:
                 self._mesh.send(self._peer, self._kind + _ACKNOWLEDGES, 0, 0)
+            self._num_receiving -= 1
+            self._post()
         return Flat(tensors, meta.structure, meta.requires_grad)
 
     def _on_token(self, sequence: int, flags: int, body: memoryview) -> None:
@@ -185,16 +188,20 @@ class LinkReceiver:
         self._post()
 
     def _post(self) -> None:
-        """Post receives for tokens that are there, as far as the program allows buffers."""
+        """Post receives for tokens that are there, as far as program and transport allow."""
         while self._arrived and self._num_allowed:
-            meta, tensors = self._arrived.popleft()
-            self._num_allowed -= 1
+            meta, tensors = self._arrived[0]
             if tensors is not None:
                 self._posted.append((meta, tensors, None))
             else:
                 assert self._transport is not None, "without a transport all is inside tokens"
+                if self._num_receiving == self._transport.max_posted:
+                    return
+                self._num_receiving += 1
                 received, pending = self._transport.post_receive(meta, self._peer, self._kind)
                 self._posted.append((meta, received, pending))
+            self._arrived.popleft()
+            self._num_allowed -= 1
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ class NcclTransport:
     """
 
     needs_acknowledgement = False
+    max_posted = 1  # a receive that waits for its sender occupies part of the GPU
 
     def __init__(
         self,
