@@ -162,7 +162,9 @@ class Partition:
             One for each input tensor that wants a gradient, None where it had no influence.
         """
         this = self._passes.pop(i)
-        wanting = [r for r, wants in zip(this.roots, this.requires_grad, strict=True) if wants]
+        wanting = []
+        if any(this.requires_grad):  # else it may not have been recomputed, and have no roots
+            wanting = [r for r, wants in zip(this.roots, this.requires_grad, strict=True) if wants]
         # A root predicted to want a gradient may turn out not to when it is recomputed.
         pairs = [
             (root, gradient)
