@@ -18,7 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Ambient", "checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
+__all__ = [
+    "Ambient",
+    "checkpointing",
+    "is_checkpointing",
+    "is_recomputing",
+    "recomputing",
+    "without_autocast",
+]
 
 _phase: ContextVar[str] = ContextVar("procpipe forward phase", default="plain")
 
@@ -61,6 +68,20 @@ def recomputing(ambient: Ambient) -> Iterator[None]:
             yield
     finally:
         _phase.reset(token)
+
+
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Run a backward pass that a user's autocast around a whole ``step`` must not reach.
+
+    Autograd repeats the dtypes of the forward pass by itself; under autocast it would also cast
+    what the forward pass did not.
+    """
+    with ExitStack() as stack:
+        for kind in _kinds(device):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @dataclass(frozen=True)
@@ -112,9 +133,13 @@ def _set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None
 
 
 def _autocasts(device: torch.device) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
-    kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
     cache = torch.is_autocast_cache_enabled()
     return tuple(
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache)
-        for kind in kinds
+        for kind in _kinds(device)
     )
+
+
+def _kinds(device: torch.device) -> tuple[str, ...]:
+    """Return the device types whose autocast matters on a device."""
+    return ("cpu",) if device.type == "cpu" else ("cpu", device.type)

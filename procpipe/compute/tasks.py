@@ -21,7 +21,7 @@ Knows neither other stages nor micro-batch order: the executor calls the tasks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers
-from procpipe.compute.recompute import Ambient, checkpointing, recomputing
+from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.tree import Flat, Structure, flatten, unflatten
 
@@ -57,6 +57,7 @@ class _Pass:
     entry: _Entry = field(default_factory=_Entry)
     ambient: Ambient | None = None
     buffers: BufferCopies | None = None
+    versions: list[int] = field(default_factory=list)
 
 
 class Partition:
@@ -137,6 +138,12 @@ class Partition:
         assert this.ambient is not None and this.buffers is not None, "not to be recomputed"
         if not any(this.requires_grad):
             return 0
+        if this.versions != self._versions(this.inputs.tensors):
+            raise RecomputeError(
+                f"the input of micro-batch {i} was changed in place after its first forward, so "
+                "recomputing it would start from the wrong values: leave a mini-batch's input "
+                "alone until its backward() is over, or use checkpoint='never'"
+            )
         with recomputing(this.ambient), self._buffers.lent(this.buffers):
             tensors, _ = self._run_with_graph(this)
         this.ambient = this.buffers = None
@@ -173,7 +180,8 @@ class Partition:
         ]
         if pairs:
             roots, given = zip(*pairs, strict=True)
-            torch.autograd.backward(roots, given)
+            with without_autocast(self._device):
+                torch.autograd.backward(roots, given)
         num_wanted = sum(this.inputs.requires_grad)
         return list(this.entry.gradients) or [None] * num_wanted
 
@@ -187,6 +195,7 @@ class Partition:
         """
         inputs = this.inputs
         this.ambient = Ambient.now(self._device)
+        this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad)
         learned = self._learned.get(kind)
@@ -219,7 +228,7 @@ class Partition:
             entered = _Enter.apply(this.entry, self._anchor, *aliases)  # type: ignore[no-untyped-call]
             for k, tensor in zip(entering, entered, strict=True):
                 inputs[k] = tensor
-        untouched = tensors if this.ambient is not None and not self._clone_inputs else ()
+        untouched = tensors if this.ambient is not None else ()
         this.roots, structure = self._run(inputs, structure, this.finish, untouched=untouched)
         return this.roots, structure
 
@@ -228,17 +237,17 @@ class Partition:
         tensors: list[Tensor],
         structure: Structure,
         finish: Finish | None,
-        untouched: list[Tensor] | tuple[()] = (),
+        untouched: Sequence[Tensor] = (),
     ) -> tuple[list[Tensor], Structure]:
         """Run the layers; ``untouched`` are inputs that recomputation needs as they are now."""
         value = unflatten(tensors, structure)
-        versions = [tensor._version for tensor in untouched]
+        versions = self._versions(untouched)
         spread = self._is_first
         for name, layer in self._layers:
             self.current_layer = name
             value = layer(*value) if spread else layer(value)
             spread = False
-            if versions and versions != [tensor._version for tensor in untouched]:
+            if versions and versions != self._versions(untouched):
                 raise self._changed_in_place(name, layer)
         if finish is not None:
             self.current_layer = "loss_fn"
@@ -251,6 +260,14 @@ class Partition:
                 raise self._misplaced(output)
         self.current_layer = None
         return outputs, structure
+
+    def _versions(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return what rises when one of these inputs is changed in place.
+
+        Says nothing where the first layer may do so: it works on copies of what is recomputed, but
+        not of the last micro-batch, whose memory counts as that of its whole mini-batch.
+        """
+        return [] if self._clone_inputs else [tensor._version for tensor in tensors]
 
     def _unshared(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return inputs that the first layer may change although they are kept."""
