@@ -15,7 +15,7 @@ since batch normalisation's kernels change them without raising their version.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -24,8 +24,11 @@ from procpipe.errors import RecomputeError
 
 __all__ = ["BufferCopies", "Buffers"]
 
-#: Copies of changing buffers, by place: (module, buffer's name in it).
-BufferCopies = dict[tuple[nn.Module, str], Tensor]
+#: Where a buffer is: the module, and its name in it. There may be None until a forward sets it.
+Place = tuple[nn.Module, str]
+
+#: Copies of changing buffers.
+BufferCopies = dict[Place, Tensor | None]
 
 
 class Buffers:
@@ -36,22 +39,26 @@ class Buffers:
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        self._places: dict[tuple[nn.Module, str], str] = {}
-        self._changing: set[tuple[nn.Module, str]] = set()
+        self._names: dict[Place, str] = {}
+        self._changing: set[Place] = set()
         self._first: BufferCopies | None = None
-        self._versions: list[int] = []
+        self._steady: list[tuple[Place, Tensor | None, int]] = []
         for layer_name, layer in layers.items():
             for module_name, module in layer.named_modules(prefix=layer_name):
                 self._register(module_name, module)
-        self._is_known = not self._places
+        self._is_known = not self._names
 
     def before_forward(self) -> BufferCopies:
         """Copy what recomputation will need, right before a first forward."""
         if not self._is_known:
-            self._first = self._copies(self._places)
+            self._first = _copies(self._names)
             return self._first
-        self._versions = self._current_versions()
-        return self._copies(self._changing)
+        self._steady = [
+            (place, _buffer(place), _version(place))
+            for place in self._names
+            if place not in self._changing
+        ]
+        return _copies(self._changing)
 
     def after_forward(self) -> None:
         """See what the first forward changed.
@@ -64,18 +71,14 @@ class Buffers:
                 if not _same(copy, _buffer(place)):
                     self._changing.add(place)
             self._first, self._is_known = None, True
-        elif self._versions != self._current_versions():
-            changed = [
-                name
-                for (place, name), version in zip(self._places.items(), self._versions, strict=True)
-                if place not in self._changing and _buffer(place)._version != version
-            ]
-            if changed:
+        for place, buffer, version in self._steady:
+            if _buffer(place) is not buffer or _version(place) != version:
                 raise RecomputeError(
-                    f"buffer {changed[0]!r} changed in forward for the first time after earlier "
-                    "micro-batches left it alone, so there is no copy to recompute from: change "
-                    "it in every forward or in none, or use checkpoint='never'"
+                    f"buffer {self._names[place]!r} changed in forward for the first time after "
+                    "earlier micro-batches left it alone, so there is no copy to recompute from: "
+                    "change it in every forward or in none, or use checkpoint='never'"
                 )
+        self._steady.clear()
 
     @contextmanager
     def lent(self, copies: BufferCopies) -> Iterator[None]:
@@ -90,27 +93,33 @@ class Buffers:
                 module._buffers[name] = buffer
 
     def _register(self, module_name: str, module: nn.Module) -> None:
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                self._places[module, name] = f"{module_name}.{name}"
-                if "running_mean" in module._buffers:
-                    self._changing.add((module, name))
-
-    def _copies(
-        self, places: dict[tuple[nn.Module, str], str] | set[tuple[nn.Module, str]]
-    ) -> BufferCopies:
-        return {place: _buffer(place).clone() for place in places}
-
-    def _current_versions(self) -> list[int]:
-        return [_buffer(place)._version for place in self._places]
+        for name in module._buffers:
+            self._names[module, name] = f"{module_name}.{name}"
+            if "running_mean" in module._buffers:
+                self._changing.add((module, name))
 
 
-def _buffer(place: tuple[nn.Module, str]) -> Tensor:
+def _buffer(place: Place) -> Tensor | None:
     module, name = place
-    buffer = module._buffers[name]
-    assert buffer is not None, "a buffer was taken away while the pipeline ran"
-    return buffer
+    return module._buffers[name]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _version(place: Place) -> int:
+    buffer = _buffer(place)
+    return -1 if buffer is None else buffer._version
+
+
+def _copies(places: Iterable[Place]) -> BufferCopies:
+    """Copy buffers; one that is in several places has one copy."""
+    copies: dict[Tensor | None, Tensor | None] = {None: None}
+    for place in places:
+        buffer = _buffer(place)
+        if buffer is not None and buffer not in copies:
+            copies[buffer] = buffer.clone()
+    return {place: copies[_buffer(place)] for place in places}
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
     return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
