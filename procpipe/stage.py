@@ -18,6 +18,7 @@ cannot be used again.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -330,6 +331,9 @@ class Stage(nn.Sequential):
             for key, value in state_dict.items()
             if key.split(".", 1)[0] not in self._layers_elsewhere
         }
+        if (versions := getattr(state_dict, "_metadata", None)) is not None:
+            ours = OrderedDict(ours)
+            ours._metadata = versions  # type: ignore[attr-defined]
         return super().load_state_dict(ours, strict, assign)
 
     # -- looking on -----------------------------------------------------------------------------
