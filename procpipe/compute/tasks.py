@@ -195,7 +195,6 @@ class Partition:
         """
         inputs = this.inputs
         this.ambient = Ambient.now(self._device)
-        this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad)
         learned = self._learned.get(kind)
@@ -213,6 +212,7 @@ class Partition:
                     untouched=inputs.tensors,
                 )
         self._buffers.after_forward()
+        this.versions = self._versions(inputs.tensors)  # entering the graph has raised them
         if len(learned) != len(tensors):  # the number of outputs depends on the data: be careful
             learned = tuple(tensor.is_floating_point() for tensor in tensors)
         this.requires_grad = learned
