@@ -195,6 +195,7 @@ class Partition:
         """
         inputs = this.inputs
         this.ambient = Ambient.now(self._device)
+        this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad)
         learned = self._learned.get(kind)
@@ -212,7 +213,6 @@ class Partition:
                     untouched=inputs.tensors,
                 )
         self._buffers.after_forward()
-        this.versions = self._versions(inputs.tensors)  # entering the graph has raised them
         if len(learned) != len(tensors):  # the number of outputs depends on the data: be careful
             learned = tuple(tensor.is_floating_point() for tensor in tensors)
         this.requires_grad = learned
@@ -223,12 +223,13 @@ class Partition:
         inputs = self._unshared(tensors) if this.ambient is not None else list(tensors)
         entering = [k for k, wants in enumerate(flags) if wants]
         if entering:
-            # An alias each, so that what is kept for recomputation stays outside the graph.
-            aliases = [inputs[k].detach() for k in entering]
+            # An alias each, so that what is kept for recomputation stays outside the graph; and
+            # with a version of its own, as entering counts as a change in place.
+            aliases = [inputs[k].data for k in entering]
             entered = _Enter.apply(this.entry, self._anchor, *aliases)  # type: ignore[no-untyped-call]
             for k, tensor in zip(entering, entered, strict=True):
                 inputs[k] = tensor
-        untouched = tensors if this.ambient is not None else ()
+        untouched = inputs if this.ambient is not None else ()
         this.roots, structure = self._run(inputs, structure, this.finish, untouched=untouched)
         return this.roots, structure
 
