@@ -12,23 +12,31 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["clip_by_norm", "norms", "total_norm"]
+__all__ = ["Norm", "as_tensor", "clip_by_norm", "norms", "total_norm"]
+
+#: A norm as plain JSON: its dtype's name and its value. A stage may have gradients of other dtypes
+#: than its neighbour, or none, and the total is of the dtype that torch would give it.
+Norm = tuple[str, float]
 
 
-def norms(gradients: Iterable[Tensor], norm_type: float) -> list[float]:
+def norms(gradients: Iterable[Tensor], norm_type: float) -> list[Norm]:
     """Return the norm of each gradient; waits for the device."""
-    each = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
-    return [float(norm) for norm in each]
+    each = [torch.linalg.vector_norm(gradient, float(norm_type)) for gradient in gradients]
+    return [_as_json(norm) for norm in each]
 
 
-def total_norm(
-    norms_of_stages: Iterable[list[float]], norm_type: float, dtype: torch.dtype
-) -> float:
+def total_norm(norms_of_stages: Iterable[list[Norm]], norm_type: float) -> Norm:
     """Return the norm of all parameters' norms, computed as the plain model would."""
-    together = [norm for of_stage in norms_of_stages for norm in of_stage]
+    together = [as_tensor(norm) for of_stage in norms_of_stages for norm in of_stage]
     if not together:
-        return 0.0
-    return float(torch.linalg.vector_norm(torch.tensor(together, dtype=dtype), norm_type))
+        return _as_json(torch.tensor(0.0))
+    return _as_json(torch.linalg.vector_norm(torch.stack(together), float(norm_type)))
+
+
+def as_tensor(norm: Norm) -> Tensor:
+    """Return a norm as a 0-dim tensor on the CPU."""
+    dtype, value = norm
+    return torch.tensor(value, dtype=getattr(torch, dtype))
 
 
 def clip_by_norm(gradients: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -36,3 +44,7 @@ def clip_by_norm(gradients: Iterable[Tensor], max_norm: float, norm: Tensor) -> 
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(coefficient.to(gradient.device))
+
+
+def _as_json(norm: Tensor) -> Norm:
+    return str(norm.dtype).removeprefix("torch."), float(norm)

@@ -32,7 +32,7 @@ from procpipe.compute.tasks import Partition
 from procpipe.errors import StageClosedError
 from procpipe.microbatch import scatter_like
 from procpipe.minibatch import Ingoing, Loss, join_outputs, on_device
-from procpipe.norm import clip_by_norm, norms, total_norm
+from procpipe.norm import as_tensor, clip_by_norm, norms, total_norm
 from procpipe.partition import (
     check_model,
     check_shared_parameters,
@@ -293,15 +293,14 @@ class Stage(nn.Sequential):
         with self._calls.together("clip_grad_norm_") as pipeline:
             self._order("clip_grad_norm_")
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            dtype = gradients[0].dtype if gradients else torch.get_default_dtype()
             ours = norms(gradients, norm_type)
-            total = pipeline.control.agree(ours, lambda all_: total_norm(all_, norm_type, dtype))
-            if error_if_nonfinite and not torch.isfinite(torch.tensor(total)):
+            total = pipeline.control.agree(ours, lambda of_all: total_norm(of_all, norm_type))
+            norm = as_tensor(total).to(self.device)
+            if error_if_nonfinite and not torch.isfinite(norm):
                 raise RuntimeError(
-                    f"the gradients' norm over all stages is {total}, so they cannot be clipped; "
+                    f"the gradients' norm over all stages is {norm}, so they cannot be clipped; "
                     "look for the layer that makes it so, or leave error_if_nonfinite off"
                 )
-            norm = torch.tensor(total, dtype=dtype, device=self.device)
             clip_by_norm(gradients, max_norm, norm)
             return norm
 
@@ -317,6 +316,12 @@ class Stage(nn.Sequential):
             yield parameter
         if is_empty:
             yield self._stand_in[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one of this stage's layers; of a slice, a plain ``nn.Sequential`` of them."""
+        if isinstance(index, slice):
+            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
+        return super().__getitem__(index)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
