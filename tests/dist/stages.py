@@ -1,0 +1,147 @@
+"""Many stages in one run on the same processes, and what every test compares them with.
+
+    def f(bare):                                  ranks(2).run(f, world=False)
+        for chunks in (1, 2, 8):
+            with stage_of(bare, f"{chunks} chunks", model, [2, 1], chunks=chunks) as stage:
+                ...                               a failure here ends the case on every rank
+
+Each case connects in a part of the store of its own. Truth is the plain ``nn.Sequential``, run over
+the same micro-batches: all forward, then backward in reverse, as fill and drain does.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import PrefixStore
+
+from procpipe import Stage
+from procpipe.microbatch import gather, scatter, scatter_like
+from procpipe.run.world import World
+from tests.dist.worker import BareWorld
+
+MODES = ("always", "except_last", "never")
+
+
+def world_of(bare: BareWorld, name: str) -> World:
+    """Return a world of its own for one case."""
+    return World(
+        rank=bare.rank,
+        num_ranks=bare.num_ranks,
+        store=PrefixStore(name, bare.store),
+        device=bare.device,
+        timeout_s=bare.timeout_s,
+    )
+
+
+@contextmanager
+def stage_of(
+    bare: BareWorld, name: str, model: nn.Sequential, balance: Sequence[int] | None, **options: Any
+) -> Iterator[Stage]:
+    """Give a stage of a copy of the model, and close it; a failure names the case."""
+    world = world_of(bare, name)
+    try:
+        stage = Stage(copy.deepcopy(model), balance, world=world, **options)
+        yield stage
+        stage.close()
+    except BaseException as error:
+        error.add_note(f"in the case {name!r} on rank {bare.rank}")
+        # So that no peer waits for this rank, and the story told is this one.
+        world.give_up("".join(traceback.format_exception(error)))
+        world.close()
+        raise
+
+
+def plain_forward(
+    model: nn.Sequential, inputs: tuple[Any, ...], chunks: int
+) -> tuple[list[Any], list[int]]:
+    """Run a plain model over the micro-batches; return their outputs and sizes."""
+    parts, sizes = scatter(inputs, chunks)
+    return [_call(model, part) for part in parts], sizes
+
+
+def plain_step(
+    model: nn.Sequential,
+    inputs: tuple[Any, ...],
+    target: Any,
+    chunks: int,
+    loss_fn: Callable[..., Tensor],
+    shares: Sequence[float] | None = None,
+) -> Tensor:
+    """Run a plain model forward and backward in the plan's order; return the mini-batch's loss."""
+    outputs, sizes = plain_forward(model, inputs, chunks)
+    targets = scatter_like(target, sizes)
+    shares = shares or [size / sum(sizes) for size in sizes]
+    losses = [
+        loss_fn(output) if target is None else loss_fn(output, target)
+        for output, target in zip(outputs, targets, strict=True)
+    ]
+    parts = [loss * share for loss, share in zip(losses, shares, strict=True)]
+    for part in reversed(parts):
+        if part.requires_grad:
+            part.backward()
+    total = parts[0].detach()
+    for part in parts[1:]:
+        total = total + part.detach()
+    return total
+
+
+def plain_output(model: nn.Sequential, inputs: tuple[Any, ...], chunks: int) -> Any:
+    """Return the plain model's output of a mini-batch that is run in micro-batches."""
+    return gather(plain_forward(model, inputs, chunks)[0])
+
+
+def assert_same(found: Any, expected: Any, what: str) -> None:
+    """Compare nested values of tensors: types, dtypes, shapes and every bit."""
+    assert type(found) is type(expected), f"{what}: {type(found)}, not {type(expected)}"
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype, f"{what}: {found.dtype}, not {expected.dtype}"
+        assert found.shape == expected.shape, f"{what}: {found.shape}, not {expected.shape}"
+        distance = (found.double() - expected.double()).abs().max() if found.numel() else 0
+        assert torch.equal(found, expected), f"{what}: off by {distance}"
+    elif isinstance(expected, (tuple, list)):
+        assert len(found) == len(expected), f"{what}: {len(found)} entries, not {len(expected)}"
+        for k, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{what}[{k}]")
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), f"{what}: keys {list(found)}, not {list(expected)}"
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{what}[{key!r}]")
+    else:
+        assert found == expected, f"{what}: {found!r}, not {expected!r}"
+
+
+def assert_same_gradients(stage: nn.Module, plain: nn.Module, what: str = "") -> None:
+    """Compare the gradients of all of a stage's parameters with the plain model's, every bit."""
+    expected = dict(plain.named_parameters())
+    for name, parameter in stage.named_parameters():
+        assert_same(parameter.grad, expected[name].grad, f"{what} gradient of {name}")
+
+
+def assert_same_state(stage: nn.Module, plain: nn.Module, what: str = "") -> None:
+    """Compare parameters and buffers, every bit."""
+    expected = plain.state_dict()
+    for key, value in stage.state_dict().items():
+        assert_same(value, expected[key], f"{what} {key}")
+
+
+def zero_grad(modules: Iterable[nn.Module]) -> None:
+    """Forget the gradients of modules."""
+    for module in modules:
+        module.zero_grad()
+
+
+def _call(model: nn.Sequential, inputs: tuple[Any, ...]) -> Any:
+    """Call a model whose first layer takes several positional inputs."""
+    value: Any = inputs
+    spread = True
+    for layer in model:
+        value = layer(*value) if spread else layer(value)
+        spread = False
+    return value
