@@ -1,0 +1,117 @@
+"""Train a small convolutional network on handwritten digits, with one process a stage.
+
+    python examples/train_digits.py                             one stage
+    torchrun --nproc_per_node=2 examples/train_digits.py        two; or three, four, …
+
+Every process runs this same file, and any number of them gives the same losses. The data are the
+1,797 digits of 8 x 8 pixels that come with scikit-learn.
+"""
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+from procpipe import Stage
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(1)  # as torchrun has it; other numbers add up in another order
+    torch.manual_seed(0)
+    train_loader, test_images, test_digits = load_data()
+    model = build_model()
+
+    stage = Stage(
+        model,
+        balance=args.balance or even_balance(len(model)),
+        chunks=args.chunks,
+        checkpoint=args.checkpoint,
+        deferred_batch_norm=True,  # as if the mini-batch were not in chunks
+        loss_fn=F.cross_entropy,
+    )
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=2e-3)
+    stage.print(f"{len(model)} layers, balance {stage.balance}")
+
+    for epoch in range(1, args.epochs + 1):
+        total = torch.zeros((), device=stage.device)
+        for input, target in stage.batches(with_progress(train_loader, f"epoch {epoch:2}")):
+            optimizer.zero_grad()
+            loss = stage.step(input, target)
+            optimizer.step()
+            total += loss
+        mean = total.item() / len(train_loader)
+        correct = accuracy(stage, test_images, test_digits)
+        stage.print(f"epoch {epoch:2}   loss {mean:.4f}   test accuracy {correct:.1%}")
+
+    stage.print(f"\n{stage.report()}")
+
+
+def build_model() -> nn.Sequential:
+    """Return an ordinary flat ``nn.Sequential``, which can be cut between any two layers."""
+    return nn.Sequential(
+        *(*convolution(1, 32), *convolution(32, 32), nn.MaxPool2d(2)),  # 8 x 8 -> 4 x 4 pixels
+        *(*convolution(32, 64), *convolution(64, 64), nn.MaxPool2d(2)),  # 4 x 4 -> 2 x 2
+        *(nn.Flatten(), nn.Linear(256, 10)),
+    )
+
+
+def convolution(num_inputs: int, num_outputs: int) -> list[nn.Module]:
+    """Return the layers of a 3 x 3 convolution."""
+    return [
+        nn.Conv2d(num_inputs, num_outputs, 3, padding=1, bias=False),
+        nn.BatchNorm2d(num_outputs),
+        nn.ReLU(),
+    ]
+
+
+def even_balance(num_layers: int) -> list[int]:
+    """Divide the layers evenly among torchrun's processes; without torchrun there is one."""
+    num_stages = int(os.environ.get("WORLD_SIZE", "1"))
+    return [len(part) for part in torch.arange(num_layers).tensor_split(num_stages)]
+
+
+def load_data() -> tuple[DataLoader[Any], Tensor, Tensor]:
+    """Return mini-batches to train on, and a fifth of the images and digits to test with."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    digits = torch.tensor(data.target)
+    test, train = torch.randperm(len(images)).split([360, len(images) - 360])
+    train_set = TensorDataset(images[train], digits[train])
+    return DataLoader(train_set, batch_size=64, shuffle=True), images[test], digits[test]
+
+
+def with_progress(loader: Iterable[Any], title: str) -> Iterator[Any]:
+    """Show a progress bar where the loader is read: a generator runs only if it is asked."""
+    yield from tqdm(loader, title, leave=False, disable=None)
+
+
+@torch.no_grad()
+def accuracy(stage: Stage, images: Tensor, digits: Tensor) -> float:
+    """Return the share of images whose digit is recognised."""
+    stage.eval()
+    guesses = stage.fetch(stage(images)).argmax(1).cpu()
+    stage.train()
+    return float((guesses == digits).float().mean())
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--balance", type=int, nargs="+", help="number of layers of each stage")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
+    parser.add_argument(
+        "--checkpoint", default="except_last", choices=["always", "except_last", "never"]
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
