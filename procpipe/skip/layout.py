@@ -1,0 +1,63 @@
+"""Which skip tensors travel from which stage to which.
+
+Computed alike on every rank from the model and the balance, so that a message between two stages
+need only carry the tensors, in the order given here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from procpipe.skip.namespace import SkipKey
+from procpipe.skip.skippable import declared
+
+__all__ = ["SkipLayout"]
+
+
+@dataclass(frozen=True)
+class SkipLayout:
+    """The skip tensors that cross stages.
+
+    Attributes:
+        keys: for each pair of stages ``(a, b)``, ``a < b``, in order: the skip tensors made on
+            ``a`` that are popped on ``b``, each once however many layers of ``b`` pop it, in the
+            order in which the model stashes them.
+        num_pops: for each pair of stages, how many layers of ``b`` pop each of its keys.
+    """
+
+    keys: dict[tuple[int, int], tuple[SkipKey, ...]] = field(default_factory=dict)
+    num_pops: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, partitions: Sequence[dict[str, nn.Module]]) -> SkipLayout:
+        """Work the layout out from all partitions of a model whose skip tensors match."""
+        made: dict[SkipKey, int] = {}
+        counts: dict[tuple[int, int], dict[SkipKey, int]] = {}
+        for stage, layers in enumerate(partitions):
+            for layer in layers.values():
+                stashes, pops = declared(layer)
+                for key in stashes:
+                    made[key] = stage
+                for key in pops:
+                    if made[key] != stage:
+                        of_pair = counts.setdefault((made[key], stage), {})
+                        of_pair[key] = of_pair.get(key, 0) + 1
+        order = {key: position for position, key in enumerate(made)}
+        keys = {
+            pair: tuple(sorted(of_pair, key=order.__getitem__)) for pair, of_pair in counts.items()
+        }
+        return cls(
+            {pair: keys[pair] for pair in sorted(keys)},
+            {pair: tuple(counts[pair][key] for key in keys[pair]) for pair in sorted(keys)},
+        )
+
+    def into(self, stage: int) -> tuple[int, ...]:
+        """List the stages whose skip tensors are popped on this one."""
+        return tuple(a for a, b in self.keys if b == stage)
+
+    def out_of(self, stage: int) -> tuple[int, ...]:
+        """List the stages that pop skip tensors made on this one."""
+        return tuple(b for a, b in self.keys if a == stage)

@@ -1,0 +1,34 @@
+"""Namespaces: the same layer class, used twice, must not mix up its skip tensors."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+
+__all__ = ["Namespace", "SkipKey"]
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Keeps the names of some layers apart from the same names of others.
+
+    Two namespaces differ; a copy of one (of a module that was copied, say) equals it.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.skip.Namespace``.
+    """
+
+    _id: uuid.UUID = field(default_factory=uuid.uuid4)
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self._id.hex[:8]}>"
+
+
+@dataclass(frozen=True)
+class SkipKey:
+    """What a skip tensor is known by: its name, and the namespace its layers were isolated by."""
+
+    namespace: Namespace | None
+    name: str
+
+    def __str__(self) -> str:
+        return repr(self.name) if self.namespace is None else f"{self.name!r} in {self.namespace!r}"

@@ -1,0 +1,260 @@
+"""Layers that stash and pop skip tensors, and the check that all of a model's pairs match.
+
+    @skippable(stash=["1to3"])              @skippable(pop=["1to3"])
+    class Layer1(nn.Module):                class Layer3(nn.Module):
+        def forward(self, x):                   def forward(self, x):
+            yield stash("1to3", x)                  skip = yield pop("1to3")
+            return F.relu(x)                        return x + skip
+
+A forward that yields is a generator; the decorator makes it a plain forward again, which hands
+what is yielded to the tracker of the present context. So the layers work in a plain
+``nn.Sequential`` too, and their parameters keep their names.
+
+torchgpipe wraps the layer in another module instead, which puts a prefix on every name in its
+``state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import wraps
+from types import GeneratorType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from procpipe.skip.namespace import Namespace, SkipKey
+from procpipe.skip.tracker import Tracker, current_tracker
+
+__all__ = ["declared", "pop", "skippable", "stash", "verify_skippables"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"
+
+
+class stash:  # noqa: N801 - a verb, as torchgpipe has it
+    """Yield it from a forward to stash a tensor, or ``None``, under a declared name.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.skip.stash``.
+    """
+
+    __slots__ = ("name", "tensor")
+
+    def __init__(self, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"skip {name!r} is stashed as {type(tensor).__name__}: stash a tensor or None; "
+                "several tensors have several names"
+            )
+        self.name = name
+        self.tensor = tensor
+
+
+class pop:  # noqa: N801 - a verb, as torchgpipe has it
+    """Yield it from a forward to get the tensor stashed under a declared name.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.skip.pop``.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def skippable(
+    stash: Iterable[str] | Mapping[str, int] = (), pop: Iterable[str] = ()
+) -> Callable[[type[M]], type[M]]:
+    """Declare which skip tensors the forward of a module class stashes and pops.
+
+    Instances get ``isolate(namespace, *, only=None)``, which keeps their names (or only those
+    given) apart from the same names of other layers, and returns the instance.
+
+    Args:
+        stash: names it stashes. A mapping says by how many layers each is popped; otherwise by
+            one. Gradients from several are summed.
+        pop: names it pops.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable``; several pops are procpipe's.
+    """
+    if isinstance(stash, str) or isinstance(pop, str):
+        raise TypeError(f"names come as lists: skippable(stash=[{stash!r}], pop=[{pop!r}])")
+    stashes = dict(stash) if isinstance(stash, Mapping) else dict.fromkeys(stash, 1)
+    for name, num_pops in stashes.items():
+        if num_pops < 1:
+            raise ValueError(f"skip {name!r} is popped by {num_pops} layers: at least 1 must")
+    pops = tuple(pop)
+
+    def declare(module_class: type[M]) -> type[M]:
+        original = module_class.forward
+
+        @wraps(original)
+        def forward(self: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+            result = original(self, *inputs, **kwargs)
+            if isinstance(result, GeneratorType):
+                return _run(self, result, current_tracker())
+            _check_all_done(self, _declarations(self))
+            return result
+
+        module_class.forward = forward
+        setattr(module_class, _STASHES, stashes)
+        setattr(module_class, _POPS, pops)
+        module_class.isolate = _isolate  # type: ignore[attr-defined]
+        return module_class
+
+    return declare
+
+
+def declared(layer: nn.Module) -> tuple[dict[SkipKey, int], list[SkipKey]]:
+    """Return what a layer, modules inside it included, declares: stashes with pops, and pops."""
+    stashes: dict[SkipKey, int] = {}
+    pops: list[SkipKey] = []
+    for module in layer.modules():
+        for name, num_pops in getattr(module, _STASHES, {}).items():
+            stashes[_key(module, name)] = num_pops
+        pops += [_key(module, name) for name in getattr(module, _POPS, ())]
+    return stashes, pops
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that every skip tensor of a model is stashed once and popped as often as declared.
+
+    Raises:
+        TypeError: lists every pair that does not match.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.skip.verify_skippables``.
+    """
+    faults = list(_faults(module))
+    if faults:
+        told = "".join(f"\n  - {fault}" for fault in faults)
+        raise TypeError(f"some skip tensors are not stashed and popped in pairs:{told}")
+
+
+def _faults(module: nn.Sequential) -> Iterator[str]:
+    stashed_in: dict[SkipKey, str] = {}
+    allowed: dict[SkipKey, int] = {}
+    num_popped: Counter[SkipKey] = Counter()
+    all_stashes = {key for layer in module.children() for key in declared(layer)[0]}
+    for name, layer in module.named_children():
+        stashes, pops = declared(layer)
+        for key in pops:
+            if key in stashes and not _has_parts(layer):
+                yield f"layer {name!r} both stashes and pops {key}"
+                num_popped[key] = stashes[key]
+            elif key not in stashed_in and key not in stashes:
+                when = "that a later layer stashes" if key in all_stashes else "that none stashes"
+                yield f"layer {name!r} pops {key}, {when}"
+                num_popped[key] += 1
+            else:
+                num_popped[key] += 1
+                if num_popped[key] > allowed.get(key, stashes.get(key, 0)):
+                    yield (
+                        f"layer {name!r} pops {key} once more than declared: isolate one of the "
+                        "pairs by a Namespace, or declare stash={name: number of layers}"
+                    )
+        for key, num_pops in stashes.items():
+            if key in stashed_in:
+                yield (
+                    f"layer {name!r} stashes {key}, which layer {stashed_in[key]!r} stashes: "
+                    "isolate one of the pairs by a Namespace"
+                )
+            else:
+                stashed_in[key], allowed[key] = name, num_pops
+    for key, name in stashed_in.items():
+        if num_popped[key] < allowed[key]:
+            times = (
+                f"{num_popped[key]} of {allowed[key]} layers pop"
+                if num_popped[key]
+                else "none pops"
+            )
+            yield f"layer {name!r} stashes {key}, but {times} it"
+
+
+def _has_parts(layer: nn.Module) -> bool:
+    """Tell whether a layer is made of modules, so that one inside may pop another's tensor."""
+    return not hasattr(type(layer), _STASHES)
+
+
+def _isolate(  # noqa: D417 - self needs no description
+    self: M, namespace: Namespace, *, only: Iterable[str] | None = None
+) -> M:
+    """Keep this layer's skip names, or only some, apart from the same names of other layers.
+
+    Args:
+        namespace: layers that share it, share the names.
+        only: names to isolate; all that the layer declares if left out. Names isolated before
+            keep their namespace.
+
+    Raises:
+        ValueError: a name that the layer does not declare.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable.Skippable.isolate``.
+    """
+    names = {*getattr(self, _STASHES), *getattr(self, _POPS)}
+    chosen = names if only is None else set(only)
+    if unknown := chosen - names:
+        raise ValueError(
+            f"{type(self).__name__} declares the skip names {sorted(names)}, not {sorted(unknown)}"
+        )
+    known = self.__dict__.setdefault(_NAMESPACES, {})
+    for name in chosen:
+        known.setdefault(name, namespace)
+    return self
+
+
+def _key(module: nn.Module, name: str) -> SkipKey:
+    return SkipKey(module.__dict__.get(_NAMESPACES, {}).get(name), name)
+
+
+def _run(module: nn.Module, steps: Generator[Any, Any, Any], tracker: Tracker) -> Any:
+    """Run a generator forward to its end, stashing and popping what it yields."""
+    to_do = _declarations(module)
+    given: Tensor | None = None
+    try:
+        while True:
+            wish = steps.send(given)
+            given = None
+            if not isinstance(wish, stash | pop):
+                raise TypeError(
+                    f"the forward of {type(module).__name__} yields {type(wish).__name__}: yield "
+                    "stash(name, tensor) or pop(name)"
+                )
+            verb = type(wish).__name__
+            if (verb, wish.name) not in to_do:
+                raise RuntimeError(_unexpected(module, verb, wish.name))
+            to_do.discard((verb, wish.name))
+            key = _key(module, wish.name)
+            if isinstance(wish, stash):
+                tracker.stash(key, wish.tensor, getattr(module, _STASHES)[wish.name])
+            else:
+                given = tracker.pop(key)
+    except StopIteration as end:
+        _check_all_done(module, to_do)
+        return end.value
+
+
+def _declarations(module: nn.Module) -> set[tuple[str, str]]:
+    """Return what a module declares, as verbs and names."""
+    stashes, pops = getattr(module, _STASHES), getattr(module, _POPS)
+    return {("stash", name) for name in stashes} | {("pop", name) for name in pops}
+
+
+def _check_all_done(module: nn.Module, to_do: set[tuple[str, str]]) -> None:
+    if to_do:
+        left = ", ".join(f"{verb} {name!r}" for verb, name in sorted(to_do))
+        raise RuntimeError(
+            f"the forward of {type(module).__name__} ended without what it declares: {left}; yield "
+            "it, and stash None if there is nothing to stash"
+        )
+
+
+def _unexpected(module: nn.Module, verb: str, name: str) -> str:
+    names = getattr(module, _STASHES if verb == "stash" else _POPS)
+    if name in names:
+        return f"the forward of {type(module).__name__} does {verb} {name!r} twice"
+    return (
+        f"the forward of {type(module).__name__} does {verb} {name!r}, which it does not declare: "
+        f"write @skippable({verb}=[{name!r}])"
+    )

@@ -1,0 +1,81 @@
+"""Where stashed tensors wait until they are popped.
+
+A layer's ``stash`` and ``pop`` go to the tracker of the present context. In a plain
+``nn.Sequential`` that is a ``PlainTracker``; a pipeline's stage puts its own in place for each
+task, which knows what comes from and goes to other stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from torch import Tensor
+
+from procpipe.skip.namespace import SkipKey
+
+__all__ = ["PlainTracker", "Tracker", "current_tracker", "tracking"]
+
+
+class Tracker(Protocol):
+    """Takes what layers stash and gives what they pop."""
+
+    def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
+        """Keep a tensor for the ``num_pops`` layers that will pop it."""
+
+    def pop(self, key: SkipKey) -> Tensor | None:
+        """Give the tensor to one of them.
+
+        Raises:
+            RuntimeError: nothing is stashed under this key, or all have had it.
+        """
+
+
+class PlainTracker:
+    """Keeps stashed tensors until the last layer has popped them."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[SkipKey, tuple[Tensor | None, int]] = {}
+
+    def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
+        """Keep a tensor for the ``num_pops`` layers that will pop it."""
+        self._tensors[key] = tensor, num_pops
+
+    def pop(self, key: SkipKey) -> Tensor | None:
+        """Give the tensor to one of them."""
+        if key not in self._tensors:
+            raise RuntimeError(
+                f"skip tensor {key} is popped but was not stashed: run the layer that stashes it "
+                "first, in the same forward pass"
+            )
+        tensor, num_pops = self._tensors.pop(key)
+        if num_pops > 1:
+            self._tensors[key] = tensor, num_pops - 1
+        return tensor
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+_tracker: ContextVar[Tracker | None] = ContextVar("procpipe skip tracker", default=None)
+
+
+def current_tracker() -> Tracker:
+    """Return the tracker of the present context, a plain one if none was put in place."""
+    tracker = _tracker.get()
+    if tracker is None:
+        tracker = PlainTracker()
+        _tracker.set(tracker)
+    return tracker
+
+
+@contextmanager
+def tracking(tracker: Tracker) -> Iterator[None]:
+    """Put a tracker in place for a while."""
+    token = _tracker.set(tracker)
+    try:
+        yield
+    finally:
+        _tracker.reset(token)
