@@ -149,7 +149,9 @@ def on_device(value: Any, device: torch.device) -> Any:
 class _Output(torch.autograd.Function):
     """The root of the user's graph on the last stage: its backward is the pipeline's.
 
-    ``mark_dirty`` makes the very tensors its results, so that they may be changed in place.
+    ``detach`` makes aliases that are no views, so that they may be changed in place; and that share
+    their version with what the last layer may have saved, so that autograd notices when they may
+    not. (``mark_dirty`` would count as such a change itself.)
     """
 
     @staticmethod
@@ -157,9 +159,8 @@ class _Output(torch.autograd.Function):
         ctx: Any, run: RunBackward, counts: list[int], anchor: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.run, ctx.counts = run, counts
-        ctx.mark_dirty(*tensors)
         ctx.set_materialize_grads(False)
-        return tensors
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:

@@ -223,13 +223,12 @@ class Partition:
         inputs = self._unshared(tensors) if this.ambient is not None else list(tensors)
         entering = [k for k, wants in enumerate(flags) if wants]
         if entering:
-            # An alias each, so that what is kept for recomputation stays outside the graph; and
-            # with a version of its own, as entering counts as a change in place.
-            aliases = [inputs[k].data for k in entering]
-            entered = _Enter.apply(this.entry, self._anchor, *aliases)  # type: ignore[no-untyped-call]
+            entered = _Enter.apply(  # type: ignore[no-untyped-call]
+                this.entry, self._anchor, *(inputs[k] for k in entering)
+            )
             for k, tensor in zip(entering, entered, strict=True):
                 inputs[k] = tensor
-        untouched = inputs if this.ambient is not None else ()
+        untouched = tensors if this.ambient is not None else ()
         this.roots, structure = self._run(inputs, structure, this.finish, untouched=untouched)
         return this.roots, structure
 
@@ -304,16 +303,15 @@ class Partition:
 class _Enter(torch.autograd.Function):
     """Step (1): received tensors become results of this node, which catches their gradients.
 
-    ``mark_dirty`` makes the very tensors its results (not views of them), so that layers may
-    change them in place as they may in the plain model.
+    ``detach`` makes aliases that are no views, so that layers may change them in place as they may
+    in the plain model; and that share their version with what came in, so that it is noticed.
     """
 
     @staticmethod
     def forward(ctx: Any, entry: _Entry, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.entry = entry
-        ctx.mark_dirty(*tensors)
         ctx.set_materialize_grads(False)
-        return tensors
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
