@@ -117,8 +117,26 @@ def connect_to(
             socket.AF_INET6 if ":" in address.tcp[0] else socket.AF_INET, socket.SOCK_STREAM
         )
         target = address.tcp
-    link.settimeout(_HANDSHAKE_TIMEOUT_S)
-    link.connect(target)
+    try:
+        link.settimeout(_HANDSHAKE_TIMEOUT_S)
+        link.connect(target)
+        _introduce(link, peer, rank=rank, key=key, deadline_s=deadline_s, check=check)
+    except BaseException:
+        link.close()
+        raise
+    return _prepared(link)
+
+
+def _introduce(
+    link: socket.socket,
+    peer: int,
+    *,
+    rank: int,
+    key: bytes,
+    deadline_s: float,
+    check: Callable[[], None],
+) -> None:
+    """Do the connector's side of the handshake."""
     challenge = secrets.token_bytes(_PROOF_BYTES)
     link.sendall(_HELLO.pack(_MAGIC, rank, challenge))
     while not _readable([link], 0.5):  # the peer may still be busy with its own connections
@@ -130,7 +148,6 @@ def connect_to(
     if not hmac.compare_digest(proof, _proof(key, b"acceptor", challenge, rank, peer)):
         raise ConnectionRefusedError(f"what listens for rank {peer} does not know the job's key")
     link.sendall(_proof(key, b"connector", theirs, rank, peer))
-    return _prepared(link)
 
 
 def accept_peers(
@@ -155,24 +172,29 @@ def accept_peers(
     peers: dict[int, socket.socket] = {}
     for listener in listeners:
         listener.setblocking(False)
-    while missing := expected - peers.keys():
-        if time.monotonic() > deadline_s:
-            raise WaitTimeoutError(
-                f"rank {rank} waited in vain for {_ranks(missing)} to connect: did every process "
-                "reach its first step?"
-            )
-        check()
-        for listener in _readable(listeners, 0.5):
-            try:
-                link, _ = listener.accept()
-            except OSError:
-                continue
-            peer = _admitted(link, rank=rank, key=key, expected=missing)
-            if peer is None:
-                link.close()
-            else:
-                peers[peer] = _prepared(link)
-                missing = missing - {peer}
+    try:
+        while missing := expected - peers.keys():
+            if time.monotonic() > deadline_s:
+                raise WaitTimeoutError(
+                    f"rank {rank} waited in vain for {_ranks(missing)} to connect: did every "
+                    "process reach its first step?"
+                )
+            check()
+            for listener in _readable(listeners, 0.5):
+                try:
+                    link, _ = listener.accept()
+                except OSError:
+                    continue
+                peer = _admitted(link, rank=rank, key=key, expected=missing)
+                if peer is None:
+                    link.close()
+                else:
+                    peers[peer] = _prepared(link)
+                    missing = missing - {peer}
+    except BaseException:
+        for link in peers.values():
+            link.close()
+        raise
     return peers
 
 

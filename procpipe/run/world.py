@@ -209,7 +209,7 @@ class World:
         listeners, ours = listen(_address_towards_peers() if len(hosts) > 1 else None)  # 2
         store.set(f"address/{self.rank}", json.dumps([ours.host, ours.unix, *ours.tcp]))
         key = bytes.fromhex(self._wait_for_key("key", 0, deadline_s))
-        sockets = {}
+        sockets: dict[int, socket.socket] = {}
         try:
             for peer in range(self.rank):  # 3
                 told = self._wait_for_key(f"address/{peer}", peer, deadline_s)
@@ -230,6 +230,10 @@ class World:
                 deadline_s=deadline_s,
                 check=self._check_for_failure,
             )
+        except BaseException:
+            for sock in sockets.values():
+                sock.close()
+            raise
         finally:
             for listener in listeners:
                 listener.close()
