@@ -17,6 +17,7 @@ the token is there and the program allows a buffer (``expect``).
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections import deque
 from typing import Any, NamedTuple
@@ -38,6 +39,9 @@ _HAS_META = 1
 _HAS_TENSORS = 2
 _ACKNOWLEDGES = 64  # added to a channel's kind: the frames that go back
 _META_SIZE = struct.Struct("<I")
+
+#: How often to look whether a transport is done that tells nobody.
+_LOOK_EVERY_S = 0.001
 
 
 class LinkSender:
@@ -61,7 +65,9 @@ class LinkSender:
         self._kind = kind
         self._transport = transport
         self._is_on_cpu = device.type == "cpu"
+        self._is_told_of_arrival = transport is None or transport.needs_acknowledgement
         self._meta: Meta | None = None
+        self._structure_text = ""
         self._size_bytes = 0
         self._in_flight: deque[tuple[list[Tensor], Pending]] = deque()
         self._num_acknowledged = 0
@@ -72,11 +78,13 @@ class LinkSender:
         meta = describe(message)
         flags = 0
         parts: list[Any] = []
-        if meta != self._meta:
+        # The text too: 1 == True == 1.0 and 0.0 == -0.0, but what arrives must be what was sent.
+        if meta != self._meta or repr(meta.structure) != self._structure_text:
             encoded = encode(meta)
             flags = _HAS_META
             parts = [_META_SIZE.pack(len(encoded)), encoded]
             self._meta, self._size_bytes = meta, meta.num_bytes
+            self._structure_text = repr(meta.structure)
         tensors = [_dense(tensor) for tensor in message.tensors]
         transport = self._transport
         if transport is None or (self._is_on_cpu and self._size_bytes <= INLINE_BYTES):
@@ -84,18 +92,24 @@ class LinkSender:
             parts += [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
         else:
             self._reap()
-            pending = transport.post_send(tensors, self._peer, self._kind)
+            try:
+                pending = transport.post_send(tensors, self._peer, self._kind)
+            except RuntimeError:
+                self._mesh.wait_failure()
+                raise
             self._in_flight.append((tensors, pending))
         self._mesh.send(self._peer, self._kind, flags, self.num_messages & 0xFFFFFFFF, *parts)
         self.num_messages += 1
         self.num_bytes += self._size_bytes
 
     def settle(self) -> None:
-        """Wait until the receiver has taken over all that was sent."""
-        self._mesh.wait_for(
-            self._peer,
-            lambda: self._reap() == 0,
-            lambda: f"rank {self._peer} to take over {len(self._in_flight)} messages",
+        """Wait until the receiver has all that was sent, or its socket the last of it."""
+        mesh, peer = self._mesh, self._peer
+        mesh.wait_for(
+            peer,
+            lambda: self._reap() == 0 and not mesh.has_unsent(peer),
+            lambda: f"rank {peer} to take over {len(self._in_flight)} messages",
+            every_s=math.inf if self._is_told_of_arrival else _LOOK_EVERY_S,
         )
 
     def _reap(self) -> int:
@@ -166,7 +180,11 @@ class LinkReceiver:
         meta, tensors, pending = posted.popleft()
         self._num_taken += 1
         if pending is not None:
-            pending.wait()
+            try:
+                pending.wait()
+            except RuntimeError:  # "Connection closed by peer": the peer itself has more to tell
+                self._mesh.wait_failure()
+                raise
             assert self._transport is not None
             if self._transport.needs_acknowledgement:
                 self._mesh.send(self._peer, self._kind + _ACKNOWLEDGES, 0, 0)
@@ -198,10 +216,26 @@ class LinkReceiver:
                 if self._num_receiving == self._transport.max_posted:
                     return
                 self._num_receiving += 1
-                received, pending = self._transport.post_receive(meta, self._peer, self._kind)
-                self._posted.append((meta, received, pending))
+                try:
+                    posted = self._transport.post_receive(meta, self._peer, self._kind)
+                except RuntimeError as error:
+                    posted = [], _Broken(error)
+                self._posted.append((meta, *posted))
             self._arrived.popleft()
             self._num_allowed -= 1
+
+
+class _Broken:
+    """A transfer that could not begin, which is an error where it is waited for."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def is_done(self) -> bool:
+        return False
 
 
 def _dense(tensor: Tensor) -> Tensor:

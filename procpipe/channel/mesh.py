@@ -21,6 +21,7 @@ Knows nothing of tensors or tasks.
 from __future__ import annotations
 
 import json
+import math
 import select
 import socket
 import struct
@@ -41,6 +42,15 @@ FAILURE = 255
 
 _HEADER = struct.Struct("<IIBB")
 _READ_BYTES = 1 << 18
+
+#: Buffers that one ``sendmsg`` takes at most (IOV_MAX); more are an error there.
+_MAX_PARTS = 1024
+
+#: How long a rank that leaves waits for peers that are too busy to read why.
+_LAST_WORDS_TIMEOUT_S = 5.0
+
+#: How long a peer whose connection broke elsewhere may take to tell why, or to end.
+_STORY_TIMEOUT_S = 2.0
 
 
 class Mesh:
@@ -100,10 +110,12 @@ class Mesh:
     def send(self, peer: int, kind: int, flags: int, sequence: int, *parts: Any) -> None:
         """Send a frame; never blocks, and the parts (byte buffers) may be reused at once."""
         sock = self._sockets.get(peer)
-        if sock is None:
+        if sock is None or peer in self._left:
             raise self._gone(peer)
         size = sum(len(part) for part in parts)
         frame = [_HEADER.pack(size, sequence, kind, flags), *parts]
+        if len(frame) > _MAX_PARTS:
+            frame = [b"".join(frame)]
         unsent = self._unsent[peer]
         sent = 0
         if not unsent:
@@ -116,6 +128,10 @@ class Mesh:
         if sent < _HEADER.size + size:
             unsent.append(memoryview(b"".join(frame))[sent:])
             self._poller.modify(sock, select.POLLIN | select.POLLOUT)
+
+    def has_unsent(self, peer: int) -> bool:
+        """Tell whether something for a peer waits for its socket to take more."""
+        return bool(self._unsent[peer])
 
     def flush(self) -> None:
         """Wait until the sockets have taken everything."""
@@ -138,12 +154,19 @@ class Mesh:
 
     # -- waiting --------------------------------------------------------------------------------
 
-    def wait(self, ready: Callable[[], object], what: Callable[[], str]) -> None:
+    def wait(
+        self,
+        ready: Callable[[], object],
+        what: Callable[[], str],
+        *,
+        every_s: float = math.inf,
+    ) -> None:
         """Wait until ``ready()``; meanwhile read what comes.
 
         Args:
             ready: what is waited for.
             what: says it in words, for the errors: "activation 3 from stage 1 (rank 1)".
+            every_s: how often to ask ``ready`` although no socket speaks, for what none tells of.
 
         Raises:
             RemoteStageError: a peer failed; PeerLostError if it ended without a word.
@@ -155,9 +178,10 @@ class Mesh:
         stall_s, timeout_s = self._stall_timeout_s, self._timeout_s
         while True:
             waited = time.monotonic() - started
-            self.poll(min(stall_s, timeout_s) - waited)
-            if ready():
+            self._read_and_write(min(stall_s - waited, timeout_s - waited, every_s))
+            if ready():  # before any failure: what a peer said earlier counts
                 return
+            self._raise_failure()
             waited = time.monotonic() - started
             if waited >= timeout_s:
                 raise WaitTimeoutError(
@@ -168,9 +192,16 @@ class Mesh:
                 self._on_stall(what(), waited)
                 stall_s *= 2
 
-    def wait_for(self, peer: int, ready: Callable[[], object], what: Callable[[], str]) -> None:
+    def wait_for(
+        self,
+        peer: int,
+        ready: Callable[[], object],
+        what: Callable[[], str],
+        *,
+        every_s: float = math.inf,
+    ) -> None:
         """Wait until ``ready()``, which only ``peer`` can bring about; it must not have left."""
-        self.wait(lambda: ready() or peer in self._left, what)
+        self.wait(lambda: ready() or peer in self._left, what, every_s=every_s)
         if not ready():
             raise PeerLostError(
                 peer,
@@ -178,18 +209,30 @@ class Mesh:
                 f"rank {self.rank} waits for {what()}: every rank must make the same calls",
             )
 
+    def wait_failure(self) -> None:
+        """Give the story behind an error a moment to come, and raise it; return if none comes."""
+        deadline = time.monotonic() + _STORY_TIMEOUT_S
+        while self._sockets and (left_s := deadline - time.monotonic()) > 0:
+            self.poll(left_s)
+
     def poll(self, timeout_s: float = 0.0) -> None:
         """Read what has come and send on what waits; blocks for ``timeout_s`` at most.
 
         Raises:
             RemoteStageError: a peer failed; PeerLostError if it ended without a word.
         """
+        self._read_and_write(timeout_s)
+        self._raise_failure()
+
+    def _read_and_write(self, timeout_s: float) -> None:
         for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
             peer = self._peer_of[descriptor]
             if event & select.POLLOUT:
                 self._send_on(peer)
             if event & ~select.POLLOUT:
                 self._read(peer)
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             self.tell_failure(self._failure.rank, self._failure.story)
             raise self._failure
@@ -238,10 +281,16 @@ class Mesh:
     # -- endings --------------------------------------------------------------------------------
 
     def tell_failure(self, origin: int, story: str) -> None:
-        """Tell every peer, once, that rank ``origin`` failed; waits a moment for the sockets."""
+        """Tell every peer, once, that rank ``origin`` failed; waits a moment for the sockets.
+
+        It goes before all that the sockets have not begun to take.
+        """
         if self._has_told:
             return
         self._has_told = True
+        for unsent in self._unsent.values():
+            while unsent and not _is_begun(unsent[-1]):
+                unsent.pop()
         body = json.dumps({"rank": origin, "story": story}).encode()
         self._tell_all(FAILURE, body)
 
@@ -256,15 +305,17 @@ class Mesh:
         self._handlers.clear()
 
     def _tell_all(self, kind: int, body: bytes) -> None:
-        for peer in tuple(self._sockets):
+        for peer in self._sockets.keys() - self._left:
             self.send(peer, kind, 0, 0, body)
-        deadline = time.monotonic() + 1.0
-        while any(self._unsent.values()) and time.monotonic() < deadline:
-            for descriptor, event in self._poller.poll(100):
-                if event & select.POLLOUT:
-                    self._send_on(self._peer_of[descriptor])
-                elif event & (select.POLLERR | select.POLLHUP):
-                    self._unsent[self._peer_of[descriptor]].clear()
+        deadline = time.monotonic() + _LAST_WORDS_TIMEOUT_S
+        while busy := [peer for peer in self._sockets if self._unsent[peer]]:
+            poller = select.poll()
+            for peer in busy:
+                poller.register(self._sockets[peer], select.POLLOUT)
+            for descriptor, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                self._send_on(self._peer_of[descriptor])
+            if time.monotonic() > deadline:
+                return
 
     def _heard_failure(self, body: bytes) -> None:
         if self._failure is None:
@@ -290,3 +341,10 @@ class Mesh:
             f"rank {peer} has left the pipeline (its script ended, or closed its stage) while rank "
             f"{self.rank} sends to it: every rank must make the same calls",
         )
+
+
+def _is_begun(unsent: memoryview) -> bool:
+    """Tell whether a frame's first bytes have been sent."""
+    frame = unsent.obj
+    assert isinstance(frame, bytes)
+    return unsent.nbytes < len(frame)

@@ -79,10 +79,16 @@ def decode(data: bytes) -> Meta:
         structure, tensors = json.loads(data)
         return Meta(
             from_json(structure),
-            tuple(TensorMeta(tuple(s), _dtype(d), bool(wants)) for s, d, wants in tensors),
+            tuple(TensorMeta(_shape(s), _dtype(d), bool(wants)) for s, d, wants in tensors),
         )
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"not the metadata of a message: {data[:80]!r}") from error
+
+
+def _shape(extents: list[int]) -> tuple[int, ...]:
+    if not all(type(extent) is int and extent >= 0 for extent in extents):
+        raise TypeError(f"{extents} is not a shape")
+    return tuple(extents)
 
 
 def _dtype(name: str) -> torch.dtype:
