@@ -1,0 +1,353 @@
+"""What every transport must do: one list of cases, each run by both ends of two connected ranks.
+
+    case(end)      called on rank 0 and on rank 1 at the same time (threads or processes)
+      end.rank                 which of the two this is
+      end.sender(kind)         to the other rank, FIFO by kind
+      end.receiver(kind)       from the other rank
+      end.meet()               waits for the other rank, by another way than the channels
+
+A case raises ``AssertionError`` on the rank that sees a fault. Knows no transport.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from procpipe.channel.base import Receiver, Sender
+from procpipe.channel.link import INLINE_BYTES
+from procpipe.tree import TENSOR, Flat, flatten
+
+#: Kinds of channel that are open in both directions.
+KINDS = (1, 2, 3)
+
+MIB = 1 << 20
+
+
+class End(Protocol):
+    """One rank's side of a case."""
+
+    rank: int
+    device: torch.device
+
+    def sender(self, kind: int = 1) -> Sender: ...
+
+    def receiver(self, kind: int = 1) -> Receiver: ...
+
+    def meet(self) -> None: ...
+
+
+Case = Callable[[End], None]
+
+
+# -- the cases ----------------------------------------------------------------------------------
+
+
+def messages_come_in_order(end: End) -> None:
+    transfer(end, [torch.tensor([k]) for k in range(200)])
+
+
+def bulk_and_inline_mix_in_one_channel(end: End) -> None:
+    sizes = [1, INLINE_BYTES, 3, 4 * INLINE_BYTES, 0, INLINE_BYTES + 1, 2, 2, MIB, 1]
+    transfer(end, [numbers(size, torch.uint8) for size in sizes])
+
+
+def sizes_around_the_inline_limit(end: End) -> None:
+    sizes = [INLINE_BYTES + k for k in (-4, 0, 4)]
+    transfer(end, [numbers(size // 4, torch.float32) for size in sizes])
+    transfer(end, [numbers(INLINE_BYTES + k, torch.uint8) for k in (-1, 0, 1)])
+    # Together above the limit, each below it.
+    transfer(end, [[numbers(INLINE_BYTES // 2 + k, torch.uint8) for k in range(3)]])
+
+
+def kinds_and_directions_are_independent(end: End) -> None:
+    sizes = (1, INLINE_BYTES + 1)
+    for kind in KINDS:
+        for size in sizes:
+            end.sender(kind).send(flat(end, numbers(size, torch.uint8) + kind + 10 * end.rank))
+    for kind in reversed(KINDS):
+        for size in sizes:
+            end.receiver(kind).expect()
+            expected = numbers(size, torch.uint8) + kind + 10 * (1 - end.rank)
+            assert_same(end.receiver(kind).take().value, expected)
+    settle(end)
+
+
+def everything_may_change_with_each_message(end: End) -> None:
+    t = torch.arange(6.0)
+    transfer(
+        end,
+        [
+            t,
+            t,
+            t.reshape(2, 3),
+            t.double(),
+            (t, t),
+            [t, t],
+            {"a": t, "b": t},
+            {"b": t, "a": t},
+            (t, None),
+            (None, t),
+            t[:4],
+            (t, (t, [t])),
+            t,
+        ],
+    )
+
+
+def wishes_for_gradients_travel_along(end: End) -> None:
+    wishes = [(True, False), (False, True), (False, False), (True, True), (True, True)]
+    tensors = [torch.ones(2), torch.zeros(3)]
+    for size in (1, INLINE_BYTES):
+        for wish in wishes:
+            if end.rank == 0:
+                tensors = [torch.ones(size, device=end.device) for _ in wish]
+                end.sender().send(Flat(tensors, ("t", (TENSOR, TENSOR)), wish))
+            else:
+                end.receiver().expect()
+                message = end.receiver().take()
+                assert message.requires_grad == wish, (message.requires_grad, wish)
+                assert not any(tensor.requires_grad for tensor in message.tensors)
+    settle(end)
+
+
+def many_tensors_in_one_message(end: End) -> None:
+    """1,500 parts are more than one ``sendmsg`` takes (IOV_MAX is 1,024 on Linux)."""
+    transfer(end, [[torch.tensor([k]) for k in range(1500)], [torch.ones(1)]])
+    transfer(end, [[numbers(INLINE_BYTES // 8 + k, torch.uint8) for k in range(20)]])
+
+
+def empty_and_dimensionless_tensors(end: End) -> None:
+    empties = [torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.int64)]
+    transfer(end, [*empties, empties, torch.tensor(3.5), torch.tensor(True), [torch.tensor(7)] * 2])
+    big = numbers(INLINE_BYTES + 1, torch.uint8)
+    transfer(end, [[torch.empty(2, 0), big, torch.empty(0), torch.tensor(1.5)]])
+
+
+def every_dtype(end: End) -> None:
+    dtypes = [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex64, torch.complex128),
+    ]
+    transfer(end, [numbers(5, dtype) for dtype in dtypes])
+    transfer(end, [[numbers(5, dtype) for dtype in dtypes]])
+    transfer(end, [numbers(INLINE_BYTES + 1, dtype) for dtype in dtypes])
+
+
+def what_is_not_contiguous(end: End) -> None:
+    for rows in (4, INLINE_BYTES // 4):
+        t = numbers(rows * 6, torch.float32).reshape(rows, 6)
+        z = torch.complex(t, t + 1)
+        transfer(
+            end,
+            [
+                t.T,
+                t[:, ::2],
+                t[1:, 2],
+                t[:1].expand(rows, 6),
+                t.reshape(rows, 2, 3).permute(2, 0, 1),
+                z.conj(),
+                z.conj().imag,
+                z[:, 1].conj(),
+            ],
+        )
+
+
+def structures_and_plain_values_are_exact(end: End) -> None:
+    t = torch.ones(1)
+    plain = [
+        *(None, True, False, 1, 0, -1, 2**80, 1.0, 0.0, -0.0, 0.1, 1e-320, 1e308),
+        *(math.nan, math.inf, -math.inf, "", "*", "v", "ä\u2028\U0001f600\x00\ud800"),
+    ]
+    transfer(end, [[t, value] for value in plain])
+    transfer(end, [plain, {"a": {1: (t,), "1": []}, "": ()}, (), [], {}, None])
+    transfer(end, [(((((t, None), [None]), {}), {"k": [t, {"k": t}]}), t)])
+    # Equal to Python, but not the same: the metadata of the one before must not be used again.
+    transfer(end, [[t, 1], [t, True], [t, 1.0], [t, True], [t, 0.0], [t, -0.0], [t, False]])
+
+
+def sends_do_not_wait_for_the_receiver(end: End) -> None:
+    """16 MB under way, in tokens and behind them, while the receiver does nothing at all."""
+    sizes = [INLINE_BYTES] * 128 + [MIB] * 8
+    if end.rank == 0:
+        for k, size in enumerate(sizes):
+            end.sender().send(flat(end, torch.full((size,), k % 251, dtype=torch.uint8)))
+        end.meet()
+    else:
+        end.meet()
+        for k, size in enumerate(sizes):
+            end.receiver().expect()
+            assert_same(
+                end.receiver().take().value, torch.full((size,), k % 251, dtype=torch.uint8)
+            )
+    settle(end)
+
+
+def several_megabytes_both_ways_at_once(end: End) -> None:
+    for kind in KINDS:
+        for k in range(4):
+            content = torch.full((MIB,), 10 * k + kind + 100 * end.rank, dtype=torch.uint8)
+            end.sender(kind).send(flat(end, content))
+            end.receiver(kind).expect()
+    for k in range(4):
+        for kind in KINDS:
+            expected = torch.full((MIB,), 10 * k + kind + 100 * (1 - end.rank), dtype=torch.uint8)
+            assert_same(end.receiver(kind).take().value, expected)
+    settle(end)
+
+
+def ping_and_pong(end: End) -> None:
+    """Each message depends on the one before: nothing may wait for a later call."""
+    value = torch.zeros(INLINE_BYTES // 4 + 1)
+    for k in range(10):
+        if k % 2 == end.rank:
+            end.sender().send(flat(end, value))
+        else:
+            end.receiver().expect()
+            value = end.receiver().take().value.cpu() + 1
+    assert_same(value, torch.full_like(value, 10.0 - end.rank))
+    settle(end)
+
+
+def allowances_may_run_ahead_and_be_taken_back(end: End) -> None:
+    contents = [numbers(size, torch.uint8) for size in (1, INLINE_BYTES + 1, 2)]
+    if end.rank == 0:
+        for content in contents:
+            end.sender().send(flat(end, content))
+    else:
+        receiver = end.receiver()
+        for _ in range(5):
+            receiver.expect()
+        receiver.forgo()
+        assert_same(receiver.take().value, contents[0])
+        receiver.forgo()
+        assert_same(receiver.take().value, contents[1])
+        assert_same(receiver.take().value, contents[2])
+    settle(end)
+
+
+def a_message_is_not_touched_by_the_next(end: End) -> None:
+    sizes = (3, 3, INLINE_BYTES + 1, INLINE_BYTES + 1, 3)
+    if end.rank == 0:
+        for k, size in enumerate(sizes):
+            end.sender().send(flat(end, torch.full((size,), float(k))))
+    else:
+        taken = []
+        for _ in sizes:
+            end.receiver().expect()
+            taken.append(end.receiver().take().value)
+        for k, (value, size) in enumerate(zip(taken, sizes, strict=True)):
+            assert_same(value, torch.full((size,), float(k)))
+            value.add_(1)  # and it is the receiver's own
+    settle(end)
+
+
+def what_was_sent_is_counted(end: End) -> None:
+    sender = end.sender(2)
+    assert (sender.num_bytes, sender.num_messages) == (0, 0)
+    t = torch.ones(3, dtype=torch.float64)
+    big = numbers(INLINE_BYTES, torch.int32)
+    transfer(end, [(t, None, t[:2]), [], big, big[::2]], kind=2)
+    if end.rank == 0:
+        assert sender.num_messages == 4
+        assert sender.num_bytes == 5 * 8 + 0 + 4 * INLINE_BYTES + 2 * INLINE_BYTES
+
+
+def settled_means_that_nothing_is_held(end: End) -> None:
+    settle(end)  # of nothing
+    for size in (1, MIB):
+        if end.rank == 0:
+            tensor = torch.ones(size, device=end.device)
+            gone = weakref.ref(tensor)
+            end.sender().send(flat(end, tensor))
+            del tensor
+            end.sender().settle()
+            end.meet()
+            gc.collect()
+            assert gone() is None, "a tensor that has arrived is still held by its sender"
+        else:
+            end.receiver().expect()
+            end.receiver().take()
+            end.meet()
+
+
+CASES: tuple[Case, ...] = (
+    messages_come_in_order,
+    bulk_and_inline_mix_in_one_channel,
+    sizes_around_the_inline_limit,
+    kinds_and_directions_are_independent,
+    everything_may_change_with_each_message,
+    wishes_for_gradients_travel_along,
+    many_tensors_in_one_message,
+    empty_and_dimensionless_tensors,
+    every_dtype,
+    what_is_not_contiguous,
+    structures_and_plain_values_are_exact,
+    sends_do_not_wait_for_the_receiver,
+    several_megabytes_both_ways_at_once,
+    ping_and_pong,
+    allowances_may_run_ahead_and_be_taken_back,
+    a_message_is_not_touched_by_the_next,
+    what_was_sent_is_counted,
+    settled_means_that_nothing_is_held,
+)
+
+
+# -- what they are made of ----------------------------------------------------------------------
+
+
+def transfer(end: End, values: list[Any], kind: int = 1) -> None:
+    """Send values from rank 0 to rank 1, where they must be what they were."""
+    if end.rank == 0:
+        for value in values:
+            end.sender(kind).send(flat(end, value))
+    else:
+        for value in values:
+            end.receiver(kind).expect()
+            message = end.receiver(kind).take()
+            assert_same(message.value, value)
+            assert all(tensor.device == end.device for tensor in message.tensors)
+    settle(end)
+
+
+def settle(end: End) -> None:
+    """Let both ends come to rest."""
+    for kind in KINDS:
+        end.sender(kind).settle()
+    end.meet()
+
+
+def flat(end: End, value: Any) -> Flat:
+    """Take a value apart, on the end's device, without making it contiguous."""
+    message = Flat.of(value)
+    return Flat([_moved(t, end.device) for t in message.tensors], *message[1:])
+
+
+def numbers(size: int, dtype: torch.dtype) -> Tensor:
+    """Return ``size`` numbers that are not all alike and fit the dtype."""
+    return (torch.arange(size) % 113).to(dtype)
+
+
+def assert_same(received: Any, sent: Any) -> None:
+    """Check that a nested value is the same to the bit, types included."""
+    ours, their_structure = flatten(received)
+    theirs, structure = flatten(sent)
+    # repr tells 1 from True and 1.0, 0.0 from -0.0, and holds nan equal to itself.
+    assert repr(their_structure) == repr(structure), f"{their_structure} is not {structure}"
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        form = f"{tuple(a.shape)} {a.dtype}"
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{form}, not {tuple(b.shape)} {b.dtype}"
+        same = torch.equal(a.cpu(), b.resolve_conj().resolve_neg())
+        assert same, f"the elements of {form} are others: {a}, not {b}"
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if tensor.device == device else tensor.to(device)

@@ -1,0 +1,157 @@
+"""Every transport runs the one list of cases in ``conformance.py``."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import traceback
+from datetime import timedelta
+
+import pytest
+import torch
+
+from procpipe.channel.link import LinkReceiver, LinkSender
+from procpipe.channel.memory import MemoryChannel
+from procpipe.channel.mesh import Mesh
+from tests.channel.conformance import CASES, KINDS
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 5.0
+
+NAMES = [case.__name__ for case in CASES]
+
+
+class Side:
+    """One rank's side: channels of every kind to and from the other, and a way to meet."""
+
+    def __init__(self, rank, channels, meet, device=CPU):
+        senders, receivers = channels
+        self.rank = rank
+        self.device = device
+        self.meet = meet
+        self.sender = lambda kind=1: senders[kind]
+        self.receiver = lambda kind=1: receivers[kind]
+
+
+def memory_sides():
+    barrier = threading.Barrier(2, timeout=TIMEOUT_S)
+    down = {kind: MemoryChannel(timeout_s=TIMEOUT_S) for kind in KINDS}
+    up = {kind: MemoryChannel(timeout_s=TIMEOUT_S) for kind in KINDS}
+    return [Side(0, (down, up), barrier.wait), Side(1, (up, down), barrier.wait)], lambda: None
+
+
+def link_sides():
+    """Two meshes in one process, a thread each; everything travels inside tokens."""
+    barrier = threading.Barrier(2, timeout=TIMEOUT_S)
+    ours, theirs = socket.socketpair()
+    meshes = [mesh_over(0, {1: ours}), mesh_over(1, {0: theirs})]
+    sides = [Side(rank, links(meshes[rank], None, CPU), barrier.wait) for rank in (0, 1)]
+    return sides, lambda: [mesh.close() for mesh in meshes]
+
+
+def mesh_over(rank, sockets):
+    for sock in sockets.values():
+        sock.setblocking(False)
+    return Mesh(
+        rank,
+        sockets,
+        timeout_s=TIMEOUT_S,
+        stall_timeout_s=TIMEOUT_S,
+        on_stall=lambda what, waited_s: None,
+    )
+
+
+def links(mesh, transport, device):
+    (peer,) = mesh.peers
+    senders = {kind: LinkSender(mesh, peer, kind, transport, device) for kind in KINDS}
+    receivers = {kind: LinkReceiver(mesh, peer, kind, transport, f"kind {kind}") for kind in KINDS}
+    return senders, receivers
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("make", [memory_sides, link_sides])
+def test_in_one_process(make, case):
+    sides, close = make()
+    failures: queue.Queue[str] = queue.Queue()
+
+    def run(side):
+        try:
+            case(side)
+        except BaseException:
+            failures.put(f"rank {side.rank}: {traceback.format_exc()}")
+
+    threads = [threading.Thread(target=run, args=[side], daemon=True) for side in sides]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+    close()
+
+    assert not any(thread.is_alive() for thread in threads)
+    assert failures.empty(), list(failures.queue)
+
+
+def run_all(world, transport_name):
+    """Run every case over one transport, in real processes; say what each one raised."""
+    device = CPU
+    if transport_name == "nccl":
+        device = torch.device("cuda", world.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    world.device = device
+    mesh = world.connect()
+    routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
+    transport = world.open_transport(routes)
+    told: dict[str, str | None] = {}
+    for case in CASES:
+        side = Side(
+            world.rank,
+            links(mesh, transport, device),
+            Meeting(world, case.__name__),
+            device,
+        )
+        side.meet()  # the channels of this case are there on both sides
+        try:
+            case(side)
+            told[case.__name__] = None
+        except Exception:
+            told[case.__name__] = traceback.format_exc()
+            break  # the channels are in an unknown state
+        side.meet()
+    return told
+
+
+class Meeting:
+    """Waits for the other rank through the store, so that nobody looks at the sockets."""
+
+    def __init__(self, world, name):
+        self._world = world
+        self._name = name
+        self._num_meetings = 0
+
+    def __call__(self):
+        self._num_meetings += 1
+        store, key = self._world._store, f"{self._name} {self._num_meetings}"
+        store.set(f"{key} {self._world.rank}", "here")
+        store.wait([f"{key} {1 - self._world.rank}"], timedelta(seconds=TIMEOUT_S))
+
+
+@pytest.fixture(scope="module")
+def gloo_stories(ranks):
+    return ranks(2).run(run_all, "gloo").values()
+
+
+@pytest.fixture(scope="module")
+def nccl_stories(ranks):
+    return ranks(2).run(run_all, "nccl").values()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gloo(gloo_stories, name):
+    assert [story.get(name, "did not run") for story in gloo_stories] == [None, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_nccl(nccl_stories, name):
+    assert [story.get(name, "did not run") for story in nccl_stories] == [None, None]

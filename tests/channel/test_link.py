@@ -1,0 +1,216 @@
+"""What a link does beside the common conformance: tokens, allowances, silent transports."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+import torch
+
+from procpipe.channel.link import INLINE_BYTES, LinkReceiver, LinkSender
+from procpipe.channel.mesh import Mesh
+from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.tree import Flat
+
+CPU = torch.device("cpu")
+BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
+
+
+class Slow:
+    """A transport that does nothing, and is done when it has been asked three times."""
+
+    needs_acknowledgement = False
+    max_posted = 1000
+
+    def __init__(self):
+        self.num_posted = 0
+
+    def post_send(self, tensors, peer, kind):
+        return Transfer(iter([False, False, True, True]))
+
+    def post_receive(self, meta, peer, kind):
+        self.num_posted += 1
+        tensors = [torch.zeros(t.shape, dtype=t.dtype) for t in meta.tensors]
+        return tensors, Transfer(iter([True]))
+
+    def close(self):
+        pass
+
+
+class Transfer:
+    def __init__(self, answers):
+        self._answers = answers
+
+    def wait(self):
+        pass
+
+    def is_done(self):
+        return next(self._answers)
+
+
+class Broken(Slow):
+    """A transport whose transfers fail, as gloo's do when the process at the other end is gone."""
+
+    needs_acknowledgement = True
+
+    def post_send(self, tensors, peer, kind):
+        if self.num_posted:
+            raise RuntimeError("Socket closed")
+        self.num_posted += 1
+        return Transfer(iter([False, False, False]))
+
+    def post_receive(self, meta, peer, kind):
+        return [], BrokenTransfer()
+
+
+class BrokenTransfer(Transfer):
+    def __init__(self):
+        pass
+
+    def wait(self):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:12345")
+
+
+@pytest.fixture
+def meshes():
+    sockets = socket.socketpair()
+    made = []
+    for rank, sock in enumerate(sockets):
+        sock.setblocking(False)
+        made.append(
+            Mesh(
+                rank,
+                {1 - rank: sock},
+                timeout_s=1.0,
+                stall_timeout_s=30.0,
+                on_stall=lambda what, waited_s: None,
+            )
+        )
+    yield made
+    for mesh in made:
+        mesh.close()
+
+
+def test_settling_a_silent_transport_does_not_wait_for_a_socket(meshes):
+    """NCCL tells nobody that a send is over: close() took stall_timeout_s, and told of a stall."""
+    sender = LinkSender(meshes[0], 1, 1, Slow(), CPU)
+    sender.send(Flat.of(BIG))
+    start = time.monotonic()
+
+    sender.settle()
+
+    assert time.monotonic() - start < 0.5
+
+
+def test_what_is_under_way_is_let_go_as_it_ends(meshes):
+    sender = LinkSender(meshes[0], 1, 1, Slow(), CPU)
+
+    for _ in range(100):
+        sender.send(Flat.of(BIG.clone()))
+
+    assert len(sender._in_flight) < 60
+
+
+def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
+    transport = Slow()
+    sender = LinkSender(meshes[0], 1, 1, transport, CPU)
+    receiver = LinkReceiver(meshes[1], 0, 1, transport, "x")
+    posted = []
+
+    def send_three():
+        for _ in range(3):
+            sender.send(Flat.of(BIG))
+
+    for act in (
+        send_three,
+        meshes[1].poll,
+        receiver.expect,
+        receiver.expect,
+        receiver.expect,
+        receiver.expect,
+        lambda: sender.send(Flat.of(BIG)),
+        meshes[1].poll,
+    ):
+        act()
+        posted.append(transport.num_posted)
+
+    assert posted == [0, 0, 1, 2, 3, 3, 3, 4]
+
+
+def test_metadata_travels_when_it_changes(meshes):
+    flags = []
+    meshes[1].on(0, 1, lambda sequence, flag, body: flags.append(flag & 1))
+    sender = LinkSender(meshes[0], 1, 1, None, CPU)
+    t = torch.ones(2)
+
+    for value in (t, t, t + 1, t[:1], t[:1], [t], [t], [t, 1], [t, True], [t, True], t):
+        sender.send(Flat.of(value))
+    meshes[1].poll()
+
+    assert flags == [1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1]
+
+
+def test_a_timeout_names_the_channel_and_the_message(meshes):
+    receiver = LinkReceiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
+    LinkSender(meshes[0], 1, 1, None, CPU).send(Flat.of(BIG))
+    receiver.expect()
+    receiver.take()
+    receiver.expect()
+
+    with pytest.raises(WaitTimeoutError) as caught:
+        receiver.take()
+
+    assert "rank 1 has waited 1.0 s for activation from stage 0 (rank 0), message 1" in str(
+        caught.value
+    )
+
+
+def test_a_sender_that_has_left_is_named(meshes):
+    receiver = LinkReceiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
+    receiver.expect()
+    meshes[0].close()
+
+    with pytest.raises(PeerLostError, match="waits for activation from stage 0") as caught:
+        receiver.take()
+    assert caught.value.rank == 0
+
+
+def test_a_message_must_be_expected(meshes):
+    receiver = LinkReceiver(meshes[1], 0, 1, None, "x")
+
+    with pytest.raises(AssertionError, match="never expected"):
+        receiver.take()
+
+
+def test_a_transfer_that_breaks_is_the_fault_of_who_broke_it(meshes):
+    """Gloo's own error comes first, and says nothing: the peer's story is on its way."""
+    sender = LinkSender(meshes[0], 1, 1, Broken(), CPU)
+    receiver = LinkReceiver(meshes[1], 0, 1, Broken(), "x")
+    sender.send(Flat.of(BIG))
+    receiver.expect()
+    meshes[1].poll()
+    meshes[0].tell_failure(0, "the story")
+
+    with pytest.raises(RemoteStageError, match="the story"):
+        receiver.take()
+
+
+def test_a_send_that_breaks_is_the_fault_of_who_broke_it(meshes):
+    sender = LinkSender(meshes[1], 0, 1, Broken(), CPU)
+    sender.send(Flat.of(BIG))
+    meshes[0].tell_failure(0, "the story")
+
+    with pytest.raises(RemoteStageError, match="the story"):
+        sender.send(Flat.of(BIG))
+
+
+def test_a_transfer_that_breaks_for_no_known_reason_keeps_its_error(meshes, monkeypatch):
+    monkeypatch.setattr("procpipe.channel.mesh._STORY_TIMEOUT_S", 0.05)
+    sender = LinkSender(meshes[0], 1, 1, Broken(), CPU)
+    receiver = LinkReceiver(meshes[1], 0, 1, Broken(), "x")
+    sender.send(Flat.of(BIG))
+    receiver.expect()
+
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        receiver.take()

@@ -1,0 +1,506 @@
+"""Framed messages between ranks, over socket pairs in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from procpipe.channel.mesh import FAILURE, Mesh
+from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+
+HEADER = struct.Struct("<IIBB")
+
+
+@pytest.fixture
+def net():
+    """Make meshes; close what is left of them."""
+    made = []
+
+    def make(num_ranks, **options):
+        sockets: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
+        for a in range(num_ranks):
+            for b in range(a):
+                sockets[a][b], sockets[b][a] = socket.socketpair()
+        for ours in sockets:
+            for sock in ours.values():
+                sock.setblocking(False)
+        meshes = [mesh(rank, sockets[rank], **options) for rank in range(num_ranks)]
+        made.extend(meshes)
+        return meshes
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def wired(net):
+    """One mesh, rank 1, whose peer 0 is a bare socket."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    one = mesh(1, {0: ours})
+    yield one, theirs
+    one.close()
+    theirs.close()
+
+
+def mesh(rank, sockets, timeout_s=5.0, stall_timeout_s=5.0, on_stall=None):
+    return Mesh(
+        rank,
+        sockets,
+        timeout_s=timeout_s,
+        stall_timeout_s=stall_timeout_s,
+        on_stall=on_stall or (lambda what, waited_s: None),
+    )
+
+
+def heard_by(one, peer, kind):
+    """Note all frames of a kind from a peer."""
+    heard = []
+    one.on(peer, kind, lambda sequence, flags, body: heard.append((sequence, flags, bytes(body))))
+    return heard
+
+
+def frame(kind, body=b"", sequence=0, flags=0):
+    return HEADER.pack(len(body), sequence, kind, flags) + body
+
+
+def nothing():
+    return "nothing"
+
+
+# -- frames ---------------------------------------------------------------------------------------
+
+
+def test_a_frame_arrives_as_it_was_sent(net):
+    a, b = net(2)
+    heard = heard_by(b, 0, 7)
+
+    a.send(1, 7, 3, 0xFFFFFFFF, b"ab", bytearray(b"cd"), memoryview(b"ef"))
+    a.send(1, 7, 0, 0)
+    b.wait(lambda: len(heard) == 2, nothing)
+
+    assert heard == [(0xFFFFFFFF, 3, b"abcdef"), (0, 0, b"")]
+
+
+def test_frames_are_told_apart_by_peer_and_kind(net):
+    a, b, c = net(3)
+    heard = [heard_by(c, 0, 1), heard_by(c, 0, 2), heard_by(c, 1, 1)]
+
+    a.send(2, 1, 0, 0, b"from 0, kind 1")
+    a.send(2, 2, 0, 0, b"from 0, kind 2")
+    b.send(2, 1, 0, 0, b"from 1, kind 1")
+    c.wait(lambda: all(heard), nothing)
+
+    assert [one[0][2] for one in heard] == [b"from 0, kind 1", b"from 0, kind 2", b"from 1, kind 1"]
+    assert (a.peers, b.peers, c.peers) == ((1, 2), (0, 2), (0, 1))
+
+
+def test_frames_may_come_byte_by_byte(wired):
+    one, peer = wired
+    heard = heard_by(one, 0, 7)
+
+    for byte in frame(7, b"hello", 5) + frame(7) + frame(7, b"!", 6, 1):
+        peer.sendall(bytes([byte]))
+        one.poll()
+
+    assert heard == [(5, 0, b"hello"), (0, 0, b""), (6, 1, b"!")]
+
+
+def test_frames_may_come_cut_anywhere(wired):
+    one, peer = wired
+    heard = heard_by(one, 0, 7)
+    draw = random.Random(0)
+    bodies = [draw.randbytes(draw.choice([0, 1, 10, 5000, 400_000])) for _ in range(40)]
+    stream = b"".join(frame(7, body, k) for k, body in enumerate(bodies))
+
+    position = 0
+    while position < len(stream):
+        size = draw.choice([1, 9, 10, 11, 4096, 100_000])
+        peer.sendall(stream[position : position + size])
+        position += size
+        one.poll()
+
+    assert [body for _, _, body in heard] == bodies
+    assert [sequence for sequence, _, _ in heard] == list(range(40))
+
+
+def test_many_frames_in_one_read(wired):
+    one, peer = wired
+    heard = heard_by(one, 0, 7)
+
+    peer.sendall(b"".join(frame(7, b"x", k) for k in range(1000)))
+    one.poll()
+
+    assert [sequence for sequence, _, _ in heard] == list(range(1000))
+
+
+def test_a_frame_that_comes_early_waits_for_its_handler(net):
+    a, b = net(2)
+    order = heard_by(b, 0, 1)
+
+    a.send(1, 7, 0, 0, b"early")
+    a.send(1, 7, 1, 1, b"too")
+    a.send(1, 1, 0, 0)
+    b.wait(lambda: order, nothing)
+    heard = heard_by(b, 0, 7)
+    a.send(1, 7, 0, 2, b"late")
+    b.wait(lambda: len(heard) == 3, nothing)
+
+    assert heard == [(0, 0, b"early"), (1, 1, b"too"), (2, 0, b"late")]
+
+
+def test_a_body_may_be_written_to(net):
+    a, b = net(2)
+    heard = []
+    b.on(0, 7, lambda sequence, flags, body: heard.append((body.readonly, len(body))))
+
+    a.send(1, 7, 0, 0, b"small")
+    a.send(1, 7, 0, 0, bytes(1 << 20))
+    threading.Thread(target=a.flush).start()
+    b.wait(lambda: len(heard) == 2, nothing)
+
+    assert heard == [(False, 5), (False, 1 << 20)]
+
+
+def test_more_parts_than_one_system_call_takes(net):
+    """Linux takes 1,024 buffers in a ``sendmsg``: the 1,025th made the frame vanish."""
+    a, b = net(2)
+    heard = heard_by(b, 0, 7)
+
+    for num_parts in (1022, 1023, 1024, 1025, 5000):
+        a.send(1, 7, 0, 0, *[b"x"] * num_parts)
+    b.wait(lambda: len(heard) == 5, nothing)
+
+    assert [len(body) for _, _, body in heard] == [1022, 1023, 1024, 1025, 5000]
+
+
+# -- what a socket does not take ------------------------------------------------------------------
+
+
+def test_sending_never_blocks_and_keeps_a_copy(net):
+    a, b = net(2)
+    heard = heard_by(b, 0, 7)
+    content = bytearray(b"\x01") * (1 << 20)
+
+    for k in range(20):
+        a.send(1, 7, 0, k, content)
+        content[:] = bytes([k + 2]) * len(content)  # the parts may be reused at once
+    assert a.has_unsent(1)
+    sender = threading.Thread(target=a.flush)
+    sender.start()
+    b.wait(lambda: len(heard) == 20, nothing)
+    sender.join()
+
+    assert not a.has_unsent(1)
+    assert [(k, len(body), {*body}) for k, _, body in heard] == [
+        (k, 1 << 20, {k + 1}) for k in range(20)
+    ]
+
+
+def test_two_ranks_that_fill_each_others_sockets(net):
+    a, b = net(2)
+    heard = [heard_by(a, 1, 7), heard_by(b, 0, 7)]
+    for _ in range(20):
+        a.send(1, 7, 0, 0, bytes(1 << 20))
+        b.send(0, 7, 0, 0, bytes(1 << 20))
+
+    def read_all_and_write_all(one, frames):
+        one.wait(lambda: len(frames) == 20, nothing)
+        one.flush()  # the first to have everything still has something for the other
+
+    other = threading.Thread(target=read_all_and_write_all, args=(a, heard[0]))
+    other.start()
+    read_all_and_write_all(b, heard[1])
+    other.join()
+
+    assert [len(frames) for frames in heard] == [20, 20]
+
+
+def test_flush_of_nothing_returns(net):
+    a, _ = net(2)
+
+    a.flush()
+
+
+# -- waiting --------------------------------------------------------------------------------------
+
+
+def test_waiting_for_what_is_there_reads_nothing(wired):
+    one, peer = wired
+    peer.close()
+
+    one.wait(lambda: True, nothing)
+
+
+def test_a_timeout_says_who_waited_how_long_for_what(net):
+    _, b = net(2, timeout_s=0.05)
+
+    with pytest.raises(WaitTimeoutError) as caught:
+        b.wait(lambda: False, lambda: "activation 3 from stage 0 (rank 0)")
+
+    told = str(caught.value)
+    assert told.startswith("rank 1 has waited 0.1 s for activation 3 from stage 0 (rank 0)")
+    assert "timeout_s" in told
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_a_stall_is_told_again_after_twice_the_time(net):
+    stalls = []
+    _, b = net(
+        2,
+        timeout_s=0.5,
+        stall_timeout_s=0.05,
+        on_stall=lambda what, waited_s: stalls.append((what, waited_s)),
+    )
+
+    with pytest.raises(WaitTimeoutError):
+        b.wait(lambda: False, lambda: "something")
+
+    assert {what for what, _ in stalls} == {"something"}
+    assert len(stalls) == 4  # after 0.05, 0.1, 0.2 and 0.4 s
+    for (_, waited_s), at_least_s in zip(stalls, (0.05, 0.1, 0.2, 0.4), strict=True):
+        assert waited_s >= at_least_s
+
+
+def test_what_no_socket_tells_of_is_asked_for(net):
+    _, b = net(2)
+    asked = iter([False, False, False, True])
+    start = time.monotonic()
+
+    b.wait(lambda: next(asked), nothing, every_s=0.001)
+
+    assert time.monotonic() - start < 1.0
+
+
+# -- endings --------------------------------------------------------------------------------------
+
+
+def test_a_killed_peer_is_named(net):
+    a, b, c = net(3)
+    for sock in a._sockets.values():  # as the kernel does for a killed process
+        sock.shutdown(socket.SHUT_RDWR)
+
+    for one in (b, c):
+        with pytest.raises(PeerLostError, match="rank 0 ended without a word") as caught:
+            one.wait(lambda: False, nothing)
+        assert caught.value.rank == 0
+
+
+def test_what_came_before_the_end_is_delivered_first(wired):
+    one, peer = wired
+    heard = heard_by(one, 0, 7)
+    peer.sendall(frame(7, b"last words"))
+    peer.close()
+
+    one.wait(lambda: heard, nothing)
+
+    assert heard == [(0, 0, b"last words")]
+    with pytest.raises(PeerLostError):
+        one.wait(lambda: False, nothing)
+
+
+def test_the_end_in_the_middle_of_a_frame_is_a_loss(wired):
+    one, peer = wired
+    heard = heard_by(one, 0, 7)
+    peer.sendall(frame(7, b"cut off")[:-1])
+    peer.close()
+
+    with pytest.raises(PeerLostError):
+        one.wait(lambda: heard, nothing)
+    assert heard == []
+
+
+def test_a_reset_connection_is_a_loss():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    ours.setblocking(False)
+    one = mesh(1, {0: ours})
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()  # sends RST
+
+    with pytest.raises(PeerLostError, match="rank 0"):
+        one.wait(lambda: False, nothing)
+    one.close()
+
+
+def test_a_goodbye_is_no_fault_unless_somebody_waits_for_who_left(net):
+    a, b, c = net(3)
+    heard = heard_by(c, 1, 7)
+    a.close()
+    b.send(2, 7, 0, 0, b"still here")
+
+    c.wait_for(1, lambda: heard, nothing)  # rank 1 has not left
+
+    with pytest.raises(PeerLostError) as caught:
+        c.wait_for(0, lambda: False, lambda: "the order for step()")
+    told = str(caught.value)
+    assert caught.value.rank == 0
+    assert "rank 0 has left the pipeline" in told
+    assert "while rank 2 waits for the order for step()" in told
+    with pytest.raises(PeerLostError, match=r"has left the pipeline .* while rank 2 sends"):
+        c.send(0, 7, 0, 0)
+
+
+def test_what_a_peer_sent_before_its_goodbye_counts(net):
+    a, b = net(2)
+    heard = heard_by(b, 0, 7)
+    a.send(1, 7, 0, 0, b"the loss")
+    a.close()
+
+    b.wait_for(0, lambda: heard, nothing)
+
+    assert heard == [(0, 0, b"the loss")]
+
+
+def test_a_failure_reaches_all_and_is_passed_on():
+    (a1, b0), (b2, c1) = socket.socketpair(), socket.socketpair()
+    for sock in (a1, b0, b2, c1):
+        sock.setblocking(False)
+    # Rank 2 cannot hear it from rank 0 itself.
+    meshes = a, b, c = mesh(0, {1: a1}), mesh(1, {0: b0, 2: b2}), mesh(2, {1: c1})
+    a.tell_failure(0, "the story")
+
+    with pytest.raises(RemoteStageError) as first:
+        b.wait(lambda: False, nothing)
+    with pytest.raises(RemoteStageError) as second:
+        c.wait(lambda: False, nothing)
+
+    for caught in (first, second):
+        assert type(caught.value) is RemoteStageError
+        assert (caught.value.rank, caught.value.story) == (0, "the story")
+        assert str(caught.value) == "rank 0 failed:\nthe story"
+    for one in meshes:
+        one.close()
+
+
+def test_a_failure_is_told_once(net):
+    a, b = net(2)
+    a.tell_failure(0, "first")
+    a.tell_failure(0, "second")
+    a.close()
+
+    with pytest.raises(RemoteStageError, match="first"):
+        b.wait(lambda: False, nothing)
+    with pytest.raises(RemoteStageError, match="first"):
+        b.poll()
+
+
+def test_the_first_failure_wins(wired):
+    one, peer = wired
+    peer.sendall(frame(FAILURE, json.dumps({"rank": 2, "story": "first"}).encode()))
+    peer.sendall(frame(FAILURE, json.dumps({"rank": 3, "story": "second"}).encode()))
+    peer.close()
+
+    with pytest.raises(RemoteStageError, match="first") as caught:
+        one.wait(lambda: False, nothing)
+    assert caught.value.rank == 2
+
+
+def test_what_is_there_is_taken_before_a_failure_is_raised(net):
+    """Rank 0 tells all ranks of a disagreement and fails of it: all must hear what it was."""
+    a, b = net(2)
+    heard = heard_by(b, 0, 7)
+    a.send(1, 7, 0, 0, b"what is wrong")
+    a.tell_failure(0, "it is wrong")
+
+    b.wait(lambda: heard, nothing)
+
+    assert heard == [(0, 0, b"what is wrong")]
+    with pytest.raises(RemoteStageError):
+        b.poll()
+
+
+def test_a_failure_overtakes_what_could_not_be_sent(net):
+    """A rank that ran ahead of a busy one, and then failed, is no rank that was killed."""
+    a, b = net(2)
+    heard = heard_by(b, 0, 7)
+    for _ in range(100):
+        a.send(1, 7, 0, 0, bytes(1 << 20))
+    failing = threading.Thread(target=lambda: (a.tell_failure(0, "the story"), a.close()))
+    failing.start()
+
+    with pytest.raises(RemoteStageError) as caught:
+        b.wait(lambda: len(heard) == 100, nothing)
+    failing.join()
+
+    assert type(caught.value) is RemoteStageError, str(caught.value)
+    assert caught.value.story == "the story"
+    assert all(body == bytes(1 << 20) for _, _, body in heard)
+
+
+def test_a_peer_that_does_not_read_cannot_keep_a_failing_rank(net, monkeypatch):
+    monkeypatch.setattr("procpipe.channel.mesh._LAST_WORDS_TIMEOUT_S", 0.05)
+    a, b = net(2)
+    for _ in range(100):
+        a.send(1, 7, 0, 0, bytes(1 << 20))
+        b.send(0, 7, 0, 0, bytes(1 << 20))
+    start = time.monotonic()
+
+    a.tell_failure(0, "the story")
+
+    assert time.monotonic() - start < 0.5
+
+
+def test_closing_says_goodbye_even_behind_unsent_frames(net):
+    a, b = net(2)
+    heard = heard_by(b, 0, 7)
+    for _ in range(20):
+        a.send(1, 7, 0, 0, bytes(1 << 20))
+    closing = threading.Thread(target=lambda: (a.flush(), a.close()))
+    closing.start()
+
+    b.wait_for(0, lambda: len(heard) == 20, nothing)
+    closing.join()
+
+    with pytest.raises(PeerLostError, match="has left"):
+        b.wait_for(0, lambda: False, nothing)
+
+
+def test_closing_does_not_wait_for_a_peer_that_is_gone(net):
+    a, b = net(2)
+    for _ in range(20):
+        a.send(1, 7, 0, 0, bytes(1 << 20))
+    for sock in b._sockets.values():
+        sock.shutdown(socket.SHUT_RDWR)
+    start = time.monotonic()
+
+    a.close()
+
+    assert time.monotonic() - start < 0.5
+
+
+def test_closing_twice_is_closing_once(net):
+    a, _ = net(2)
+    a.close()
+    a.close()
+
+
+def test_a_mesh_of_one_rank_has_nobody_to_speak_to():
+    alone = mesh(0, {})
+
+    alone.poll()
+    alone.flush()
+    alone.wait(lambda: True, nothing)
+    alone.tell_failure(0, "nobody hears it")
+    alone.close()
+    assert alone.peers == ()
+
+
+def test_no_socket_is_left_open(net):
+    before = len(os.listdir("/proc/self/fd"))
+    a, b = net(2)
+    a.close()
+    with pytest.raises(PeerLostError):
+        b.wait_for(0, lambda: False, nothing)
+    b.close()
+
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,107 @@
+"""Metadata reads back as it was written, and nothing else is taken for metadata."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from procpipe.channel.meta import Meta, TensorMeta, decode, describe, encode
+from procpipe.tree import TENSOR, Flat, flatten
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+KEYS = st.text() | st.integers()
+VALUES = st.recursive(
+    PLAIN | st.just(torch.empty(0)),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner),
+    max_leaves=20,
+)
+TENSORS = st.builds(
+    TensorMeta,
+    st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+)
+
+
+@given(
+    VALUES.flatmap(
+        lambda v: st.tuples(
+            st.just(v), st.lists(TENSORS, min_size=len(flatten(v)[0]), max_size=len(flatten(v)[0]))
+        )
+    )
+)
+def test_metadata_reads_back(drawn):
+    value, tensors = drawn
+    meta = Meta(flatten(value)[1], tuple(tensors))
+
+    # repr, because nan is not equal to itself, and 1 is equal to True.
+    assert repr(decode(encode(meta))) == repr(meta)
+
+
+@given(st.binary() | st.text().map(str.encode))
+def test_bytes_that_are_no_metadata_are_refused(data):
+    with pytest.raises(ValueError, match="not the metadata of a message"):
+        decode(data)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(JSON, JSON)
+def test_any_json_is_metadata_or_a_value_error(structure, tensors):
+    try:
+        meta = decode(json.dumps([structure, tensors]).encode())
+    except ValueError:
+        return
+    assert isinstance(meta, Meta)
+    assert meta.num_bytes >= 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" * 100_000,
+        b'["*",[["ab","float32",true]]]',
+        b'["*",[[[-1],"float32",true]]]',
+        b'["*",[[[1.5],"float32",true]]]',
+        b'["*",[[[true],"float32",true]]]',
+        b'["*",[[[1],"float33",true]]]',
+        b'["*",[[[1],"compile",true]]]',
+        b'["*",[[[1],5,true]]]',
+        b'["*",[[[1],"float32"]]]',
+        b'["*"]',
+        b"\xff",
+        b"",
+    ],
+)
+def test_near_misses_are_refused(data):
+    with pytest.raises(ValueError, match="not the metadata of a message"):
+        decode(data)
+
+
+def test_a_message_is_described():
+    message = Flat([torch.ones(2, 3), torch.tensor(True)], ("t", (TENSOR, TENSOR)), (True, False))
+
+    meta = describe(message)
+
+    assert meta.structure == ("t", (TENSOR, TENSOR))
+    assert meta.tensors == (((2, 3), torch.float32, True), ((), torch.bool, False))
+    assert meta.requires_grad == (True, False)
+    assert meta.num_bytes == 2 * 3 * 4 + 1
+    assert encode(meta) == b'[["t",["*","*"]],[[[2,3],"float32",true],[[],"bool",false]]]'
+
+
+def test_infinities_travel():
+    meta = Meta(("t", (("v", math.inf), ("v", -math.inf), ("v", -0.0))), ())
+
+    assert repr(decode(encode(meta))) == repr(meta)
