@@ -220,7 +220,9 @@ class Partition:
 
     def _run_with_graph(self, this: _Pass) -> tuple[list[Tensor], Structure]:
         tensors, structure, flags = this.inputs
-        inputs = self._unshared(tensors) if this.ambient is not None else list(tensors)
+        # The model's input is one tensor for all micro-batches, and so is its version.
+        is_kept = this.ambient is not None or self._is_first
+        inputs = self._unshared(tensors) if is_kept else list(tensors)
         entering = [k for k, wants in enumerate(flags) if wants]
         if entering:
             entered = _Enter.apply(  # type: ignore[no-untyped-call]
