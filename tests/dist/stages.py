@@ -12,7 +12,6 @@ the same micro-batches: all forward, then backward in reverse, as fill and drain
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from torch.distributed import PrefixStore
 from procpipe import Stage
 from procpipe.microbatch import gather, scatter, scatter_like
 from procpipe.run.world import World
+from procpipe.tree import Flat, flatten, map_tensors, unflatten
 from tests.dist.worker import BareWorld
 
 MODES = ("always", "except_last", "never")
@@ -45,25 +45,26 @@ def stage_of(
     bare: BareWorld, name: str, model: nn.Sequential, balance: Sequence[int] | None, **options: Any
 ) -> Iterator[Stage]:
     """Give a stage of a copy of the model, and close it; a failure names the case."""
-    world = world_of(bare, name)
+    stage = Stage(copy.deepcopy(model), balance, world=world_of(bare, name), **options)
     try:
-        stage = Stage(copy.deepcopy(model), balance, world=world, **options)
         yield stage
         stage.close()
     except BaseException as error:
         error.add_note(f"in the case {name!r} on rank {bare.rank}")
-        # So that no peer waits for this rank, and the story told is this one.
-        world.give_up("".join(traceback.format_exception(error)))
-        world.close()
+        # So that no peer waits for this rank. A call of the stage that failed has told already.
+        stage._calls.fail("the test", error)
         raise
 
 
 def plain_forward(
     model: nn.Sequential, inputs: tuple[Any, ...], chunks: int
 ) -> tuple[list[Any], list[int]]:
-    """Run a plain model over the micro-batches; return their outputs and sizes."""
+    """Run a plain model over the micro-batches; return their outputs and sizes.
+
+    Each gets tensors of its own, so that a layer may change one in place.
+    """
     parts, sizes = scatter(inputs, chunks)
-    return [_call(model, part) for part in parts], sizes
+    return [_call(model, map_tensors(torch.clone, part)) for part in parts], sizes
 
 
 def plain_step(
@@ -92,36 +93,65 @@ def plain_step(
     return total
 
 
+def plain_backward(
+    model: nn.Sequential,
+    inputs: tuple[Any, ...],
+    chunks: int,
+    loss_of: Callable[[Any], Tensor],
+) -> tuple[Any, Tensor]:
+    """Run a loss of a plain model's whole output backward; return output and loss, detached.
+
+    The graph is cut at the outputs, so that the micro-batches go backward in the plan's order;
+    autograd would choose an order itself.
+    """
+    flats = [Flat(*flatten(part), ()) for part in plain_forward(model, inputs, chunks)[0]]
+    cut = [[t.detach().requires_grad_(t.requires_grad) for t in tensors] for tensors, _, _ in flats]
+    parts = [unflatten(tensors, flat[1]) for tensors, flat in zip(cut, flats, strict=True)]
+    output = gather(parts)
+    loss = loss_of(output)
+    loss.backward()
+    for (tensors, _, _), leaves in reversed(list(zip(flats, cut, strict=True))):
+        pairs = [(t, leaf.grad) for t, leaf in zip(tensors, leaves, strict=True)]
+        pairs = [(t, gradient) for t, gradient in pairs if gradient is not None]
+        if pairs:
+            roots, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(roots, gradients)
+    return map_tensors(lambda tensor: tensor.detach(), output), loss.detach()
+
+
 def plain_output(model: nn.Sequential, inputs: tuple[Any, ...], chunks: int) -> Any:
     """Return the plain model's output of a mini-batch that is run in micro-batches."""
     return gather(plain_forward(model, inputs, chunks)[0])
 
 
-def assert_same(found: Any, expected: Any, what: str) -> None:
-    """Compare nested values of tensors: types, dtypes, shapes and every bit."""
+def assert_same(found: Any, expected: Any, what: str, tolerance: float = 0.0) -> None:
+    """Compare nested values of tensors: types, dtypes, shapes and, without tolerance, every bit."""
     assert type(found) is type(expected), f"{what}: {type(found)}, not {type(expected)}"
     if isinstance(expected, Tensor):
         assert found.dtype == expected.dtype, f"{what}: {found.dtype}, not {expected.dtype}"
         assert found.shape == expected.shape, f"{what}: {found.shape}, not {expected.shape}"
         distance = (found.double() - expected.double()).abs().max() if found.numel() else 0
-        assert torch.equal(found, expected), f"{what}: off by {distance}"
+        is_same = torch.equal(found, expected) or distance <= tolerance * expected.abs().max()
+        assert is_same, f"{what}: off by {distance}"
     elif isinstance(expected, (tuple, list)):
         assert len(found) == len(expected), f"{what}: {len(found)} entries, not {len(expected)}"
         for k, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{what}[{k}]")
+            assert_same(one, other, f"{what}[{k}]", tolerance)
     elif isinstance(expected, dict):
         assert list(found) == list(expected), f"{what}: keys {list(found)}, not {list(expected)}"
         for key, value in expected.items():
-            assert_same(found[key], value, f"{what}[{key!r}]")
+            assert_same(found[key], value, f"{what}[{key!r}]", tolerance)
     else:
         assert found == expected, f"{what}: {found!r}, not {expected!r}"
 
 
-def assert_same_gradients(stage: nn.Module, plain: nn.Module, what: str = "") -> None:
-    """Compare the gradients of all of a stage's parameters with the plain model's, every bit."""
+def assert_same_gradients(
+    stage: nn.Module, plain: nn.Module, what: str = "", tolerance: float = 0.0
+) -> None:
+    """Compare the gradients of all of a stage's parameters with the plain model's."""
     expected = dict(plain.named_parameters())
     for name, parameter in stage.named_parameters():
-        assert_same(parameter.grad, expected[name].grad, f"{what} gradient of {name}")
+        assert_same(parameter.grad, expected[name].grad, f"{what} gradient of {name}", tolerance)
 
 
 def assert_same_state(stage: nn.Module, plain: nn.Module, what: str = "") -> None:

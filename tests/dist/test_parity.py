@@ -7,6 +7,7 @@ plan's order. Compared are loss, output, the gradient of every parameter and eve
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.dist.stages import (
     assert_same,
     assert_same_gradients,
     assert_same_state,
+    plain_backward,
     plain_output,
     plain_step,
     stage_of,
@@ -39,6 +41,8 @@ EVERY_NUMBER_OF_RANKS = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 class Counting(nn.Module):
     """Counts its forwards in place and uses the count in its output."""
 
+    count: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -50,6 +54,9 @@ class Counting(nn.Module):
 
 class Averaging(nn.Module):
     """Subtracts a moving average, which it replaces in every forward."""
+
+    average: torch.Tensor
+    untouched: torch.Tensor
 
     def __init__(self, num_features):
         super().__init__()
@@ -123,28 +130,14 @@ def check_forward_and_backward(bare, balances):
                         loss = F.cross_entropy(output, target)
                         loss.backward()
 
-                        expected, gradients = plain_outputs_first(plain, inputs, target, chunks)
+                        expected, expected_loss = plain_backward(
+                            plain, (inputs,), chunks, partial(F.cross_entropy, target=target)
+                        )
                         if bare.rank == bare.num_ranks - 1:
                             assert_same(output.detach(), expected, "output")
-                        for name, gradient in gradients.items():
-                            if name in dict(stage.named_parameters()):
-                                found = stage.get_parameter(name).grad
-                                assert_same(found, gradient, f"gradient of {name}")
+                        assert_same(stage.fetch(loss), expected_loss, "loss")
+                        assert_same_gradients(stage, plain)
                         assert_same_state(stage, plain)
-
-
-def plain_outputs_first(plain, inputs, target, chunks):
-    """Run the plain model with one loss over all outputs, backward a micro-batch at a time.
-
-    Autograd would choose the order of the additions itself, so the graph is cut at the outputs.
-    """
-    outputs = [plain(part) for part in inputs.chunk(chunks)]
-    leaves = [output.detach().requires_grad_() for output in outputs]
-    gathered = torch.cat(leaves)
-    F.cross_entropy(gathered, target).backward()
-    for output, leaf in reversed(list(zip(outputs, leaves, strict=True))):
-        output.backward(leaf.grad)
-    return gathered.detach(), {name: p.grad for name, p in plain.named_parameters()}
 
 
 def check_batch_norm(bare, balance):
