@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from examples.models.amoebanet import amoebanetd
+from examples.models.gpt import gpt
+from examples.models.resnet import resnet101
 from examples.models.unet import unet
 from procpipe.skip import verify_skippables
 
@@ -34,3 +37,39 @@ def test_unet(num_convs: int, base_channels: int, expected: int, num_layers: int
     verify_skippables(model)
     assert num_parameters(model) == expected
     assert len(model) == num_layers
+
+
+@pytest.mark.parametrize(
+    ("num_cells", "num_filters", "expected", "num_layers"),
+    [
+        (18, 208, 81_505_540, 24),
+        (18, 256, 122_470_120, 24),
+        (18, 416, 319_024_120, 24),
+        (18, 544, 542_734_840, 24),
+        (36, 544, 1_055_832_376, 42),
+        (72, 512, 1_844_858_344, 78),
+    ],
+)
+def test_amoebanetd(num_cells: int, num_filters: int, expected: int, num_layers: int) -> None:
+    with torch.device("meta"):
+        model = amoebanetd(1000, num_cells, num_filters)
+    verify_skippables(model)
+    assert num_parameters(model) == expected
+    assert len(model) == num_layers
+
+
+def test_resnet101() -> None:
+    with torch.device("meta"):
+        model = resnet101(1000)
+    verify_skippables(model)
+    assert num_parameters(model) == 44_549_160
+    assert len(model) == 370
+
+
+def test_gpt() -> None:
+    """The small GPT-2, which uses the embedding's weights as the head's, has 124,439,808."""
+    with torch.device("meta"):
+        model = gpt(50_257, num_layers=12, d_model=768, num_heads=12, context=1_024)
+    verify_skippables(model)
+    assert num_parameters(model) == 124_439_808 + 50_257 * 768
+    assert len(model) == 27

@@ -1,0 +1,115 @@
+"""ResNet-101 in sequential form: every module is a layer, so it can be cut inside a block too.
+
+What passes by the convolutions of a block is a skip tensor:
+
+    stash ─> conv1, norm1, relu1, conv2, norm2, relu2, conv3, norm3 ─> add ─> relu3
+      └───────────────────────── identity ──────────────────────────────┘
+
+Source: He et al., "Deep Residual Learning for Image Recognition" (2016),
+https://arxiv.org/abs/1512.03385, Table 1; with the stride on the 3 x 3 convolution, as torchvision
+has it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Iterator
+
+from torch import Tensor, nn
+
+from procpipe.skip import Namespace, pop, skippable, stash
+
+__all__ = ["resnet101"]
+
+EXPANSION = 4  # output channels of a block over the channels within
+
+
+def resnet101(num_classes: int = 1000) -> nn.Sequential:
+    """Build a ResNet-101.
+
+    Input: ``(batch, 3, height, width)`` float; 224 x 224 in the published experiments. Output:
+    ``(batch, num_classes)`` float.
+
+    Args:
+        num_classes: classes to tell apart.
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv=Convolution(3, 64, 7, stride=2),
+        norm=nn.BatchNorm2d(64),
+        relu=nn.ReLU(),
+        pool=nn.MaxPool2d(3, stride=2, padding=1),
+    )
+    in_channels = 64
+    for section, (num_blocks, channels) in enumerate([(3, 64), (4, 128), (23, 256), (3, 512)], 1):
+        for block in range(num_blocks):
+            stride = 2 if block == 0 and section > 1 else 1
+            name = f"block{section}_{block}"
+            layers.update(_bottleneck(name, in_channels, channels, stride))
+            in_channels = channels * EXPANSION
+    layers["average"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["classifier"] = nn.Linear(in_channels, num_classes)
+    return nn.Sequential(layers)
+
+
+def _bottleneck(
+    name: str, in_channels: int, channels: int, stride: int
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers of a block: in -> channels -> channels -> ``EXPANSION * channels``."""
+    out_channels = channels * EXPANSION
+    block = Namespace()
+    yield f"{name}_stash", Stash().isolate(block)  # type: ignore[operator]
+    yield f"{name}_conv1", Convolution(in_channels, channels, 1)
+    yield f"{name}_norm1", nn.BatchNorm2d(channels)
+    yield f"{name}_relu1", nn.ReLU()
+    yield f"{name}_conv2", Convolution(channels, channels, 3, stride)
+    yield f"{name}_norm2", nn.BatchNorm2d(channels)
+    yield f"{name}_relu2", nn.ReLU()
+    yield f"{name}_conv3", Convolution(channels, out_channels, 1)
+    yield f"{name}_norm3", nn.BatchNorm2d(out_channels)
+    yield f"{name}_add", PopAdd(in_channels, out_channels, stride).isolate(block)  # type: ignore[operator]
+    yield f"{name}_relu3", nn.ReLU()
+
+
+class Convolution(nn.Conv2d):
+    """A convolution without bias, which batch norm would cancel, initialised for ReLUs."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1
+    ) -> None:
+        padding = kernel_size // 2
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Keep the variance of the gradients; called for a model built on the meta device too."""
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+
+
+@skippable(stash=["identity"])
+class Stash(nn.Module):
+    """Stashes what passes through it: ``(batch, channels, height, width)`` float."""
+
+    def forward(self, input: Tensor) -> Generator[stash, None, Tensor]:
+        """Pass the input on."""
+        yield stash("identity", input)
+        return input
+
+
+@skippable(pop=["identity"])
+class PopAdd(nn.Module):
+    """Adds the block's input to its output, projected if they differ in shape."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.projection: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            self.projection = nn.Sequential(
+                Convolution(in_channels, out_channels, 1, stride),
+                nn.BatchNorm2d(out_channels),
+            )
+
+    def forward(self, input: Tensor) -> Generator[pop, Tensor, Tensor]:
+        """Add: ``(batch, out_channels, height, width)`` float."""
+        identity = yield pop("identity")
+        projected: Tensor = self.projection(identity)
+        return input + projected
