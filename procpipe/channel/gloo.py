@@ -15,11 +15,10 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-from procpipe.channel.meta import Meta
+from procpipe.channel.meta import Meta, allocate
 
 if TYPE_CHECKING:
     from torch.distributed import Store, Work
@@ -50,7 +49,7 @@ class GlooTransport:
 
     def post_receive(self, meta: Meta, peer: int, kind: int) -> tuple[list[Tensor], GlooPending]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
-        tensors = [torch.empty(t.shape, dtype=t.dtype) for t in meta.tensors]
+        tensors = allocate(meta, "cpu")
         works = [self._group.recv([tensor], peer, kind) for tensor in tensors]
         return tensors, GlooPending(works)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from procpipe.channel.base import Pending, Transport
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.meta import Meta, decode, describe, encode
+from procpipe.channel.meta import Meta, allocate, decode, describe, encode
 from procpipe.tree import Flat
 
 __all__ = ["INLINE_BYTES", "LinkReceiver", "LinkSender"]
@@ -254,7 +254,7 @@ def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
 def _tensors_from(body: memoryview, meta: Meta) -> list[Tensor]:
     """Return new CPU tensors filled from a token."""
     assert len(body) == meta.num_bytes, "a token carries what its metadata says"
-    tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in meta.tensors]
+    tensors = allocate(meta, "cpu")
     if len(body):
         address = ctypes.addressof(ctypes.c_char.from_buffer(body))
         for tensor in tensors:

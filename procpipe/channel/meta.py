@@ -10,10 +10,11 @@ import json
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from procpipe.tree import Flat, Structure, from_json
 
-__all__ = ["Meta", "TensorMeta", "decode", "describe", "encode"]
+__all__ = ["Meta", "TensorMeta", "allocate", "decode", "describe", "encode"]
 
 
 class TensorMeta(NamedTuple):
@@ -59,6 +60,18 @@ def describe(message: Flat) -> Meta:
             for tensor, wants in zip(tensors, flags, strict=True)
         ),
     )
+
+
+def allocate(meta: Meta, device: torch.device | str) -> list[Tensor]:
+    """Return memory for the tensors of a message.
+
+    Ordinary tensors also where the process is in inference mode: a message may come early, and be
+    of a later call that records gradients, which refuses tensors made in inference mode.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return allocate(meta, device)
+    return [torch.empty(t.shape, dtype=t.dtype, device=device) for t in meta.tensors]
 
 
 def encode(meta: Meta) -> bytes:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from procpipe.channel.meta import Meta
+from procpipe.channel.meta import Meta, allocate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -79,9 +79,7 @@ class NcclTransport:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         group = self._groups[peer, self._rank, kind]
         with torch.cuda.stream(self._receive_stream):
-            tensors = [
-                torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in meta.tensors
-            ]
+            tensors = allocate(meta, self._device)
             works = [group.recv([tensor], 0, 0) for tensor in tensors]
         return tensors, NcclPending(works, tensors, self._device)
 
