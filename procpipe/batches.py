@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from procpipe.errors import BoundaryError
 from procpipe.remote import Remote
 from procpipe.run.calls import Calls
@@ -44,6 +46,7 @@ class Batches:
 
     def __init__(self, calls: Calls, order: Callable[..., Order], rank: int, last: int) -> None:
         self.delivered_target: Any = _NOTHING
+        self._delivered_as: list[Any] = []
         self._calls = calls
         self._order = order
         self._rank = rank
@@ -55,8 +58,8 @@ class Batches:
         while True:
             with self._calls.together("batches") as pipeline:
                 items = iter(loader) if items is None else items
-                item = next(items, _END)
-                if item is _END:
+                item = next(items, _NOTHING)
+                if item is _NOTHING:
                     self._order("batches", detail=_END)
                     return
                 delivered = _deliverable(item) if self._last > 0 else None
@@ -81,9 +84,20 @@ class Batches:
                 item = _placeholders(form, delivered)
             yield item
 
+    def has_delivered(self, target: Any) -> bool:
+        """Tell, on rank 0, whether the last stage has this target as it is now."""
+        if target is not self.delivered_target:
+            return False
+        now = _contents(target)
+        return len(now) == len(self._delivered_as) and all(
+            one is other or (not isinstance(one, Tensor) and one == other)
+            for one, other in zip(now, self._delivered_as, strict=True)
+        )
+
     def _note(self, delivered: tuple[Any, ...] | None) -> None:
         is_target = delivered is not None and len(delivered) == 1
         self.delivered_target = delivered[0] if delivered and is_target else _NOTHING
+        self._delivered_as = _contents(delivered[0]) if delivered and is_target else []
 
 
 def _form_of(item: Any) -> Any:
@@ -105,6 +119,13 @@ def _deliverable(item: Any) -> tuple[Any, ...] | None:
     except BoundaryError:
         return None
     return rest
+
+
+def _contents(value: Any) -> list[Any]:
+    """Return what shows whether a nested value was changed: structure, tensors, versions."""
+    tensors, structure = flatten(value)
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [structure, *tensors, *versions]
 
 
 def _placeholders(form: Any, delivered: tuple[Any, ...] | None) -> Any:

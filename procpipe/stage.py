@@ -432,7 +432,7 @@ class Stage(nn.Sequential):
         """Tell how the target of a step gets to the last stage."""
         if target is None or self._last == 0:
             return LOCAL
-        return DELIVERED if target is self._batches.delivered_target else ROUTED
+        return DELIVERED if self._batches.has_delivered(target) else ROUTED
 
     def _give_target(self, batch: MiniBatch, order: Order, target: Any) -> None:
         """Give a batch the target, on the ranks that have a use for it, and the loss's shares."""
