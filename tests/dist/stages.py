@@ -61,10 +61,13 @@ def plain_forward(
 ) -> tuple[list[Any], list[int]]:
     """Run a plain model over the micro-batches; return their outputs and sizes.
 
-    Each gets tensors of its own, so that a layer may change one in place.
+    Where the first layer changes its input in place, each gets tensors of its own, as in a stage.
+    (Elsewhere not: the last digits of a matrix product depend on where its factors are in memory.)
     """
     parts, sizes = scatter(inputs, chunks)
-    return [_call(model, map_tensors(torch.clone, part)) for part in parts], sizes
+    if any(getattr(module, "inplace", False) for module in model[0].modules()):
+        parts = [map_tensors(torch.clone, part) for part in parts]
+    return [_call(model, part) for part in parts], sizes
 
 
 def plain_step(

@@ -1,0 +1,508 @@
+"""Mini-batches as they come: of every size, in training or evaluation, from a loader or not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from procpipe import DeferredBatchNorm, NoChunk, Remote
+from tests.dist.stages import (
+    MODES,
+    assert_same,
+    assert_same_gradients,
+    assert_same_state,
+    plain_output,
+    plain_step,
+    stage_of,
+)
+
+
+def make_model(norm: Any = nn.LayerNorm):
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(5, 8), norm(8), nn.Dropout(0.0), nn.Tanh(), nn.Linear(8, 3)
+    ).double()
+
+
+def make_batch(size, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (size,), generator=generator)
+
+
+def count_micro_batches(stage):
+    """Return how many forward tasks there were so far."""
+    return stage.statistics().num_tasks.get("F", 0)
+
+
+# -- sizes ---------------------------------------------------------------------------------------
+
+
+def check_sizes(bare, balance):
+    """One stage, one mini-batch after another, none of which divides by the chunks."""
+    for mode in MODES:
+        plain = make_model()
+        options: Any = {"chunks": 4, "checkpoint": mode, "loss_fn": F.cross_entropy}
+        with stage_of(bare, mode, plain, balance, **options) as stage:
+            num_before = 0
+            for chunks, size, num_expected in (
+                (4, 10, 4),  # 3 + 3 + 3 + 1
+                (8, 3, 3),
+                (8, 12, 6),
+                (8, 5, 5),
+                (8, 1, 1),
+                (4, 9, 3),
+                (1, 7, 1),
+                (8, 12, 6),
+            ):
+                stage.chunks = chunks
+                inputs, target = make_batch(size)
+                expected = plain_step(plain, (inputs,), target, chunks, F.cross_entropy)
+                what = f"{size} in {chunks}:"
+                assert_same(stage.step(inputs, target), expected, f"{what} loss")
+                assert_same_gradients(stage, plain, what)
+                num_after = count_micro_batches(stage)
+                assert num_after - num_before == num_expected, what
+
+                output = stage.fetch(stage(inputs).detach())
+                assert_same(output, plain_output(plain, (inputs,), chunks).detach(), what)
+                num_before = count_micro_batches(stage)
+
+
+def check_accumulation(bare, balance):
+    """Two steps without zero_grad give the sum of both gradients, to the last bit."""
+    for mode in MODES:
+        options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": F.cross_entropy}
+        with stage_of(bare, mode, make_model(), balance, **options) as stage:
+            each = []
+            for seed in (2, 3):
+                stage.zero_grad()
+                stage.step(*make_batch(10, seed))
+                each.append([p.grad for p in stage.parameters() if p.grad is not None])
+            stage.zero_grad()
+            stage.step(*make_batch(1, 2))
+            stage.zero_grad()
+            # One micro-batch a step, so that the order of the additions is that of the two steps.
+            stage.chunks = 1
+            of_one = []
+            for seed in (2, 3):
+                stage.zero_grad()
+                stage.step(*make_batch(10, seed))
+                of_one.append([p.grad for p in stage.parameters() if p.grad is not None])
+            stage.zero_grad()
+            for seed in (2, 3):
+                stage.step(*make_batch(10, seed))
+            both = [p.grad for p in stage.parameters() if p.grad is not None]
+            for found, first, second in zip(both, *of_one, strict=True):
+                assert_same(found, first + second, "sum of two steps")
+            stage.chunks = 3
+            stage.zero_grad()
+            for seed in (2, 3):
+                stage.step(*make_batch(10, seed))
+            both = [p.grad for p in stage.parameters() if p.grad is not None]
+            for found, first, second in zip(both, *each, strict=True):
+                assert_same(found, first + second, "sum of two steps", 1e-13)
+
+
+# -- evaluation ----------------------------------------------------------------------------------
+
+
+def evaluate(stage, plain, style):
+    """Evaluate a mini-batch of another size, in eval mode or under no_grad."""
+    inputs, target = make_batch(7, seed=9)
+    parts = plain_copy_in_eval(plain) if style != "training mode without gradients" else None
+    if style in ("eval", "eval with inference_mode", "eval forward with gradients"):
+        stage.eval()
+    if style == "eval":
+        found = stage.step(inputs, target)
+        assert_same(found, plain_loss(parts, inputs, target), "loss in eval mode")
+    elif style == "eval with inference_mode":
+        with torch.inference_mode():
+            found = stage.step(inputs, target)
+            output = stage.fetch(stage(inputs))
+        assert_same(found, plain_loss(parts, inputs, target), "loss in inference mode")
+        assert_same(output, plain_output(parts, (inputs,), 3).detach(), "output in inference mode")
+    elif style == "eval forward with gradients":
+        output = stage(inputs)
+        assert output.requires_grad
+        assert_same(
+            stage.fetch(output), plain_output(parts, (inputs,), 3).detach(), "output in eval mode"
+        )
+    else:
+        stage.eval()
+        with torch.no_grad():
+            output = stage(inputs)
+            assert not output.requires_grad
+            stage.step(inputs, target)
+    stage.train()
+
+
+def plain_copy_in_eval(plain):
+    return copy.deepcopy(plain).eval()
+
+
+def plain_loss(plain, inputs, target):
+    with torch.no_grad():
+        losses = [
+            F.cross_entropy(plain(x), y) * (len(x) / len(inputs))
+            for x, y in zip(inputs.chunk(3), target.chunk(3), strict=True)
+        ]
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
+
+
+EVALUATIONS = ("eval", "eval with inference_mode", "eval forward with gradients", "no_grad")
+
+
+def check_evaluation(bare, balance, deferred):
+    """Evaluation between two training steps changes nothing for training."""
+    for mode in MODES:
+        model = make_model(nn.BatchNorm1d)
+        options: Any = {
+            "chunks": 3,
+            "checkpoint": mode,
+            "loss_fn": F.cross_entropy,
+            "deferred_batch_norm": deferred,
+        }
+        with stage_of(bare, f"{mode} undisturbed", model, balance, **options) as stage:
+            undisturbed = train(stage, lambda: None)
+        with stage_of(bare, f"{mode} disturbed", model, balance, **options) as stage:
+            plain = copy.deepcopy(model)
+
+            def disturb(stage=stage, plain=plain):
+                gather_state(bare, stage, plain)
+                before = snapshot(stage)
+                for style in EVALUATIONS:
+                    evaluate(stage, plain, style)
+                    assert_same(snapshot(stage), before, style)
+
+            assert_same(train(stage, disturb), undisturbed, f"{mode}: training")
+
+
+def train(stage, disturb):
+    """Train two steps that add to the same gradients, then one more; return all there is."""
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
+    losses = []
+    for seed in (2, 3):
+        losses.append(stage.step(*make_batch(11, seed)))
+        disturb()
+    optimizer.step()
+    disturb()
+    losses.append(stage.step(*make_batch(8, 4)))
+    return losses, snapshot(stage)
+
+
+def snapshot(stage):
+    gradients = {
+        name: None if p.grad is None else p.grad.clone() for name, p in stage.named_parameters()
+    }
+    return gradients, {key: value.clone() for key, value in stage.state_dict().items()}
+
+
+def gather_state(bare, stage, plain):
+    """Bring the plain model to the pipeline's state, by way of every rank."""
+    for rank in range(bare.num_ranks):
+        # fetch() takes the value from rank 0 unless it is a placeholder for another's.
+        state = dict(stage.state_dict())
+        value = state if bare.rank == rank else Remote(rank, "a state dict", None)
+        plain.load_state_dict(stage.fetch(value), strict=False)
+
+
+# -- targets and losses --------------------------------------------------------------------------
+
+
+def masked_loss(output, target):
+    """Mean over the valid tokens of a micro-batch."""
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1)
+
+
+def num_valid(target):
+    return (target >= 0).sum().item()
+
+
+def check_targets(bare, balance):
+    last = bare.num_ranks - 1
+    plain = make_model()
+    inputs, target = make_batch(10)
+
+    def mse(output, target):
+        return F.mse_loss(output * target["scale"][0], target["value"]) * target["factor"]
+
+    with stage_of(bare, "given where", plain, balance, chunks=4, loss_fn=F.cross_entropy) as stage:
+        for where in ("everywhere", "on rank 0", "on the last rank", "by name"):
+            expected = plain_step(plain, (inputs,), target, 4, F.cross_entropy)
+            if where == "everywhere":
+                loss = stage.step(inputs, target)
+            elif where == "on rank 0":
+                loss = stage.step(inputs, target) if bare.rank == 0 else stage.step()
+            elif where == "on the last rank":
+                loss = stage.step(inputs, target if bare.rank == last else None)
+            else:
+                loss = stage.step(inputs, target=target)
+            assert_same(loss, expected, where)
+            assert loss.shape == ()
+            assert not loss.requires_grad
+            assert_same_gradients(stage, plain, where)
+
+    nested = {
+        "scale": NoChunk(torch.rand(3).double()),
+        "value": torch.randn(10, 3).double(),
+        "factor": 0.5,
+    }
+    nested = {**nested, "scale": (nested["scale"], None)}
+    plain.zero_grad()
+    with stage_of(bare, "nested", plain, balance, chunks=4, loss_fn=mse) as stage:
+        expected = plain_step(plain, (inputs,), nested, 4, mse)
+        assert_same(stage.step(inputs, nested), expected, "nested target")
+        assert_same_gradients(stage, plain)
+
+    plain.zero_grad()
+    with stage_of(
+        bare, "none", plain, balance, chunks=4, loss_fn=lambda o: o.exp().mean()
+    ) as stage:
+        expected = plain_step(plain, (inputs,), None, 4, lambda o: o.exp().mean())
+        assert_same(stage.step(inputs), expected, "no target")
+        assert_same(stage.step(inputs, target=None), expected, "no target, by name")
+        plain_step(plain, (inputs,), None, 4, lambda o: o.exp().mean())
+        assert_same_gradients(stage, plain)
+
+
+def check_loss_weight(bare, balance):
+    """Micro-batches that count by their valid tokens: the mean over all tokens of the batch."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Embedding(11, 6), nn.Tanh(), nn.Linear(6, 11)).double()
+    tokens = torch.randint(11, (7, 5))
+    target = torch.where(torch.rand(7, 5) < 0.6, torch.randint(11, (7, 5)), -1)
+    counts = [num_valid(part) for part in target.chunk(3)]
+    shares = [count / sum(counts) for count in counts]
+    assert len(set(counts)) == 3
+    whole = masked_loss(plain(tokens), target).detach()
+    options: Any = {"chunks": 3, "loss_fn": masked_loss, "loss_weight": num_valid}
+    with stage_of(bare, "weight", plain, balance, **options) as stage:
+        for where in range(bare.num_ranks):
+            if where not in (0, bare.num_ranks - 1):
+                continue
+            expected = plain_step(plain, (tokens,), target, 3, masked_loss, shares)
+            loss = stage.step(tokens, target if bare.rank == where else None)
+            assert_same(loss, expected, f"target on rank {where}")
+            assert_same(loss, whole, "the mean over all tokens", 1e-14)
+            assert_same_gradients(stage, plain)
+        stage.eval()
+        assert_same(stage.step(tokens, target), expected, "eval")
+
+
+def check_several_inputs(bare, balance):
+    """Several positional inputs of a ``step``: the last is the target, unless that has a name."""
+
+    class Join(nn.Module):
+        def forward(self, a, b, factor=1.0):
+            return torch.cat([a, b * factor], 1)
+
+    torch.manual_seed(1)
+    plain = nn.Sequential(Join(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    inputs, target = make_batch(10)
+    a, b = inputs.split([2, 3], 1)
+    with stage_of(bare, "several", plain, balance, chunks=4, loss_fn=F.cross_entropy) as stage:
+        for given in ((a, b), (a, b, 0.5)):
+            expected = plain_step(plain, given, target, 4, F.cross_entropy)
+            assert_same(stage.step(*given, target), expected, "positional target")
+            assert_same_gradients(stage, plain)
+            expected = plain_step(plain, given, target, 4, F.cross_entropy)
+            assert_same(stage.step(*given, target=target), expected, "named target")
+            assert_same_gradients(stage, plain)
+            output = stage.fetch(stage(*given).detach())
+            assert_same(output, plain_output(plain, given, 4).detach(), "output")
+
+
+# -- loaders -------------------------------------------------------------------------------------
+
+
+def check_loaders(bare, balance):
+    """Read loaders together; each as often as rank 0's has items, and alike on every rank."""
+    last = bare.num_ranks - 1
+    plain = make_model()
+    items = [make_batch(size, seed) for seed, size in enumerate((10, 3, 7))]
+    with stage_of(bare, "loaders", plain, balance, chunks=4, loss_fn=F.cross_entropy) as stage:
+
+        def step_and_compare(input, target, k, what, to_target=lambda target: target):
+            expected_target = to_target(items[k][1])
+            expected = plain_step(plain, items[k][:1], expected_target, 4, F.cross_entropy)
+            assert_same(stage.step(input, target), expected, what)
+            assert_same_gradients(stage, plain, what)
+
+        # Tuples; the loader of other ranks is not touched, and may be None or of another length.
+        untouched = iter([1, 2])
+        for name, loader in (
+            ("on rank 0 only", items if bare.rank == 0 else None),
+            ("of other lengths", items if bare.rank == 0 else items[: bare.rank % 2] * 9),
+            ("untouched", iter(items) if bare.rank == 0 else untouched),
+        ):
+            num_steps = 0
+            for k, (input, target) in enumerate(stage.batches(loader)):
+                step_and_compare(input, target, k, name)
+                if bare.rank not in (0, last):
+                    assert isinstance(target, Remote)
+                if bare.rank == last:
+                    assert_same(target, items[k][1], "target on the last stage")
+                num_steps += 1
+            assert num_steps == 3, name
+        assert bare.rank == 0 or list(untouched) == [1, 2]
+
+        # A loop that ends early, then another.
+        for k, (input, target) in enumerate(stage.batches(items)):
+            step_and_compare(input, target, k, "early break")
+            if k == 1:
+                break
+        for k, item in enumerate(stage.batches([list(item) for item in items])):
+            assert type(item) is list
+            step_and_compare(*item, k, "lists")
+        for k, item in enumerate(
+            stage.batches({"y": y, "x": x, 3: k} for k, (x, y) in enumerate(items))
+        ):
+            assert list(item) == ["y", "x", 3]
+            step_and_compare(item["x"], item["y"], k, "dicts")
+        for k, input in enumerate(stage.batches([x for x, _ in items])):
+            expected = plain_output(plain, (items[k][0],), 4).detach()
+            assert_same(stage.fetch(stage(input).detach()), expected, "inputs alone")
+        assert list(stage.batches([])) == []
+        assert len(list(stage.batches(["end", "of"]))) == 2
+
+        # Three entries: all but the first are real on the last stage.
+        for input, target, extra in stage.batches((x, y, {"x": x}) for x, y in items):
+            if bare.rank == last:
+                assert_same(extra["x"].shape[0], len(target), "third entry")
+            stage.step(input, target)
+        stage.zero_grad()
+        plain.zero_grad()
+
+        # A target changed after it came from the loader: another object, or the same in place.
+        def one_first(target):
+            return torch.cat([torch.ones(1, dtype=target.dtype), target[1:]])
+
+        for k, (input, target) in enumerate(stage.batches(items)):
+            step_and_compare(input, 2 - target, k, "another target", lambda t: 2 - t)
+        for k, (input, target) in enumerate(stage.batches([(x, y.clone()) for x, y in items])):
+            target[0] = 1
+            step_and_compare(input, target, k, "in place", one_first)
+        for k, (input, target) in enumerate(stage.batches([(x, y.clone()) for x, y in items])):
+            if bare.rank == 0:
+                target[0] = 1
+            step_and_compare(input, target, k, "in place on rank 0", one_first)
+
+        # Loss code after stage(input) needs no branch either.
+        for k, (input, target) in enumerate(stage.batches(items)):
+            loss = F.cross_entropy(stage(input), target)
+            loss.backward()
+            expected = F.cross_entropy(plain_output(plain, items[k][:1], 4), items[k][1]).detach()
+            assert_same(stage.fetch(loss), expected, "loss of stage(input)")
+
+        # The target crosses the wire once: with the item, and not again with the step.
+        before = stage.statistics().num_messages.get("target", 0)
+        for input, target in stage.batches(items):
+            stage.step(input, target)
+        assert stage.statistics().num_messages.get("target", 0) == before
+        stage.step(*items[0])
+        expected_more = 4 if bare.rank == 0 and last > 0 else 0
+        assert stage.statistics().num_messages.get("target", 0) == before + expected_more
+
+
+def check_interleaved(bare, balance):
+    """Train and evaluate by turns, with a loader inside a loader's loop."""
+    plain = make_model(nn.BatchNorm1d)
+    items = [make_batch(size, seed) for seed, size in enumerate((10, 6))]
+    options: Any = {"chunks": 3, "loss_fn": F.cross_entropy, "deferred_batch_norm": False}
+    with stage_of(bare, "interleaved", plain, balance, **options) as stage:
+        for k, (input, target) in enumerate(stage.batches(items)):
+            expected = plain_step(plain, items[k][:1], items[k][1], 3, F.cross_entropy)
+            assert_same(stage.step(input, target), expected, "training")
+            stage.eval()
+            plain.eval()
+            with torch.no_grad():
+                for n, (x, y) in enumerate(stage.batches(items)):
+                    loss = stage.step(x, y)
+                    assert_same(loss, plain_loss(plain, *items[n]), "evaluation")
+            stage.train()
+            plain.train()
+            assert_same_gradients(stage, plain)
+            assert_same_state(stage, plain)
+
+
+def check_deferred(bare, balance):
+    """DeferredBatchNorm's statistics are those of the whole mini-batch, of whatever size."""
+    for mode in MODES:
+        model = make_model(nn.BatchNorm1d)
+        whole = copy.deepcopy(model)[1]
+        options: Any = {"checkpoint": mode, "loss_fn": F.cross_entropy, "deferred_batch_norm": True}
+        with stage_of(bare, mode, model, balance, chunks=5, **options) as stage:
+            for size in (10, 4, 12, 15):
+                inputs, target = make_batch(size)
+                whole(model[0](inputs))
+                if size == 4:
+                    stage.chunks = 2  # with more, one sample a micro-batch: no variance
+                stage.step(inputs, target)
+                stage.eval()
+                stage.step(*make_batch(5, seed=8))
+                stage.train()
+                for key, value in stage.state_dict().items():
+                    if key.startswith("1."):
+                        expected = whole.state_dict()[key.removeprefix("1.")]
+                        assert_same(value, expected, f"{size}: {key}", 1e-12)
+                stage.chunks = 5
+            norms = [layer for layer in stage if isinstance(layer, DeferredBatchNorm)]
+            assert len(norms) == (1 if "1.weight" in stage.state_dict() else 0)
+
+
+SHORT = pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 3]], ids=str)
+
+
+@SHORT
+def test_every_size_is_right_after_every_other(ranks, balance):
+    ranks(len(balance)).run(check_sizes, balance, world=False).values()
+
+
+@SHORT
+def test_accumulated_steps_give_the_sum(ranks, balance):
+    ranks(len(balance)).run(check_accumulation, balance, world=False).values()
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["batch norm", "deferred"])
+@SHORT
+def test_evaluation_leaves_training_alone(ranks, balance, deferred):
+    ranks(len(balance)).run(check_evaluation, balance, deferred, world=False).values()
+
+
+@SHORT
+def test_targets_of_every_kind_from_everywhere(ranks, balance):
+    ranks(len(balance)).run(check_targets, balance, world=False).values()
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]], ids=str)
+def test_loss_weight(ranks, balance):
+    ranks(len(balance)).run(check_loss_weight, balance, world=False).values()
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 2]], ids=str)
+def test_several_inputs(ranks, balance):
+    ranks(len(balance)).run(check_several_inputs, balance, world=False).values()
+
+
+@SHORT
+def test_loaders(ranks, balance):
+    ranks(len(balance)).run(check_loaders, balance, world=False).values()
+
+
+@SHORT
+def test_training_and_evaluation_interleaved(ranks, balance):
+    ranks(len(balance)).run(check_interleaved, balance, world=False).values()
+
+
+@SHORT
+def test_deferred_batch_norm(ranks, balance):
+    ranks(len(balance)).run(check_deferred, balance, world=False).values()
