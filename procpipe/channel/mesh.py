@@ -28,7 +28,7 @@ import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
@@ -111,7 +111,7 @@ class Mesh:
         """Send a frame; never blocks, and the parts (byte buffers) may be reused at once."""
         sock = self._sockets.get(peer)
         if sock is None or peer in self._left:
-            raise self._gone(peer)
+            self._blame_for_leaving(peer, "sends to it")
         size = sum(len(part) for part in parts)
         frame = [_HEADER.pack(size, sequence, kind, flags), *parts]
         if len(frame) > _MAX_PARTS:
@@ -203,11 +203,7 @@ class Mesh:
         """Wait until ``ready()``, which only ``peer`` can bring about; it must not have left."""
         self.wait(lambda: ready() or peer in self._left, what, every_s=every_s)
         if not ready():
-            raise PeerLostError(
-                peer,
-                f"rank {peer} has left the pipeline (its script ended, or closed its stage) while "
-                f"rank {self.rank} waits for {what()}: every rank must make the same calls",
-            )
+            self._blame_for_leaving(peer, f"waits for {what()}")
 
     def wait_failure(self) -> None:
         """Give the story behind an error a moment to come, and raise it; return if none comes."""
@@ -234,7 +230,8 @@ class Mesh:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            self.tell_failure(self._failure.rank, self._failure.story)
+            is_lost = isinstance(self._failure, PeerLostError)
+            self.tell_failure(self._failure.rank, self._failure.story, is_lost=is_lost)
             raise self._failure
 
     def _read(self, peer: int) -> None:
@@ -280,7 +277,7 @@ class Mesh:
 
     # -- endings --------------------------------------------------------------------------------
 
-    def tell_failure(self, origin: int, story: str) -> None:
+    def tell_failure(self, origin: int, story: str, *, is_lost: bool = False) -> None:
         """Tell every peer, once, that rank ``origin`` failed; waits a moment for the sockets.
 
         It goes before all that the sockets have not begun to take.
@@ -291,7 +288,7 @@ class Mesh:
         for unsent in self._unsent.values():
             while unsent and not _is_begun(unsent[-1]):
                 unsent.pop()
-        body = json.dumps({"rank": origin, "story": story}).encode()
+        body = json.dumps({"rank": origin, "story": story, "is_lost": is_lost}).encode()
         self._tell_all(FAILURE, body)
 
     def close(self) -> None:
@@ -320,7 +317,8 @@ class Mesh:
     def _heard_failure(self, body: bytes) -> None:
         if self._failure is None:
             told = json.loads(body)
-            self._failure = RemoteStageError(told["rank"], told["story"])
+            kind = PeerLostError if told["is_lost"] else RemoteStageError
+            self._failure = kind(told["rank"], told["story"])
 
     def _ended(self, peer: int) -> None:
         sock = self._sockets.pop(peer)
@@ -335,12 +333,16 @@ class Mesh:
                 "its own output and the launcher's exit code tell more",
             )
 
-    def _gone(self, peer: int) -> PeerLostError:
-        return PeerLostError(
-            peer,
-            f"rank {peer} has left the pipeline (its script ended, or closed its stage) while rank "
-            f"{self.rank} sends to it: every rank must make the same calls",
-        )
+    def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
+        """Fail because a peer has left, and tell all, or they would blame this rank in turn."""
+        if self._failure is None:
+            self._failure = PeerLostError(
+                peer,
+                f"rank {peer} has left the pipeline (its script ended, or closed its stage) while "
+                f"rank {self.rank} {meanwhile}: every rank must make the same calls",
+            )
+        self._raise_failure()
+        raise AssertionError("there is a failure")
 
 
 def _is_begun(unsent: memoryview) -> bool:

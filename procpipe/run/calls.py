@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from procpipe.errors import ProcpipeError, RemoteStageError, StageClosedError
+from procpipe.errors import DisagreementError, ProcpipeError, RemoteStageError, StageClosedError
 from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.world import World
@@ -56,6 +56,7 @@ class Calls:
             if self._pipeline is None:
                 self._pipeline = self._connect()
             yield self._pipeline
+            self._pipeline.flush()
         except BaseException as error:
             self.fail(name, error)
             raise
@@ -80,7 +81,8 @@ class Calls:
         if self._ended is not None:
             return
         self._ended = f"{name}() failed on this rank with {type(error).__name__}: {error}"
-        if not isinstance(error, RemoteStageError):  # which the mesh has passed on
+        # The mesh has passed on the failure of another rank; a disagreement is found by each.
+        if not isinstance(error, (RemoteStageError, DisagreementError)):
             self._world.give_up(self._story(f"in {name}()", error))
         self._disconnect()
 

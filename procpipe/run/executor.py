@@ -136,7 +136,7 @@ class Executor:
                 self.ledger.size((LOSS, 0), 0)
         except RemoteStageError:
             raise
-        except Exception as error:
+        except BaseException as error:
             self._note(error)
             raise
         self.trace.end()
@@ -263,9 +263,11 @@ class Executor:
         self.trace.waiting_ns += time.perf_counter_ns() - start_ns
         return message
 
-    def _note(self, error: Exception) -> None:
+    def _note(self, error: BaseException) -> None:
         if self.current_task is not None:
+            kind, i, stage = self.current_task
+            where = "its layers' backward" if kind == BACKWARD else self.partition.where()
             error.add_note(
-                f"procpipe: in stage {self._stage} (rank {self._stage}), task {self.current_task} "
-                f"(micro-batch {self.current_task.i}), {self.partition.where()}"
+                f"procpipe: in stage {stage} (rank {stage}), task {self.current_task} "
+                f"(micro-batch {i}), {where}"
             )

@@ -103,6 +103,13 @@ class Pipeline:
             held_bytes=ledger.held_bytes,
         )
 
+    def flush(self) -> None:
+        """Wait until what was sent is on its way without this rank's help.
+
+        Until its next call a rank may do anything, even wait for a peer by other means.
+        """
+        self._mesh.flush()
+
     def close(self) -> None:
         """Wait until what was sent has arrived, say goodbye and disconnect."""
         try:

@@ -258,7 +258,7 @@ class World:
             self._check_for_failure()
             if time.monotonic() > deadline_s:
                 raise WaitTimeoutError(
-                    f"rank {self.rank} waited {self._timeout_s:.0f} s in vain for rank {peer} to "
+                    f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} to "
                     "start: did every process reach its first step?"
                 )
             # Not store.wait with a short timeout: each that ends writes a warning of its own.
