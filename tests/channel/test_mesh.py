@@ -346,8 +346,18 @@ def test_a_goodbye_is_no_fault_unless_somebody_waits_for_who_left(net):
     assert caught.value.rank == 0
     assert "rank 0 has left the pipeline" in told
     assert "while rank 2 waits for the order for step()" in told
-    with pytest.raises(PeerLostError, match=r"has left the pipeline .* while rank 2 sends"):
-        c.send(0, 7, 0, 0)
+
+
+def test_sending_to_who_has_left_is_a_fault(net):
+    a, b = net(2)
+    heard = heard_by(b, 0, 7)
+    a.send(1, 7, 0, 0)
+    a.close()
+    b.wait(lambda: heard, nothing)
+    b.poll()
+
+    with pytest.raises(PeerLostError, match=r"rank 0 has left the pipeline .* while rank 1 sends"):
+        b.send(0, 7, 0, 0)
 
 
 def test_what_a_peer_sent_before_its_goodbye_counts(net):
@@ -382,6 +392,27 @@ def test_a_failure_reaches_all_and_is_passed_on():
         one.close()
 
 
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_a_lost_peer_is_lost_for_those_too_who_only_hear_of_it(how):
+    (a1, b0), (b2, c1) = socket.socketpair(), socket.socketpair()
+    for sock in (a1, b0, b2, c1):
+        sock.setblocking(False)
+    meshes = a, b, c = mesh(0, {1: a1}), mesh(1, {0: b0, 2: b2}), mesh(2, {1: c1})
+    if how == "killed":
+        a1.shutdown(socket.SHUT_RDWR)
+    else:
+        a.close()
+    with pytest.raises(PeerLostError):
+        b.wait_for(0, lambda: False, nothing)
+
+    with pytest.raises(PeerLostError, match="killed" if how == "killed" else "has left") as caught:
+        c.wait(lambda: False, nothing)
+
+    assert caught.value.rank == 0  # and not rank 1, which ended because of it
+    for one in meshes:
+        one.close()
+
+
 def test_a_failure_is_told_once(net):
     a, b = net(2)
     a.tell_failure(0, "first")
@@ -396,8 +427,12 @@ def test_a_failure_is_told_once(net):
 
 def test_the_first_failure_wins(wired):
     one, peer = wired
-    peer.sendall(frame(FAILURE, json.dumps({"rank": 2, "story": "first"}).encode()))
-    peer.sendall(frame(FAILURE, json.dumps({"rank": 3, "story": "second"}).encode()))
+    peer.sendall(
+        frame(FAILURE, json.dumps({"rank": 2, "story": "first", "is_lost": False}).encode())
+    )
+    peer.sendall(
+        frame(FAILURE, json.dumps({"rank": 3, "story": "second", "is_lost": False}).encode())
+    )
     peer.close()
 
     with pytest.raises(RemoteStageError, match="first") as caught:
