@@ -32,6 +32,7 @@ __all__ = ["declared", "pop", "skippable", "stash", "verify_skippables"]
 M = TypeVar("M", bound=nn.Module)
 
 _STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"
+_ORIGINAL = "_procpipe_original"
 
 
 class stash:  # noqa: N801 - a verb, as torchgpipe has it
@@ -79,8 +80,11 @@ def skippable(
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable``; several pops are procpipe's.
     """
-    if isinstance(stash, str) or isinstance(pop, str):
-        raise TypeError(f"names come as lists: skippable(stash=[{stash!r}], pop=[{pop!r}])")
+    if isinstance(stash, str | type) or isinstance(pop, str):
+        raise TypeError(
+            f"skippable got {stash if isinstance(stash, str | type) else pop!r}: names come as "
+            "lists, as in @skippable(stash=[...], pop=[...])"
+        )
     stashes = dict(stash) if isinstance(stash, Mapping) else dict.fromkeys(stash, 1)
     for name, num_pops in stashes.items():
         if num_pops < 1:
@@ -88,7 +92,11 @@ def skippable(
     pops = tuple(pop)
 
     def declare(module_class: type[M]) -> type[M]:
-        original = module_class.forward
+        if _STASHES in vars(module_class):
+            raise TypeError(
+                f"{module_class.__name__} is skippable already: declare other names of a subclass"
+            )
+        original = getattr(module_class.forward, _ORIGINAL, module_class.forward)
 
         @wraps(original)
         def forward(self: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
@@ -98,6 +106,7 @@ def skippable(
             _check_all_done(self, _declarations(self))
             return result
 
+        setattr(forward, _ORIGINAL, original)  # for a subclass that declares names of its own
         module_class.forward = forward
         setattr(module_class, _STASHES, stashes)
         setattr(module_class, _POPS, pops)
@@ -139,8 +148,9 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
     all_stashes = {key for layer in module.children() for key in declared(layer)[0]}
     for name, layer in module.named_children():
         stashes, pops = declared(layer)
+        both = _both_stashed_and_popped(layer)
         for key in pops:
-            if key in stashes and not _has_parts(layer):
+            if key in both:
                 yield f"layer {name!r} both stashes and pops {key}"
                 num_popped[key] = stashes[key]
             elif key not in stashed_in and key not in stashes:
@@ -162,6 +172,9 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
                 )
             else:
                 stashed_in[key], allowed[key] = name, num_pops
+        for key, count in _all_stashes(layer).items():
+            if count > 1:
+                yield f"layer {name!r} stashes {key} {count} times: isolate each by a Namespace"
     for key, name in stashed_in.items():
         if num_popped[key] < allowed[key]:
             times = (
@@ -172,9 +185,21 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
             yield f"layer {name!r} stashes {key}, but {times} it"
 
 
-def _has_parts(layer: nn.Module) -> bool:
-    """Tell whether a layer is made of modules, so that one inside may pop another's tensor."""
-    return not hasattr(type(layer), _STASHES)
+def _all_stashes(layer: nn.Module) -> Counter[SkipKey]:
+    """Count the modules inside a layer that stash each tensor."""
+    return Counter(
+        _key(module, name) for module in layer.modules() for name in getattr(module, _STASHES, {})
+    )
+
+
+def _both_stashed_and_popped(layer: nn.Module) -> set[SkipKey]:
+    """Return what one and the same module stashes and pops; two modules in a layer may."""
+    return {
+        _key(module, name)
+        for module in layer.modules()
+        for name in getattr(module, _POPS, ())
+        if name in getattr(module, _STASHES)
+    }
 
 
 def _isolate(  # noqa: D417 - self needs no description
@@ -184,8 +209,8 @@ def _isolate(  # noqa: D417 - self needs no description
 
     Args:
         namespace: layers that share it, share the names.
-        only: names to isolate; all that the layer declares if left out. Names isolated before
-            keep their namespace.
+        only: names to isolate, or one name; all that the layer declares if left out. Names
+            isolated before keep their namespace.
 
     Raises:
         ValueError: a name that the layer does not declare.
@@ -193,7 +218,7 @@ def _isolate(  # noqa: D417 - self needs no description
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable.Skippable.isolate``.
     """
     names = {*getattr(self, _STASHES), *getattr(self, _POPS)}
-    chosen = names if only is None else set(only)
+    chosen = names if only is None else {only} if isinstance(only, str) else set(only)
     if unknown := chosen - names:
         raise ValueError(
             f"{type(self).__name__} declares the skip names {sorted(names)}, not {sorted(unknown)}"
