@@ -1,0 +1,101 @@
+"""Which skip tensors travel between which stages.
+
+Partitions are drawn as what their layers do: ``layout("+a", "-a")`` has two stages of one layer
+each, ``layout("+a | -a")`` has one stage of two.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from procpipe.skip import Namespace
+from procpipe.skip.layout import SkipLayout
+from tests.skip.layers import drawn
+
+
+def layout(*partitions: str) -> SkipLayout:
+    return layout_of(*([drawn(actions) for actions in it.split("|")] for it in partitions))
+
+
+def layout_of(*partitions: list[nn.Module]) -> SkipLayout:
+    return SkipLayout.of([{str(i): it for i, it in enumerate(part)} for part in partitions])
+
+
+def names(layout: SkipLayout) -> dict[tuple[int, int], str]:
+    return {pair: " ".join(key.name for key in keys) for pair, keys in layout.keys.items()}
+
+
+def test_no_skip_tensors() -> None:
+    assert layout("", "") == SkipLayout({}, {})
+
+
+def test_within_a_stage_nothing_travels() -> None:
+    assert layout("+a | -a", "+b | | -b") == SkipLayout({}, {})
+
+
+def test_to_the_next_stage() -> None:
+    assert names(layout("+a", "-a")) == {(0, 1): "a"}
+
+
+def test_past_stages_that_never_see_it() -> None:
+    far = layout("+a", "", "", "-a")
+    assert names(far) == {(0, 3): "a"}
+    assert [far.into(stage) for stage in range(4)] == [(), (), (), (0,)]
+    assert [far.out_of(stage) for stage in range(4)] == [(3,), (), (), ()]
+
+
+def test_two_popped_on_one_stage_from_different_ones() -> None:
+    both = layout("+a", "+b", "-b -a")
+    assert names(both) == {(0, 2): "a", (1, 2): "b"}
+    assert both.into(2) == (0, 1)
+
+
+def test_two_popped_on_different_stages_from_one() -> None:
+    both = layout("+a +b", "-b", "-a")
+    assert names(both) == {(0, 1): "b", (0, 2): "a"}
+    assert both.out_of(0) == (1, 2)
+
+
+def test_of_a_pair_of_stages_the_order_is_that_of_stashing() -> None:
+    """Whatever the order of pops, so that a message need not name its tensors."""
+    assert names(layout("+a | +b | +c", "-c | -a | -b")) == {(0, 1): "a b c"}
+    assert names(layout("+c +a | +b", "-a -b -c")) == {(0, 1): "c a b"}
+
+
+def test_pairs_of_stages_are_in_order_whatever_the_order_of_pops() -> None:
+    unordered = layout("+a | +c", "+b", "-b", "-c | -a")
+    assert list(unordered.keys) == list(unordered.num_pops) == [(0, 3), (1, 2)]
+
+
+def test_popped_by_layers_of_several_stages_it_goes_once_to_each() -> None:
+    """Three pop it: one where it is made, two on the next stage, one on the last."""
+    shared = layout("+a*4 | -a", "-a | -a", "", "-a")
+    assert names(shared) == {(0, 1): "a", (0, 3): "a"}
+    assert shared.num_pops == {(0, 1): (2,), (0, 3): (1,)}
+
+
+def test_pops_are_counted_for_each_tensor() -> None:
+    mixed = layout("+a | +b*2", "-b | -a | -b")
+    assert names(mixed) == {(0, 1): "a b"}
+    assert mixed.num_pops == {(0, 1): (1, 2)}
+
+
+def test_namespaces_tell_tensors_of_one_name_apart() -> None:
+    one, other = Namespace(), Namespace()
+    crossed = layout_of(
+        [drawn("+a", one), drawn("+a", other)], [drawn("-a", other)], [drawn("-a", one)]
+    )
+    assert [(pair, key.namespace) for pair, (key,) in crossed.keys.items()] == [
+        ((0, 1), other),
+        ((0, 2), one),
+    ]
+
+
+def test_modules_inside_a_layer_count() -> None:
+    assert names(layout_of([nn.Sequential(drawn("+a"))], [nn.Sequential(drawn("-a"))])) == {
+        (0, 1): "a"
+    }
+
+
+def test_stages_that_hold_nothing_are_numbered_all_the_same() -> None:
+    assert names(layout_of([], [drawn("+a")], [], [drawn("-a")])) == {(1, 3): "a"}
