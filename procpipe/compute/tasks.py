@@ -79,7 +79,6 @@ class Partition:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._buffers = Buffers(layers)
         self._passes: dict[int, _Pass] = {}
-        self._parameters = [p for layer in layers.values() for p in layer.parameters()]
         self._trainable: tuple[bool, ...] = ()
         self._learned: dict[tuple[Structure, tuple[bool, ...]], tuple[bool, ...]] = {}
         self._clone_inputs = bool(layers) and any(
@@ -89,7 +88,9 @@ class Partition:
     def begin(self) -> None:
         """Start a mini-batch; whatever an unfinished one left is let go."""
         self._passes.clear()
-        trainable = tuple(parameter.requires_grad for parameter in self._parameters)
+        trainable = tuple(  # asked for anew, since a user may replace parameters
+            parameter.requires_grad for _, layer in self._layers for parameter in layer.parameters()
+        )
         if trainable != self._trainable:
             self._trainable = trainable
             self._learned.clear()
