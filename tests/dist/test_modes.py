@@ -1,0 +1,591 @@
+"""Modes and surroundings of a run, and what a Stage is beside a pipeline: an ``nn.Sequential``."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from procpipe import Remote, Stage, is_checkpointing, is_recomputing
+from tests.dist.stages import (
+    MODES,
+    assert_same,
+    assert_same_gradients,
+    assert_same_state,
+    plain_backward,
+    plain_output,
+    plain_step,
+    stage_of,
+    world_of,
+)
+
+
+def make_batch(size=10, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (size,), generator=generator)
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+    ).double()
+
+
+class Log(nn.Module):
+    """Notes what a layer can see of its surroundings in each forward."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.see = see
+        self.seen: list[Any] = []
+
+    def __deepcopy__(self, memo):
+        return Log(self.see)
+
+    def forward(self, input):
+        self.seen.append(self.see(input))
+        return input * self.weight
+
+
+# -- model parallelism ---------------------------------------------------------------------------
+
+
+def check_model_parallelism(bare):
+    """4 layers on 4 processes, one micro-batch, nothing recomputed."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    inputs, _ = make_batch()
+    target = torch.randn(10, 4).double()
+    with stage_of(
+        bare, "4", plain, [1, 1, 1, 1], chunks=1, checkpoint="never", loss_fn=F.mse_loss
+    ) as stage:
+        expected = plain_step(plain, (inputs,), target, 1, F.mse_loss)
+        assert_same(stage.step(inputs, target), expected, "loss")
+        assert_same_gradients(stage, plain)
+        output = stage(inputs)
+        F.mse_loss(output, target).backward()
+        plain_backward(plain, (inputs,), 1, lambda output: F.mse_loss(output, target))
+        assert_same_gradients(stage, plain)
+        assert_same(stage.fetch(output), plain(inputs).detach(), "output")
+        assert stage.statistics().num_tasks == {"F": 2, "B": 2}
+
+
+# -- what a layer sees ---------------------------------------------------------------------------
+
+
+def phase(input):
+    return ("checkpointing" if is_checkpointing() else "") + ("again" if is_recomputing() else "")
+
+
+def seen_in(bare, balance, see, calls):
+    """Return what a layer in each stage saw, for each mode, in a list a call."""
+    seen = {}
+    for mode in MODES:
+        model = nn.Sequential(*(Log(see) for _ in balance))
+        options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": torch.mean}
+        with stage_of(bare, mode, model, balance, **options) as stage:
+            layer: Any = stage[0]
+            seen[mode] = []
+            for call in calls:
+                call(stage)
+                seen[mode].append(layer.seen)
+                layer.seen = []
+    return seen
+
+
+def train_6(stage):
+    stage.step(torch.ones(6, 2))
+
+
+def train_2(stage):
+    stage.step(torch.ones(2, 2))
+
+
+def train_by_hand(stage):
+    stage(torch.ones(6, 2)).sum().backward()
+
+
+def evaluate_6(stage):
+    stage.eval()
+    stage.step(torch.ones(6, 2))
+    stage(torch.ones(6, 2)).sum().backward()
+    stage.train()
+
+
+def train_without_gradients(stage):
+    with torch.no_grad():
+        stage.step(torch.ones(6, 2))
+        stage(torch.ones(6, 2))
+
+
+CALLS = (train_6, train_2, train_by_hand, evaluate_6, train_without_gradients)
+
+FIRST, AGAIN = "checkpointing", "again"
+
+#: What a layer says in each call: 3 micro-batches forward, then backward in reverse.
+EXPECTED_PHASES = {
+    "always": [
+        [FIRST, FIRST, FIRST, AGAIN, AGAIN, AGAIN],
+        [FIRST, FIRST, AGAIN, AGAIN],
+        [FIRST, FIRST, FIRST, AGAIN, AGAIN, AGAIN],
+        [""] * 6,
+        [""] * 6,
+    ],
+    "except_last": [
+        [FIRST, FIRST, "", AGAIN, AGAIN],
+        [FIRST, "", AGAIN],  # of two micro-batches the second is the last that there is
+        [FIRST, FIRST, "", AGAIN, AGAIN],
+        [""] * 6,
+        [""] * 6,
+    ],
+    "never": [[""] * 3, [""] * 2, [""] * 3, [""] * 6, [""] * 6],
+}
+
+
+def see_autocast(input):
+    product = torch.ones(2, 2) @ torch.ones(2, 2)
+    return str(product.dtype), torch.is_autocast_enabled("cpu")
+
+
+def train_under_autocast(stage):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stage.step(torch.ones(6, 2))
+
+
+def train_and_go_backward_outside(stage):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = stage(torch.ones(6, 2))
+        loss = output.sum()
+    loss.backward()
+
+
+def train_plainly_under_disabled(stage):
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+        stage.step(torch.ones(6, 2))
+
+
+class InFloat32(nn.Module):
+    """A product that autocast must leave alone, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, input):
+        with torch.autocast("cpu", enabled=False):
+            return input.float() @ self.weight
+
+
+def check_autocast_gradients(bare, balance):
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(4, 4), InFloat32(), nn.GELU(), nn.Linear(4, 3))
+    inputs, target = make_batch()
+    inputs = inputs.float()
+    for mode in MODES:
+        plain.zero_grad()
+        truth = copy.deepcopy(plain)
+        options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": F.cross_entropy}
+        with stage_of(bare, f"autocast {mode}", plain, balance, **options) as stage:
+            for style in ("step", "forward"):
+                truth.zero_grad()
+                stage.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    losses = [
+                        F.cross_entropy(truth(x), y) * (len(x) / 10)
+                        for x, y in zip(inputs.chunk(3), target.chunk(3), strict=True)
+                    ]
+                for loss in reversed(losses):
+                    loss.backward()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    if style == "step":
+                        stage.step(inputs, target)
+                    else:
+                        output = stage(inputs)
+                        loss = F.cross_entropy(output, target)
+                if style == "step":
+                    assert_same_gradients(stage, truth, f"{mode} {style}")
+                else:
+                    loss.backward()
+                    assert_same_gradients(stage, truth, f"{mode} {style}", 0.02)
+                    assert_same(stage.fetch(output).dtype, torch.bfloat16, "output")
+
+
+def check_unfreezing(bare, balance):
+    """Layers are frozen and set free between steps, and parameters are replaced by others."""
+    inputs, target = make_batch()
+    for mode in MODES:
+        plain = make_model()
+        plain.requires_grad_(False)
+        options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": F.cross_entropy}
+        with stage_of(bare, mode, plain, balance, **options) as stage:
+            for name, requires_grad, is_replaced in (
+                ("", False, False),
+                ("0", True, True),
+                ("0", False, False),
+                ("4", True, False),
+                ("3", True, False),
+                ("0", True, False),
+                ("4", False, False),
+                ("0", False, True),
+                ("2", True, True),
+                ("0", True, True),
+            ):
+                for model in (plain, stage):
+                    for layer_name, layer in model.named_children():
+                        if layer_name == name:
+                            change(layer, requires_grad, is_replaced)
+                plain.zero_grad()
+                stage.zero_grad()
+                expected = plain_step(plain, (inputs,), target, 3, F.cross_entropy)
+                what = f"{mode}, layer {name!r} {requires_grad}:"
+                assert_same(stage.step(inputs, target), expected, what)
+                assert_same_gradients(stage, plain, what)
+
+
+def change(layer, requires_grad, is_replaced):
+    for name, parameter in list(layer.named_parameters()):
+        if is_replaced:
+            setattr(layer, name, nn.Parameter(parameter.detach() * 0.5))
+        getattr(layer, name).requires_grad_(requires_grad)
+
+
+# -- clipping ------------------------------------------------------------------------------------
+
+
+def check_clipping(bare, balance):
+    models = {
+        "all": make_model(),
+        "frozen first stage": make_model(),
+        "frozen last stage": make_model(),
+        "without parameters": nn.Sequential(
+            nn.ReLU(), nn.Tanh(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+        ).double(),
+        "two dtypes": nn.Sequential(
+            nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Cast(), nn.Linear(4, 3).double()
+        ),
+    }
+    models["frozen first stage"][0].requires_grad_(False)
+    models["frozen last stage"][4].requires_grad_(False)
+    inputs, target = make_batch()
+    for name, plain in models.items():
+        given = inputs.float() if name == "two dtypes" else inputs
+        options: Any = {"chunks": 3, "loss_fn": F.cross_entropy}
+        with stage_of(bare, name, plain, balance, **options) as stage:
+            # Nothing to clip yet.
+            assert_same(stage.clip_grad_norm_(1.0), torch.tensor(0.0), f"{name}: no gradients")
+            for norm_type in (2.0, 1.0, math.inf, 3.5, 0.0, "inf"):
+                for max_norm in (1e-3, 1e6):
+                    plain.zero_grad()
+                    stage.zero_grad()
+                    plain_step(plain, (given,), target, 3, F.cross_entropy)
+                    stage.step(given, target)
+                    expected = torch.nn.utils.clip_grad_norm_(
+                        plain.parameters(), max_norm, norm_type
+                    )
+                    found = stage.clip_grad_norm_(max_norm, norm_type)
+                    what = f"{name}, norm {norm_type}, at most {max_norm}:"
+                    tolerance = 1e-6 if name == "two dtypes" else 0.0
+                    assert_same(found, expected, what, tolerance)
+                    assert_same_gradients(stage, plain, what, tolerance)
+
+
+class Cast(nn.Module):
+    def forward(self, input):
+        return input.double()
+
+
+def clip_what_is_not_finite(bare, error_if_nonfinite):
+    with stage_of(bare, "inf", make_model(), [3, 2], loss_fn=F.cross_entropy) as stage:
+        inputs, target = make_batch()
+        stage.step(inputs, target)
+        if bare.rank == 1:
+            next(stage.parameters()).grad[0] = math.nan
+        return stage.clip_grad_norm_(1.0, error_if_nonfinite=error_if_nonfinite).isnan().item()
+
+
+# -- fetch ---------------------------------------------------------------------------------------
+
+
+def check_fetch(bare, balance):
+    last = bare.num_ranks - 1
+    inputs, target = make_batch()
+    plain = make_model()
+    with stage_of(bare, "fetch", plain, balance, chunks=3) as stage:
+        output = stage(inputs)
+        expected = plain_output(plain, (inputs,), 3).detach()
+        for value, truth in (
+            (output, expected),
+            (output.softmax(1).argmax(1), expected.softmax(1).argmax(1)),
+            ((output[:2] * 2).detach(), expected[:2] * 2),
+        ):
+            fetched = stage.fetch(value)
+            assert_same(fetched, truth, "fetched")
+            assert not fetched.requires_grad
+        correct = (output.argmax(1) == target).sum()
+        assert stage.fetch(correct).item() == (expected.argmax(1) == target).sum().item()
+        # A value of rank 0, and plain ones.
+        nested = {"a": [inputs, None, 3], "b": ("c", 0.5)} if bare.rank == 0 else None
+        assert_same(stage.fetch(nested), {"a": [inputs, None, 3], "b": ("c", 0.5)}, "nested")
+        assert bare.rank == last or isinstance(output, Remote)
+        F.cross_entropy(output, target).backward()
+        large = torch.arange(300_000) if bare.rank == 0 else None
+        assert_same(stage.fetch(large), torch.arange(300_000), "large")
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+def check_state(bare, balance):
+    """Keys are those of the full model; full states and those of a stage load alike."""
+    plain = make_model()
+    names = [name for name, _ in plain.named_children()]
+    first = sum(balance[: bare.rank])
+    ours = names[first : first + balance[bare.rank]]
+    with stage_of(bare, "state", plain, balance) as stage:
+        assert [name for name, _ in stage.named_children()] == ours
+        expected = [key for key in plain.state_dict() if key.split(".")[0] in ours]
+        assert list(stage.state_dict()) == expected
+        assert [n for n, _ in stage.named_parameters()] == [
+            n for n, _ in plain.named_parameters() if n.split(".")[0] in ours
+        ]
+        other = make_model()
+        for parameter in other.parameters():
+            nn.init.normal_(parameter)
+        other(make_batch()[0])  # other running statistics
+        result = stage.load_state_dict(other.state_dict())
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert_same_state(stage, other)
+        stage.load_state_dict(plain.state_dict() if bare.rank == 0 else dict(plain.state_dict()))
+        assert_same_state(stage, plain)
+        of_stage = {k: v for k, v in other.state_dict().items() if k.split(".")[0] in ours}
+        stage.load_state_dict(of_stage)
+        assert_same_state(stage, other)
+        stage.load_state_dict(plain.state_dict(), assign=True)
+        assert_same_state(stage, plain)
+
+        with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"9.weight"'):
+            stage.load_state_dict({**plain.state_dict(), "9.weight": torch.ones(1)})
+        if expected:
+            with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
+                stage.load_state_dict({k: v for k, v in of_stage.items() if k != expected[0]})
+            result = stage.load_state_dict(
+                {k: v for k, v in of_stage.items() if k != expected[0]}, strict=False
+            )
+            assert result.missing_keys == [expected[0]]
+        if "3.num_batches_tracked" in expected:
+            state = other.state_dict()
+            del state["3.num_batches_tracked"]
+            with pytest.raises(RuntimeError, match=r"Missing key.*num_batches_tracked"):
+                stage.load_state_dict(state)
+        # What is loaded is trained: the stage looks at the parameters that are there.
+        stage.load_state_dict(other.state_dict(), assign=True)
+        inputs, _ = make_batch()
+        other.eval()
+        stage.eval()
+        assert_same(stage.fetch(stage(inputs).detach()), other(inputs).detach(), "loaded")
+
+
+def values_from_meta(bare, balance):
+    """Build a model on the meta device, train it a step; return the stage's state."""
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        )
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    with stage_of(bare, str(balance), model, balance, chunks=2, loss_fn=F.cross_entropy) as stage:
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(not tensor.is_meta for tensor in stage.state_dict().values())
+        assert all(tensor.is_meta for tensor in model.state_dict().values())
+        state = {key: value.clone() for key, value in stage.state_dict().items()}
+        inputs, target = make_batch()
+        stage.step(inputs.float(), target)
+        assert all(p.grad is not None for _, p in stage.named_parameters())
+        return state
+
+
+def only_local_layers_have_memory(bare, balance):
+    """The stage takes its layers out of the model given, and leaves the others as they are."""
+    with torch.device("meta"):
+        model = make_model()
+    stage = Stage(model, balance, world=world_of(bare, "meta"))
+    local = [name for name, _ in stage.named_children()]
+    is_meta = {name: layer.weight.is_meta for name, layer in model.named_children() if name != "1"}
+    stage._calls.close()
+    return is_meta == {name: name not in local for name in is_meta}
+
+
+# -- being an nn.Sequential ----------------------------------------------------------------------
+
+
+def check_attributes(bare, balance):
+    plain = make_model()
+    with stage_of(
+        bare,
+        "attributes",
+        plain,
+        torch.tensor(balance),
+        chunks=3,
+        checkpoint="always",
+        deferred_batch_norm=True,
+    ) as stage:
+        first = sum(balance[: bare.rank])
+        assert stage.balance == balance
+        assert all(type(part) is int for part in stage.balance)
+        assert stage.devices == [torch.device("cpu")] * bare.num_ranks
+        assert stage.device == torch.device("cpu")
+        assert (stage.chunks, type(stage.chunks)) == (3, int)
+        assert (stage.checkpoint, stage.rank) == ("always", bare.rank)
+        assert isinstance(stage, nn.Sequential)
+        assert len(stage) == balance[bare.rank]
+        assert [type(layer) for layer in stage] == [
+            layer.__class__
+            if not isinstance(layer, nn.BatchNorm1d)
+            else stage.get_submodule("3").__class__
+            for layer in list(plain)[first : first + len(stage)]
+        ]
+        assert stage[0] is stage.get_submodule(str(first))
+        assert stage[-1] is stage.get_submodule(str(first + len(stage) - 1))
+        part = stage[0:1]
+        assert type(part) is nn.Sequential
+        assert [name for name, _ in part.named_children()] == [str(first)]
+        with pytest.raises(IndexError):
+            stage[len(stage)]
+
+        # Every optimizer takes what parameters() gives, though layer 1 has none.
+        parameters = list(stage.parameters())
+        assert parameters
+        has_own = bool(list(stage.named_parameters()))
+        assert len(parameters) == (len(list(stage.named_parameters())) if has_own else 1)
+        for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+            optimizer = kind(stage.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            optimizer.step()
+
+        for move in (
+            lambda: stage.cuda(),
+            lambda: stage.cpu(),
+            lambda: stage.to("cpu"),
+            lambda: stage.to(torch.device("cpu")),
+            lambda: stage.to(0),
+            lambda: stage.to(device="cpu"),
+            lambda: stage.to(torch.ones(1)),
+            lambda: stage.to("cpu", torch.float64),
+        ):
+            with pytest.raises(TypeError, match=f"stage {bare.rank} stays on cpu"):
+                move()
+        for convert in (stage.double, stage.float, stage.half, stage.bfloat16):
+            assert convert() is stage
+        assert stage.to(torch.float64) is stage
+        assert stage.to(dtype=torch.float64, non_blocking=True) is stage
+        assert all(p.dtype == torch.float64 for _, p in stage.named_parameters())
+        assert stage.train(False) is stage
+        assert not stage[0].training
+        stage.train()
+        inputs, _ = make_batch()
+        output = stage(inputs)  # works after all that
+        output.sum().backward()
+        assert stage.fetch(output).shape == (10, 3)
+        assert repr(stage).startswith("Stage(")
+
+
+def check_mode_given(bare, balance):
+    """A model in eval mode makes a stage in eval mode, and the layers keep their own modes."""
+    model = make_model()
+    model[3].eval()
+    with stage_of(bare, "partly", model, balance) as stage:
+        assert stage.training
+        assert all(layer.training == (name != "3") for name, layer in stage.named_children())
+    with stage_of(bare, "eval", make_model().eval(), balance, loss_fn=torch.sum) as stage:
+        assert not stage.training
+        before = copy.deepcopy(stage.state_dict())
+        stage.step(make_batch()[0])
+        assert_same(dict(stage.state_dict()), dict(before), "state")
+        assert all(p.grad is None for p in stage.parameters())
+
+
+def test_model_parallelism(ranks):
+    ranks(4).run(check_model_parallelism, world=False).values()
+
+
+def test_what_a_layer_sees_of_its_phase(ranks):
+    for seen in ranks(2).run(seen_in, [1, 1], phase, CALLS, world=False).values():
+        assert seen == EXPECTED_PHASES
+
+
+@pytest.mark.parametrize("balance", [[1], [1, 1]], ids=str)
+def test_recomputation_is_under_the_autocast_of_its_forward(ranks, balance):
+    calls = (train_under_autocast, train_and_go_backward_outside, train_plainly_under_disabled)
+    under, outside = ("torch.bfloat16", True), ("torch.float32", False)
+    num_seen = {"always": 6, "except_last": 5, "never": 3}
+
+    for seen in (
+        ranks(len(balance)).run(seen_in, balance, see_autocast, calls, world=False).values()
+    ):
+        for mode, num in num_seen.items():
+            assert seen[mode] == [[under] * num, [under] * num, [outside] * num], mode
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 1, 1]], ids=str)
+def test_gradients_under_autocast(ranks, balance):
+    ranks(len(balance)).run(check_autocast_gradients, balance, world=False).values()
+
+
+@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)
+def test_layers_frozen_and_set_free_between_steps(ranks, balance):
+    ranks(len(balance)).run(check_unfreezing, balance, world=False).values()
+
+
+@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)
+def test_clipping_over_all_stages(ranks, balance):
+    ranks(len(balance)).run(check_clipping, balance, world=False).values()
+
+
+def test_a_norm_that_is_not_finite(ranks):
+    assert ranks(2).run(clip_what_is_not_finite, False, world=False).values() == [True, True]
+    for error in ranks(2).run(clip_what_is_not_finite, True, world=False).errors():
+        assert "the gradients' norm over all stages is nan" in error.text
+
+
+@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)
+def test_fetch(ranks, balance):
+    ranks(len(balance)).run(check_fetch, balance, world=False).values()
+
+
+BALANCES = pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 3], [1, 1, 1, 2]], ids=str)
+
+
+@BALANCES
+def test_state_dicts(ranks, balance):
+    ranks(len(balance)).run(check_state, balance, world=False).values()
+
+
+def test_a_model_from_the_meta_device_has_the_same_values_for_every_balance(ranks):
+    states = []
+    for balance in ([5], [2, 3], [4, 1], [1, 1, 1, 2]):
+        state = {}
+        for of_stage in ranks(len(balance)).run(values_from_meta, balance, world=False).values():
+            assert not state.keys() & of_stage.keys()
+            state |= of_stage
+        states.append(state)
+    assert len(states[0]) == 11
+    for state in states[1:]:
+        assert_same(state, states[0], "state")
+    assert ranks(2).run(only_local_layers_have_memory, [2, 3], world=False).values() == [True] * 2
+
+
+@BALANCES
+def test_attributes(ranks, balance):
+    ranks(len(balance)).run(check_attributes, balance, world=False).values()
+
+
+def test_the_mode_of_the_model_is_kept(ranks):
+    ranks(2).run(check_mode_given, [2, 3], world=False).values()
