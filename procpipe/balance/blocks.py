@@ -1,0 +1,181 @@
+"""Divides a sequence of costs into contiguous parts as evenly as can be.
+
+    costs    1  2  3  4  5  6          2 parts: [4, 2], as 1+2+3+4 = 10 and 5+6 = 11
+             └────┬───┘  └─┬┘
+
+Optimal, not heuristic: no other division has a smaller largest part (the slowest stage sets the
+pace of a pipeline) and, of those that have the same, none has a smaller sum of squares of the
+parts' sums (the other stages are even too). Of equals, the last part has the most layers, then the
+one before it, and so on: in most schedules the first stages hold the most micro-batches.
+
+Costs become integers on a common scale first, so every comparison is exact for the numbers given
+and nothing depends on rounding.
+
+    n, m          layers, parts
+    i, j          cuts: before layer 0 … behind layer n - 1, from 0 to n
+    p             parts so far
+    prefix[j]     cost of the layers before cut j, so that i to j costs prefix[j] - prefix[i]
+
+Knows nothing of models, devices or seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, repeat
+from operator import mul, sub
+
+from procpipe.errors import BalanceError
+
+__all__ = ["blocks", "check_num_parts"]
+
+
+def blocks(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Divide layers into contiguous parts with the smallest largest cost, then the evenest.
+
+    Args:
+        costs: one a layer, in any unit, from 0.
+        num_parts: from 1 to the number of layers; no part is empty.
+
+    Returns:
+        The number of layers in each part.
+
+    Raises:
+        BalanceError: fewer than 1 part, or more parts than layers.
+        ValueError: lists every cost that is negative or not finite.
+
+    Source: the interface of torchgpipe 0.0.7, ``torchgpipe.balance.blockpartition.solve``, which
+        uses the heuristic of Bárány and Grinberg, "Block partitions of sequences" (2015).
+    """
+    check_num_parts(num_parts, len(costs))
+    prefix = list(accumulate(_as_integers(costs), initial=0))
+    limit = _smallest_limit(prefix, num_parts)
+    return [j - i for i, j in pairwise(_evenest_cuts(prefix, num_parts, limit))]
+
+
+def check_num_parts(num_parts: int, num_layers: int) -> None:
+    """Check that layers can be divided into so many parts.
+
+    Raises:
+        BalanceError: they cannot.
+    """
+    if num_parts < 1:
+        raise BalanceError(
+            f"{num_layers} layers are to be divided into {num_parts} partitions: ask for at least 1"
+        )
+    if num_parts > num_layers:
+        raise BalanceError(
+            f"{num_layers} layers are to be divided into {num_parts} partitions, each of at least "
+            f"one layer: ask for at most {num_layers}, or divide the model into more layers"
+        )
+
+
+def _as_integers(costs: Sequence[float]) -> list[int]:
+    """Return the costs times a number that makes all of them whole."""
+    faults = [
+        f"cost {cost} of layer {index}"
+        for index, cost in enumerate(costs)
+        if not (math.isfinite(cost) and cost >= 0)
+    ]
+    if faults:
+        raise ValueError(f"{', '.join(faults)}: give each layer a finite cost from 0")
+    ratios = [cost.as_integer_ratio() for cost in costs]
+    scale = math.lcm(*(denominator for _, denominator in ratios))
+    return [numerator * (scale // denominator) for numerator, denominator in ratios]
+
+
+def _smallest_limit(prefix: list[int], num_parts: int) -> int:
+    """Return the cost of the largest part, the smallest there can be.
+
+    Whether a limit can be kept is seen by filling one part after the other. Fewer parts than asked
+    for are good enough: dividing one further makes none larger.
+    """
+    total = prefix[-1]
+    low, high = -(-total // num_parts), total
+    while low < high:
+        limit = (low + high) // 2
+        if _reach(prefix, num_parts, limit)[-1] == len(prefix) - 1:
+            high = limit
+        else:
+            low = limit + 1
+    return low
+
+
+def _reach(prefix: list[int], num_parts: int, limit: int) -> list[int]:
+    """Return for p = 0 … num_parts the last cut that p parts within the limit can reach."""
+    cuts = [0]
+    for _ in range(num_parts):
+        cuts.append(bisect_right(prefix, prefix[cuts[-1]] + limit) - 1)
+    return cuts
+
+
+def _evenest_cuts(prefix: list[int], num_parts: int, limit: int) -> list[int]:
+    """Return the cuts with the smallest sum of squares of all that keep the limit.
+
+    By dynamic programming over p: only cuts count that p parts can reach from the left, and the
+    remaining ones from the right. Where the limit is tight these are few.
+    """
+    n = len(prefix) - 1
+    from_left = _reach(prefix, num_parts, limit)
+    mirrored = [prefix[-1] - cost for cost in reversed(prefix)]
+    from_right = [n - cut for cut in reversed(_reach(mirrored, num_parts, limit))]
+
+    step = _Step(first=0, squares=[0], choices=[0])
+    steps = []
+    for p in range(1, num_parts + 1):
+        first = max(p, from_right[p])
+        last = min(n - (num_parts - p), from_left[p])
+        step = step.extended(prefix, limit, first, last)
+        steps.append(step)
+
+    cuts = [n]
+    for step in reversed(steps):
+        cuts.append(step.choices[cuts[-1] - step.first])
+    return cuts[::-1]
+
+
+class _Step:
+    """The best divisions into p parts, for each cut at which part p may end.
+
+    Attributes:
+        first: the first such cut, to which the first entry of the lists belongs.
+        squares: the smallest sum of squares up to the cut.
+        choices: the cut at which part p begins, the first of equals.
+    """
+
+    def __init__(self, first: int, squares: list[int], choices: list[int]) -> None:
+        self.first = first
+        self.squares = squares
+        self.choices = choices
+
+    def extended(self, prefix: list[int], limit: int, first: int, last: int) -> _Step:
+        """Return the same for one part more, which ends at one of the cuts ``first … last``.
+
+        The later a part ends, the later it begins at best (the square of a sum obeys the
+        quadrangle inequality, and does so too when too long a part counts as infinite). So the
+        best beginning for the middle cut bounds those on both sides, and the halves follow.
+
+        With the square multiplied out, what depends on the beginning i of a part that ends at j is
+        squares[i] + prefix[i]² - 2 · prefix[i] · prefix[j].
+        """
+        starts = range(self.first, self.first + len(self.squares))
+        costs = prefix[starts.start : starts.stop]
+        heights = [square + cost * cost for square, cost in zip(self.squares, costs, strict=True)]
+        squares, choices = [0] * (last + 1 - first), [0] * (last + 1 - first)
+
+        halves = [(first, last, starts.start, starts.stop - 1)]
+        while halves:
+            first_j, last_j, first_i, last_i = halves.pop()
+            if first_j > last_j:
+                continue
+            j = (first_j + last_j) // 2
+            low = max(first_i, bisect_left(prefix, prefix[j] - limit))
+            window = slice(low - starts.start, min(last_i, j - 1) + 1 - starts.start)
+            values = list(map(sub, heights[window], map(mul, costs[window], repeat(2 * prefix[j]))))
+            best = min(values)
+            i = low + values.index(best)
+            squares[j - first], choices[j - first] = best + prefix[j] ** 2, i
+            halves += [(first_j, j - 1, first_i, i), (j + 1, last_j, i, last_i)]
+        return _Step(first, squares, choices)

@@ -1,0 +1,241 @@
+"""What each layer of a model costs: seconds of its forward and backward, bytes it holds.
+
+Measured in training mode on copies, a layer at a time; see ``alone``. Times differ from run to run
+and from machine to machine. Bytes are counted, not taken from the statistics of an allocator, so
+they are the same on every device, and on the meta device nothing is even computed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from procpipe.balance.alone import Layer, Tracking, as_flat, run_each, without_skips
+from procpipe.tree import Flat
+
+__all__ = ["check_model", "layer_sizes", "layer_times"]
+
+
+def layer_times(
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    timeout: float = 1.0,
+    device: torch.device | str | None = None,
+    tracking: Tracking = without_skips,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Measure the forward and backward of each layer.
+
+    All layers run once to warm up, then again and again, always on the same sample. Runs in this
+    process only, and blocks.
+
+    Args:
+        module: the model, not changed.
+        sample: one micro-batch, not changed: what the model's one input is, a tensor
+            ``(batch/m, …)`` or nested tuples, lists and dicts; or :class:`Inputs` of several.
+        timeout: seconds after which no further round starts; one is always measured.
+        device: where copies of the layers run, one at a time; by default the sample's.
+        tracking: takes up what layers stash and gives what they pop.
+        clock: gives the seconds since some moment.
+
+    Returns:
+        Seconds a layer, the median of all rounds.
+
+    Raises:
+        TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
+            stage (:class:`~procpipe.errors.BoundaryError`).
+        ValueError: the model, the sample or ``device`` is meta, which computes nothing.
+    """
+    check_model(module)
+    inputs = as_flat(sample)
+    device = _device(device, inputs.tensors)
+    _check_not_meta(module, inputs.tensors, device)
+    timer = _Timer(device, clock)
+
+    begun = clock()
+    run_each(module, inputs, device, timer.time, tracking)
+    rounds = [run_each(module, inputs, device, timer.time, tracking)]
+    while clock() - begun < timeout:
+        rounds.append(run_each(module, inputs, device, timer.time, tracking))
+    return [statistics.median(of_layer) for of_layer in zip(*rounds, strict=True)]
+
+
+def layer_sizes(
+    module: nn.Sequential,
+    input: Any,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: torch.device | str | None = None,
+    tracking: Tracking = without_skips,
+) -> list[int]:
+    """Count the bytes that each layer holds in training.
+
+    These are the activations of one micro-batch between its forward and its backward, and the
+    parameters with what an optimizer keeps beside them. Activations are all that autograd saves,
+    the output, and skip tensors stashed; each memory once, and none that was there before: not the
+    layer's input (the layer before it counts that as its output), its parameters or its buffers.
+
+    Args:
+        module: the model, not changed.
+        input: a mini-batch, not changed: what the model's one input is, a tensor ``(batch, …)`` or
+            nested tuples, lists and dicts; or :class:`Inputs` of several. Tensors with as many
+            samples as the first are split, others are not.
+        chunks: micro-batches in a mini-batch; the first, which is the largest, is measured.
+        param_scale: bytes held for each byte of parameters: 2 for plain SGD (parameters and
+            gradients), 3 with momentum, 4 for Adam.
+        device: where copies of the layers run, one at a time; by default the input's. A model with
+            parameters on the meta device is always measured there.
+        tracking: takes up what layers stash and gives what they pop.
+
+    Returns:
+        Bytes a layer.
+
+    Raises:
+        TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
+            stage (:class:`~procpipe.errors.BoundaryError`).
+        ValueError: ``chunks`` is less than 1, or ``param_scale`` negative.
+    """
+    check_model(module)
+    if chunks < 1 or not param_scale >= 0:
+        raise ValueError(
+            f"chunks is {chunks} and param_scale {param_scale}: give at least 1 chunk, and a scale "
+            "from 0"
+        )
+    inputs = _first_micro_batch(as_flat(input), chunks)
+    device = torch.device("meta") if _on_meta(module) else _device(device, inputs.tensors)
+
+    def size(layer: Layer) -> int:
+        return _num_activation_bytes(layer) + int(param_scale * _num_parameter_bytes(layer.module))
+
+    return run_each(module, inputs, device, size, tracking)
+
+
+def check_model(module: nn.Module) -> None:
+    """Check that a model is a chain of layers.
+
+    Raises:
+        TypeError: it is not an ``nn.Sequential``.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"the model is a {type(module).__qualname__}: pass an nn.Sequential, whose layers can "
+            "be profiled one by one"
+        )
+
+
+class _Timer:
+    """Times a layer's forward and backward on a device that may lag behind the host."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+        self._device = device
+        self._clock = clock
+
+    def time(self, layer: Layer) -> float:
+        forward_s = self._seconds(layer.forward)
+        gradients = layer.output_gradients()
+        return forward_s + self._seconds(lambda: layer.backward(gradients))
+
+    def _seconds(self, run: Callable[[], None]) -> float:
+        self._wait_device()
+        begun = self._clock()
+        run()
+        self._wait_device()
+        return self._clock() - begun
+
+    def _wait_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class _Memories:
+    """Memories that tensors lie in, each once however many tensors share it.
+
+    Holds on to them, since freed memory is soon another tensor's.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Add a tensor's memory (sparse ones have no single one, and are passed over)."""
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = storage
+        return tensor
+
+    def num_bytes_beyond(self, others: _Memories) -> int:
+        """Return the bytes of those that are not among the others."""
+        new = self._storages.keys() - others._storages.keys()
+        return sum(self._storages[key].nbytes() for key in new)
+
+
+def _num_activation_bytes(layer: Layer) -> int:
+    before = _Memories(chain(layer.inputs, layer.module.parameters(), layer.module.buffers()))
+    held = _Memories(())
+    with torch.autograd.graph.saved_tensors_hooks(held.add, lambda tensor: tensor):
+        layer.forward()
+    for tensor in chain(layer.outputs, _leaves(layer.outputs)):
+        held.add(tensor)
+    return held.num_bytes_beyond(before)
+
+
+def _leaves(outputs: list[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves of the outputs' graph, which it holds although they are not saved."""
+    nodes = [output.grad_fn for output in outputs]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend(child for child, _ in node.next_functions)
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
+
+
+def _num_parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def _first_micro_batch(inputs: Flat, chunks: int) -> Flat:
+    """Return the first of the parts that ``torch.chunk`` makes, which no other exceeds."""
+    num_samples = next((len(tensor) for tensor in inputs.tensors if tensor.dim()), 0)
+    num_rows = -(-num_samples // chunks)
+    tensors = [
+        tensor[:num_rows] if tensor.dim() and len(tensor) == num_samples else tensor
+        for tensor in inputs.tensors
+    ]
+    return Flat(tensors, inputs.structure, inputs.requires_grad)
+
+
+def _device(device: torch.device | str | None, tensors: list[Tensor]) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+
+
+def _check_not_meta(module: nn.Module, tensors: list[Tensor], device: torch.device) -> None:
+    on_meta = {
+        "the model": _on_meta(module),
+        "the sample": any(tensor.is_meta for tensor in tensors),
+        "the device to profile on": device.type == "meta",
+    }
+    if any(on_meta.values()):
+        what = " and ".join(name for name, is_meta in on_meta.items() if is_meta)
+        raise ValueError(
+            f"{what}: on the meta device nothing is computed, so no time can be measured: build "
+            "model and sample on a real device, or balance by size, which works on meta"
+        )

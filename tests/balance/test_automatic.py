@@ -1,0 +1,137 @@
+"""Balances of whole models, with the intents of torchgpipe's own tests."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from procpipe.balance import balance_by_size, balance_by_time
+from procpipe.errors import BalanceError
+
+
+class Busy(nn.Module):
+    """Computes much more than others."""
+
+    def forward(self, x):
+        for _ in range(2000):
+            x = x + 0.5
+        return x
+
+
+class Expand(nn.Module):
+    """Holds so many copies of its input until backward."""
+
+    def __init__(self, num_copies):
+        super().__init__()
+        self.num_copies = num_copies
+
+    def forward(self, x):
+        for _ in range(self.num_copies):
+            x = x + torch.rand_like(x, requires_grad=True)
+        return x
+
+
+def test_by_time():
+    model = nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.ReLU(), Busy())
+    mirrored = nn.Sequential(Busy(), nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.ReLU())
+    sample = torch.rand(2, 2, requires_grad=True)
+
+    assert balance_by_time(2, model, sample, timeout=0) == [4, 1]
+    assert balance_by_time(2, mirrored, sample, timeout=0) == [1, 4]
+
+
+def test_by_time_loop_resets_input():
+    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(128, 10))
+
+    balance = balance_by_time(2, model, torch.rand(10, 3, 8, 8), timeout=0.02)
+
+    assert sum(balance) == 3
+
+
+def test_by_size_latent():
+    sample = torch.rand(10, 100, 100)
+
+    rising = nn.Sequential(*[Expand(k) for k in (1, 2, 3, 4, 5, 6)])
+    falling = nn.Sequential(*[Expand(k) for k in (6, 5, 4, 3, 2, 1)])
+
+    assert balance_by_size(2, rising, sample) == [4, 2]
+    assert balance_by_size(2, falling, sample) == [2, 4]
+
+
+def test_by_size_param():
+    widths = [1, 2, 3, 4, 5, 6]
+    model = nn.Sequential(*[nn.Linear(1, width * 100) for width in widths])
+    rising = nn.Sequential(*[nn.Sequential(layer, Sum()) for layer in model])
+    falling = nn.Sequential(*[nn.Sequential(layer, Sum()) for layer in reversed(model)])
+    sample = torch.rand(1, 1)
+
+    assert balance_by_size(2, rising, sample, param_scale=100) == [4, 2]
+    assert balance_by_size(2, falling, sample, param_scale=100) == [2, 4]
+
+
+class Sum(nn.Module):
+    def forward(self, x):
+        return x.sum(1, keepdim=True)
+
+
+def test_by_size_param_scale():
+    class Tradeoff(nn.Module):
+        def __init__(self, num_parameters, num_copies):
+            super().__init__()
+            self.parameter = nn.Parameter(torch.ones(num_parameters))
+            self.expand = Expand(num_copies)
+
+        def forward(self, x):
+            return self.expand(x)
+
+    model = nn.Sequential(*[Tradeoff(100 * k, 7 - k) for k in (1, 2, 3, 4, 5, 6)])
+    sample = torch.rand(1, 100)
+
+    assert balance_by_size(2, model, sample, param_scale=0) == [2, 4]
+    assert balance_by_size(2, model, sample, param_scale=100) == [4, 2]
+
+
+def test_chunks_divide_the_activations():
+    model = nn.Sequential(nn.Linear(100, 100), *[nn.Sigmoid() for _ in range(5)])
+    sample = torch.rand(200, 100)
+
+    assert balance_by_size(2, model, sample, chunks=1) == [2, 4]
+    assert balance_by_size(2, model, sample, chunks=200) == [1, 5]
+
+
+def test_by_size_on_meta_needs_no_memory():
+    with torch.device("meta"):  # 4 TB of parameters, and activations of 4 GB a layer
+        model = nn.Sequential(*[nn.Linear(500_000, 500_000) for _ in range(4)])
+        sample = torch.empty(2_000, 500_000)
+
+    assert balance_by_size(2, model, sample) == [2, 2]
+
+
+@pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
+def test_wrong_number_of_partitions_is_told_before_any_layer_runs(balance_by):
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise AssertionError
+
+    model = nn.Sequential(Failing(), Failing())
+
+    with pytest.raises(BalanceError, match="2 layers are to be divided into 3 partitions"):
+        balance_by(3, model, torch.rand(1))
+    with pytest.raises(BalanceError, match="2 layers are to be divided into 0 partitions"):
+        balance_by(0, model, torch.rand(1))
+
+
+@pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
+def test_a_model_that_is_not_sequential(balance_by):
+    with pytest.raises(TypeError, match="the model is a Linear"):
+        balance_by(1, nn.Linear(1, 1), torch.rand(1))
+
+
+def test_by_time_ends_in_time():
+    begun = time.monotonic()
+    balance_by_time(1, nn.Sequential(nn.ReLU()), torch.rand(1), timeout=0.05)
+
+    assert time.monotonic() - begun >= 0.05  # and it ends

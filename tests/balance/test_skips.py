@@ -1,0 +1,137 @@
+"""Skippable layers, profiled one at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from procpipe.balance import balance_by_size, balance_by_time, layer_sizes, layer_times
+from procpipe.skip import Namespace, pop, skippable, stash
+from procpipe.skip.tracker import current_tracker, tracking
+
+FLOAT32 = 4
+
+
+@skippable(stash={"skip": 2})
+class Stash(nn.Module):
+    """Stashes something it computes on the way to its output."""
+
+    def forward(self, x):
+        hidden = x.exp()
+        yield stash("skip", hidden)
+        return hidden.sin()
+
+
+@skippable(stash=["none"])
+class StashNone(nn.Module):
+    def forward(self, x):
+        yield stash("none", None)
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    """Changes what it pops, in place."""
+
+    def forward(self, x):
+        skip = yield pop("skip")
+        assert skip.requires_grad
+        return x * skip.mul_(0.5)
+
+
+@skippable(pop=["none"])
+class PopNone(nn.Module):
+    def forward(self, x):
+        skip = yield pop("none")
+        assert skip is None
+        return x
+
+
+def model():
+    return nn.Sequential(nn.Linear(8, 8), Stash(), StashNone(), Pop(), PopNone(), Pop())
+
+
+def test_a_model_with_skips_is_profiled():
+    sample = torch.rand(4, 8)
+    one = FLOAT32 * 4 * 8
+
+    assert len(layer_times(model(), sample, timeout=0, tracking=tracking)) == 6
+    sizes = layer_sizes(model(), sample, param_scale=0, tracking=tracking)
+    # Stash makes exp(x), saved and stashed, and its sine. Pop saves what it gets; its own output.
+    assert sizes == [one, 2 * one, 0, one, 0, one]
+    assert sum(balance_by_time(3, model(), sample, timeout=0, tracking=tracking)) == 6
+    assert balance_by_size(2, model(), sample, param_scale=0, tracking=tracking) == [2, 4]
+
+
+def test_what_is_only_stashed_counts_for_the_layer_that_stashes():
+    @skippable(stash=["mask"])
+    class Mask(nn.Module):
+        def forward(self, x):
+            yield stash("mask", x > 0)
+            return x
+
+    @skippable(pop=["mask"])
+    class Use(nn.Module):
+        def forward(self, x):
+            mask = yield pop("mask")
+            return x * mask
+
+    sizes = layer_sizes(nn.Sequential(Mask(), Use()), torch.rand(16), tracking=tracking)
+
+    assert sizes == [16, FLOAT32 * 16]
+
+
+def test_backward_ends_at_a_popped_tensor_and_covers_a_stashed_one():
+    calls = []
+
+    @skippable(stash=["aside"])
+    class Aside(nn.Module):
+        def forward(self, x):
+            aside = x * 2
+            aside.register_hook(lambda gradient: calls.append("aside"))
+            yield stash("aside", aside)
+            return x.clone()
+
+    @skippable(pop=["aside"])
+    class Join(nn.Module):
+        def forward(self, x):
+            aside = yield pop("aside")
+            y = x + aside
+            y.register_hook(lambda gradient: calls.append("join"))
+            return y
+
+    sample = torch.rand(2, requires_grad=True)
+    layer_times(nn.Sequential(Aside(), nn.Identity(), Join()), sample, timeout=0, tracking=tracking)
+
+    assert calls == ["aside", "join"] * 2  # the second round is the measured one
+
+
+def test_a_layer_made_of_layers_may_pop_what_it_stashes():
+    inner = nn.Sequential(Stash(), Pop(), Pop())
+
+    assert (
+        len(layer_sizes(nn.Sequential(nn.Linear(2, 2), inner), torch.rand(1, 2), tracking=tracking))
+        == 2
+    )
+
+
+def test_namespaces_outlive_copying():
+    spaces = Namespace(), Namespace()
+    layers = [Stash().isolate(space) for space in spaces]  # type: ignore[operator]
+    layers += [Pop().isolate(space) for space in spaces * 2]  # type: ignore[operator]
+
+    layer_sizes(nn.Sequential(nn.Linear(2, 2), *layers), torch.rand(1, 2), tracking=tracking)
+
+
+def test_a_pop_of_nothing():
+    with pytest.raises(RuntimeError, match="'skip' is popped but was not stashed: see verify"):
+        layer_sizes(nn.Sequential(Pop()), torch.rand(1), tracking=tracking)
+
+
+def test_the_tracker_of_the_context_is_put_back():
+    before = current_tracker()
+
+    layer_sizes(model(), torch.rand(4, 8), tracking=tracking)
+
+    assert current_tracker() is before
