@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from procpipe.batches import Batches
 from procpipe.batchnorm import DeferredBatchNorm
+from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tasks import Partition
 from procpipe.errors import StageClosedError
 from procpipe.microbatch import scatter_like
@@ -49,6 +50,8 @@ from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.trace import StageStatistics, table
 from procpipe.run.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
+from procpipe.skip.layout import SkipLayout
+from procpipe.skip.skippable import verify_skippables
 from procpipe.tree import map_tensors
 from procpipe.version import __version__
 
@@ -96,7 +99,8 @@ class Stage(nn.Sequential):
         device: this stage's device.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints.
+        TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
+            that are not stashed and popped in pairs.
         ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; a
             parameter in two partitions; fewer partitions than processes.
         IndexError: more partitions, or processes, than there are processes, or devices.
@@ -129,6 +133,7 @@ class Stage(nn.Sequential):
         self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
         try:
             check_model(module)
+            verify_skippables(module)
             self.balance = fit_balance(
                 balance, len(module), self._world.num_ranks, is_launched=self._world.is_launched
             )
@@ -480,6 +485,7 @@ class Stage(nn.Sequential):
     def _adopt_layers(self, module: nn.Sequential, deferred_batch_norm: bool) -> None:
         """Take this stage's layers out of the full model, onto this stage's device."""
         parts = split(module, self.balance)
+        self._skip_layout = SkipLayout.of(parts)
         ours = parts[self.rank]
         first_index = sum(self.balance[: self.rank])
         materialize(ours, self.device, first_index=first_index, seed=torch.initial_seed())
@@ -508,8 +514,9 @@ class Stage(nn.Sequential):
             "the type of devices": self.device.type,
             "layers": self._layer_facts,
         }
-        partition = Partition(layers, self.device, is_first=self.rank == 0)
-        return Pipeline(self._world, partition, facts)
+        skips = SkipPorts(self._skip_layout, self.rank)
+        partition = Partition(layers, self.device, is_first=self.rank == 0, skips=skips)
+        return Pipeline(self._world, partition, tuple(self._skip_layout.keys), facts)
 
 
 def _checked_chunks(chunks: int) -> int:

@@ -16,14 +16,26 @@ Knows nothing of micro-batches, channels or stages; every part of procpipe may u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from procpipe.errors import BoundaryError
 
-__all__ = ["Flat", "Structure", "flatten", "from_json", "map_tensors", "unflatten"]
+__all__ = [
+    "Flat",
+    "Structure",
+    "cut",
+    "flatten",
+    "from_json",
+    "joined",
+    "map_tensors",
+    "parted",
+    "unflatten",
+]
+
+T = TypeVar("T")
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -89,6 +101,41 @@ def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
     return value
 
 
+def joined(parts: Sequence[Flat]) -> Flat:
+    """Make one of several: a tuple of their values. Of a single one, itself."""
+    if len(parts) == 1:
+        return parts[0]
+    return Flat(
+        [tensor for part in parts for tensor in part.tensors],
+        ("t", tuple(part.structure for part in parts)),
+        tuple(wants for part in parts for wants in part.requires_grad),
+    )
+
+
+def parted(whole: Flat, num_parts: int) -> list[Flat]:
+    """Undo :func:`joined`."""
+    if num_parts == 1:
+        return [whole]
+    structures = whole.structure[1]
+    sizes = [_num_tensors(structure) for structure in structures]
+    return [
+        Flat(tensors, structure, tuple(flags))
+        for tensors, structure, flags in zip(
+            cut(whole.tensors, sizes), structures, cut(whole.requires_grad, sizes), strict=True
+        )
+    ]
+
+
+def cut(items: Sequence[T], sizes: Iterable[int]) -> list[list[T]]:
+    """Cut a sequence into consecutive lists of these sizes, which add up to its length."""
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(list(items[start : start + size]))
+        start += size
+    assert start == len(items), "the pieces are not the whole"
+    return pieces
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return the same nested value with ``function(tensor)`` in the place of each tensor."""
     tensors, structure = flatten(value)
@@ -145,6 +192,16 @@ def _put_together(tensors: Iterator[Any], structure: Structure) -> Any:
     if kind == "l":
         return [_put_together(tensors, child) for child in content]
     return {key: _put_together(tensors, child) for key, child in content}
+
+
+def _num_tensors(structure: Structure) -> int:
+    if structure == TENSOR:
+        return 1
+    kind, content = structure
+    if kind == "v":
+        return 0
+    children = (child for _, child in content) if kind == "d" else content
+    return sum(_num_tensors(child) for child in children)
 
 
 def _at(where: str) -> str:

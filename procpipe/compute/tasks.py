@@ -30,7 +30,10 @@ from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
+from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
+from procpipe.skip.layout import SkipLayout
+from procpipe.skip.tracker import tracking
 from procpipe.tree import Flat, Structure, flatten, unflatten
 
 __all__ = ["Partition"]
@@ -67,15 +70,24 @@ class Partition:
         layers: this stage's layers by their names in the full model.
         device: the stage's device, on which every tensor at the partition's edges must be.
         is_first: whether the first layer is the model's, which takes several positional inputs.
+        skips: where skip tensors enter and leave. Where any do, an input is the tuple of what
+            comes from the stage before and of each source's skip tensors, and an output the tuple
+            of what goes to the next stage and of each destination's.
     """
 
     def __init__(
-        self, layers: Mapping[str, nn.Module], device: torch.device, *, is_first: bool
+        self,
+        layers: Mapping[str, nn.Module],
+        device: torch.device,
+        *,
+        is_first: bool,
+        skips: SkipPorts | None = None,
     ) -> None:
         self.current_layer: str | None = None
         self._layers = tuple(layers.items())
         self._device = device
         self._is_first = is_first
+        self.skips = skips or SkipPorts(SkipLayout(), 0)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._buffers = Buffers(layers)
         self._passes: dict[int, _Pass] = {}
@@ -244,6 +256,22 @@ class Partition:
     ) -> tuple[list[Tensor], Structure]:
         """Run the layers; ``untouched`` are inputs that recomputation needs as they are now."""
         value = unflatten(tensors, structure)
+        entered: list[Any] = []
+        if self.skips.sources:
+            value, *entered = value
+        tracker = self.skips.tracker(entered)
+        with tracking(tracker):
+            value = self._run_layers(value, finish, untouched)
+        if self.skips.destinations:
+            value = (value, *self.skips.messages(tracker))
+        outputs, structure = flatten(value)
+        for output in outputs:
+            if output.device != self._device or output.layout != torch.strided:
+                raise self._misplaced(output)
+        self.current_layer = None
+        return outputs, structure
+
+    def _run_layers(self, value: Any, finish: Finish | None, untouched: Sequence[Tensor]) -> Any:
         versions = self._versions(untouched)
         spread = self._is_first
         for name, layer in self._layers:
@@ -257,12 +285,7 @@ class Partition:
             value = finish(value[0] if spread else value)
         elif spread:  # a partition without layers passes its inputs on
             value = value[0] if len(value) == 1 else value
-        outputs, structure = flatten(value)
-        for output in outputs:
-            if output.device != self._device or output.layout != torch.strided:
-                raise self._misplaced(output)
-        self.current_layer = None
-        return outputs, structure
+        return value
 
     def _versions(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return what rises when one of these inputs is changed in place.

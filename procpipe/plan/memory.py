@@ -7,9 +7,10 @@ model's parameters take. A stage comes to hold bytes at three places and gives t
                    again when the task runs), a gradient of its output, a skip, a skip gradient
                    or a target. The loss, one number, counts as nothing
     run F(i,j)   + on stage 0, its input
-                 + the output, kept as the root of the backward pass. Not so a micro-batch that
-                   will be recomputed, nor any where the plan has no backward tasks
-    run R(i,j)   + the output
+                 + the output and what it stashes for other stages, kept as roots of the backward
+                   pass. Not so a micro-batch that will be recomputed, nor any where the plan has
+                   no backward tasks
+    run R(i,j)   + the same
     run B(i,j)   - at its end, all of the above for micro-batch i
     run F(i,j)   - at its end, all of the above for micro-batch i, where the plan has no backward
 
@@ -97,7 +98,9 @@ class _Ledger:
         self._plan = plan
         self._costs = costs
         self._routes = routes
-        self._output = costs.output_bytes[stage]
+        self._output = costs.output_bytes[stage] + sum(
+            costs.skip_bytes.get((stage, b), 0) for b in routes.skips_from(stage)
+        )
         self._own_input = costs.input_bytes if stage == 0 else 0
         self._tasks = plan.tasks_of(stage)
         self._recomputed = {task.i for task in self._tasks if task.kind == RECOMPUTE}

@@ -40,12 +40,20 @@ class Coordinator:
         control: the line to the other ranks.
         rank: this rank, which is also its stage.
         num_stages: the number of stages.
+        skips: pairs of stages between which skip tensors travel.
     """
 
-    def __init__(self, control: Control, rank: int, num_stages: int) -> None:
+    def __init__(
+        self,
+        control: Control,
+        rank: int,
+        num_stages: int,
+        skips: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         self._control = control
         self._rank = rank
         self._num_stages = num_stages
+        self._skips = skips
         self._chosen: dict[tuple[str, int, frozenset[int]], Plan] = {}
         self._plans: dict[str, Plan] = {}
         self._programs: dict[tuple[str, Routes], Program] = {}
@@ -91,6 +99,7 @@ class Coordinator:
         """Return what this stage does under an order's plan, verified on rank 0."""
         routes = Routes(
             self._num_stages,
+            skips=self._skips,
             target=order.target == ROUTED and order.call == "step",
             loss=order.call == "step",
         )

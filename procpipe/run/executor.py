@@ -2,9 +2,9 @@
 
     program step        what happens here
     Receive(transfer)   the channel may post a buffer for it
-    Run(F i)            take activation (and target) ─> partition.forward    ─> made[activation]
+    Run(F i)            take activation, skips, target ─> partition.forward  ─> made[…]
     Run(R i)            partition.recompute
-    Run(B i)            take gradient                ─> partition.backward   ─> made[gradient]
+    Run(B i)            take gradients                 ─> partition.backward ─> made[…]
     Send(transfer)      made[…] ─> channel
 
 A gradient that nothing requires is not sent: both ends know from the activation's metadata, and
@@ -28,10 +28,18 @@ from procpipe.compute.stash import Ledger, num_bytes
 from procpipe.compute.tasks import Partition
 from procpipe.errors import RemoteStageError
 from procpipe.plan.fence import Program, Receive, Run, Send
-from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, TARGET, Transfer
+from procpipe.plan.routes import (
+    ACTIVATION,
+    GRADIENT,
+    LOSS,
+    SKIP,
+    SKIP_GRADIENT,
+    TARGET,
+    Transfer,
+)
 from procpipe.plan.task import BACKWARD, FORWARD, Task
 from procpipe.run.trace import Trace
-from procpipe.tree import Flat
+from procpipe.tree import Flat, cut, joined, parted
 
 __all__ = ["Channels", "Executor", "MiniBatch"]
 
@@ -98,8 +106,13 @@ class Executor:
         self._is_last = stage == num_stages - 1
         self._last = num_stages - 1
         self._channels = channels
-        self._made: dict[tuple[str, int], Flat] = {}
-        self._wants: dict[int, tuple[bool, ...]] = {}
+        self._down = [(ACTIVATION, stage + 1)]
+        self._down += [(SKIP, b) for b in partition.skips.destinations]
+        self._up = [(GRADIENT, stage - 1)]
+        self._up += [(SKIP_GRADIENT, a) for a in partition.skips.sources]
+        self._made: dict[tuple[str, int, int], Flat] = {}
+        self._wants: dict[int, list[tuple[bool, ...]]] = {}
+        self._num_wanted: dict[int, list[int]] = {}
         self._has_target_route = False
 
     def begin(self) -> None:
@@ -108,6 +121,7 @@ class Executor:
         self.ledger.clear()
         self._made.clear()
         self._wants.clear()
+        self._num_wanted.clear()
 
     def run(self, program: Program, batch: MiniBatch) -> None:
         """Run a program to its end; what it leaves is in ``batch``.
@@ -132,8 +146,8 @@ class Executor:
                     awaits_loss |= step.transfer.kind == LOSS
                     self._expect(step.transfer)
             if awaits_loss:
-                (batch.loss,) = self._take(LOSS, self._last).tensors
-                self.ledger.size((LOSS, 0), 0)
+                (batch.loss,) = self._take(LOSS, self._last, 0).tensors
+                self.ledger.size((LOSS, self._last, 0), 0)
         except RemoteStageError:
             raise
         except BaseException as error:
@@ -158,35 +172,30 @@ class Executor:
 
     def _forward(self, task: Task, batch: MiniBatch) -> None:
         i, ledger = task.i, self.ledger
-        if self._is_first:
-            assert batch.inputs is not None, "stage 0 has the inputs"
-            inputs = batch.inputs[i]
-            ledger.hold((ACTIVATION, i), num_bytes(inputs.tensors))
-        else:
-            inputs = self._take(ACTIVATION, self._stage - 1)
-            ledger.size((ACTIVATION, i), num_bytes(inputs.tensors))
+        inputs = [self._first_input(i, batch)]
+        inputs += [self._take(SKIP, a, i) for a in self.partition.skips.sources]
         finish = self._finish(i, batch) if self._is_last else None
         recompute = i in batch.recompute
         start_ns = time.perf_counter_ns()
         output = self.partition.forward(
-            i, inputs, keep=batch.keep, recompute=recompute, finish=finish
+            i, joined(inputs), keep=batch.keep, recompute=recompute, finish=finish
         )
         self.trace.ran(task, start_ns)
-        self._wants[i] = output.requires_grad
+        outputs = parted(output, len(self._down))
+        self._wants[i] = [flat.requires_grad for flat in outputs]
+        self._num_wanted[i] = [sum(flat.requires_grad) for flat in inputs]
         if batch.keep and not recompute:
             ledger.hold(("output", i), num_bytes(output.tensors))
+        for (kind, to), flat in zip(self._down, outputs, strict=True):
+            self._made[kind, to, i] = flat
         if self._is_first and batch.targets is not None and self._last > 0:
-            self._made[TARGET, i] = Flat.of(batch.targets[i])
+            self._made[TARGET, self._last, i] = Flat.of(batch.targets[i])
         if self._is_last:
-            batch.outputs[i] = output
+            batch.outputs[i] = self._made.pop((ACTIVATION, self._stage + 1, i))
             if batch.loss_of is not None:
-                self._add_loss(i, output, batch)
-        else:
-            self._made[ACTIVATION, i] = output
+                self._add_loss(i, batch.outputs[i], batch)
         if not batch.keep:
-            ledger.release((ACTIVATION, i))
-            if self._has_target_route:
-                ledger.release((TARGET, i))
+            self._release_inputs(i)
 
     def _backward(self, task: Task, batch: MiniBatch) -> None:
         i, ledger = task.i, self.ledger
@@ -194,28 +203,54 @@ class Executor:
         start_ns = time.perf_counter_ns()
         input_gradients = self.partition.backward(i, gradients)
         self.trace.ran(task, start_ns)
+        pieces = cut(input_gradients, self._num_wanted.pop(i))
+        for (kind, to), piece in zip(self._up, pieces, strict=True):
+            self._made[kind, to, i] = Flat.of(tuple(piece))
         if self._is_first:
-            if input_gradients:
-                batch.input_gradients[i] = input_gradients
-        else:
-            self._made[GRADIENT, i] = Flat.of(tuple(input_gradients))
-        ledger.release((ACTIVATION, i))
+            batch.input_gradients[i] = list(self._made.pop((GRADIENT, -1, i)).value)
+        self._release_inputs(i)
         ledger.release(("output", i))
-        if not self._is_last:
-            ledger.release((GRADIENT, i))
-        elif self._has_target_route:
-            ledger.release((TARGET, i))
+        for kind, source in self._gradient_sources():
+            ledger.release((kind, source, i))
+
+    def _first_input(self, i: int, batch: MiniBatch) -> Flat:
+        """Return what comes from the stage before, or from the user."""
+        if not self._is_first:
+            return self._take(ACTIVATION, self._stage - 1, i)
+        assert batch.inputs is not None, "stage 0 has the inputs"
+        self.ledger.hold((ACTIVATION, -1, i), num_bytes(batch.inputs[i].tensors))
+        return batch.inputs[i]
+
+    def _release_inputs(self, i: int) -> None:
+        self.ledger.release((ACTIVATION, self._stage - 1, i))
+        for a in self.partition.skips.sources:
+            self.ledger.release((SKIP, a, i))
+        if self._is_last and self._has_target_route:
+            self.ledger.release((TARGET, 0, i))
+
+    def _gradient_sources(self) -> list[tuple[str, int]]:
+        """List where gradients of this stage's outputs come from, in the outputs' order."""
+        skips = [(SKIP_GRADIENT, b) for b in self.partition.skips.destinations]
+        return skips if self._is_last else [(GRADIENT, self._stage + 1), *skips]
 
     def _output_gradients(self, i: int, batch: MiniBatch) -> list[Tensor | None]:
+        """Bring together the gradients of all outputs that want one."""
         wants = self._wants.pop(i)
-        if not self._is_last:
-            if not any(wants):
-                self._channels.receivers[GRADIENT, self._stage + 1].forgo()
-                self.ledger.size((GRADIENT, i), 0)
-                return []
-            message = self._take(GRADIENT, self._stage + 1)
-            self.ledger.size((GRADIENT, i), num_bytes(message.tensors))
-            return list(message.value)
+        gradients: list[Tensor | None] = []
+        if self._is_last:
+            gradients += self._own_gradients(i, wants.pop(0), batch)
+        for (kind, source), flags in zip(self._gradient_sources(), wants, strict=True):
+            if any(flags):
+                gradients += self._take(kind, source, i).value
+            else:
+                self._channels.receivers[kind, source].forgo()
+                self.ledger.size((kind, source, i), 0)
+        return gradients
+
+    def _own_gradients(
+        self, i: int, wants: tuple[bool, ...], batch: MiniBatch
+    ) -> list[Tensor | None]:
+        """Return the gradients of what leaves the pipeline on the last stage."""
         if batch.output_gradients is not None:
             return batch.output_gradients[i]
         (loss,) = batch.outputs[i].tensors
@@ -225,9 +260,7 @@ class Executor:
         """Return what turns this micro-batch's output into its loss, if it has one."""
         loss_of = batch.loss_of
         if self._has_target_route:
-            message = self._take(TARGET, 0)
-            self.ledger.size((TARGET, i), num_bytes(message.tensors))
-            target = message.value
+            target = self._take(TARGET, 0, i).value
         else:
             target = batch.targets[i] if batch.targets is not None else None
         if loss_of is None:
@@ -244,7 +277,7 @@ class Executor:
     def _expect(self, transfer: Transfer) -> None:
         kind, i, source, _ = transfer
         self._channels.receivers[kind, source].expect()
-        self.ledger.hold((kind, 0 if kind == LOSS else i))
+        self.ledger.hold((kind, source, 0 if kind == LOSS else i))
 
     def _send(self, transfer: Transfer, batch: MiniBatch) -> None:
         kind, i, _, destination = transfer
@@ -252,15 +285,17 @@ class Executor:
             assert batch.loss is not None, "the last stage has the loss"
             message = Flat([batch.loss], "*", (False,))
         else:
-            message = self._made.pop((kind, i))
-            if kind == GRADIENT and message.structure == ("t", ()):
+            message = self._made.pop((kind, destination, i))
+            if kind in (GRADIENT, SKIP_GRADIENT) and message.structure == ("t", ()):
                 return  # nothing requires it; the receiver knows
         self._channels.senders[kind, destination].send(message)
 
-    def _take(self, kind: str, source: int) -> Flat:
+    def _take(self, kind: str, source: int, i: int) -> Flat:
+        """Wait for a message, and count it from where its buffer was allowed."""
         start_ns = time.perf_counter_ns()
         message = self._channels.receivers[kind, source].take()
         self.trace.waiting_ns += time.perf_counter_ns() - start_ns
+        self.ledger.size((kind, source, i), num_bytes(message.tensors))
         return message
 
     def _note(self, error: BaseException) -> None:

@@ -47,6 +47,7 @@ class Pipeline:
     Args:
         world: this process's place in the job.
         partition: the local layers.
+        skips: pairs of stages between which skip tensors travel.
         facts: what must be the same on every rank, by name; plain JSON.
 
     Raises:
@@ -54,8 +55,15 @@ class Pipeline:
         RemoteStageError: another rank failed.
     """
 
-    def __init__(self, world: World, partition: Partition, facts: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        world: World,
+        partition: Partition,
+        skips: tuple[tuple[int, int], ...],
+        facts: dict[str, Any],
+    ) -> None:
         self._world = world
+        self._skips = skips
         self._rank, self._num_stages = world.rank, world.num_ranks
         self._mesh = world.connect()
         self.control = Control(self._mesh)
@@ -65,7 +73,7 @@ class Pipeline:
         self._channels = self._open_channels()
         self._values_to, self._values_from = self._open_value_channels()
         self.executor = Executor(self._rank, self._num_stages, partition, self._channels)
-        self.coordinator = Coordinator(self.control, self._rank, self._num_stages)
+        self.coordinator = Coordinator(self.control, self._rank, self._num_stages, skips)
 
     def run(self, order: Order, batch: MiniBatch) -> None:
         """Run this stage's program under an order."""
@@ -134,6 +142,8 @@ class Pipeline:
         rank, last = self._rank, self._num_stages - 1
         routes = [(ACTIVATION, j, j + 1) for j in range(last)]
         routes += [(GRADIENT, j + 1, j) for j in range(last)]
+        for a, b in self._skips:
+            routes += [(SKIP, a, b), (SKIP_GRADIENT, b, a)]
         if last > 0:
             routes.append((TARGET, 0, last))
         routes += [(LOSS, last, j) for j in range(last)]
