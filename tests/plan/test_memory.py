@@ -105,11 +105,17 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
     again = {task.i for task in plan.tasks_of(stage) if task.kind == "R"}
     held: dict[tuple[str, int, int], int] = {}
 
+    def hold_roots(i: int) -> None:
+        held["output", i, stage] = costs.output_bytes[stage]
+        for (a, b), size in costs.skip_bytes.items():
+            if a == stage:
+                held["stashed", i, b] = size
+
     def hold_forward(i: int) -> None:
         if stage == 0:
             held["input", i, 0] = costs.input_bytes
         if plan.has_backward and i not in again:
-            held["output", i, 0] = costs.output_bytes[stage]
+            hold_roots(i)
 
     if not plan.has_forward:
         for i in range(plan.num_micro_batches):
@@ -123,7 +129,7 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
             if kind == "F":
                 hold_forward(i)
             if kind == "R":
-                held["output", i, 0] = costs.output_bytes[stage]
+                hold_roots(i)
             yield sum(held.values())
             if kind == "B" or not plan.has_backward:
                 held = {key: size for key, size in held.items() if key[1] != i}

@@ -1,0 +1,268 @@
+"""Skip tensors over real processes: once, straight, and with the plain model's results."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from procpipe import Stage
+from procpipe.run.world import World
+from procpipe.skip import Namespace, pop, skippable, stash
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        yield stash("skip", x * 2)
+        return x
+
+
+@skippable(stash={"skip": 2})
+class StashForTwo(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        yield stash("skip", torch.tanh(x))
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        skip = yield pop("skip")
+        return x + skip
+
+
+@skippable(stash=["nothing", "ids", "mask"])
+class StashOthers(nn.Module):
+    """Stashes None, integers, and a float that wants no gradient."""
+
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        yield stash("nothing", None)
+        yield stash("ids", (x * 10).long())
+        yield stash("mask", (x > 0).to(x.dtype).detach())
+        return x
+
+
+@skippable(pop=["nothing", "ids", "mask"])
+class PopOthers(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        nothing = yield pop("nothing")
+        ids = yield pop("ids")
+        mask = yield pop("mask")
+        assert nothing is None
+        assert ids.dtype == torch.int64
+        assert not mask.requires_grad
+        return x * mask + ids
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    a, b, c = Namespace(), Namespace(), Namespace()
+    return nn.Sequential(
+        nn.Linear(4, 4),
+        Stash().isolate(a),
+        nn.Linear(4, 4),
+        StashForTwo().isolate(b),
+        StashOthers(),
+        Stash().isolate(c),
+        Pop().isolate(c),  # within one stage, wherever the cut before or after
+        nn.Dropout(0.0),
+        Pop().isolate(a),
+        nn.Linear(4, 4),
+        Pop().isolate(b),
+        PopOthers(),
+        Pop().isolate(b),
+        nn.Linear(4, 3),
+    ).double()
+
+
+BALANCES = {
+    1: [[14]],
+    2: [[2, 12], [6, 8], [10, 4]],
+    3: [[2, 4, 8], [4, 6, 4], [1, 11, 2]],
+    4: [[2, 3, 5, 4], [4, 2, 3, 5], [3, 3, 3, 5]],
+}
+
+
+def truth(chunks: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, loss and gradients of the plain model over the same micro-batches."""
+    plain = model()
+    outputs = [plain(part) for part in x.chunk(chunks)]
+    parts = list(zip(outputs, y.chunk(chunks), strict=True))
+    losses = [F.cross_entropy(output, target) for output, target in parts]
+    shares = [len(target) / len(y) for _, target in parts]
+    for loss, share in reversed(list(zip(losses, shares, strict=True))):
+        loss.backward(torch.tensor(share, dtype=loss.dtype))
+    total = sum(loss.detach() * share for loss, share in zip(losses, shares, strict=True))
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert isinstance(total, Tensor)
+    return torch.cat(outputs).detach(), total, gradients
+
+
+def check_parity(world: World, balance: list[int]) -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+    stage = Stage(model(), balance, loss_fn=F.cross_entropy, world=world)
+    for chunks in (1, 2, 3, 8):
+        output, loss, gradients = truth(chunks, x, y)
+        for mode in ("never", "except_last", "always"):
+            case = (balance, chunks, mode)
+            stage.chunks, stage.checkpoint = chunks, mode
+            stage.zero_grad()
+            assert torch.equal(stage.step(x, y), loss), case
+            for name, parameter in stage.named_parameters():
+                assert torch.equal(parameter.grad, gradients[name]), (*case, name)
+            assert stage.statistics().held_bytes == 0, case
+
+            stage.zero_grad()
+            ours = stage(x)
+            assert torch.equal(stage.fetch(ours), output), case
+            F.cross_entropy(ours, y).backward()
+            for name, parameter in stage.named_parameters():
+                torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=1e-13)
+        stage.eval()
+        with torch.no_grad():
+            assert torch.equal(stage.fetch(stage(x)), output), (balance, chunks, "eval")
+        stage.train()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_results_are_the_plain_models(ranks: Any, n: int) -> None:
+    for balance in BALANCES[n]:
+        ranks(n).run(check_parity, balance).values()
+
+
+@skippable(stash=["skip"])
+class StashSome(nn.Module):
+    """Stashes a tensor of another length, or none at all, as the data says."""
+
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        length = int(x[0, 0].item()) % 3
+        yield stash("skip", x[:, :length].sum(1) if length else None)
+        return x
+
+
+@skippable(pop=["skip"])
+class PopSome(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        skip = yield pop("skip")
+        return x if skip is None else x + skip[:, None]
+
+
+def check_changing_skips(world: World) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        first = nn.Linear(4, 4)
+        return nn.Sequential(first, nn.Identity(), StashSome(), nn.Identity(), PopSome()).double()
+
+    x = torch.arange(24, dtype=torch.float64).reshape(6, 4) * 3
+    plain = build()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.fill_(1.0)
+    stage = Stage(build(), [2, 1, 2], chunks=6, checkpoint="always", world=world)
+    stage.load_state_dict(plain.state_dict())
+    expected = torch.cat([plain(part) for part in x.chunk(6)])
+    output = stage(x)
+    assert torch.equal(stage.fetch(output), expected.detach())
+    expected.sum().backward()
+    output.sum().backward()
+    for name, parameter in stage.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+def test_a_skip_may_change_its_shape_or_be_none(ranks: Any) -> None:
+    ranks(3).run(check_changing_skips).values()
+
+
+def count_traffic(world: World, mode: str) -> tuple[dict[str, int], dict[str, int]]:
+    """One stash on stage 0, popped on the last; the skip is 3 times as wide as the activation."""
+
+    @skippable(stash=["wide"])
+    class StashWide(nn.Module):
+        def forward(self, x: Tensor) -> Iterator[Any]:
+            yield stash("wide", torch.cat([x, x, x], 1))
+            return x
+
+    @skippable(pop=["wide"])
+    class PopWide(nn.Module):
+        def forward(self, x: Tensor) -> Iterator[Any]:
+            wide = yield pop("wide")
+            return x + wide.sum(1, keepdim=True)
+
+    layers = [nn.Linear(4, 4), StashWide(), *[nn.Linear(4, 4) for _ in range(4)], PopWide()]
+    balance = {2: [3, 4], 3: [2, 2, 3], 4: [2, 2, 2, 1]}[world.num_ranks]
+    stage = Stage(
+        nn.Sequential(*layers), balance, chunks=4, checkpoint=mode, loss_fn=F.mse_loss, world=world
+    )
+    stage.step(torch.randn(8, 4), torch.randn(8, 4))
+    statistics = stage.statistics()
+    return statistics.sent_bytes, statistics.num_messages
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_skip_crosses_the_wire_once_and_passes_no_stage_between(
+    ranks: Any, n: int, mode: str
+) -> None:
+    of_ranks = ranks(n).run(count_traffic, mode).values()
+    width = 4 * 8 * 4  # floats of 4 bytes, 8 samples, 4 features
+    for rank, (sent, messages) in enumerate(of_ranks):
+        is_first, is_last = rank == 0, rank == n - 1
+        assert sent.get("skip", 0) == (3 * width if is_first else 0)
+        assert sent.get("skip gradient", 0) == (3 * width if is_last else 0)
+        assert sent.get("activation", 0) == (0 if is_last else width)
+        assert sent.get("gradient", 0) == (0 if is_first else width)
+        assert messages.get("skip", 0) == (4 if is_first else 0)
+
+
+def count_live_skips(world: World) -> int:
+    alive: list[weakref.ref[Tensor]] = []
+
+    @skippable(stash=["skip"])
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Iterator[Any]:
+            skip = x * 2
+            alive.append(weakref.ref(skip))
+            yield stash("skip", skip)
+            return x
+
+    @skippable(pop=["skip"])
+    class Watching(nn.Module):
+        def forward(self, x: Tensor) -> Iterator[Any]:
+            skip = yield pop("skip")
+            alive.append(weakref.ref(skip))
+            return x + skip
+
+    layers = [nn.Linear(4, 4), Watched(), nn.Linear(4, 4), Watching()]
+    stage = Stage(
+        nn.Sequential(*layers), [2, 2], chunks=3, checkpoint="always", loss_fn=F.mse_loss,
+        world=world,
+    )  # fmt: skip
+    for _ in range(3):
+        stage.step(torch.randn(6, 4), torch.randn(6, 4))
+    with torch.no_grad():
+        stage(torch.randn(6, 4))
+    gc.collect()
+    assert alive, "the layers have run"
+    return sum(reference() is not None for reference in alive)
+
+
+def test_no_skip_tensor_outlives_its_step(ranks: Any) -> None:
+    assert ranks(2).run(count_live_skips).values() == [0, 0]
+
+
+def build_with_unmatched_skips(world: World) -> None:
+    Stage(nn.Sequential(Stash(), nn.Linear(4, 4), nn.Linear(4, 4)), [1, 2], world=world)
+
+
+def test_unmatched_skips_are_refused_on_every_rank(ranks: Any) -> None:
+    for failure in ranks(2).run(build_with_unmatched_skips).errors():
+        assert failure.type == "TypeError"
+        assert "layer '0' stashes 'skip', but none pops it" in failure.text
