@@ -54,6 +54,14 @@ def test_every_layer_adds_little_at_first() -> None:
         assert not output.bias.any()
 
 
+@pytest.mark.parametrize("name", ["attention0", "feed_forward1"])
+def test_layers_add_to_what_passes(name: str) -> None:
+    layer = small().get_submodule(name)
+    nn.init.zeros_(layer.get_submodule("output").get_parameter("weight"))
+    x = torch.randn(2, 6, 8)
+    assert layer(x).equal(x)
+
+
 def test_every_parameter_gets_a_gradient() -> None:
     model = small()
     model(torch.randint(11, (3, 6))).square().sum().backward()

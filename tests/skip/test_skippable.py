@@ -288,10 +288,13 @@ def test_isolating_an_unknown_name() -> None:
 
 
 def test_isolating_one_layer_leaves_others_of_its_class() -> None:
+    one, other = Namespace(), Namespace()
     layer = stasher("a")
-    other = type(layer)()
-    isolated(layer, Namespace())
-    verify_skippables(nn.Sequential(other, popper("a")))
+    alone, apart = type(layer)(), type(layer)()
+    isolated(layer, one)
+    isolated(apart, other)
+    poppers = [popper("a"), isolated(popper("a"), one), isolated(popper("a"), other)]
+    verify_skippables(nn.Sequential(layer, alone, apart, *poppers))
 
 
 # -- layers are ordinary modules ------------------------------------------------------------------
