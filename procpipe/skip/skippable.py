@@ -209,8 +209,8 @@ def _isolate(  # noqa: D417 - self needs no description
 
     Args:
         namespace: layers that share it, share the names.
-        only: names to isolate, or one name; all that the layer declares if left out. Names
-            isolated before keep their namespace.
+        only: names to isolate, or one name; all that the layer declares if left out. The
+            latest namespace of a name counts.
 
     Raises:
         ValueError: a name that the layer does not declare.
@@ -225,7 +225,7 @@ def _isolate(  # noqa: D417 - self needs no description
         )
     known = self.__dict__.setdefault(_NAMESPACES, {})
     for name in chosen:
-        known.setdefault(name, namespace)
+        known[name] = namespace
     return self
 
 

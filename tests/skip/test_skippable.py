@@ -272,9 +272,9 @@ def test_isolate_some_names_here_and_others_there() -> None:
     )
 
 
-def test_names_isolated_before_keep_their_namespace() -> None:
+def test_the_latest_namespace_of_a_name_counts() -> None:
     one, other = Namespace(), Namespace()
-    layer = isolated(isolated(stasher("a", "b"), one, only=["a"]), other)
+    layer = isolated(isolated(stasher("a", "b"), other), one, only=["a"])
     verify_skippables(
         nn.Sequential(layer, isolated(popper("a"), one), isolated(popper("b"), other))
     )
