@@ -36,6 +36,9 @@ class Sender(Protocol):
     def send(self, message: Flat) -> None:
         """Send a message without waiting for anybody; the tensors must not change any more."""
 
+    def reap(self) -> int:
+        """Let go of messages that have arrived; return how many are still under way."""
+
     def settle(self) -> None:
         """Wait until the receiver has all that was sent, so that nothing is under way."""
 

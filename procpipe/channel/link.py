@@ -91,7 +91,7 @@ class LinkSender:
             flags |= _HAS_TENSORS
             parts += [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
         else:
-            self._reap()
+            self.reap()
             try:
                 pending = transport.post_send(tensors, self._peer, self._kind)
             except RuntimeError:
@@ -107,12 +107,12 @@ class LinkSender:
         mesh, peer = self._mesh, self._peer
         mesh.wait_for(
             peer,
-            lambda: self._reap() == 0 and not mesh.has_unsent(peer),
+            lambda: self.reap() == 0 and not mesh.has_unsent(peer),
             lambda: f"rank {peer} to take over {len(self._in_flight)} messages",
             every_s=math.inf if self._is_told_of_arrival else _LOOK_EVERY_S,
         )
 
-    def _reap(self) -> int:
+    def reap(self) -> int:
         """Let go of what has arrived; return the number of messages still under way."""
         in_flight = self._in_flight
         while in_flight and (self._num_acknowledged or in_flight[0][1].is_done()):
@@ -123,6 +123,7 @@ class LinkSender:
 
     def _on_acknowledgement(self, sequence: int, flags: int, body: memoryview) -> None:
         self._num_acknowledged += 1
+        self.reap()  # at once, not with the next message: that is a mini-batch away from the last
 
 
 class _Arrival(NamedTuple):

@@ -151,7 +151,7 @@ class Pipeline:
         channels = Channels()
         if transport is None:
             return channels
-        channels.poll = self._mesh.poll
+        channels.poll = self._poll
         for kind, source, destination in routes:
             number = _NUMBERS[kind]
             if source == rank:
@@ -163,6 +163,12 @@ class Pipeline:
                     self._mesh, source, number, transport, _described(kind, source)
                 )
         return channels
+
+    def _poll(self) -> None:
+        """Read what has come, and let go of what has arrived elsewhere."""
+        self._mesh.poll()
+        for sender in self._channels.senders.values():
+            sender.reap()
 
     def _open_value_channels(self) -> tuple[dict[int, LinkSender], dict[int, LinkReceiver]]:
         """Open the channels beside the plan: on the CPU, all inside tokens, between all ranks."""
