@@ -1,0 +1,280 @@
+"""The tasks of one partition, in one process: the graph is cut at its edges and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from procpipe.compute.tasks import Partition
+from procpipe.errors import BoundaryError, RecomputeError
+from procpipe.tree import Flat
+
+CPU = torch.device("cpu")
+
+
+class Do(nn.Module):
+    """A layer from a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+def make_layers() -> dict[str, nn.Module]:
+    torch.manual_seed(1)
+    return {"a": nn.Linear(3, 4), "b": nn.Tanh(), "c": nn.Linear(4, 2)}
+
+
+def partition_of(*layers: Any, is_first: bool = False) -> Partition:
+    is_named = len(layers) == 1 and isinstance(layers[0], dict)
+    named = layers[0] if is_named else {str(k): layer for k, layer in enumerate(layers)}
+    return Partition(named, CPU, is_first=is_first)
+
+
+def received(value: Any, wants: bool = True) -> Flat:
+    """Return a value as it comes from the stage before."""
+    tensors, structure, _ = Flat.of(value)
+    flags = tuple(wants and tensor.is_floating_point() for tensor in tensors)
+    return Flat([tensor.clone() for tensor in tensors], structure, flags)
+
+
+def run(partition, inputs, gradient=1.0, recompute=False, i=0):
+    """Run all tasks of one micro-batch; return its output and its inputs' gradients."""
+    output = partition.forward(i, inputs, keep=True, recompute=recompute)
+    if recompute:
+        partition.recompute(i)
+    given = [
+        torch.full_like(tensor, gradient)
+        for tensor, wants in zip(output.tensors, output.requires_grad, strict=True)
+        if wants
+    ]
+    return output, partition.backward(i, given)
+
+
+BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+
+
+@BOTH
+def test_outputs_and_gradients_are_those_of_the_layers(recompute):
+    layers = make_layers()
+    plain = nn.Sequential(*copy.deepcopy(list(layers.values())))
+    x = torch.randn(5, 3)
+    leaf = x.clone().requires_grad_()
+    expected = plain(leaf)
+    expected.backward(torch.ones_like(expected))
+
+    partition = partition_of(layers)
+    output, (gradient,) = run(partition, received(x), recompute=recompute)
+
+    assert torch.equal(output.tensors[0], expected)
+    assert not output.tensors[0].requires_grad
+    assert output.requires_grad == (True,)
+    assert gradient is not None
+    assert leaf.grad is not None
+    assert torch.equal(gradient, leaf.grad)
+    for found, parameter in zip(
+        nn.ModuleDict(layers).parameters(), plain.parameters(), strict=True
+    ):
+        assert found.grad is not None
+        assert parameter.grad is not None
+        assert torch.equal(found.grad, parameter.grad)
+    assert partition.num_held == 0
+
+
+@BOTH
+def test_micro_batches_run_backward_in_any_order(recompute):
+    partition = partition_of(make_layers())
+    xs = [torch.randn(2, 3) for _ in range(4)]
+    expected = [run(partition_of(make_layers()), received(x))[1][0] for x in xs]
+    outputs = [
+        partition.forward(i, received(x), keep=True, recompute=recompute) for i, x in enumerate(xs)
+    ]
+    assert partition.num_held == 4
+    for i in (2, 0, 3, 1):
+        if recompute:
+            partition.recompute(i)
+        (gradient,) = partition.backward(i, [torch.ones_like(outputs[i].tensors[0])])
+        assert gradient is not None
+        wanted = expected[i]
+        assert wanted is not None
+        assert torch.equal(gradient, wanted)
+    assert partition.num_held == 0
+
+
+def test_without_backward_nothing_is_kept():
+    partition = partition_of(make_layers())
+    output = partition.forward(0, received(torch.randn(5, 3)), keep=False, recompute=False)
+    assert output.requires_grad == (False,)
+    assert output.tensors[0].grad_fn is None
+    assert partition.num_held == 0
+
+
+@BOTH
+def test_gradients_are_wanted_for_what_depends_on_parameters_or_on_wanting_inputs(recompute):
+    def case(layer, value, wants_inputs=True):
+        output, gradients = run(
+            partition_of(layer), received(value, wants_inputs), recompute=recompute
+        )
+        return output.requires_grad, [gradient is not None for gradient in gradients]
+
+    x, ids = torch.randn(4, 3), torch.arange(4)
+    linear, frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+    assert case(linear, x) == ((True,), [True])
+    assert case(linear, x, wants_inputs=False) == ((True,), [])
+    assert case(frozen, x) == ((True,), [True])
+    assert case(frozen, x, wants_inputs=False) == ((False,), [])
+    assert case(Do(lambda t: (t[0], t[1] > 2)), (x, ids)) == ((True, False), [True])
+    assert case(nn.Embedding(4, 2), ids) == ((True,), [])
+    assert case(Do(lambda t: t.detach()), x) == ((False,), [False])
+    assert case(Do(lambda t: t[1] * 2.0), (x, x)) == ((True,), [False, True])
+    assert case(Do(lambda t: torch.ones(2, requires_grad=True)), x) == ((True,), [False])
+
+
+@BOTH
+def test_gradients_may_be_missing(recompute):
+    partition = partition_of(Do(lambda t: (t * 2, t * 3)))
+    output = partition.forward(0, received(torch.ones(2)), keep=True, recompute=recompute)
+    if recompute:
+        assert partition.recompute(0) == 16
+    assert output.requires_grad == (True, True)
+    (gradient,) = partition.backward(0, [None, torch.ones(2)])
+    assert gradient is not None
+    assert gradient.tolist() == [3.0, 3.0]
+
+
+def test_recomputation_tells_the_bytes_of_its_roots():
+    partition = partition_of(nn.Linear(3, 4, dtype=torch.float64))
+    partition.forward(0, received(torch.randn(5, 3).double()), keep=True, recompute=True)
+    assert partition.recompute(0) == 5 * 4 * 8
+    frozen = partition_of(nn.Linear(3, 4).requires_grad_(False))
+    frozen.forward(0, received(torch.randn(5, 3), wants=False), keep=True, recompute=True)
+    assert frozen.recompute(0) == 0
+    assert frozen.backward(0, []) == []
+
+
+@BOTH
+def test_a_layer_may_change_what_it_receives_in_place(recompute):
+    x = torch.tensor([-1.0, 2.0])
+    partition = partition_of(nn.Sequential(nn.ReLU(inplace=True)))
+    inputs = received(x)
+    output, (gradient,) = run(partition, inputs, recompute=recompute)
+    assert output.tensors[0].tolist() == [0.0, 2.0]
+    assert gradient is not None
+    assert gradient.tolist() == [0.0, 1.0]
+    if recompute:
+        assert inputs.tensors[0].tolist() == [-1.0, 2.0]
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_change_in_place_of_what_is_kept_is_told(wants):
+    partition = partition_of({"view": Do(lambda t: t[:]), "add": Do(lambda t: t.add_(1))})
+    with pytest.raises(RecomputeError, match=r"layer 'add' \(Do\) changed its stage's input"):
+        partition.forward(0, received(torch.ones(2), wants), keep=True, recompute=True)
+    assert partition.where() == "layer 'add' (Do)"
+
+
+def test_a_change_between_forward_and_recomputation_is_told():
+    partition = partition_of(nn.Linear(2, 2))
+    inputs = received(torch.ones(3, 2))
+    partition.forward(4, inputs, keep=True, recompute=True)
+    inputs.tensors[0].zero_()
+    with pytest.raises(RecomputeError, match="the input of micro-batch 4 was changed in place"):
+        partition.recompute(4)
+
+
+def test_views_of_one_tensor_do_not_count_as_changed_by_each_other():
+    partition = partition_of(nn.Linear(2, 2), is_first=True)
+    whole = torch.ones(6, 2)
+    parts = [Flat([part], ("t", ("*",)), (True,)) for part in whole.chunk(3)]
+    for i, part in enumerate(parts):
+        partition.forward(i, part, keep=True, recompute=i < 2)
+    partition.backward(2, [torch.ones(2, 2)])
+    for i in (1, 0):
+        partition.recompute(i)
+        assert partition.backward(i, [torch.ones(2, 2)]) != [None]
+
+
+def test_recomputation_that_goes_another_way_is_told():
+    calls: list[int] = []
+
+    def another_way(t: Tensor) -> Any:
+        calls.append(1)
+        return (t, t) if len(calls) > 1 else (t, t.detach())
+
+    partition = partition_of(Do(another_way))
+    partition.forward(0, received(torch.ones(2)), keep=True, recompute=True)
+    with pytest.raises(
+        RecomputeError, match=r"\(True, True\), but its first forward gave \(True, F"
+    ):
+        partition.recompute(0)
+
+
+def test_what_leaves_must_be_of_tensors_on_the_device():
+    with pytest.raises(BoundaryError, match=r"layer '0' \(Do\) returned a tensor on meta"):
+        run(partition_of(Do(lambda t: t.to("meta"))), received(torch.ones(2)))
+    with pytest.raises(BoundaryError, match=r"layout torch\.sparse_coo"):
+        run(partition_of(Do(lambda t: t.to_sparse())), received(torch.ones(2)))
+    with pytest.raises(BoundaryError, match=r"type builtins.set at \[1\] cannot travel"):
+        run(partition_of(Do(lambda t: (t, {1}))), received(torch.ones(2)))
+
+
+def test_the_first_layer_takes_several_inputs_and_the_others_one():
+    first = partition_of(Do(lambda a, b: (a + b, b)), Do(lambda pair: pair[0]), is_first=True)
+    output, _ = run(first, received((torch.ones(2), torch.ones(2))))
+    assert output.tensors[0].tolist() == [2.0, 2.0]
+    later = partition_of(Do(lambda pair: pair[0] * pair[1]))
+    assert run(later, received((torch.ones(2), torch.ones(2))))[0].structure == "*"
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2])
+def test_no_layers_pass_their_input_on(num_inputs):
+    value = tuple(torch.full((2,), float(k)) for k in range(num_inputs))
+    output, _ = run(partition_of({}, is_first=True), received(value))
+    assert len(output.tensors) == num_inputs
+    assert output.structure == ("*" if num_inputs == 1 else ("t", ("*", "*")))
+
+
+@BOTH
+def test_finish_is_a_last_layer(recompute):
+    partition = partition_of(nn.Linear(2, 2))
+    output = partition.forward(
+        0, received(torch.ones(3, 2)), keep=True, recompute=recompute, finish=torch.mean
+    )
+    assert output.tensors[0].shape == ()
+    if recompute:
+        assert partition.recompute(0) == 4
+    assert partition.backward(0, [torch.tensor(1.0)]) != [None]
+
+
+def test_a_failing_layer_is_named():
+    partition = partition_of({"fine": nn.ReLU(), "wrong": nn.Linear(3, 3)})
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        partition.forward(0, received(torch.ones(2, 2)), keep=True, recompute=False)
+    assert partition.where() == "layer 'wrong' (Linear)"
+
+    def fail(output):
+        raise ZeroDivisionError
+
+    partition = partition_of(nn.ReLU())
+    with pytest.raises(ZeroDivisionError):
+        partition.forward(0, received(torch.ones(2)), keep=True, recompute=False, finish=fail)
+    assert partition.where() == "loss_fn"
+    partition.begin()
+    assert partition.num_held == 0
+
+
+def test_freezing_and_unfreezing_is_seen_at_the_next_mini_batch():
+    layer = nn.Linear(2, 2)
+    partition = partition_of(layer)
+    for wants in (True, False, True):
+        layer.requires_grad_(wants)
+        partition.begin()
+        inputs = received(torch.ones(2, 2), wants=False)
+        assert partition.forward(0, inputs, keep=True, recompute=True).requires_grad == (wants,)
