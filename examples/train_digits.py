@@ -10,6 +10,7 @@ Every process runs this same file, and any number of them gives the same losses.
 import argparse
 import os
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ def convolution(num_inputs: int, num_outputs: int) -> list[nn.Module]:
 def even_balance(num_layers: int) -> list[int]:
     """Divide the layers evenly among torchrun's processes; without torchrun there is one."""
     num_stages = int(os.environ.get("WORLD_SIZE", "1"))
-    return [len(part) for part in torch.arange(num_layers).tensor_split(num_stages)]
+    ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def load_data() -> tuple[DataLoader[Any], Tensor, Tensor]:
