@@ -36,6 +36,8 @@ def test_examples(costs, num_parts, expected):
 def test_the_smallest_largest_part_comes_before_the_smallest_sum_of_squares():
     # 6 | 2 | 3 has the smaller sum of squares, 49 to 51, but 6 is more than 5.
     assert blocks([1, 5, 2, 3], 3) == [1, 1, 2]  # 1 | 5 | 5
+    # Here even of the divisions whose every cut is within reach, the evenest has a part of 13.
+    assert blocks([9, 2, 4, 8, 5, 8, 3, 3, 9, 8], 7) == [1, 2, 1, 1, 2, 2, 1]  # at most 12
 
 
 def test_zeros_leave_no_part_empty():

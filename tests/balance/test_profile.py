@@ -315,12 +315,14 @@ def test_layers_run_in_training_mode(measure):
     assert not model[0].training
 
 
-@measures
-def test_in_inference_mode(measure):
+def test_backward_counts_in_inference_mode_too():
+    clock = Clock()
     with torch.inference_mode():
-        costs = measure(nn.Sequential(nn.Linear(2, 2), nn.Sigmoid()), torch.rand(1, 2))
+        model = nn.Sequential(nn.Linear(1, 1), Taking(clock, [1.0] * 2, 2.0))
+        sample = torch.rand(1)
 
-    assert len(costs) == 2
+        assert layer_times(model, sample, timeout=0, clock=clock) == [0.0, 3.0]
+        assert layer_sizes(nn.Sequential(model[0], nn.Sigmoid()), sample) == [4 + 2 * 8, 4]
 
 
 @measures
