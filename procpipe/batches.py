@@ -52,11 +52,13 @@ class Batches:
         self._rank = rank
         self._last = last
 
-    def read(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def read(self, loader: Iterable[Any] | None) -> Iterator[Any]:
         """Yield a loader's items, on rank 0, and tell the others of each."""
         items: Iterator[Any] | None = None
         while True:
             with self._calls.together("batches") as pipeline:
+                if loader is None:
+                    raise TypeError("batches(None) on rank 0, which is the one to read a loader")
                 items = iter(loader) if items is None else items
                 item = next(items, _NOTHING)
                 if item is _NOTHING:

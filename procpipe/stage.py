@@ -231,7 +231,7 @@ class Stage(nn.Sequential):
             return Remote(self._last, "the output of stage(input)", may_follow)
         return join_outputs([batch.outputs.pop(i) for i in range(len(order.sizes))], may_follow)
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any] | None) -> Iterator[Any]:
         """Iterate over a data loader that rank 0 alone reads; ends everywhere when it ends.
 
         Every rank calls it, and each item waits for rank 0. Other ranks may pass anything for
