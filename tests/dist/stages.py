@@ -42,7 +42,7 @@ def world_of(bare: BareWorld, name: str) -> World:
 
 @contextmanager
 def stage_of(
-    bare: BareWorld, name: str, model: nn.Sequential, balance: Sequence[int] | None, **options: Any
+    bare: BareWorld, name: str, model: nn.Sequential, balance: Iterable[int] | None, **options: Any
 ) -> Iterator[Stage]:
     """Give a stage of a copy of the model, and close it; a failure names the case."""
     stage = Stage(copy.deepcopy(model), balance, world=world_of(bare, name), **options)

@@ -115,7 +115,7 @@ def check_accumulation(bare, balance):
 def evaluate(stage, plain, style):
     """Evaluate a mini-batch of another size, in eval mode or under no_grad."""
     inputs, target = make_batch(7, seed=9)
-    parts = plain_copy_in_eval(plain) if style != "training mode without gradients" else None
+    parts = plain_copy_in_eval(plain)
     if style in ("eval", "eval with inference_mode", "eval forward with gradients"):
         stage.eval()
     if style == "eval":
@@ -362,7 +362,8 @@ def check_loaders(bare, balance):
                 break
         for k, item in enumerate(stage.batches([list(item) for item in items])):
             assert type(item) is list
-            step_and_compare(*item, k, "lists")
+            input, target = item
+            step_and_compare(input, target, k, "lists")
         for k, item in enumerate(
             stage.batches({"y": y, "x": x, 3: k} for k, (x, y) in enumerate(items))
         ):

@@ -82,6 +82,10 @@ def frozen(layer):
     return layer.requires_grad_(False)
 
 
+def channels_last(layer: Any) -> Any:
+    return layer.to(memory_format=torch.channels_last)
+
+
 def linear(num_out=4):
     return nn.Linear(4, num_out)
 
@@ -243,7 +247,7 @@ def layouts() -> dict[str, Case]:
         "channels last": Case(
             (
                 Do(lambda x: x.to(memory_format=torch.channels_last)),
-                nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last),
+                channels_last(nn.Conv2d(4, 8, 3)),
                 nn.Conv2d(8, 3, 3),
             ),
             (torch.randn(7, 4, 6, 6),),
@@ -534,7 +538,7 @@ def cut(value, pairs):
 def traffic(bare, mode, style) -> list[StageStatistics]:
     """Return this stage's statistics after one mini-batch of each of some models."""
     options: Any = {"chunks": 2, "checkpoint": mode, "loss_fn": torch.mean}
-    statistics = []
+    statistics: list[StageStatistics] = []
     for layers in (
         (linear(3), linear(5), linear(1)),
         (frozen(linear(3)), nn.Linear(3, 5), nn.Linear(5, 1)),

@@ -87,7 +87,7 @@ def phase(input):
 
 def seen_in(bare, balance, see, calls):
     """Return what a layer in each stage saw, for each mode, in a list a call."""
-    seen = {}
+    seen: dict[str, list[Any]] = {}
     for mode in MODES:
         model = nn.Sequential(*(Log(see) for _ in balance))
         options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": torch.mean}
@@ -281,7 +281,8 @@ def check_clipping(bare, balance):
         with stage_of(bare, name, plain, balance, **options) as stage:
             # Nothing to clip yet.
             assert_same(stage.clip_grad_norm_(1.0), torch.tensor(0.0), f"{name}: no gradients")
-            for norm_type in (2.0, 1.0, math.inf, 3.5, 0.0, "inf"):
+            norm_types: Any = (2.0, 1.0, math.inf, 3.5, 0.0, "inf")
+            for norm_type in norm_types:
                 for max_norm in (1e-3, 1e6):
                     plain.zero_grad()
                     stage.zero_grad()
@@ -307,7 +308,9 @@ def clip_what_is_not_finite(bare, error_if_nonfinite):
         inputs, target = make_batch()
         stage.step(inputs, target)
         if bare.rank == 1:
-            next(stage.parameters()).grad[0] = math.nan
+            gradient = next(stage.parameters()).grad
+            assert gradient is not None
+            gradient[0] = math.nan
         return stage.clip_grad_norm_(1.0, error_if_nonfinite=error_if_nonfinite).isnan().item()
 
 
@@ -571,7 +574,7 @@ def test_state_dicts(ranks, balance):
 def test_a_model_from_the_meta_device_has_the_same_values_for_every_balance(ranks):
     states = []
     for balance in ([5], [2, 3], [4, 1], [1, 1, 1, 2]):
-        state = {}
+        state: dict[str, Any] = {}
         for of_stage in ranks(len(balance)).run(values_from_meta, balance, world=False).values():
             assert not state.keys() & of_stage.keys()
             state |= of_stage

@@ -1,0 +1,401 @@
+"""A Stage without a launcher: the whole model in one stage, and every mistake told at once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from procpipe import (
+    BalanceError,
+    BoundaryError,
+    DeferredBatchNorm,
+    NoChunk,
+    Stage,
+    StageClosedError,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def stage_of():
+    """Give ``stage_of(model, balance, **options)``; the stages are closed at the end."""
+    stages = []
+
+    def make(*args, **options):
+        stages.append(Stage(*args, **options))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.close()
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).double()
+
+
+def batch(size=10):
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (size,), generator=generator)
+
+
+# -- mistakes of the constructor -----------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2))
+
+
+def shared_parameter():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+def with_a_layer_named(name):
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(2, 2))
+    return model
+
+
+def twice_the_same():
+    layer = nn.Linear(2, 2)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def four():
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("model", "balance", "options", "error", "told"),
+    [
+        (Layers, [1], {}, TypeError, "the model is a Layers: pass an nn.Sequential"),
+        (lambda: [nn.Linear(2, 2)], [1], {}, TypeError, "the model is a list"),
+        (twice_the_same, [3], {}, ValueError, "layers '0' and '2' are one Linear"),
+        (four, None, {}, BalanceError, r"4 layers for 1 processes: .* balance=\[4\]"),
+        (four, [2, 1], {}, BalanceError, r"\[2, 1\] places 3 layers but the model has 4"),
+        (four, [4, 0], {}, BalanceError, r"\[4, 0\] has a partition of less than one layer"),
+        (four, [5, -1], {}, BalanceError, r"\[5, -1\] has a partition of less than one"),
+        (four, [], {}, BalanceError, "places 0 layers but the model has 4"),
+        (four, 4, {}, TypeError, "the balance is 4"),
+        (four, [2.0, 2.0], {}, TypeError, "holds more than integers"),
+        (four, ["4"], {}, TypeError, "holds more than integers"),
+        (four, [4], {"chunks": 0}, ValueError, "chunks is 0, but a mini-batch has at least 1"),
+        (four, [4], {"chunks": -2}, ValueError, "chunks is -2"),
+        (four, [4], {"chunks": 2.0}, TypeError, "chunks must be an int, not 2.0"),
+        (four, [4], {"chunks": True}, TypeError, "chunks must be an int, not True"),
+        (four, [4], {"checkpoint": "sometimes"}, ValueError, "'sometimes'; it must be one of"),
+        (four, [4], {"devices": []}, IndexError, "1 processes but 0 devices"),
+        (four, [4], {"devices": ["meta"]}, ValueError, r"devices \['meta'\]: all stages must be"),
+        (lambda: with_a_layer_named("step"), [1], {}, ValueError, "is named 'step'"),
+        (lambda: with_a_layer_named("balance"), [1], {}, ValueError, "is named 'balance'"),
+    ],
+)
+def test_mistakes_of_the_constructor(model, balance, options, error, told):
+    with pytest.raises(error, match=told):
+        Stage(model(), balance, **options)
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2))
+
+
+def test_a_model_that_nothing_initialises():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Bare())
+    with pytest.raises(ValueError, match=r"nothing initialises 1\.weight \(Bare has no reset_par"):
+        Stage(model, [2])
+
+
+# -- mistakes of a call --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "told"),
+    [
+        (lambda s: s.step(1.0), TypeError, "holds no tensor that could be split"),
+        (lambda s: s(), TypeError, "holds no tensor that could be split"),
+        (lambda s: s(NoChunk(torch.ones(2))), TypeError, "holds no tensor that could be split"),
+        (lambda s: s({1, 2}), BoundaryError, "input.* is a builtins.set"),
+        (lambda s: s(torch.ones(0, 4)), ValueError, r"the batch is empty .*\(0, 4\)"),
+        (lambda s: s(torch.ones(())), ValueError, "without dimensions"),
+        (
+            lambda s: s(torch.ones(4, 4), torch.ones(3, 4)),
+            ValueError,
+            r"input\[0\] has 4 samples but input\[1\] has 3",
+        ),
+        (
+            lambda s: s.step(torch.ones(4, 4).double(), torch.ones(3)),
+            ValueError,
+            "target has 3 samples but the input has 4",
+        ),
+        (lambda s: next(iter(s.batches(None))), TypeError, r"batches\(None\) on rank 0"),
+        (lambda s: next(iter(s.batches(1))), TypeError, "'int' object is not iterable"),
+        (lambda s: s.step(*batch(), torch.ones(10)), TypeError, "takes 2 positional arguments"),
+    ],
+)
+def test_mistakes_of_a_call(stage_of, call, error, told):
+    stage = stage_of(make_model(), [4], loss_fn=F.cross_entropy)
+    with pytest.raises(error, match=told):
+        call(stage)
+    with pytest.raises(StageClosedError, match=r"step\(\) cannot run: .* failed on this rank with"):
+        stage.step(*batch())
+
+
+def test_a_step_needs_a_loss(stage_of):
+    with pytest.raises(ValueError, match=r"step\(\) needs a loss: give Stage"):
+        stage_of(make_model(), [4]).step(*batch())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "told"),
+    [
+        (lambda output, target: output, r"loss_fn returned shape \(5, 3\), but must return"),
+        (lambda output, target: 1.0, "loss_fn returned <class 'float'>"),
+        (lambda output, target: None, "loss_fn returned <class 'NoneType'>"),
+    ],
+)
+def test_a_loss_must_be_a_number_of_the_graph(stage_of, loss_fn, told):
+    stage = stage_of(make_model(), [4], chunks=2, loss_fn=loss_fn)
+    with pytest.raises(ValueError, match=told) as caught:
+        stage.step(*batch())
+    assert "task F0@0 (micro-batch 0), loss_fn" in "\n".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("weight", "told"),
+    [
+        (lambda target: 0.0, r"loss weights \[0.0, 0.0\] of the micro-batches add up to 0.0"),
+        (lambda target: -1.0, "each must be a finite number from 0"),
+        (lambda target: math.nan, "each must be a finite number from 0"),
+    ],
+)
+def test_loss_weights_must_make_a_mean(stage_of, weight, told):
+    stage = stage_of(make_model(), [4], chunks=2, loss_fn=F.cross_entropy, loss_weight=weight)
+    with pytest.raises(ValueError, match=told):
+        stage.step(*batch())
+
+
+def test_loss_weights_need_a_target(stage_of):
+    stage = stage_of(make_model(), [4], loss_fn=torch.mean, loss_weight=len)
+    with pytest.raises(ValueError, match="loss_weight needs a target"):
+        stage.step(batch()[0])
+
+
+def test_a_layer_that_fails_keeps_its_exception_and_says_where(stage_of):
+    stage = stage_of(make_model(), [4], chunks=4, loss_fn=F.cross_entropy)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        stage.step(torch.ones(8, 5).double(), torch.ones(8).long())
+    assert caught.value.__notes__ == [
+        "procpipe: in stage 0 (rank 0), task F0@0 (micro-batch 0), layer '0' (Linear)"
+    ]
+
+
+def test_an_output_goes_backward_once_and_before_the_next(stage_of):
+    stage = stage_of(make_model(), [4], chunks=2)
+    first = stage(batch()[0])
+    stage(batch()[0])
+    with pytest.raises(RuntimeError, match="a later call of the stage has let go of"):
+        first.sum().backward()
+    stage = stage_of(make_model(), [4], chunks=2)
+    output = stage(batch()[0])
+    output.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="went backward already"):
+        output.sum().backward()
+
+
+# -- the whole model in one stage ----------------------------------------------------------------
+
+
+def test_a_balance_of_several_parts_makes_one_stage(stage_of):
+    stage = stage_of(make_model(), (1, 2, 1), chunks=2, loss_fn=F.cross_entropy)
+    assert stage.balance == [4]
+    assert (stage.rank, len(stage), stage.devices) == (0, 4, [stage.device])
+    assert list(stage.state_dict()) == list(make_model().state_dict())
+    # A parameter that two of the parts share is in one stage now.
+    shared = stage_of(shared_parameter(), [1, 1], loss_fn=torch.mean)
+    shared.step(torch.ones(4, 2))
+    assert shared[0].weight is shared[1].weight
+
+
+def test_it_is_an_nn_sequential(stage_of):
+    model = make_model()
+    layers = list(model)
+    stage = stage_of(model, [4])
+    assert isinstance(stage, nn.Sequential)
+    assert list(stage) == layers
+    assert stage[1] is layers[1]
+    assert list(stage[1:3].children()) == layers[1:3]
+    assert type(stage[1:3]) is nn.Sequential
+    assert [name for name, _ in stage.named_children()] == ["0", "1", "2", "3"]
+    assert stage.get_submodule("3") is layers[3]
+    assert list(stage.parameters()) == list(model.parameters())
+    assert stage.training
+    assert not stage.eval().training
+    assert not layers[1].training
+    assert stage.double() is stage
+    assert str(stage).startswith("Stage(\n  (0): Linear(")
+
+
+def test_training_equals_the_plain_model(stage_of):
+    plain = make_model()
+    stage = stage_of(copy.deepcopy(plain), [2, 2], loss_fn=F.cross_entropy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, stage)]
+    for input, target in stage.batches([batch(10), batch(7)]):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = F.cross_entropy(plain(input), target)
+        loss.backward()
+        assert torch.equal(stage.step(input, target), loss.detach())
+        norms = [
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1),
+            stage.clip_grad_norm_(0.1),
+        ]
+        assert torch.equal(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+    for key, value in stage.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[key]), key
+
+
+def test_nothing_is_between_the_user_and_an_output(stage_of):
+    plain = make_model()
+    stage = stage_of(copy.deepcopy(plain), [4], chunks=1)
+    inputs = batch()[0].requires_grad_()
+    output = stage(inputs)
+    expected = plain(inputs.detach().requires_grad_())
+    assert torch.equal(output, expected)
+    output.mul_(2).pow(2).sum().backward()
+    expected.mul_(2).pow(2).sum().backward()
+    for found, parameter in zip(stage.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, parameter.grad)
+    assert inputs.grad is not None
+    assert stage.fetch(output) is not output
+    stage.print("one", "line")
+
+
+@pytest.mark.parametrize("last", [nn.Tanh, nn.Sigmoid, lambda: nn.LogSoftmax(1)])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_last_layer_may_save_its_output(stage_of, last, chunks):
+    plain = nn.Sequential(nn.Linear(4, 3), last()).double()
+    stage = stage_of(copy.deepcopy(plain), [2], chunks=chunks, checkpoint="never")
+    inputs = batch()[0]
+    stage(inputs).pow(2).sum().backward()
+    plain(inputs).pow(2).sum().backward()
+    for found, parameter in zip(stage.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        assert parameter.grad is not None
+        assert torch.allclose(found.grad, parameter.grad, rtol=1e-13)
+
+
+def test_an_output_that_was_saved_may_not_be_changed(stage_of):
+    stage = stage_of(nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double(), [2], checkpoint="never")
+    output = stage(batch()[0])
+    output.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_model_without_layers(stage_of):
+    stage = stage_of(nn.Sequential(), [], chunks=2)
+    inputs = batch()[0]
+    assert torch.equal(stage(inputs), inputs)
+    a, b = stage(inputs, {"x": inputs})
+    assert torch.equal(a, b["x"])
+    torch.optim.AdamW(stage.parameters())
+
+
+def test_no_batch_size_warns(stage_of):
+    stage = stage_of(make_model(), [4], chunks=3, loss_fn=F.cross_entropy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in (10, 4, 6):
+            stage.step(*batch(size))
+
+
+def test_deferred_batch_norm_keeps_its_parameters(stage_of):
+    model = make_model()
+    norm = model[1]
+    stage = stage_of(model, [4], chunks=2, deferred_batch_norm=True, loss_fn=F.cross_entropy)
+    assert isinstance(stage[1], DeferredBatchNorm)
+    assert stage[1].weight is norm.weight
+    stage.step(*batch())
+    assert stage[1].num_batches_tracked == 1
+    assert isinstance(stage_of(make_model(), [4])[1], nn.BatchNorm1d)
+
+
+def test_statistics_and_report(stage_of):
+    stage = stage_of(make_model(), [4], chunks=5, loss_fn=F.cross_entropy)
+    with pytest.raises(StageClosedError, match="no statistics before the first call"):
+        stage.statistics()
+    for _ in range(2):
+        stage.step(*batch())
+    statistics = stage.statistics()
+    assert (statistics.stage, statistics.num_steps) == (0, 2)
+    assert statistics.num_tasks == {"F": 10, "B": 10, "R": 8}
+    assert (statistics.sent_bytes, statistics.num_messages) == ({}, {})
+    assert 0 < statistics.busy_s <= statistics.step_s
+    assert 0 <= statistics.bubble < 1
+    assert statistics.waiting_s == 0
+    header, line = stage.report().splitlines()
+    assert header.split()[:5] == ["stage", "steps", "F", "R", "B"]
+    assert line.split()[:5] == ["0", "2", "10", "8", "10"]
+
+
+def test_a_closed_stage_says_so(stage_of):
+    stage = stage_of(make_model(), [4], loss_fn=F.cross_entropy)
+    stage.step(*batch())
+    stage.close()
+    stage.close()
+    for call in (
+        lambda: stage.step(*batch()),
+        lambda: stage(batch()[0]),
+        lambda: stage.fetch(1),
+        lambda: stage.clip_grad_norm_(1.0),
+        lambda: stage.report(),
+        lambda: next(iter(stage.batches([1]))),
+    ):
+        with pytest.raises(StageClosedError, match="the stage was closed"):
+            call()
+    assert stage.state_dict().keys() == make_model().state_dict().keys()
+
+
+def test_a_closed_stage_can_be_forgotten():
+    stage = Stage(make_model(), [4], chunks=2, loss_fn=F.cross_entropy)
+    stage.step(*batch())
+    stage(batch()[0]).sum().backward()
+    note = weakref.ref(stage)
+    stage.close()
+    del stage
+    gc.collect()
+    assert note() is None
+
+
+def test_the_state_of_the_random_generator_is_the_users(stage_of):
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).double()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    stage = stage_of(model, [2], chunks=2, loss_fn=torch.mean)
+    stage.step(batch()[0])
+    assert torch.equal(torch.get_rng_state(), before)
