@@ -1,6 +1,6 @@
 """The law of who may import whom, read from the source files: the architecture, kept true.
 
-    launch  examples  benchmarks        public names and plan
+    launch  examples  benchmarks        public names (of skip and balance too) and plan
                  |
         procpipe/*.py (stage, …)        anything
                  |
@@ -8,7 +8,7 @@
               /  |  \\
          plan compute channel           compute: skip; plan: the standard library only
                  |
-                skip      balance       no other procpipe package
+                skip                    no other procpipe package; nor has balance, but skip
                  |
             errors  tree                leaves: for all (tree for all but plan)
 
@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "tree": {"errors"},
     "plan": {"errors"},
     "skip": {"errors", "tree"},
-    "balance": {"errors", "tree"},
+    "balance": {"skip", "errors", "tree"},
     "channel": {"errors", "tree"},
     "compute": {"skip", "errors", "tree"},
     "run": {"plan", "compute", "channel", "errors", "tree"},
@@ -42,6 +42,9 @@ MAY_IMPORT = {
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
 USERS = ("procpipe.launch", "examples", "benchmarks")
+
+#: Whose __all__ holds names for users.
+PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance")
 
 #: Standard library only, and each other.
 PURE = ("procpipe.plan", "procpipe.errors", "procpipe.run.messages", "procpipe.balance.blocks")
@@ -187,7 +190,7 @@ def read_sources() -> dict[str, str]:
 def faults(sources: dict[str, str]) -> list[str]:
     """Return each breach of the law, one sentence each."""
     trees = {module: ast.parse(source) for module, source in sources.items()}
-    public = public_names(trees["procpipe"]) if "procpipe" in trees else set()
+    public = {module: public_names(trees[module]) for module in PUBLIC if module in trees}
     found: list[str] = []
     for module, tree in trees.items():
         found.extend(f"{module}:{line} has a relative import" for line in relative_imports(tree))
@@ -201,7 +204,7 @@ def faults(sources: dict[str, str]) -> list[str]:
     return found + circles(trees)
 
 
-def fault_of(module: str, an_import: Import, public: set[str]) -> str | None:
+def fault_of(module: str, an_import: Import, public: dict[str, set[str]]) -> str | None:
     """Say what is wrong with one import, or return ``None``."""
     target = str(an_import)
     if not within(target, ("procpipe",)):
@@ -218,14 +221,14 @@ def fault_of(module: str, an_import: Import, public: set[str]) -> str | None:
     return None
 
 
-def fault_of_user(an_import: Import, public: set[str]) -> str | None:
+def fault_of_user(an_import: Import, public: dict[str, set[str]]) -> str | None:
     target = str(an_import)
-    if target == "procpipe" or within(target, ("procpipe.launch", "procpipe.plan")):
+    if target in PUBLIC or within(target, ("procpipe.launch", "procpipe.plan")):
         return None
-    if an_import.module != "procpipe":
+    if an_import.module not in PUBLIC:
         return f"imports {target}: use public names and procpipe.plan"
-    if an_import.name not in public:
-        return f"imports {target}, which is not in procpipe.__all__"
+    if an_import.name not in public.get(an_import.module, ()):
+        return f"imports {target}, which is not in {an_import.module}.__all__"
     return None
 
 

@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from procpipe.skip.tracker import tracking
 from procpipe.tree import Flat, flatten
 
-__all__ = ["Inputs", "Layer", "SkipCut", "Tracking", "as_flat", "run_each", "without_skips"]
+__all__ = ["Inputs", "Layer", "SkipCut", "as_flat", "run_each"]
 
 T = TypeVar("T")
 
@@ -86,15 +87,6 @@ class SkipCut:
         return [tensor for flat, _ in self._held.values() for tensor in flat.tensors]
 
 
-#: Lets layers stash to and pop from a ``SkipCut`` for a while.
-Tracking = Callable[[SkipCut], AbstractContextManager[object]]
-
-
-def without_skips(cut: SkipCut) -> AbstractContextManager[object]:
-    """Be the ``Tracking`` of models whose layers neither stash nor pop."""
-    return nullcontext()
-
-
 class Layer:
     """A copied layer and one input.
 
@@ -141,7 +133,6 @@ def run_each(
     inputs: Flat,
     device: torch.device,
     measure: Callable[[Layer], T],
-    tracking: Tracking,
 ) -> list[T]:
     """Run each layer alone, in order, each on what the one before it made.
 
@@ -150,7 +141,6 @@ def run_each(
         inputs: as :func:`as_flat` gives them, not changed.
         device: where the copies of layers and inputs live meanwhile.
         measure: called with each layer, whose ``forward`` it must run once.
-        tracking: see there.
 
     Returns:
         What ``measure`` returned for each layer.

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from procpipe.balance.alone import Tracking, without_skips
 from procpipe.balance.blocks import blocks, check_num_parts
 from procpipe.balance.profile import check_model, layer_sizes, layer_times
 
@@ -21,7 +20,6 @@ def balance_by_time(
     *,
     timeout: float = 1.0,
     device: torch.device | str | None = None,
-    tracking: Tracking = without_skips,
 ) -> list[int]:
     """Balance a model by the seconds of its layers' forward and backward.
 
@@ -38,7 +36,6 @@ def balance_by_time(
             will have.
         timeout: seconds to spend; each layer is measured at least once.
         device: where copies of the layers run, one at a time; by default the sample's.
-        tracking: takes up what layers stash and gives what they pop.
 
     Returns:
         The number of layers in each partition: no other balance has a smaller largest sum of
@@ -53,7 +50,7 @@ def balance_by_time(
     """
     check_model(module)
     check_num_parts(partitions, len(module))
-    costs = layer_times(module, sample, timeout=timeout, device=device, tracking=tracking)
+    costs = layer_times(module, sample, timeout=timeout, device=device)
     return blocks(costs, partitions)
 
 
@@ -65,7 +62,6 @@ def balance_by_size(
     chunks: int = 1,
     param_scale: float = 2.0,
     device: torch.device | str | None = None,
-    tracking: Tracking = without_skips,
 ) -> list[int]:
     """Balance a model by the bytes its layers hold: activations and parameters.
 
@@ -85,7 +81,6 @@ def balance_by_size(
             gradients), 3 with momentum, 4 for Adam.
         device: where copies of the layers run, one at a time; by default the input's. A model with
             parameters on the meta device is always measured there.
-        tracking: takes up what layers stash and gives what they pop.
 
     Returns:
         The number of layers in each partition: no other balance has a smaller largest sum of
@@ -100,7 +95,5 @@ def balance_by_size(
     """
     check_model(module)
     check_num_parts(partitions, len(module))
-    costs = layer_sizes(
-        module, input, chunks=chunks, param_scale=param_scale, device=device, tracking=tracking
-    )
+    costs = layer_sizes(module, input, chunks=chunks, param_scale=param_scale, device=device)
     return blocks(costs, partitions)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.balance.alone import Layer, Tracking, as_flat, run_each, without_skips
+from procpipe.balance.alone import Layer, as_flat, run_each
 from procpipe.tree import Flat
 
 __all__ = ["check_model", "layer_sizes", "layer_times"]
@@ -28,7 +28,6 @@ def layer_times(
     *,
     timeout: float = 1.0,
     device: torch.device | str | None = None,
-    tracking: Tracking = without_skips,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Measure the forward and backward of each layer.
@@ -42,7 +41,6 @@ def layer_times(
             ``(batch/m, …)`` or nested tuples, lists and dicts; or :class:`Inputs` of several.
         timeout: seconds after which no further round starts; one is always measured.
         device: where copies of the layers run, one at a time; by default the sample's.
-        tracking: takes up what layers stash and gives what they pop.
         clock: gives the seconds since some moment.
 
     Returns:
@@ -60,10 +58,10 @@ def layer_times(
     timer = _Timer(device, clock)
 
     begun = clock()
-    run_each(module, inputs, device, timer.time, tracking)
-    rounds = [run_each(module, inputs, device, timer.time, tracking)]
+    run_each(module, inputs, device, timer.time)
+    rounds = [run_each(module, inputs, device, timer.time)]
     while clock() - begun < timeout:
-        rounds.append(run_each(module, inputs, device, timer.time, tracking))
+        rounds.append(run_each(module, inputs, device, timer.time))
     return [statistics.median(of_layer) for of_layer in zip(*rounds, strict=True)]
 
 
@@ -74,7 +72,6 @@ def layer_sizes(
     chunks: int = 1,
     param_scale: float = 2.0,
     device: torch.device | str | None = None,
-    tracking: Tracking = without_skips,
 ) -> list[int]:
     """Count the bytes that each layer holds in training.
 
@@ -93,7 +90,6 @@ def layer_sizes(
             gradients), 3 with momentum, 4 for Adam.
         device: where copies of the layers run, one at a time; by default the input's. A model with
             parameters on the meta device is always measured there.
-        tracking: takes up what layers stash and gives what they pop.
 
     Returns:
         Bytes a layer.
@@ -115,7 +111,7 @@ def layer_sizes(
     def size(layer: Layer) -> int:
         return _num_activation_bytes(layer) + int(param_scale * _num_parameter_bytes(layer.module))
 
-    return run_each(module, inputs, device, size, tracking)
+    return run_each(module, inputs, device, size)
 
 
 def check_model(module: nn.Module) -> None:

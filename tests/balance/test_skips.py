@@ -8,7 +8,7 @@ from torch import nn
 
 from procpipe.balance import balance_by_size, balance_by_time, layer_sizes, layer_times
 from procpipe.skip import Namespace, pop, skippable, stash
-from procpipe.skip.tracker import current_tracker, tracking
+from procpipe.skip.tracker import current_tracker
 
 FLOAT32 = 4
 
@@ -56,12 +56,12 @@ def test_a_model_with_skips_is_profiled():
     sample = torch.rand(4, 8)
     one = FLOAT32 * 4 * 8
 
-    assert len(layer_times(model(), sample, timeout=0, tracking=tracking)) == 6
-    sizes = layer_sizes(model(), sample, param_scale=0, tracking=tracking)
+    assert len(layer_times(model(), sample, timeout=0)) == 6
+    sizes = layer_sizes(model(), sample, param_scale=0)
     # Stash makes exp(x), saved and stashed, and its sine. Pop saves what it gets; its own output.
     assert sizes == [one, 2 * one, 0, one, 0, one]
-    assert sum(balance_by_time(3, model(), sample, timeout=0, tracking=tracking)) == 6
-    assert balance_by_size(2, model(), sample, param_scale=0, tracking=tracking) == [2, 4]
+    assert sum(balance_by_time(3, model(), sample, timeout=0)) == 6
+    assert balance_by_size(2, model(), sample, param_scale=0) == [2, 4]
 
 
 def test_what_is_only_stashed_counts_for_the_layer_that_stashes():
@@ -77,7 +77,7 @@ def test_what_is_only_stashed_counts_for_the_layer_that_stashes():
             mask = yield pop("mask")
             return x * mask
 
-    sizes = layer_sizes(nn.Sequential(Mask(), Use()), torch.rand(16), tracking=tracking)
+    sizes = layer_sizes(nn.Sequential(Mask(), Use()), torch.rand(16))
 
     assert sizes == [16, FLOAT32 * 16]
 
@@ -102,7 +102,7 @@ def test_backward_ends_at_a_popped_tensor_and_covers_a_stashed_one():
             return y
 
     sample = torch.rand(2, requires_grad=True)
-    layer_times(nn.Sequential(Aside(), nn.Identity(), Join()), sample, timeout=0, tracking=tracking)
+    layer_times(nn.Sequential(Aside(), nn.Identity(), Join()), sample, timeout=0)
 
     assert calls == ["aside", "join"] * 2  # the second round is the measured one
 
@@ -110,10 +110,7 @@ def test_backward_ends_at_a_popped_tensor_and_covers_a_stashed_one():
 def test_a_layer_made_of_layers_may_pop_what_it_stashes():
     inner = nn.Sequential(Stash(), Pop(), Pop())
 
-    assert (
-        len(layer_sizes(nn.Sequential(nn.Linear(2, 2), inner), torch.rand(1, 2), tracking=tracking))
-        == 2
-    )
+    assert len(layer_sizes(nn.Sequential(nn.Linear(2, 2), inner), torch.rand(1, 2))) == 2
 
 
 def test_namespaces_outlive_copying():
@@ -121,17 +118,17 @@ def test_namespaces_outlive_copying():
     layers = [Stash().isolate(space) for space in spaces]  # type: ignore[operator]
     layers += [Pop().isolate(space) for space in spaces * 2]  # type: ignore[operator]
 
-    layer_sizes(nn.Sequential(nn.Linear(2, 2), *layers), torch.rand(1, 2), tracking=tracking)
+    layer_sizes(nn.Sequential(nn.Linear(2, 2), *layers), torch.rand(1, 2))
 
 
 def test_a_pop_of_nothing():
     with pytest.raises(RuntimeError, match="'skip' is popped but was not stashed: see verify"):
-        layer_sizes(nn.Sequential(Pop()), torch.rand(1), tracking=tracking)
+        layer_sizes(nn.Sequential(Pop()), torch.rand(1))
 
 
 def test_the_tracker_of_the_context_is_put_back():
     before = current_tracker()
 
-    layer_sizes(model(), torch.rand(4, 8), tracking=tracking)
+    layer_sizes(model(), torch.rand(4, 8))
 
     assert current_tracker() is before
