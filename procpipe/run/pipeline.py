@@ -71,6 +71,8 @@ class Pipeline:
         if differences:
             raise DisagreementError(differences)
         self._channels = self._open_channels()
+        # Who ran its part and left, while another still connected, would break its connection.
+        self.control.agree(None, lambda _: None)
         self._values_to, self._values_from = self._open_value_channels()
         self.executor = Executor(self._rank, self._num_stages, partition, self._channels)
         self.coordinator = Coordinator(self.control, self._rank, self._num_stages, skips)
