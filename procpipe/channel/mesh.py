@@ -99,6 +99,10 @@ class Mesh:
         """The other ranks, in order."""
         return tuple(sorted(self._partial))
 
+    def is_connected(self, peer: int) -> bool:
+        """Tell whether a peer can still be spoken to, as far as is known."""
+        return peer in self._sockets and peer not in self._left
+
     def on(self, peer: int, kind: int, handler: Handler) -> None:
         """Hand frames of a kind from a peer to ``handler``, those that came early first."""
         self._handlers[peer, kind] = handler
@@ -110,7 +114,7 @@ class Mesh:
     def send(self, peer: int, kind: int, flags: int, sequence: int, *parts: Any) -> None:
         """Send a frame; never blocks, and the parts (byte buffers) may be reused at once."""
         sock = self._sockets.get(peer)
-        if sock is None or peer in self._left:
+        if sock is None or not self.is_connected(peer):
             self._blame_for_leaving(peer, "sends to it")
         size = sum(len(part) for part in parts)
         frame = [_HEADER.pack(size, sequence, kind, flags), *parts]

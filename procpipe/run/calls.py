@@ -14,18 +14,28 @@ from __future__ import annotations
 import atexit
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from procpipe.errors import DisagreementError, ProcpipeError, RemoteStageError, StageClosedError
+from procpipe.errors import (
+    CallMismatchError,
+    DisagreementError,
+    ProcpipeError,
+    RemoteStageError,
+    StageClosedError,
+)
 from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.world import World
 
 __all__ = ["Calls"]
+
+#: The pipelines of this process: a rank may wait in one while rank 0 is in another.
+_all: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 
 class Calls:
@@ -41,7 +51,9 @@ class Calls:
         self._connect = connect
         self._pipeline: Pipeline | None = None
         self._ended: str | None = None
+        self._is_victim = False
         atexit.register(self._leave)
+        _all.add(self)
 
     @contextmanager
     def together(self, name: str) -> Iterator[Pipeline]:
@@ -58,7 +70,7 @@ class Calls:
             yield self._pipeline
             self._pipeline.flush()
         except BaseException as error:
-            self.fail(name, error)
+            self.fail(f"{name}()", error)
             raise
 
     def order(self, call: str, *, is_training: bool, **decided: Any) -> Order:
@@ -74,16 +86,41 @@ class Calls:
         is_grad_enabled = torch.is_grad_enabled() or call == "backward"
         ours = Order(call, self._world.number, is_training, is_grad_enabled, **decided)
         coordinator = self._pipeline.coordinator
-        return coordinator.issue(ours) if self._world.rank == 0 else coordinator.follow(ours)
+        if self._world.rank == 0:
+            return coordinator.issue(ours)
+        return coordinator.follow(ours, lambda: self._check_other_pipelines(call))
+
+    def _check_other_pipelines(self, call: str) -> None:
+        """Check that rank 0 is not in a call of another pipeline, whose sockets are others."""
+        for other in tuple(_all):
+            pipeline = other._pipeline
+            if other is self or pipeline is None:
+                continue
+            try:
+                order = pipeline.coordinator.waiting()
+            except RemoteStageError as error:
+                if self._pipeline is not None:
+                    self._pipeline.pass_on(error)
+                raise
+            if order is not None:
+                raise CallMismatchError(
+                    f"rank {self._world.rank} is in {call}() of its pipeline "
+                    f"{self._world.number} while rank 0 is in {order.call}() of pipeline "
+                    f"{order.stage_number} (counted from 0 in the order they are made): every rank "
+                    "must make the same calls in the same order"
+                )
 
     def fail(self, name: str, error: BaseException) -> None:
         """End the pipeline on every rank because of an error on this one."""
         if self._ended is not None:
             return
-        self._ended = f"{name}() failed on this rank with {type(error).__name__}: {error}"
+        self._ended = f"{name} failed on this rank with {type(error).__name__}: {error}"
         # The mesh has passed on the failure of another rank; a disagreement is found by each.
-        if not isinstance(error, (RemoteStageError, DisagreementError)):
-            self._world.give_up(self._story(f"in {name}()", error))
+        if isinstance(error, RemoteStageError):
+            self._is_victim = True
+        elif not isinstance(error, DisagreementError):
+            self._world.give_up(self._story(f"in {name}", error))
+            self._world.record(error)
         self._disconnect()
 
     @property
@@ -110,6 +147,8 @@ class Calls:
             self.close()
         except ProcpipeError as unfinished:
             print(f"procpipe: rank {self._world.rank} left early: {unfinished}", file=sys.stderr)
+        if self._is_victim:
+            self._world.let_others_end_first()
 
     def _disconnect(self) -> None:
         pipeline, self._pipeline = self._pipeline, None

@@ -5,6 +5,7 @@ A star laid over the mesh, on a kind of its own. Messages of one peer arrive in 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,9 @@ __all__ = ["CONTROL", "Control"]
 
 #: The mesh's kind for control messages; channels count from 1.
 CONTROL = 0
+
+#: How often a wait looks at what its sockets do not tell.
+_LOOK_EVERY_S = 0.2
 
 
 class Control:
@@ -39,11 +43,30 @@ class Control:
         """Send a message to rank 0; never blocks."""
         self._mesh.send(0, CONTROL, 0, 0, message)
 
-    def hear(self, peer: int, what: str) -> bytes:
-        """Wait for the next message of a peer; ``what`` names it in errors."""
+    def hear(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> bytes:
+        """Wait for the next message of a peer.
+
+        Args:
+            peer: who sends it.
+            what: names it in errors.
+            meanwhile: called now and then while there is none; may raise.
+        """
         heard = self._heard[peer]
-        self._mesh.wait_for(peer, heard.__len__, lambda: f"{what} from rank {peer}")
+
+        def is_here() -> bool:
+            if not heard and meanwhile is not None:
+                meanwhile()
+            return bool(heard)
+
+        every_s = math.inf if meanwhile is None else _LOOK_EVERY_S
+        self._mesh.wait_for(peer, is_here, lambda: f"{what} from rank {peer}", every_s=every_s)
         return heard.popleft()
+
+    def peek(self, peer: int) -> bytes | None:
+        """Return the next message of a connected peer if it is here, and leave it there."""
+        self._mesh.poll()
+        heard = self._heard[peer]
+        return heard[0] if heard and self._mesh.is_connected(peer) else None
 
     def agree(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Bring every rank's value to rank 0, combine them there, and return the result to all.

@@ -78,22 +78,28 @@ class Coordinator:
             self._control.tell_all(encode(order))
         return order
 
-    def follow(self, ours: Order) -> Order:
+    def follow(self, ours: Order, meanwhile: Callable[[], None] | None = None) -> Order:
         """Wait for rank 0's next order and check that it is for the call we are in.
 
         Args:
             ours: the call this rank is in, with its modes.
+            meanwhile: called now and then while no order comes; may raise.
 
         Raises:
             CallMismatchError: rank 0 is in another call, pipeline or mode.
         """
-        order = decode_order(self._control.hear(0, f"the order for {ours.call}()"))
+        order = decode_order(self._control.hear(0, f"the order for {ours.call}()", meanwhile))
         self._check(ours, order)
         if order.plan_text:
             plan = Plan.from_text(order.plan_text)
             assert plan.digest == order.plan, "a plan arrives as it was sent"
             self._plans[plan.digest] = plan
         return order
+
+    def waiting(self) -> Order | None:
+        """Return the order that rank 0 has given and this rank has not followed yet, if any."""
+        message = self._control.peek(0)
+        return None if message is None else decode_order(message)
 
     def program(self, order: Order) -> Program:
         """Return what this stage does under an order's plan, verified on rank 0."""

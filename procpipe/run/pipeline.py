@@ -17,7 +17,12 @@ import torch
 
 from procpipe.channel.link import LinkReceiver, LinkSender
 from procpipe.compute.tasks import Partition
-from procpipe.errors import DisagreementError
+from procpipe.errors import (
+    CallMismatchError,
+    DisagreementError,
+    PeerLostError,
+    RemoteStageError,
+)
 from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, SKIP, SKIP_GRADIENT, TARGET
 from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
@@ -51,6 +56,7 @@ class Pipeline:
         facts: what must be the same on every rank, by name; plain JSON.
 
     Raises:
+        CallMismatchError: another rank is in the first call of another pipeline.
         DisagreementError: facts differ between ranks; raised on every rank.
         RemoteStageError: another rank failed.
     """
@@ -67,6 +73,7 @@ class Pipeline:
         self._rank, self._num_stages = world.rank, world.num_ranks
         self._mesh = world.connect()
         self.control = Control(self._mesh)
+        self._check_number(self.control.agree(world.number, list))
         differences = self.control.agree(facts, compare_facts)
         if differences:
             raise DisagreementError(differences)
@@ -120,6 +127,11 @@ class Pipeline:
         """
         self._mesh.flush()
 
+    def pass_on(self, error: RemoteStageError) -> None:
+        """Tell this pipeline's peers of a failure that another one's told us of."""
+        is_lost = isinstance(error, PeerLostError)
+        self._mesh.tell_failure(error.rank, error.story, is_lost=is_lost)
+
     def close(self) -> None:
         """Wait until what was sent has arrived, say goodbye and disconnect."""
         try:
@@ -136,6 +148,16 @@ class Pipeline:
         self._values_to.clear()
         self._values_from.clear()
         self._world.close()
+
+    def _check_number(self, numbers: list[int]) -> None:
+        """Check that every rank is in the first call of the same pipeline."""
+        for rank, number in enumerate(numbers):
+            if number != numbers[0]:
+                raise CallMismatchError(
+                    f"rank {rank} makes the first call of its pipeline {number} while rank 0 makes "
+                    f"that of pipeline {numbers[0]} (counted from 0 in the order they are made): "
+                    "every rank must make the same calls in the same order"
+                )
 
     # -- wiring ---------------------------------------------------------------------------------
 

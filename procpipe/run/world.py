@@ -41,6 +41,9 @@ __all__ = ["World"]
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_TIMEOUT_S = 30.0
 
+#: More than the second to which torchrun rounds, and the tenth in which it looks.
+_HEAD_START_S = 1.5
+
 #: How often the store is asked whether a peer has come; the store answers in about 0.1 ms.
 _STORE_POLL_S = 0.02
 
@@ -189,6 +192,26 @@ class World:
                 f"procpipe: rank {self.rank} could not tell the others that it failed: {error}",
                 file=sys.stderr,
             )
+
+    def record(self, error: BaseException) -> None:
+        """Leave the error where torchrun looks for what ended the job."""
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            try:
+                raise error  # what is recorded is the exception that is being handled
+            except BaseException:
+                get_error_handler().record_exception(error)
+
+    def let_others_end_first(self) -> None:
+        """Wait a moment, as the process ends because another one failed.
+
+        Torchrun names the process that failed first, by whole seconds, and terminates all others:
+        without this often one that only heard of the failure, while the one that could tell of it
+        is cut off. Usually torchrun ends this process here.
+        """
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(_HEAD_START_S)
 
     def close(self) -> None:
         """Say goodbye to the peers and let go of every connection."""
