@@ -1,0 +1,246 @@
+"""Orders of rank 0 over a real mesh: verified once, told once, followed or refused."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from procpipe.channel.mesh import Mesh
+from procpipe.errors import CallMismatchError, PeerLostError, PlanError, WaitTimeoutError
+from procpipe.plan.check import verify
+from procpipe.plan.routes import LOSS, TARGET
+from procpipe.plan.task import Plan
+from procpipe.run import coordinator as coordinator_module
+from procpipe.run.control import CONTROL, Control
+from procpipe.run.coordinator import Coordinator
+from procpipe.run.messages import LOCAL, ROUTED, Order
+
+
+@pytest.fixture
+def meshes():
+    """Three connected ranks."""
+    sockets: list[dict[int, socket.socket]] = [{} for _ in range(3)]
+    for a in range(3):
+        for b in range(a):
+            sockets[a][b], sockets[b][a] = socket.socketpair()
+    for sock in (sock for ours in sockets for sock in ours.values()):
+        sock.setblocking(False)
+    made = [
+        Mesh(
+            rank,
+            sockets[rank],
+            timeout_s=2.0,
+            stall_timeout_s=2.0,
+            on_stall=lambda what, waited_s: None,
+        )
+        for rank in range(3)
+    ]
+    yield made
+    for mesh in made:
+        mesh.close()
+
+
+@pytest.fixture
+def controls(meshes):
+    return [Control(mesh) for mesh in meshes]
+
+
+@pytest.fixture
+def ranks(controls):
+    return [Coordinator(control, rank, 3) for rank, control in enumerate(controls)]
+
+
+def step(sizes=(2, 2), recompute=(0,), **fields):
+    return Order("step", 0, sizes=sizes, recompute=recompute, shares=(0.5, 0.5), **fields)
+
+
+def test_messages_of_rank_0_reach_all_in_order(controls):
+    controls[0].tell_all(b"first")
+    controls[0].tell_all(b"second")
+
+    for control in controls[1:]:
+        assert [control.hear(0, "it"), control.hear(0, "it")] == [b"first", b"second"]
+
+
+def test_messages_to_rank_0_are_told_apart(controls):
+    controls[2].tell_coordinator(b"from 2")
+    controls[1].tell_coordinator(b"from 1")
+
+    assert [controls[0].hear(rank, "it") for rank in (1, 2)] == [b"from 1", b"from 2"]
+
+
+def test_a_message_can_be_looked_at_before_it_is_heard(controls):
+    assert controls[1].peek(0) is None
+    controls[0].tell_all(b"it")
+
+    assert [controls[1].peek(0), controls[1].peek(0), controls[1].hear(0, "it")] == [b"it"] * 3
+    assert controls[1].peek(0) is None
+
+
+def test_meanwhile_a_rank_may_look_elsewhere(controls):
+    looks = []
+
+    def look():
+        looks.append(time.monotonic())
+        if len(looks) == 3:
+            raise KeyError("seen elsewhere")
+
+    with pytest.raises(KeyError):
+        controls[1].hear(0, "it", look)
+
+
+def test_all_agree_on_what_rank_0_makes_of_it(controls):
+    outcomes = {}
+    threads = [
+        threading.Thread(
+            target=lambda rank=rank: outcomes.update({rank: controls[rank].agree([rank], sum_up)})
+        )
+        for rank in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert outcomes == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
+
+
+def sum_up(values):
+    return [value for of_rank in values for value in of_rank]
+
+
+def test_a_rank_that_left_is_named_with_what_was_awaited(meshes, controls):
+    meshes[1].close()
+
+    with pytest.raises(PeerLostError, match="waits for its part in a common call from rank 1"):
+        controls[0].agree(0, list)
+
+
+def test_a_rank_that_does_not_answer_is_named(controls):
+    with pytest.raises(WaitTimeoutError, match=r"rank 1 has waited 2\.0 s for the order"):
+        controls[1].hear(0, "the order")
+
+
+def test_an_order_is_followed_as_it_was_issued(ranks):
+    issued = ranks[0].issue(step())
+
+    followed = [rank.follow(Order("step", 0)) for rank in ranks[1:]]
+
+    assert followed == [issued, issued]
+    plans = [rank.program(issued) for rank in ranks]
+    assert [str(program[0]) for program in plans] == [
+        "run F0@0",
+        "receive activation 0: 0->1",
+        "receive activation 0: 1->2",
+    ]
+
+
+def test_a_plan_is_verified_once_and_told_once(ranks, monkeypatch):
+    verified = []
+
+    def note(plan, routes):
+        verified.append(plan.digest)
+        verify(plan, routes)
+
+    monkeypatch.setattr(coordinator_module, "verify", note)
+    orders = [
+        ranks[0].issue(order)
+        for order in (step(), step(), step((4,), ()), step(), step((1, 3)), step((4,), ()))
+    ]
+    for rank in ranks[1:]:
+        for order in orders:
+            rank.program(rank.follow(Order("step", 0)))
+            assert order.plan
+
+    assert [bool(order.plan_text) for order in orders] == [True, False, True, *[False] * 3]
+    assert verified == [orders[0].plan, orders[2].plan]  # on rank 0 only
+
+
+def test_the_plan_depends_on_the_call_and_its_modes(ranks):
+    calls = {
+        "step": step(),
+        "eval step": step(recompute=(), is_training=False),
+        "step without gradients": step(recompute=(), is_grad_enabled=False),
+        "forward": Order("forward", 0, sizes=(2, 2)),
+        "backward": Order("backward", 0, sizes=(2, 2), recompute=(0,)),
+    }
+
+    plans = {name: Plan.from_text(text_of(ranks[0], order)) for name, order in calls.items()}
+
+    told = {name: (plan.has_forward, plan.has_backward) for name, plan in plans.items()}
+    assert told == {
+        "step": (True, True),
+        "eval step": (True, False),
+        "step without gradients": (True, False),
+        "forward": (True, False),
+        "backward": (False, True),
+    }
+
+
+def text_of(rank, order):
+    return rank._plans[rank.issue(order).plan].to_text()
+
+
+@pytest.mark.parametrize(("target", "is_routed"), [(ROUTED, True), (LOCAL, False)])
+def test_the_target_is_sent_if_the_order_says_so(ranks, target, is_routed):
+    order = ranks[0].issue(step(target=target))
+
+    kinds = {s.transfer.kind for s in ranks[0].program(order) if hasattr(s, "transfer")}
+    assert (TARGET in kinds) == is_routed
+    assert LOSS in kinds
+
+
+def test_calls_without_a_plan_carry_their_detail(ranks):
+    issued = ranks[0].issue(Order("batches", 0, detail=["tuple", 2]))
+
+    assert issued.plan == ""
+    assert ranks[2].follow(Order("batches", 0)).detail == ["tuple", 2]
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        (Order("forward", 0), "rank 1 is in forward() while rank 0 is in step()"),
+        (
+            Order("step", 0, is_training=False),
+            "rank 1 calls step() in eval mode with gradients on,",
+        ),
+        (Order("step", 0, is_grad_enabled=False), "rank 0 in training mode with gradients on"),
+        (
+            Order("step", 1),
+            "rank 1 calls step() of its pipeline 1, rank 0 calls step() of pipeline",
+        ),
+    ],
+)
+def test_another_call_than_rank_0s_is_refused(ranks, ours, words):
+    ranks[0].issue(step())
+
+    with pytest.raises(CallMismatchError) as caught:
+        ranks[1].follow(ours)
+
+    assert words in str(caught.value)
+
+
+def test_a_plan_that_cannot_run_is_not_issued(ranks, meshes, monkeypatch):
+    broken = Plan.from_text("plan m=1 n=3\nF0@0\nF0@2\nF0@1\n")
+    monkeypatch.setitem(coordinator_module._PLANS, "forward", lambda m, n, recompute: broken)
+    heard = []
+    meshes[1].on(0, CONTROL, lambda *frame: heard.append(frame))
+
+    with pytest.raises(PlanError):
+        ranks[0].issue(Order("forward", 0, sizes=(2,)))
+    meshes[1].poll()
+
+    assert heard == []
+
+
+def test_an_order_that_waits_can_be_seen(ranks):
+    assert ranks[1].waiting() is None
+    issued = ranks[0].issue(step())
+
+    assert ranks[1].waiting() == issued
+    ranks[1].follow(Order("step", 0))
+    assert ranks[1].waiting() is None

@@ -1,0 +1,87 @@
+"""What ranks say to each other reads back as it was said, and differences are whole sentences."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from procpipe.run.messages import Order, compare_facts, decode, decode_order, encode
+
+BOTH = (True, False)
+
+COUNTS = st.lists(st.integers(0, 10_000), max_size=5).map(tuple)
+DETAIL = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+ORDERS = st.builds(
+    Order,
+    call=st.text(),
+    stage_number=st.integers(0, 9),
+    is_training=st.booleans(),
+    is_grad_enabled=st.booleans(),
+    plan=st.text(),
+    plan_text=st.text(),
+    sizes=COUNTS,
+    shares=st.lists(st.floats(0, 1)).map(tuple),
+    recompute=COUNTS,
+    target=st.text(),
+    detail=DETAIL,
+)
+
+
+@given(ORDERS)
+def test_an_order_reads_back(order):
+    assert decode_order(encode(order)) == order
+
+
+@given(DETAIL)
+def test_a_plain_value_reads_back(value):
+    assert decode(encode(value)) == value
+
+
+def test_an_order_is_short():
+    order = Order("step", 0, plan="0123456789abcdef", sizes=(2, 2), shares=(0.5, 0.5))
+
+    assert encode(order) == (
+        b'["step",0,true,true,"0123456789abcdef","",[2,2],[0.5,0.5],[],"local",null]'
+    )
+
+
+def test_modes_are_told_in_words():
+    modes = [Order("x", 0, training, grad).mode() for training in BOTH for grad in BOTH]
+
+    assert modes == [
+        "training mode with gradients on",
+        "training mode with gradients off",
+        "eval mode with gradients on",
+        "eval mode with gradients off",
+    ]
+    assert [Order("x", 0, t, g).keeps_graph for t in BOTH for g in BOTH] == [
+        *(True, False, False, False)
+    ]
+
+
+def test_ranks_that_agree_have_no_differences():
+    facts = {"balance": [1, 2], "layers": ["a", "b"], "torch": "2.13"}
+
+    assert compare_facts([facts, dict(facts), dict(facts)]) == []
+    assert compare_facts([facts]) == []
+
+
+def test_every_difference_of_every_rank_is_a_sentence():
+    ours = {"balance": [1, 2], "chunks": 4, "layers": ["a", "b", "c"]}
+
+    assert compare_facts(
+        [
+            ours,
+            {"balance": [2, 1], "chunks": 4, "layers": ["a", "x", "y"]},
+            {"balance": [1, 2], "layers": ["a", "b"]},
+        ]
+    ) == [
+        "balance is [1, 2] on rank 0 and [2, 1] on rank 1",
+        "a layer of the model is (b) on rank 0 and (x) on rank 1",
+        "chunks is 4 on rank 0 and None on rank 2",
+        "the model has 3 layers on rank 0 and 2 on rank 2",
+    ]

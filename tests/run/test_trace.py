@@ -1,0 +1,72 @@
+"""Timed tasks, their sums, and the table of all stages."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from procpipe.plan.task import Task
+from procpipe.run.trace import StageStatistics, Trace, table
+
+
+def statistics(**fields):
+    values: dict[str, Any] = {
+        "stage": 0,
+        "num_steps": 2,
+        "num_tasks": {"F": 8, "B": 8, "R": 6},
+        "busy_s": 3.0,
+        "waiting_s": 0.5,
+        "step_s": 4.0,
+        "sent_bytes": {"activation": 1 << 20, "target": 1 << 19},
+        "num_messages": {"activation": 8, "target": 8},
+        "peak_held_bytes": 2048,
+        "held_bytes": 0,
+    }
+    return StageStatistics(**(values | fields))
+
+
+def test_tasks_are_timed_in_order_and_summed():
+    trace = Trace()
+    for _ in range(2):
+        trace.begin()
+        for task in (Task("F", 0, 1), Task("F", 1, 1), Task("B", 1, 1)):
+            trace.ran(task, time.perf_counter_ns())
+        trace.end()
+
+    timed = trace.last_step()
+    assert [str(each.task) for each in timed] == ["F0@1", "F1@1", "B1@1"]
+    starts_and_ends = [t for each in timed for t in (each.start_s, each.end_s)]
+    assert starts_and_ends == sorted(starts_and_ends)
+    assert starts_and_ends[0] >= 0
+    assert trace.num_steps == 2
+    assert trace.num_tasks == {"F": 4, "B": 2}
+    assert 0 < trace.busy_ns <= trace.step_ns
+
+
+def test_a_step_that_failed_counts_for_nothing():
+    trace = Trace()
+    trace.begin()
+    trace.ran(Task("F", 0, 0), time.perf_counter_ns())
+    trace.begin()
+    trace.end()
+
+    assert (trace.num_steps, trace.busy_ns, dict(trace.num_tasks)) == (1, 0, {})
+    assert trace.last_step() == []
+
+
+def test_the_bubble_is_the_share_of_time_without_a_task():
+    assert statistics().bubble == 0.25
+    assert statistics(busy_s=0.0, step_s=0.0).bubble == 0.0
+
+
+def test_the_table_has_a_line_a_stage():
+    text = table([statistics(), statistics(stage=1, num_tasks={}, step_s=0.0)])
+
+    assert text.splitlines() == [
+        "stage  steps       F       R       B   busy s  waiting s  bubble  sent MiB  messages  "
+        "peak held KiB",
+        "    0      2       8       6       8     3.00       0.50   25.0%      1.50        16  "
+        "          2.0",
+        "    1      2       0       0       0     3.00       0.50    0.0%      1.50        16  "
+        "          2.0",
+    ]
