@@ -120,7 +120,8 @@ def fit_balance(
     if balance is None:
         raise BalanceError(
             f"the model has {num_layers} layers for {num_ranks} processes: say how many each stage "
-            f"gets, for instance balance={_even(num_layers, num_ranks)}"
+            f"gets, for instance balance={_even(num_layers, num_ranks)}, or have it found: "
+            "balance='time', sample=x, where x is an input as for training (or balance='size')"
         )
     parts = list(check_balance(balance, num_layers))
     if not is_launched:

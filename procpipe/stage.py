@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from procpipe.balancing import agreed_balance
 from procpipe.batches import Batches
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.skips import SkipPorts
@@ -68,14 +69,18 @@ class Stage(nn.Sequential):
     is what this process's optimizer needs and ``state_dict()`` has the full model's keys. Started
     without a launcher, it is the whole model in one stage.
 
-    Building it does not communicate (unless it fails); the first call connects the processes.
+    Building it does not communicate, unless it fails or a balance is to be found; the first call
+    connects the processes.
 
     Args:
         module: the full model, a flat ``nn.Sequential``. If it was built on the meta device, only
             this stage's layers get memory; they are initialised by their ``reset_parameters()``,
             with values that no balance changes.
-        balance: number of layers in each stage. Without a launcher it is checked, but all layers
-            are in one stage.
+        balance: number of layers in each stage; or ``"time"`` or ``"size"`` to have rank 0 find it
+            from a sample (then every rank waits for rank 0 here). Without a launcher it is
+            checked, but all layers are in one stage.
+        sample: on rank 0, what a balance is found from: a mini-batch's input, or
+            :class:`~procpipe.balance.Inputs` of several.
         chunks: number of micro-batches a mini-batch is split into.
         devices: one device a rank; by default this host's GPUs in order, or CPUs.
         checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
@@ -111,8 +116,9 @@ class Stage(nn.Sequential):
     def __init__(
         self,
         module: nn.Sequential,
-        balance: Iterable[int] | None = None,
+        balance: Iterable[int] | str | None = None,
         *,
+        sample: Any = None,
         chunks: int = 1,
         devices: Sequence[torch.device | str | int] | None = None,
         checkpoint: str = "except_last",
@@ -134,10 +140,12 @@ class Stage(nn.Sequential):
         try:
             check_model(module)
             verify_skippables(module)
+            self.chunks = _checked_chunks(chunks)
+            if isinstance(balance, str):
+                balance = agreed_balance(balance, module, sample, self.chunks, self._world)
             self.balance = fit_balance(
                 balance, len(module), self._world.num_ranks, is_launched=self._world.is_launched
             )
-            self.chunks = _checked_chunks(chunks)
             recomputed(checkpoint, 1)
             self.checkpoint = checkpoint
             check_shared_parameters(module, self.balance)

@@ -22,9 +22,9 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -173,6 +173,24 @@ class World:
 
             self._transport = GlooTransport(store, self.rank, self.num_ranks, self._timeout_s)
         return self._transport
+
+    def agreed(self, key: str, make: Callable[[], Any]) -> Any:
+        """Make a value on rank 0 and return it on every rank; every rank calls it.
+
+        Args:
+            key: names the value in the store, once.
+            make: makes plain JSON; runs on rank 0 only, while the others wait.
+
+        Raises:
+            RemoteStageError: rank 0 failed.
+        """
+        if self.num_ranks == 1:
+            return make()
+        if self.rank == 0:
+            value = make()
+            self._shared_store().set(key, json.dumps(value))
+            return value
+        return json.loads(self._wait_for_key(key, 0, time.monotonic() + self._timeout_s))
 
     def give_up(self, story: str) -> None:
         """Tell the other ranks that this one failed, whether or not they are connected yet.

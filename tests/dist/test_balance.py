@@ -1,0 +1,82 @@
+"""Balances found on rank 0 and agreed by all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from procpipe import Stage
+from procpipe.balance import Inputs
+from procpipe.run.world import World
+
+
+class Repeated(nn.Module):
+    """A layer that runs, and saves, as often as it is told."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Repeated(times) for times in (1, 1, 1, 1, 40, 1)])
+
+
+def find(world: World, kind: str) -> tuple[list[int], float]:
+    whole = model()
+    sample = torch.randn(32, 64) if world.rank == 0 else None
+    random_state = torch.get_rng_state()
+    stage = Stage(
+        whole, kind, sample=sample, chunks=4, loss_fn=F.mse_loss, checkpoint="always", world=world
+    )
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(parameter.grad is None for parameter in stage.parameters())
+    x = torch.linspace(0, 1, 8 * 64).reshape(8, 64)
+    return stage.balance, float(stage.step(x, x))
+
+
+def test_the_long_layer_gets_a_stage_of_its_own(ranks: Any) -> None:
+    for kind in ("time", "size"):
+        found = ranks(3).run(find, kind).values()
+        balances = [balance for balance, _ in found]
+        assert balances == [[4, 1, 1]] * 3, kind
+        assert len({loss for _, loss in found}) == 1
+
+
+class TwoInputs(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+def find_for_two_inputs(world: World) -> list[int]:
+    inputs = Inputs(torch.randn(8, 64), torch.randn(8, 64))
+    return Stage(nn.Sequential(TwoInputs(), *model()), "size", sample=inputs, world=world).balance
+
+
+def test_several_inputs(ranks: Any) -> None:
+    assert ranks(2).run(find_for_two_inputs).values() == [[5, 2]] * 2
+
+
+def find_without_sample(world: World, kind: str) -> None:
+    Stage(model(), kind, world=world)
+
+
+def test_what_is_missing_is_said_on_every_rank(ranks: Any) -> None:
+    origin, other = ranks(2).run(find_without_sample, "time").errors()
+    assert origin.type == "BalanceError"
+    assert "balance='time' needs a sample on rank 0" in origin.text
+    assert other.type == "RemoteStageError"
+    assert "needs a sample on rank 0" in other.text
+    for failure in ranks(2).run(find_without_sample, "weight").errors():
+        assert failure.type == "BalanceError"
+        assert "balance is 'weight'" in failure.text
