@@ -14,20 +14,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from procpipe.errors import BoundaryError
+from procpipe.minibatch import on_device
 from procpipe.remote import Remote
 from procpipe.run.calls import Calls
 from procpipe.run.messages import Order
 from procpipe.tree import flatten
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "Loader"]
 
 #: The order's detail when the loader has ended.
 _END = "end"
 
 _NOTHING: Any = object()
+
+#: A loader, or what makes one; on the ranks that do not read it anything, so None.
+Loader = Iterable[Any] | Callable[[], Iterable[Any]] | None
 
 
 class Batches:
@@ -38,34 +43,48 @@ class Batches:
         order: issues an order on rank 0 and follows it elsewhere.
         rank: this rank.
         last: the rank of the last stage.
+        device: this stage's device.
 
     Attributes:
         delivered_target: the target that the last stage already has, as it is on this rank: the
             second of two entries of the latest item. Something that is no target otherwise.
     """
 
-    def __init__(self, calls: Calls, order: Callable[..., Order], rank: int, last: int) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        order: Callable[..., Order],
+        rank: int,
+        last: int,
+        device: torch.device,
+    ) -> None:
         self.delivered_target: Any = _NOTHING
         self._delivered_as: list[Any] = []
         self._calls = calls
         self._order = order
         self._rank = rank
         self._last = last
+        self._device = device
 
-    def read(self, loader: Iterable[Any] | None) -> Iterator[Any]:
+    def read(self, loader: Loader) -> Iterator[Any]:
         """Yield a loader's items, on rank 0, and tell the others of each."""
         items: Iterator[Any] | None = None
         while True:
             with self._calls.together("batches") as pipeline:
                 if loader is None:
                     raise TypeError("batches(None) on rank 0, which is the one to read a loader")
-                items = iter(loader) if items is None else items
+                if items is None:
+                    items = iter(loader() if callable(loader) else loader)
                 item = next(items, _NOTHING)
                 if item is _NOTHING:
                     self._order("batches", detail=_END)
                     return
-                delivered = _deliverable(item) if self._last > 0 else None
+                delivered = _deliverable(item)
                 self._order("batches", detail=[_form_of(item), delivered is not None])
+                if self._last == 0 and delivered is not None:  # this stage is the one to use it
+                    if self._device.type != "cpu":
+                        item = _with_rest_on(self._device, item, delivered)
+                    delivered = None
                 if delivered is not None:
                     pipeline.send_value(self._last, delivered)
                 self._note(delivered)
@@ -121,6 +140,12 @@ def _deliverable(item: Any) -> tuple[Any, ...] | None:
     except BoundaryError:
         return None
     return rest
+
+
+def _with_rest_on(device: torch.device, item: Any, rest: tuple[Any, ...]) -> Any:
+    """Return an item of a loader with all but its first entry on a device."""
+    entries = [item[0], *(on_device(entry, device) for entry in rest)]
+    return entries if isinstance(item, list) else tuple(entries)
 
 
 def _contents(value: Any) -> list[Any]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.balancing import agreed_balance
-from procpipe.batches import Batches
+from procpipe.batches import Batches, Loader
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tasks import Partition
@@ -152,7 +152,7 @@ class Stage(nn.Sequential):
             self._loss = Loss(loss_fn, loss_weight)
             self._layer_facts = layer_facts(module)
             self._adopt_layers(module, deferred_batch_norm)
-            self._batches = Batches(self._calls, self._order, self.rank, self._last)
+            self._batches = Batches(self._calls, self._order, self.rank, self._last, self.device)
         except BaseException as error:
             self._calls.fail("Stage", error)
             raise
@@ -239,14 +239,15 @@ class Stage(nn.Sequential):
             return Remote(self._last, "the output of stage(input)", may_follow)
         return join_outputs([batch.outputs.pop(i) for i in range(len(order.sizes))], may_follow)
 
-    def batches(self, loader: Iterable[Any] | None) -> Iterator[Any]:
+    def batches(self, loader: Loader) -> Iterator[Any]:
         """Iterate over a data loader that rank 0 alone reads; ends everywhere when it ends.
 
         Every rank calls it, and each item waits for rank 0. Other ranks may pass anything for
         ``loader``; it is not touched there.
 
         Args:
-            loader: gives mini-batches, ``(input, target)`` or of any other form.
+            loader: gives mini-batches, ``(input, target)`` or of any other form; or a function that
+                makes such a loader, called on rank 0 only (``lambda: tqdm(loader)`` shows one bar).
 
         Yields:
             On rank 0 the loader's items. Elsewhere items of the same form, with placeholders in
@@ -371,10 +372,10 @@ class Stage(nn.Sequential):
             of_all = pipeline.control.agree(ours, lambda values: values)
             return table(StageStatistics(**of_one) for of_one in of_all)
 
-    def print(self, *values: Any) -> None:
-        """Print on rank 0 only."""
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0 only; takes what the built-in ``print`` takes."""
         if self.rank == 0:
-            print(*values, flush=True)
+            print(*values, **{"flush": True, **options})
 
     def close(self) -> None:
         """Leave the pipeline once all that was sent has arrived; happens at exit by itself."""

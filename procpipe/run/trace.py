@@ -98,7 +98,7 @@ def table(stages: Iterable[StageStatistics]) -> str:
     """Lay out the statistics of all stages as a text table, one line a stage."""
     header = (
         f"{'stage':>5} {'steps':>6} {'F':>7} {'R':>7} {'B':>7} {'busy s':>8} {'waiting s':>10} "
-        f"{'bubble':>7} {'sent MiB':>9} {'messages':>9} {'peak held KiB':>14}"
+        f"{'bubble':>7} {'sent MiB':>9} {'messages':>9} {'peak held MiB':>14}"
     )
     return "\n".join([header, *(_line(s) for s in stages)])
 
@@ -108,5 +108,5 @@ def _line(s: StageStatistics) -> str:
         f"{s.stage:>5} {s.num_steps:>6} {s.num_tasks.get('F', 0):>7} "
         f"{s.num_tasks.get('R', 0):>7} {s.num_tasks.get('B', 0):>7} {s.busy_s:>8.2f} "
         f"{s.waiting_s:>10.2f} {s.bubble:>7.1%} {sum(s.sent_bytes.values()) / 2**20:>9.2f} "
-        f"{sum(s.num_messages.values()):>9} {s.peak_held_bytes / 2**10:>14.1f}"
+        f"{sum(s.num_messages.values()):>9} {s.peak_held_bytes / 2**20:>14.3f}"
     )

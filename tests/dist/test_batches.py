@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe import DeferredBatchNorm, NoChunk, Remote
+from procpipe import DeferredBatchNorm, NoChunk, Remote, Stage
 from tests.dist.stages import (
     MODES,
     assert_same,
@@ -507,3 +507,20 @@ def test_training_and_evaluation_interleaved(ranks, balance):
 @SHORT
 def test_deferred_batch_norm(ranks, balance):
     ranks(len(balance)).run(check_deferred, balance, world=False).values()
+
+
+def read_from_a_function(world: Any) -> int:
+    def make() -> list[Any]:
+        made.append(world.rank)
+        return [(torch.ones(4, 6), torch.ones(4, 6))] * 3
+
+    made: list[int] = []
+    stage = Stage(
+        nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), [1, 1], loss_fn=F.mse_loss, world=world
+    )
+    assert len([stage.step(x, y) for x, y in stage.batches(make)]) == 3
+    return len(made)
+
+
+def test_a_function_makes_the_loader_on_rank_0_alone(ranks: Any) -> None:
+    assert ranks(2).run(read_from_a_function).values() == [1, 0]
