@@ -1,19 +1,25 @@
-"""The code in README.md is run as it stands there."""
+"""The code in the documentation is run as it stands there, and what it names exists."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.dist.script import run_script
 
-README = Path(__file__).parent.parent / "README.md"
+TESTS = Path(__file__).parent
+README = TESTS.parent / "README.md"
+COMING_FROM = TESTS.parent / "docs" / "coming_from.md"
+PEER_TESTS = TESTS.parent / "docs" / "peer_tests.md"
 
 
-def python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def python_blocks(page: Path = README) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 @pytest.mark.dist
@@ -30,3 +36,73 @@ def test_the_readme_example_trains_and_has_no_branch_on_the_rank(nproc: int | No
     assert len(losses) == 20
     assert losses[-1] < losses[0] + 0.1
     assert done.stdout.rstrip().endswith("done")
+
+
+# -- docs/coming_from.md -------------------------------------------------------------------------
+
+#: Those that need nothing of the peers are whole programs.
+PROGRAMS = [block for block in python_blocks(COMING_FROM) if "from procpipe import" in block]
+
+
+def test_each_peer_has_a_program_before_and_after() -> None:
+    assert len(python_blocks(COMING_FROM)) == 2 * len(PROGRAMS) == 6
+    assert not any("rank ==" in program for program in PROGRAMS)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("program", PROGRAMS, ids=["torchgpipe", "Pipe", "pipelining"])
+def test_the_programs_of_those_who_come_print_the_same_on_any_number_of_stages(
+    program: str,
+) -> None:
+    alone, together = (run_script(program, nproc=nproc).check() for nproc in (None, 2))
+    assert alone.stdout == together.stdout
+    assert re.fullmatch(r"(loss \d+\.\d{4}\n)+", alone.stdout)
+
+
+def test_every_public_name_of_pytorchs_pipelining_is_in_the_table() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining import microbatch, schedules, stage
+
+    names = {*pipelining.__all__, *schedules.__all__, *microbatch.__all__, *stage.__all__}
+    for function in (
+        pipelining.PipelineStage,
+        pipelining.build_stage,
+        pipelining.pipeline,
+        pipelining.ScheduleGPipe,
+        pipelining.ScheduleGPipe.step,
+        pipelining.ScheduleInterleavedZeroBubble,
+    ):
+        names |= inspect.signature(function).parameters.keys()
+    names -= {"self", "args", "kwargs", "stages", "module", "submodule"}
+    table = COMING_FROM.read_text().split("\n## torch.distributed.pipelining\n")[1]
+    missing = sorted(name for name in names if not re.search(rf"\b{name}\b", table))
+    assert not missing
+
+
+# -- docs/peer_tests.md --------------------------------------------------------------------------
+
+
+def named_tests() -> list[tuple[str, str]]:
+    return re.findall(r"`([\w/]+\.py)::(\w+)`", PEER_TESTS.read_text())
+
+
+def test_every_test_of_the_checklist_exists() -> None:
+    assert len(named_tests()) > 100
+    defined: dict[str, set[str]] = {}
+    for file, _ in named_tests():
+        if file not in defined:
+            tree = ast.parse((TESTS / file).read_text())
+            defined[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    missing = [f"{file}::{name}" for file, name in named_tests() if name not in defined[file]]
+    assert not missing
+
+
+def test_every_row_of_the_checklist_names_a_test_or_says_why_none() -> None:
+    rows = [line for line in PEER_TESTS.read_text().splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not re.match(r"\| (torchgpipe's|documented)", row)]
+    assert len(rows) > 100
+    without = [row for row in rows if "::" not in row]
+    assert len(without) == 1
+    assert "`WithDevice` | none: a process has one device" in without[0]

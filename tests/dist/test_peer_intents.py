@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -81,7 +81,7 @@ class Holding(nn.Module):
 
 def num_graphs_between(bare, chunks, num_rows):
     """Count this stage's graphs that wait between forward and backward, by mode."""
-    found = {}
+    found: dict[str, Any] = {}
     for mode in MODES:
         model = nn.Sequential(*(Holding() for _ in range(bare.num_ranks)))
         balance = [1] * bare.num_ranks
@@ -353,7 +353,7 @@ def outcome(bare, name, model, balance, mode, style):
 
 
 def outcomes_of_changes(bare, mode, style):
-    found = {}
+    found: dict[str, Any] = {}
     for at_stage in range(bare.num_ranks):
         for change in CHANGES:
             for before in BEFORE:
@@ -406,7 +406,7 @@ class InPlaceInside(nn.Module):
 
 def outcomes_of_modules(bare, mode, style):
     """Modules with ``inplace=True`` that begin a stage work on copies where that matters."""
-    found = {}
+    found: dict[str, Any] = {}
     for at_stage in range(bare.num_ranks):
         for first in (
             lambda: nn.ReLU(inplace=True),
@@ -454,14 +454,14 @@ def test_a_change_by_the_loss_function_is_told(ranks):
 
 @skippable(stash=["skip"])
 class StashDouble(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[Any]:
+    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         yield stash("skip", x * 2)
         return x
 
 
 @skippable(pop=["skip"])
 class PopInPlace(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[Any]:
+    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         skip = yield pop("skip")
         return skip.add_(x)
 
