@@ -1,0 +1,108 @@
+"""Faults that surprised us, each with its story: what was seen, why, and where.
+
+Found while 0.1.0 was in development. What is tested elsewhere in full has its shortest form here.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+
+from procpipe.channel.link import LinkReceiver, LinkSender
+from procpipe.channel.mesh import Mesh
+from procpipe.errors import PeerLostError, RemoteStageError
+from procpipe.tree import Flat
+
+
+@pytest.fixture
+def chain():
+    """Ranks 0, 1 and 2, of which 0 and 2 are not connected."""
+    (a, b), (c, d) = socket.socketpair(), socket.socketpair()
+    for sock in (a, b, c, d):
+        sock.setblocking(False)
+    meshes = [mesh(0, {1: a}), mesh(1, {0: b, 2: c}), mesh(2, {1: d})]
+    yield meshes
+    for one in meshes:
+        one.close()
+
+
+def mesh(rank, sockets):
+    return Mesh(
+        rank,
+        sockets,
+        timeout_s=1.0,
+        stall_timeout_s=1.0,
+        on_stall=lambda what, waited_s: None,
+    )
+
+
+def link(meshes):
+    cpu = torch.device("cpu")
+    return LinkSender(meshes[0], 1, 1, None, cpu), LinkReceiver(meshes[1], 0, 1, None, "x")
+
+
+def test_a_true_arrived_as_the_one_before_it(chain):
+    """A layer passed on ``1`` and, with the next micro-batch, ``True``: the next stage got ``1``.
+
+    Metadata travels when it differs from the last, and to Python ``("v", 1) == ("v", True)``; so
+    are 0.0 and -0.0 equal.
+    """
+    sender, receiver = link(chain)
+    values = [1, True, 1.0, 0.0, -0.0]
+    for value in values:
+        sender.send(Flat.of([torch.ones(1), value]))
+        receiver.expect()
+
+    assert [repr(receiver.take().value[1]) for _ in values] == list(map(repr, values))
+
+
+def test_a_message_of_many_tensors_vanished(chain):
+    """With 1,500 small tensors in one message the next stage waited until the timeout.
+
+    Linux takes 1,024 buffers in one ``sendmsg``; its EMSGSIZE was taken for a peer that had gone,
+    which the end of the stream would tell of.
+    """
+    sender, receiver = link(chain)
+    sender.send(Flat.of([torch.ones(1)] * 1500))
+    receiver.expect()
+
+    assert len(receiver.take().tensors) == 1500
+
+
+def test_a_rank_was_blamed_for_noticing(chain):
+    """Rank 0 left its loop early; rank 2 was told that rank 1 had.
+
+    Rank 1 noticed first, failed of it, and said goodbye like one that leaves: it trusted that its
+    peers hear of a lost rank by themselves, as they do when it is killed.
+    """
+    a, b, c = chain
+    a.close()
+    with pytest.raises(PeerLostError):
+        b.wait_for(0, lambda: False, lambda: "an activation")
+    b.close()
+
+    with pytest.raises(PeerLostError) as caught:
+        c.wait_for(1, lambda: False, lambda: "an activation")
+    assert caught.value.rank == 0
+
+
+def test_a_list_of_differences_was_overtaken_by_its_own_failure(chain):
+    """Ranks with different settings: rank 0 listed all differences, another rank said only
+    "rank 0 failed", now and then.
+
+    The list and the failure that it led to on rank 0 were read at once, and a wait raised the
+    failure before it looked at what else had come.
+    """
+    a, b, _ = chain
+    heard = []
+    b.on(0, 7, lambda sequence, flags, body: heard.append(bytes(body)))
+    a.send(1, 7, 0, 0, b"all differences")
+    a.tell_failure(0, "DisagreementError")
+
+    b.wait(lambda: heard, lambda: "the outcome")
+
+    assert heard == [b"all differences"]
+    with pytest.raises(RemoteStageError):
+        b.poll()
