@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from procpipe import BoundaryError, DeferredBatchNorm, NoChunk, Stage, is_recomputing
+from procpipe import BalanceError, BoundaryError, DeferredBatchNorm, NoChunk, Stage, is_recomputing
 from procpipe.balance import balance_by_size, balance_by_time
 from procpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -49,6 +49,17 @@ def test_settings_are_plain_values():
     assert stage.devices == [torch.device("cpu")]
     assert type(stage.devices[0]) is torch.device
     assert (stage.chunks, stage.checkpoint) == (42, "always")
+    stage.close()
+
+
+def test_a_missing_balance_recommends_the_tool():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(
+        BalanceError, match=r"for instance balance=\[2\], .* balance='time', sample=x"
+    ):
+        Stage(model, chunks=8)
+    stage = Stage(model, "size", sample=torch.ones(8, 2), chunks=8)
+    assert stage.balance == [2]
     stage.close()
 
 
