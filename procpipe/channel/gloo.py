@@ -11,6 +11,7 @@ finalises: "terminate called without an active exception", torch 2.13). ``close`
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -34,14 +35,26 @@ class GlooTransport:
         rank: this rank.
         num_ranks: the number of ranks.
         timeout_s: how long a transfer may take once both ends are at it.
+        host: the local address on which gloo listens for the other ranks; by itself it takes that
+            of this host's name, which may lead to the network when all ranks are on this host, and
+            (127.0.1.1 on Debian) not lead to it when they are not.
     """
 
     needs_acknowledgement = True
     max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, timeout_s: float) -> None:
-        # Any: torch's stubs leave out a group's send and recv.
-        self._group: Any = ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=timeout_s))
+    def __init__(
+        self, store: Store, rank: int, num_ranks: int, timeout_s: float, host: str
+    ) -> None:
+        # Any: torch's stubs leave out a group's send and recv, and all of its options.
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        if not os.environ.get("GLOO_SOCKET_IFNAME"):  # the user's word counts
+            options._devices = [gloo.create_device(hostname=host)]
+        else:
+            options._devices = [gloo.create_default_device()]
+        self._group: Any = gloo(store, rank, num_ranks, options)
 
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> GlooPending:
         """Begin to send contiguous CPU tensors; returns at once."""

@@ -91,6 +91,7 @@ class World:
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
         self._transport: Transport | None = None
+        self._network_address: str | None = None
 
     @classmethod
     def from_environment(
@@ -171,7 +172,8 @@ class World:
         else:
             from procpipe.channel.gloo import GlooTransport
 
-            self._transport = GlooTransport(store, self.rank, self.num_ranks, self._timeout_s)
+            host = self._network_address or "127.0.0.1"
+            self._transport = GlooTransport(store, self.rank, self.num_ranks, self._timeout_s, host)
         return self._transport
 
     def agreed(self, key: str, make: Callable[[], Any]) -> Any:
@@ -249,7 +251,8 @@ class World:
             store.set("key", secrets.token_hex(32))
         store.set(f"host/{self.rank}", host_identity())  # 1
         hosts = {self._wait_for_key(f"host/{rank}", rank, deadline_s) for rank in ranks}
-        listeners, ours = listen(_address_towards_peers() if len(hosts) > 1 else None)  # 2
+        self._network_address = _address_towards_peers() if len(hosts) > 1 else None
+        listeners, ours = listen(self._network_address)  # 2
         store.set(f"address/{self.rank}", json.dumps([ours.host, ours.unix, *ours.tcp]))
         key = bytes.fromhex(self._wait_for_key("key", 0, deadline_s))
         sockets: dict[int, socket.socket] = {}
