@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import PrefixStore
 
+from procpipe import Stage
+from procpipe.run.world import World
 from tests.dist.script import run_script
 
 pytestmark = pytest.mark.dist
@@ -62,39 +68,56 @@ if RANK == 0:
     assert done.stderr == ""
 
 
-def test_pipelines_used_in_different_order():
-    """Not a disagreement about the model, as it was told in development."""
-    done = run_script(
-        script("""
-pipelines = [build(), build(8)]
-pipelines[RANK].step(x, x)
-"""),
-        nproc=2,
-    )
+def uses_another(bare, when):
+    """Rank 1 calls another of two pipelines than rank 0 does."""
+    pipelines = []
+    for k in (0, 1):
+        # As from torchrun's environment: pipelines meet in the order of their first calls.
+        place = k if when == "later" else (k + bare.rank) % 2
+        world = World(
+            rank=bare.rank,
+            num_ranks=bare.num_ranks,
+            store=PrefixStore(str(place), bare.store),
+            device=bare.device,
+            number=k,
+            timeout_s=bare.timeout_s,
+        )
+        model = nn.Sequential(*[nn.Linear(4 + k, 4 + k) for _ in range(2)])
+        pipelines.append(Stage(model, [1, 1], loss_fn=F.mse_loss, world=world))
+    try:
+        if when == "later":
+            for k, stage in enumerate(pipelines):
+                stage.step(torch.ones(2, 4 + k), torch.ones(2, 4 + k))
+        pipelines[bare.rank].step(torch.ones(2, 4 + bare.rank), torch.ones(2, 4 + bare.rank))
+    except BaseException as error:
+        for stage in pipelines:  # as at the end of a script
+            stage._calls.fail("the script", error)
+        raise
 
-    assert done.returncode == 1
-    assert "CallMismatchError: rank 1 makes the first call of its pipeline 1" in done.stderr
-    assert "DisagreementError" not in done.stderr
 
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        (
+            "first",
+            "rank 1 makes the first call of its pipeline 1 while rank 0 makes that of pipeli",
+        ),
+        ("later", "rank 1 is in step() of its pipeline 1 while rank 0 is in step() of pipeline 0"),
+    ],
+)
+def test_pipelines_used_in_different_order(ranks, when, words):
+    """Told as a disagreement about the model, if first; for the whole timeout not at all, if later.
 
-def test_pipelines_used_in_another_order_later():
-    """Each has sockets of its own: both ranks waited for the whole timeout (in development)."""
-    done = run_script(
-        script("""
-pipelines = [build(), build()]
-for stage in pipelines:
-    stage.step(x, x)
-pipelines[RANK].step(x, x)
-"""),
-        nproc=2,
-    )
+    Each pipeline has sockets of its own, and both ranks waited.
+    """
+    outcomes = ranks(2).run(uses_another, when, world=False)
 
-    assert done.returncode == 1
-    assert "rank 1 is in step() of its pipeline 1 while rank 0 is in step() of pipeline 0" in (
-        done.stderr
-    )
-    assert "PeerLostError" not in done.stderr
-    assert done.duration_s < 30
+    failures = outcomes.errors()
+    assert "CallMismatchError" in [failure.type for failure in failures]
+    for outcome, failure in zip(outcomes, failures, strict=True):
+        assert failure.type in ("CallMismatchError", "RemoteStageError"), str(outcome)
+        assert words in failure.text, str(outcome)
+        assert outcome.duration_s < 5.0
 
 
 def test_a_pipeline_that_is_closed_or_never_called():

@@ -133,35 +133,7 @@ print("codes", codes)
 
 def test_correct_jobs_end_well_every_time():
     """Gloo aborts processes whose interpreter ends before its transfers are dropped."""
-    done = run_script(REPEATED, args=["3"]).check()
+    done = run_script(REPEATED, args=["2"]).check()
 
-    assert done.stdout == f"codes {[0] * 6}\n"
+    assert done.stdout == f"codes {[0] * 4}\n"
     assert done.stderr == ""
-
-
-NOTE_LISTENERS = """
-import os, psutil, torch
-from torch import nn
-from procpipe import Stage
-
-from procpipe.channel import wire
-listeners = []
-listen = wire.listen
-import procpipe.run.world as world
-def note(host):
-    sockets, address = listen(host)
-    own = {s.fileno() for s in sockets}
-    inet = [c for c in psutil.Process().net_connections("inet") if c.fd in own]
-    print("listens", host, address.tcp[1], len(inet))
-    return sockets, address
-world.listen = note
-stage = Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1])
-with torch.no_grad():
-    stage(torch.ones(2, 2))
-"""
-
-
-def test_on_one_host_nothing_of_ours_listens_on_the_network():
-    done = run_script(NOTE_LISTENERS, nproc=2).check()
-
-    assert done.stdout == "listens None 0 0\n" * 2

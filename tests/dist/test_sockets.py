@@ -1,0 +1,66 @@
+"""What a job on one host opens to the network: nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import procpipe.run.world
+from procpipe import Stage
+from procpipe.channel.gloo import GlooTransport
+from procpipe.channel.link import INLINE_BYTES
+
+world_module: Any = procpipe.run.world
+
+
+def listening(world):
+    """Run a step; return what the sockets are on which a peer, or a stranger, could connect."""
+    listen = world_module.listen
+    kinds: list[str] = []
+
+    def note(tcp_host):
+        sockets, address = listen(tcp_host)
+        kinds.extend(sock.family.name for sock in sockets)
+        return sockets, address
+
+    before = addresses()
+    world_module.listen = note
+    try:
+        stage = Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], world=world)
+        with torch.no_grad():
+            stage(torch.ones(2, INLINE_BYTES))
+        return kinds, {ip for ip, _ in addresses() - before}
+    finally:
+        world_module.listen = listen
+        stage.close()
+
+
+def addresses():
+    connections = psutil.Process().net_connections("inet")
+    return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_job_on_one_host_is_not_on_the_network(ranks):
+    """Gloo listens on the address of the host's name, if it is not told otherwise."""
+    for kinds, gloo_listens_on in ranks(2).run(listening).values():
+        assert kinds == ["AF_UNIX"]
+        assert gloo_listens_on == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("name", [None, "lo"])
+def test_gloo_listens_where_it_is_told(monkeypatch, name):
+    if name is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    else:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    before = addresses()
+
+    transport = GlooTransport(torch.distributed.HashStore(), 0, 1, 5.0, "127.0.0.2")
+    new = {ip for ip, _ in addresses() - before}
+    transport.close()
+
+    assert new == ({"127.0.0.2"} if name is None else {"127.0.0.1"})
