@@ -8,6 +8,7 @@
     ├── CallMismatchError (RuntimeError)   ranks are in different calls
     ├── RemoteValueError (RuntimeError)    the value of a placeholder was read
     ├── RecomputeError (RuntimeError)      recomputation would differ from the first forward
+    ├── OverwrittenError (RuntimeError)     a tensor was written to while it was being sent
     ├── RemoteStageError (RuntimeError)    another rank failed; carries its story
     │   └── PeerLostError                  another rank's process ended without a word
     ├── WaitTimeoutError (TimeoutError)    a peer did not answer in time
@@ -27,6 +28,7 @@ __all__ = [
     "BoundaryError",
     "CallMismatchError",
     "DisagreementError",
+    "OverwrittenError",
     "PeerLostError",
     "PlanError",
     "ProcpipeError",
@@ -84,6 +86,10 @@ class RemoteValueError(ProcpipeError, RuntimeError):
 
 class RecomputeError(ProcpipeError, RuntimeError):
     """Recomputation would not repeat the first forward, so its gradients would be wrong."""
+
+
+class OverwrittenError(ProcpipeError, RuntimeError):
+    """A tensor was written to while it was being sent, so what arrived may be a mixture."""
 
 
 class RemoteStageError(ProcpipeError, RuntimeError):

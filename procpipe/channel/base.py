@@ -42,6 +42,9 @@ class Sender(Protocol):
     def settle(self) -> None:
         """Wait until the receiver has all that was sent, so that nothing is under way."""
 
+    def wait_reusable(self) -> None:
+        """Wait until what was sent may be written to; on a GPU, let the current stream wait."""
+
 
 class Receiver(Protocol):
     """The receiving end of a channel."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from procpipe.channel.base import Pending, Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import Meta, allocate, decode, describe, encode
+from procpipe.errors import OverwrittenError
 from procpipe.tree import Flat
 
 __all__ = ["INLINE_BYTES", "LinkReceiver", "LinkSender"]
@@ -53,10 +54,17 @@ class LinkSender:
         kind: the channel's number, the same at both ends, below 64.
         transport: what carries large tensors; None lets all travel inside tokens.
         device: where the tensors are.
+        what: the channel in words, for errors: "activation to stage 1 (rank 1)".
     """
 
     def __init__(
-        self, mesh: Mesh, peer: int, kind: int, transport: Transport | None, device: torch.device
+        self,
+        mesh: Mesh,
+        peer: int,
+        kind: int,
+        transport: Transport | None,
+        device: torch.device,
+        what: str = "a message",
     ) -> None:
         self.num_bytes = 0
         self.num_messages = 0
@@ -69,7 +77,8 @@ class LinkSender:
         self._meta: Meta | None = None
         self._structure_text = ""
         self._size_bytes = 0
-        self._in_flight: deque[tuple[list[Tensor], Pending]] = deque()
+        self._what = what
+        self._in_flight: deque[_Departure] = deque()
         self._num_acknowledged = 0
         mesh.on(peer, kind + _ACKNOWLEDGES, self._on_acknowledgement)
 
@@ -97,7 +106,7 @@ class LinkSender:
             except RuntimeError:
                 self._mesh.wait_failure()
                 raise
-            self._in_flight.append((tensors, pending))
+            self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
         self._mesh.send(self._peer, self._kind, flags, self.num_messages & 0xFFFFFFFF, *parts)
         self.num_messages += 1
         self.num_bytes += self._size_bytes
@@ -115,15 +124,40 @@ class LinkSender:
     def reap(self) -> int:
         """Let go of what has arrived; return the number of messages still under way."""
         in_flight = self._in_flight
-        while in_flight and (self._num_acknowledged or in_flight[0][1].is_done()):
+        while in_flight and (self._num_acknowledged or in_flight[0].pending.is_done()):
             if self._num_acknowledged:
                 self._num_acknowledged -= 1
-            in_flight.popleft()[1].wait()
+            departure = in_flight.popleft()
+            departure.pending.wait()
+            if departure.versions != _versions(departure.tensors):
+                raise OverwrittenError(
+                    f"a tensor of {self._what} was written to while it was being sent, so the "
+                    "receiver may have got a mixture: return memory that nothing writes to again "
+                    "(buffer.clone() for a buffer that each forward fills)"
+                )
         return len(in_flight)
+
+    def wait_reusable(self) -> None:
+        """Wait until what was sent may be written to; on a GPU, let the current stream wait."""
+        if not self._in_flight:
+            return
+        if self._is_told_of_arrival:
+            self.settle()
+        else:
+            for departure in self._in_flight:
+                departure.pending.wait()
 
     def _on_acknowledgement(self, sequence: int, flags: int, body: memoryview) -> None:
         self._num_acknowledged += 1
         self.reap()  # at once, not with the next message: that is a mini-batch away from the last
+
+
+class _Departure(NamedTuple):
+    """A message that the transport is sending, and the versions its tensors had when it began."""
+
+    tensors: list[Tensor]
+    versions: list[int | None]
+    pending: Pending
 
 
 class _Arrival(NamedTuple):
@@ -237,6 +271,11 @@ class _Broken:
 
     def is_done(self) -> bool:
         return False
+
+
+def _versions(tensors: list[Tensor]) -> list[int | None]:
+    """Return what rises when one of these tensors is written to."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -50,6 +50,9 @@ class MemoryChannel:
         """Wait until all messages are taken."""
         self._wait_until(lambda: not self._messages, "to be taken")
 
+    def wait_reusable(self) -> None:
+        """Return: the receiver has the very tensors, so they must never be written to."""
+
     def expect(self) -> None:
         """Allow one more message to be taken."""
         self._num_allowed += 1

@@ -204,7 +204,8 @@ class Partition:
         """Run a first forward that will be recomputed.
 
         Whether an output will want a gradient shows only when there is a graph. So the first
-        forward of each kind of input builds one, looks, and drops it.
+        forward of each kind of input builds one, looks, and drops it. It also looks whether the
+        input is still what it was: a change through ``x.data`` or NumPy raises no version.
         """
         inputs = this.inputs
         this.ambient = Ambient.now(self._device)
@@ -214,8 +215,11 @@ class Partition:
         learned = self._learned.get(kind)
         with checkpointing():
             if learned is None:
+                before = [tensor.clone() for tensor in inputs.tensors]
                 with torch.enable_grad():
                     tensors, structure = self._run_with_graph(this)
+                if not all(map(_are_same, before, inputs.tensors)):
+                    raise RecomputeError(_CHANGED_PAST_AUTOGRAD)
                 this.roots, this.entry = [], _Entry()
                 learned = self._learned[kind] = tuple(t.requires_grad for t in tensors)
             else:
@@ -279,10 +283,12 @@ class Partition:
             value = layer(*value) if spread else layer(value)
             spread = False
             if versions and versions != self._versions(untouched):
-                raise self._changed_in_place(name, layer)
+                raise self._changed_in_place()
         if finish is not None:
             self.current_layer = "loss_fn"
             value = finish(value[0] if spread else value)
+            if versions and versions != self._versions(untouched):
+                raise self._changed_in_place()
         elif spread:  # a partition without layers passes its inputs on
             value = value[0] if len(value) == 1 else value
         return value
@@ -310,12 +316,11 @@ class Partition:
                 return f"layer {name!r} ({type(layer).__name__})"
         return self.current_layer
 
-    def _changed_in_place(self, name: str, layer: nn.Module) -> RecomputeError:
+    def _changed_in_place(self) -> RecomputeError:
         return RecomputeError(
-            f"layer {name!r} ({type(layer).__name__}) changed its stage's input in place, so "
-            "recomputing it would start from the wrong values: make the change out of place "
-            "(x = x + 1 for x.add_(1)), let the partition begin at another layer, or use "
-            "checkpoint='never'"
+            f"{self.where()} changed its stage's input in place, so recomputing it would start "
+            "from the wrong values: make the change out of place (x = x + 1 for x.add_(1)), let "
+            "the partition begin at another layer, or use checkpoint='never'"
         )
 
     def _misplaced(self, output: Tensor) -> BoundaryError:
@@ -324,6 +329,17 @@ class Partition:
             f"shape {tuple(output.shape)}: what leaves a stage must be a strided tensor on the "
             f"stage's device, {self._device}"
         )
+
+
+_CHANGED_PAST_AUTOGRAD = (
+    "a layer of this stage changed the stage's input past autograd (through x.data or NumPy), so "
+    "recomputing it would start from the wrong values: change a copy, or use checkpoint='never'"
+)
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors hold the same values; NaN is as NaN."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 class _Enter(torch.autograd.Function):

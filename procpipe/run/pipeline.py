@@ -121,10 +121,13 @@ class Pipeline:
         )
 
     def flush(self) -> None:
-        """Wait until what was sent is on its way without this rank's help.
+        """Wait until nothing of this call is left to be done by this rank, or read from its memory.
 
-        Until its next call a rank may do anything, even wait for a peer by other means.
+        Until its next call a rank may do anything: wait for a peer by other means, write into the
+        mini-batch it gave, or into parameters that a layer returned.
         """
+        for sender in self._channels.senders.values():
+            sender.wait_reusable()
         self._mesh.flush()
 
     def pass_on(self, error: RemoteStageError) -> None:
@@ -180,7 +183,12 @@ class Pipeline:
             number = _NUMBERS[kind]
             if source == rank:
                 channels.senders[kind, destination] = LinkSender(
-                    self._mesh, destination, number, transport, self._world.device
+                    self._mesh,
+                    destination,
+                    number,
+                    transport,
+                    self._world.device,
+                    f"{kind} to stage {destination} (rank {destination})",
                 )
             if destination == rank:
                 channels.receivers[kind, source] = LinkReceiver(

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe import NoChunk, RecomputeError, Remote, RemoteStageError, StageStatistics
+from procpipe import NoChunk, RecomputeError, Remote, RemoteStageError, Stage, StageStatistics
 from procpipe.channel.link import INLINE_BYTES
+from procpipe.run.world import World
 from procpipe.tree import flatten
 from tests.dist.stages import (
     MODES,
@@ -623,3 +624,81 @@ def test_no_gradient_is_sent_for_what_needs_none(ranks, mode, style):
             num_messages = {kind: 2 if bytes else 0 for kind, bytes in sent.items()}
             assert found == sent, f"model {model}, stage {rank}"
             assert statistics.num_messages | num_messages == statistics.num_messages
+
+
+class OwnBuffer(nn.Module):
+    """Returns the same memory each time, filled anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(2, 1 << 18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.copy_(x.expand(2, 1 << 18))
+        return self.memory
+
+
+class FirstColumn(nn.Module):
+    """Keeps little of a large input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1].clone() * self.weight
+
+
+def send_memory_that_is_overwritten(world: World) -> float:
+    stage = Stage(
+        nn.Sequential(OwnBuffer(), FirstColumn()), [1, 1], chunks=4, checkpoint="never",
+        loss_fn=lambda output: output.mean(), world=world,
+    )  # fmt: skip
+    return float(stage.step(torch.arange(8.0)[:, None], target=None))
+
+
+def test_memory_written_to_while_it_is_sent_is_no_silent_mixture(ranks: Any) -> None:
+    outcomes = ranks(2).run(send_memory_that_is_overwritten)
+    if all(outcome.error is None for outcome in outcomes):  # each went before the next was made
+        assert outcomes.values() == [3.5, 3.5]
+    else:
+        origin, other = outcomes.errors()
+        assert origin.type == "OverwrittenError"
+        assert "activation to stage 1 (rank 1) was written to" in origin.text
+        assert other.type == "RemoteStageError"
+
+
+def refill_one_input(world: World) -> list[float]:
+    stage = Stage(nn.Sequential(nn.Flatten(), FirstColumn()), [1, 1], chunks=2, world=world)
+    static, seen = torch.zeros(4, 1 << 18), []
+    with torch.no_grad():
+        for k in range(5):
+            static.fill_(k)
+            seen.append(stage(static))
+    return [float(stage.fetch(output)[0, 0]) for output in seen]
+
+
+def test_an_input_may_be_refilled_once_the_call_is_over(ranks: Any) -> None:
+    assert ranks(2).run(refill_one_input).values() == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+
+
+class PastAutograd(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.add_(1)
+        return x * 2
+
+
+def change_past_autograd(world: World) -> None:
+    layers = [nn.Linear(4, 4), PastAutograd(), nn.Linear(4, 4)]
+    stage = Stage(
+        nn.Sequential(*layers), [1, 2], chunks=2, checkpoint="always", loss_fn=F.mse_loss,
+        world=world,
+    )  # fmt: skip
+    stage.step(torch.randn(4, 4), torch.randn(4, 4))
+
+
+def test_a_change_past_autograd_is_noticed(ranks: Any) -> None:
+    other, origin = ranks(2).run(change_past_autograd).errors()
+    assert origin.type == "RecomputeError"
+    assert "past autograd" in origin.text
+    assert other.type == "RemoteStageError"

@@ -449,7 +449,7 @@ def test_a_change_by_the_loss_function_is_told(ranks):
     for mode in ("always", "except_last"):
         errors = ranks(2).run(change_in_the_loss, mode, world=False).errors()
         assert [error.type for error in errors] == ["RemoteStageError", "RecomputeError"]
-        assert all("was changed in place" in error.text for error in errors)
+        assert all("loss_fn changed its stage's input in place" in e.text for e in errors)
 
 
 @skippable(stash=["skip"])
@@ -523,5 +523,9 @@ def overwrite_between(bare, at_backward):
 
 def test_a_mini_batch_may_be_overwritten_after_its_backward_only(ranks):
     ranks(2).run(overwrite_between, False, world=False).values()
-    for error in ranks(2).run(overwrite_between, True, world=False).errors():
-        assert "the input of micro-batch 1 was changed in place" in error.text
+    first, last = ranks(2).run(overwrite_between, True, world=False)
+    told = "the input of micro-batch 1 was changed in place"
+    assert first.error is not None
+    assert told in first.error.text
+    # The last stage may have done its whole part, and have left, before the first comes to see it.
+    assert last.error is None or told in last.error.text
