@@ -597,11 +597,13 @@ def test_a_layer_that_changes_its_checkpointed_input_is_named_everywhere(ranks, 
 
 
 def test_an_input_changed_between_forward_and_backward_is_told(ranks):
-    errors = ranks(2).run(change_the_input_between, "always", 6, world=False).errors()
+    first, last = ranks(2).run(change_the_input_between, "always", 6, world=False)
 
-    assert errors[0].type == RecomputeError.__name__
-    for error in errors:
-        assert "the input of micro-batch 1 was changed in place after its first" in error.text
+    told = "the input of micro-batch 1 was changed in place after its first"
+    assert first.error.type == RecomputeError.__name__
+    assert told in first.error.text
+    # The last stage may have done its whole part, and have left, before the first comes to see it.
+    assert last.error is None or told in last.error.text
     # Autograd itself finds it where nothing is recomputed.
     outcomes = ranks(2).run(change_the_input_between, "never", 6, world=False)
     assert "modified by an inplace operation" in outcomes[0].error.text
