@@ -88,7 +88,7 @@ class Stage(nn.Sequential):
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of
-            its last layer.
+            its last layer. Parameters of its own are not among ``parameters()``.
         loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
             mini-batch; by default its number of samples.
         timeout_s: how long a wait for another rank may last before it is an error.
@@ -149,6 +149,8 @@ class Stage(nn.Sequential):
             recomputed(checkpoint, 1)
             self.checkpoint = checkpoint
             check_shared_parameters(module, self.balance)
+            if isinstance(loss_fn, nn.Module) and self.rank == self._last:
+                loss_fn.to(self.device)  # class weights, for one, belong where the output is
             self._loss = Loss(loss_fn, loss_weight)
             self._layer_facts = layer_facts(module)
             self._adopt_layers(module, deferred_batch_norm)
