@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from examples.models.unet import unet
 from procpipe import Stage
 from procpipe.run.world import World
 from procpipe.skip import Namespace, pop, skippable, stash
+from procpipe.skip.skippable import declared
+from procpipe.skip.tracker import tracking
 
 
 @skippable(stash=["skip"])
@@ -271,3 +274,78 @@ def test_unmatched_skips_are_refused_on_every_rank(ranks: Any) -> None:
     for failure in ranks(2).run(build_with_unmatched_skips).errors():
         assert failure.type == "TypeError"
         assert "layer '0' stashes 'skip', but none pops it" in failure.text
+
+
+class Sizes:
+    """A tracker that notes the bytes of each skip tensor, and the layers between which it goes."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[Any, int] = {}
+        self._tensors: dict[Any, Tensor] = {}
+
+    def stash(self, key: Any, tensor: Tensor | None, num_pops: int) -> None:
+        assert tensor is not None
+        self.num_bytes[key] = tensor.numel() * tensor.element_size()
+        self._tensors[key] = tensor
+
+    def pop(self, key: Any) -> Tensor:
+        return self._tensors.pop(key)
+
+
+def small_unet() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = unet(depth=3, num_convs=2, base_channels=4, in_channels=3, out_channels=1).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout2d):
+            module.p = 0.0
+    return model
+
+
+def fewest_bytes(balance: list[int], part: Tensor) -> dict[tuple[int, int], int]:
+    """Work out from the plain model what must go between each two stages for one micro-batch."""
+    model, sizes = small_unet(), Sizes()
+    with tracking(sizes), torch.no_grad():
+        model(part)
+    stage_of_layer = [stage for stage, count in enumerate(balance) for _ in range(count)]
+    made: dict[Any, int] = {}
+    routes: dict[tuple[int, int], int] = {}
+    for stage, layer in zip(stage_of_layer, model, strict=True):
+        stashes, pops = declared(layer)
+        made |= dict.fromkeys(stashes, stage)
+        for key in pops:
+            if made[key] != stage:
+                route = made[key], stage
+                routes[route] = routes.get(route, 0) + sizes.num_bytes[key]
+    return routes
+
+
+def run_unet(world: World, mode: str) -> tuple[list[int], dict[str, int]]:
+    torch.manual_seed(1)
+    x, y = torch.randn(4, 3, 17, 17).double(), torch.randn(4, 1, 17, 17).double()
+    plain = small_unet()
+    for part, target in reversed(list(zip(x.chunk(2), y.chunk(2), strict=True))):
+        (F.mse_loss(plain(part), target) / 2).backward()
+    whole = small_unet()
+    n = world.num_ranks
+    balance = [len(whole) * (j + 1) // n - len(whole) * j // n for j in range(n)]
+    stage = Stage(whole, balance, chunks=2, checkpoint=mode, loss_fn=F.mse_loss, world=world)
+    stage.step(x, y)
+    for name, parameter in stage.named_parameters():
+        ours, truth = parameter.grad, plain.get_parameter(name).grad
+        assert ours is not None
+        assert truth is not None
+        assert torch.equal(ours, truth), (mode, name)
+    return balance, stage.statistics().sent_bytes
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_unets_skips_take_the_fewest_bytes(ranks: Any, n: int, mode: str) -> None:
+    of_ranks = ranks(n).run(run_unet, mode).values()
+    routes = fewest_bytes(of_ranks[0][0], torch.zeros(2, 3, 17, 17).double())
+    assert sum(routes.values()) > 0
+    for rank, (_, sent) in enumerate(of_ranks):
+        down = sum(size for (a, _), size in routes.items() if a == rank)
+        up = sum(size for (_, b), size in routes.items() if b == rank)
+        assert sent.get("skip", 0) == 2 * down
+        assert sent.get("skip gradient", 0) == 2 * up
