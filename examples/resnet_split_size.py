@@ -207,8 +207,9 @@ def draw_bars(axes: Axes, ways: list[Way]) -> None:
 
 
 def draw_sweep(axes: Axes, levels: list[Way], sweep: list[Way]) -> None:
-    for way, color in zip(levels, ["tab:gray", "tab:orange"], strict=True):
-        axes.axhline(way.mean, color=color, linestyle="--", label=way.name)
+    looks = [("tab:gray", "-"), ("tab:orange", "--")]  # both are seen if they coincide
+    for way, (color, style) in zip(levels, looks, strict=True):
+        axes.axhline(way.mean, color=color, linestyle=style, label=way.name)
         axes.axhspan(way.mean - way.deviation, way.mean + way.deviation, color=color, alpha=0.15)
     sizes = [way.split_size for way in sweep]
     means, deviations = [way.mean for way in sweep], [way.deviation for way in sweep]

@@ -46,7 +46,7 @@ def test_a_unet_learns_and_shows_it(tmp_path):
 
     losses = [float(line.split()[3]) for line in lines if line.startswith("step")]
     assert len(losses) == 3
-    assert losses[2] < losses[1] < losses[0]
+    assert losses[2] < 0.9 * losses[0]
     image = pixels(picture)
     assert image.shape == (540, 1400, 3)
     seen, _, before, after = np.array_split(image, 4, axis=1)
