@@ -141,6 +141,8 @@ class Stage(nn.Sequential):
             check_model(module)
             verify_skippables(module)
             self.chunks = _checked_chunks(chunks)
+            if not isinstance(checkpoint, str):
+                raise TypeError(f"checkpoint is {checkpoint!r}, but must be a str")
             if isinstance(balance, str):
                 balance = agreed_balance(balance, module, sample, self.chunks, self._world)
             self.balance = fit_balance(
@@ -153,6 +155,7 @@ class Stage(nn.Sequential):
                 loss_fn.to(self.device)  # class weights, for one, belong where the output is
             self._loss = Loss(loss_fn, loss_weight)
             self._layer_facts = layer_facts(module)
+            self._is_deferring = bool(deferred_batch_norm)
             self._adopt_layers(module, deferred_batch_norm)
             self._batches = Batches(self._calls, self._order, self.rank, self._last, self.device)
         except BaseException as error:
@@ -204,6 +207,8 @@ class Stage(nn.Sequential):
             self._loss.check()
             order, batch, ingoing = self._begin("step", inputs, target)
             self._run_forward(pipeline, order, batch)
+            if batch.keep and self.rank == self._last:
+                self._loss.check_gradients(batch.outputs.values())
             if ingoing is not None:
                 ingoing.add_gradients(batch.input_gradients)
             assert batch.loss is not None, "every step ends with a loss on every rank"
@@ -275,7 +280,7 @@ class Stage(nn.Sequential):
             The value, detached, on this stage's device.
         """
         with self._calls.together("fetch") as pipeline:
-            holder = value.rank if isinstance(value, Remote) else 0
+            holder = _holder(value)
             holder = self._order("fetch", detail=holder).detail
             if self.rank != holder:
                 return pipeline.take_value(holder)
@@ -405,6 +410,22 @@ class Stage(nn.Sequential):
             "the launcher or by Stage(devices=…); only a dtype can be changed"
         )
 
+    def _refuse_to_change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "the layers of a Stage stay as they are: change the model before Stage(model, …), on "
+            "every rank alike"
+        )
+
+    append = extend = insert = pop = _refuse_to_change
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_to_change
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would be no end of the connected pipeline."""
+        raise TypeError(
+            "a Stage cannot be copied or pickled, as it is one end of connected processes: copy "
+            "its state_dict(), whose keys are the full model's"
+        )
+
     # -- one call, step by step -----------------------------------------------------------------
 
     @property
@@ -421,7 +442,7 @@ class Stage(nn.Sequential):
         if self.rank != 0:
             order, ingoing = self._order(call), None
         else:
-            ingoing = Ingoing.of(inputs, self.chunks, self.device)
+            ingoing = Ingoing.of(inputs, _checked_chunks(self.chunks), self.device)
             order = self._issue(call, ingoing.sizes, target)
         keep = order.keeps_graph if call == "step" else order.is_grad_enabled
         batch = MiniBatch(keep=keep, recompute=frozenset(order.recompute))
@@ -522,6 +543,7 @@ class Stage(nn.Sequential):
             "balance": self.balance,
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
+            "deferred_batch_norm": self._is_deferring,
             "the type of devices": self.device.type,
             "layers": self._layer_facts,
         }
@@ -536,6 +558,16 @@ def _checked_chunks(chunks: int) -> int:
     if chunks < 1:
         raise ValueError(f"chunks is {chunks}, but a mini-batch has at least 1 micro-batch")
     return chunks
+
+
+def _holder(value: Any) -> int:
+    """Return the rank that holds a nested value: that of a placeholder in it, else rank 0."""
+    if isinstance(value, Remote):
+        return value.rank
+    children = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (tuple, list, dict)):
+        return max((_holder(child) for child in children), default=0)
+    return 0
 
 
 def _names_device(argument: Any) -> bool:

@@ -105,7 +105,7 @@ def four():
         (four, [4], {"chunks": True}, TypeError, "chunks must be an int, not True"),
         (four, [4], {"checkpoint": "sometimes"}, ValueError, "'sometimes'; it must be one of"),
         (four, [4], {"devices": []}, IndexError, "1 processes but 0 devices"),
-        (four, [4], {"devices": ["meta"]}, ValueError, r"devices \['meta'\]: all stages must be"),
+        (four, [4], {"devices": ["meta"]}, ValueError, r"devices=\['meta'\]: list one device"),
         (lambda: with_a_layer_named("step"), [1], {}, ValueError, "is named 'step'"),
         (lambda: with_a_layer_named("balance"), [1], {}, ValueError, "is named 'balance'"),
     ],
@@ -399,3 +399,54 @@ def test_the_state_of_the_random_generator_is_the_users(stage_of):
     stage = stage_of(model, [2], chunks=2, loss_fn=torch.mean)
     stage.step(batch()[0])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_stages_layers_stay_and_it_has_no_copy():
+    stage = Stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [2])
+    for change in (
+        lambda: stage.append(nn.ReLU()),
+        lambda: stage.insert(0, nn.ReLU()),
+        lambda: stage.__setitem__(0, nn.ReLU()),
+        lambda: stage.__delitem__(0),
+        lambda: stage.pop(0),
+    ):
+        with pytest.raises(TypeError, match="change the model before Stage"):
+            change()
+    with pytest.raises(TypeError, match=r"copy its state_dict\(\)"):
+        copy.deepcopy(stage)
+
+
+def test_a_step_that_trains_nothing_is_told():
+    stage = Stage(
+        nn.Sequential(nn.Linear(2, 2)), [1],
+        loss_fn=lambda output, target: (output.argmax(1) == target).float().mean(),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="requires no gradient, so nothing was trained"):
+        stage.step(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("devices", ["cpu", ["bogus"], ["cuda"], [0], [None]], ids=str)
+def test_devices_that_are_none(devices):
+    with pytest.raises(ValueError, match="list one device a process"):
+        Stage(nn.Sequential(nn.Linear(2, 2)), [1], devices=devices)
+
+
+def test_checkpoint_and_chunks_of_other_types():
+    with pytest.raises(TypeError, match="must be a str"):
+        Stage(nn.Sequential(nn.Linear(2, 2)), [1], checkpoint=["always"])
+    stage = Stage(nn.Sequential(nn.Linear(2, 2)), [1])
+    stage.chunks = 0
+    with pytest.raises(ValueError, match="chunks is 0"):
+        stage(torch.randn(4, 2))
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_spectral_norm_is_recomputed(width):
+    """Its power iteration may write the values a buffer had already."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, width))
+    stage = Stage(
+        nn.Sequential(layer), [1], chunks=3, checkpoint="always", loss_fn=nn.functional.mse_loss
+    )
+    for _ in range(3):
+        stage.step(torch.randn(6, 4), torch.randn(6, width))

@@ -95,5 +95,8 @@ class Transport(Protocol):
     def post_receive(self, meta: Meta, peer: int, kind: int) -> tuple[list[Tensor], Pending]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
 
+    def drain(self) -> None:
+        """Wait until no transfer is under way on this rank's device; before a good close."""
+
     def close(self) -> None:
         """Let go of everything that is shared with other processes."""

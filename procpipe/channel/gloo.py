@@ -66,6 +66,9 @@ class GlooTransport:
         works = [self._group.recv([tensor], peer, kind) for tensor in tensors]
         return tensors, GlooPending(works)
 
+    def drain(self) -> None:
+        """Return: what was received was waited for, and what was sent acknowledged."""
+
     def close(self) -> None:
         """Drop the group; nothing may be under way."""
         self._group = None

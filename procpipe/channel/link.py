@@ -129,12 +129,7 @@ class LinkSender:
                 self._num_acknowledged -= 1
             departure = in_flight.popleft()
             departure.pending.wait()
-            if departure.versions != _versions(departure.tensors):
-                raise OverwrittenError(
-                    f"a tensor of {self._what} was written to while it was being sent, so the "
-                    "receiver may have got a mixture: return memory that nothing writes to again "
-                    "(buffer.clone() for a buffer that each forward fills)"
-                )
+            self._check_unwritten(departure)
         return len(in_flight)
 
     def wait_reusable(self) -> None:
@@ -144,8 +139,19 @@ class LinkSender:
         if self._is_told_of_arrival:
             self.settle()
         else:
-            for departure in self._in_flight:
+            for k, departure in enumerate(self._in_flight):
                 departure.pending.wait()
+                self._check_unwritten(departure)
+                # What is queued on the stream from here on may write to them.
+                self._in_flight[k] = departure._replace(versions=None)
+
+    def _check_unwritten(self, departure: _Departure) -> None:
+        if departure.versions not in (None, _versions(departure.tensors)):
+            raise OverwrittenError(
+                f"a tensor of {self._what} was written to while it was being sent, so the receiver "
+                "may have got a mixture: return memory that nothing writes to again "
+                "(buffer.clone() for a buffer that each forward fills)"
+            )
 
     def _on_acknowledgement(self, sequence: int, flags: int, body: memoryview) -> None:
         self._num_acknowledged += 1
@@ -153,10 +159,16 @@ class LinkSender:
 
 
 class _Departure(NamedTuple):
-    """A message that the transport is sending, and the versions its tensors had when it began."""
+    """A message that the transport is sending.
+
+    Attributes:
+        tensors: kept until it has arrived.
+        versions: which they had when it began; None once they may be written to.
+        pending: the transfer.
+    """
 
     tensors: list[Tensor]
-    versions: list[int | None]
+    versions: list[int | None] | None
     pending: Pending
 
 

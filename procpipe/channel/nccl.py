@@ -73,15 +73,20 @@ class NcclTransport:
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> NcclPending:
         """Begin to send contiguous tensors once the current stream has made them."""
         group = self._groups[self._rank, peer, kind]
-        return NcclPending([group.send([tensor], 1, 0) for tensor in tensors], tensors, None)
+        works = [group.send([bytes_], 1, 0) for bytes_ in _as_bytes(tensors)]
+        return NcclPending(works, tensors, None)
 
     def post_receive(self, meta: Meta, peer: int, kind: int) -> tuple[list[Tensor], NcclPending]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         group = self._groups[peer, self._rank, kind]
         with torch.cuda.stream(self._receive_stream):
             tensors = allocate(meta, self._device)
-            works = [group.recv([tensor], 0, 0) for tensor in tensors]
+            works = [group.recv([bytes_], 0, 0) for bytes_ in _as_bytes(tensors)]
         return tensors, NcclPending(works, tensors, self._device)
+
+    def drain(self) -> None:
+        """Wait until the device has done all transfers, those of this rank's receives too."""
+        torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Abort and drop the communicators; nothing may be under way that somebody needs."""
@@ -102,15 +107,21 @@ class NcclPending:
 
     def wait(self) -> None:
         """Let the current stream wait for the transfers; the host goes on."""
+        for work in self._works:
+            work.wait()
         if self._receiving is not None:
             compute = torch.cuda.current_stream(self._receiving)
-            for work, tensor in zip(self._works, self._tensors, strict=True):
-                work.wait()
+            for tensor in self._tensors:
                 tensor.record_stream(compute)
 
     def is_done(self) -> bool:
         """Tell whether all transfers are over on the device."""
         return all(work.is_completed() for work in self._works)
+
+
+def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
+    """Return views that NCCL can carry, which knows neither all dtypes nor empty tensors."""
+    return [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
 def _connected(

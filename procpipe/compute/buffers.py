@@ -50,15 +50,13 @@ class Buffers:
 
     def before_forward(self) -> BufferCopies:
         """Copy what recomputation will need, right before a first forward."""
-        if not self._is_known:
-            self._first = _copies(self._names)
-            return self._first
+        self._first = None if self._is_known else _copies(self._names)
         self._steady = [
             (place, _buffer(place), _version(place))
             for place in self._names
             if place not in self._changing
         ]
-        return _copies(self._changing)
+        return _copies(self._changing) if self._first is None else self._first
 
     def after_forward(self) -> None:
         """See what the first forward changed.
@@ -70,14 +68,18 @@ class Buffers:
             for place, copy in self._first.items():
                 if not _same(copy, _buffer(place)):
                     self._changing.add(place)
-            self._first, self._is_known = None, True
         for place, buffer, version in self._steady:
-            if _buffer(place) is not buffer or _version(place) != version:
+            if _buffer(place) is buffer and _version(place) == version:
+                continue
+            if self._first is not None:  # written to, if only with the values it had
+                self._changing.add(place)
+            elif place not in self._changing:
                 raise RecomputeError(
                     f"buffer {self._names[place]!r} changed in forward for the first time after "
                     "earlier micro-batches left it alone, so there is no copy to recompute from: "
                     "change it in every forward or in none, or use checkpoint='never'"
                 )
+        self._first, self._is_known = None, True
         self._steady.clear()
 
     @contextmanager

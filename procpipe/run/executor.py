@@ -283,7 +283,8 @@ class Executor:
         kind, i, _, destination = transfer
         if kind == LOSS:
             assert batch.loss is not None, "the last stage has the loss"
-            message = Flat([batch.loss], "*", (False,))
+            # A copy: the user may change the loss that step returns while it is on its way.
+            message = Flat([batch.loss.clone()], "*", (False,))
         else:
             message = self._made.pop((kind, destination, i))
             if kind in (GRADIENT, SKIP_GRADIENT) and message.structure == ("t", ()):

@@ -141,6 +141,7 @@ class Pipeline:
             for sender in self._channels.senders.values():
                 sender.settle()
             self._mesh.flush()
+            self._world.drain()
         finally:
             self.abandon()
 

@@ -233,6 +233,11 @@ class World:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(_HEAD_START_S)
 
+    def drain(self) -> None:
+        """Wait until this rank's device has no transfer under way."""
+        if self._transport is not None:
+            self._transport.drain()
+
     def close(self) -> None:
         """Say goodbye to the peers and let go of every connection."""
         if self._mesh is not None:
@@ -337,17 +342,11 @@ def _devices_of(
 ) -> list[torch.device]:
     """Return each rank's device: those given, else the hosts' GPUs in order, else CPUs."""
     if devices is not None:
-        listed = [torch.device(device) for device in devices]
+        listed = _checked_devices(devices)
         if len(listed) < num_ranks:
             raise IndexError(
                 f"{num_ranks} processes but {len(listed)} devices {[str(d) for d in listed]}: give "
                 "one device a process, or leave devices out"
-            )
-        types = {device.type for device in listed}
-        if len(types) > 1 or not types <= {"cpu", "cuda"}:
-            raise ValueError(
-                f"devices {[str(d) for d in listed]}: all stages must be on CPUs, or all on CUDA "
-                "devices"
             )
         return listed[:num_ranks]
     if not torch.cuda.is_available():
@@ -360,4 +359,31 @@ def _devices_of(
             f"{torch.cuda.device_count()} GPUs: start fewer processes, or give "
             "devices=['cpu'] * num_processes"
         )
-    return [torch.device("cuda", other % num_local) for other in range(num_ranks)]
+    guessed = [torch.device("cuda", other % num_local) for other in range(num_ranks)]
+    guessed[rank] = torch.device("cuda", local_rank)  # sure, whatever the hosts' sizes
+    return guessed
+
+
+def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
+    """Return the devices a user has listed, one a rank.
+
+    Raises:
+        ValueError: a device that there is not, or of several types.
+    """
+    told = f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices"
+    if isinstance(devices, str):
+        raise ValueError(told)
+    try:
+        listed = [
+            torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+            for device in devices
+        ]
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{told}; {error}") from None
+    listed = [torch.device("cpu") if device.type == "cpu" else device for device in listed]
+    types = {device.type for device in listed}
+    if len(types) > 1 or not types <= {"cpu", "cuda"} or torch.device("cuda") in listed:
+        raise ValueError(f"{told} with their index ('cuda:0')")
+    if types == {"cuda"} and not torch.cuda.is_available():
+        raise ValueError(f"{told}; there is no CUDA device that torch can use here")
+    return listed

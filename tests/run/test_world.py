@@ -76,8 +76,8 @@ def test_given_devices_come_before_gpus(environment):
     ("devices", "error", "words"),
     [
         (["cpu"], IndexError, r"2 processes but 1 devices \['cpu'\]"),
-        (["cpu", "cuda:0"], ValueError, "all stages must be on CPUs, or all on CUDA"),
-        (["meta", "meta"], ValueError, r"devices \['meta', 'meta'\]"),
+        (["cpu", "cuda:0"], ValueError, r"list one device a process, all CPUs"),
+        (["meta", "meta"], ValueError, r"devices=\['meta', 'meta'\]: list one"),
     ],
 )
 def test_devices_that_cannot_be_used_are_refused(environment, devices, error, words):
@@ -92,3 +92,12 @@ def test_more_processes_than_gpus_are_refused(environment):
 
     with pytest.raises(IndexError, match="process 1 of this host, which has only 1 GPUs"):
         World.from_environment()
+
+
+def test_a_process_has_the_gpu_of_its_local_rank(environment, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    environment(RANK=2, WORLD_SIZE=6, LOCAL_RANK=0, LOCAL_WORLD_SIZE=4)  # after a host with 2
+
+    assert World.from_environment().device == torch.device("cuda", 0)
