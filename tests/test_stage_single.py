@@ -433,7 +433,7 @@ def test_devices_that_are_none(devices):
 
 def test_checkpoint_and_chunks_of_other_types():
     with pytest.raises(TypeError, match="must be a str"):
-        Stage(nn.Sequential(nn.Linear(2, 2)), [1], checkpoint=["always"])
+        Stage(nn.Sequential(nn.Linear(2, 2)), [1], checkpoint=["always"])  # type: ignore[arg-type]
     stage = Stage(nn.Sequential(nn.Linear(2, 2)), [1])
     stage.chunks = 0
     with pytest.raises(ValueError, match="chunks is 0"):
