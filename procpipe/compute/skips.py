@@ -20,6 +20,9 @@ from procpipe.skip.tracker import PlainTracker
 
 __all__ = ["SkipPorts", "StageTracker"]
 
+#: Travels in the place of a skip tensor that was not stashed this time; its pop is refused.
+_ABSENT = "not stashed"
+
 
 class SkipPorts:
     """Where skip tensors enter and leave a stage.
@@ -38,37 +41,70 @@ class SkipPorts:
         self.destinations = layout.out_of(stage)
         self._entering = [layout.keys[a, stage] for a in self.sources]
         self._leaving = [layout.keys[stage, b] for b in self.destinations]
+        self._num_pops = [layout.num_pops[a, stage] for a in self.sources]
         self._num_pops_elsewhere: dict[SkipKey, int] = {}
         for b in self.destinations:
             pair = stage, b
             for key, num_pops in zip(layout.keys[pair], layout.num_pops[pair], strict=True):
                 known = self._num_pops_elsewhere.get(key, 0)
                 self._num_pops_elsewhere[key] = known + num_pops
+        #: Skip tensors popped here of which a later stage has a copy of its own.
+        self._needed_later = {
+            key: b
+            for (a, b), keys in layout.keys.items()
+            for key in keys
+            if b > stage and a in self.sources and key in layout.keys[a, stage]
+        }
 
     def tracker(self, messages: Iterable[Sequence[Any]]) -> StageTracker:
         """Make the tracker of one run of the layers, from the values of each source's message."""
-        entered = {
-            key: tensor
-            for keys, tensors in zip(self._entering, messages, strict=True)
-            for key, tensor in zip(keys, tensors, strict=True)
-        }
-        return StageTracker(entered, self._num_pops_elsewhere)
+        tracker = StageTracker(self._num_pops_elsewhere)
+        for keys, counts, values in zip(self._entering, self._num_pops, messages, strict=True):
+            for key, num_pops, value in zip(keys, counts, values, strict=True):
+                if not isinstance(value, str):
+                    tracker.enter(key, value, num_pops, is_needed_later=key in self._needed_later)
+        return tracker
 
-    def messages(self, tracker: StageTracker) -> list[tuple[Tensor | None, ...]]:
+    def messages(self, tracker: StageTracker) -> list[tuple[Any, ...]]:
         """Return the value of each destination's message once the layers have run."""
-        return [tuple(tracker.leaving[key] for key in keys) for keys in self._leaving]
+        return [tuple(tracker.leaving.get(key, _ABSENT) for key in keys) for keys in self._leaving]
+
+    def check(self, tracker: StageTracker) -> None:
+        """Check, once the layers have run, that they left alone what later stages need.
+
+        Raises:
+            RuntimeError: a skip tensor that a later stage pops too was changed in place.
+        """
+        for key in tracker.changed():
+            raise RuntimeError(
+                f"skip tensor {key} was changed in place by a layer that popped it, but stage "
+                f"{self._needed_later[key]} pops it too, and has it as it was: change a copy "
+                "(skip = skip + 1 for skip.add_(1))"
+            )
 
 
 class StageTracker:
     """A tracker that knows what came from, and goes to, other stages."""
 
-    def __init__(
-        self, entered: dict[SkipKey, Tensor | None], num_pops_elsewhere: dict[SkipKey, int]
-    ) -> None:
+    def __init__(self, num_pops_elsewhere: dict[SkipKey, int]) -> None:
         self.leaving: dict[SkipKey, Tensor | None] = {}
-        self._entered = entered
         self._num_pops_elsewhere = num_pops_elsewhere
         self._local = PlainTracker()
+        self._versions: dict[SkipKey, tuple[Tensor, int]] = {}
+
+    def enter(
+        self, key: SkipKey, tensor: Tensor | None, num_pops: int, *, is_needed_later: bool
+    ) -> None:
+        """Keep a tensor that came from an earlier stage for the layers that will pop it."""
+        self._local.stash(key, tensor, num_pops)
+        if is_needed_later and tensor is not None and not tensor.is_inference():
+            self._versions[key] = tensor, tensor._version
+
+    def changed(self) -> list[SkipKey]:
+        """List the tensors needed on later stages too that were changed in place."""
+        return [
+            key for key, (tensor, version) in self._versions.items() if tensor._version != version
+        ]
 
     def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
         """Keep a tensor for the layers of this stage that will pop it, and hand it out."""
@@ -80,6 +116,4 @@ class StageTracker:
 
     def pop(self, key: SkipKey) -> Tensor | None:
         """Give a tensor that came from an earlier stage or layer."""
-        if key in self._entered:
-            return self._entered[key]
         return self._local.pop(key)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,13 @@ class _Pass:
     versions: list[int] = field(default_factory=list)
 
 
+class _Learned(NamedTuple):
+    """What a first forward with a graph told of all forwards of its kind of input."""
+
+    form: tuple[Structure, tuple[torch.dtype, ...]]
+    requires_grad: tuple[bool, ...]
+
+
 class Partition:
     """The local layers, run task by task.
 
@@ -92,7 +99,7 @@ class Partition:
         self._buffers = Buffers(layers)
         self._passes: dict[int, _Pass] = {}
         self._trainable: tuple[bool, ...] = ()
-        self._learned: dict[tuple[Structure, tuple[bool, ...]], tuple[bool, ...]] = {}
+        self._learned: dict[tuple[Structure, tuple[bool, ...]], _Learned] = {}
         self._clone_inputs = bool(layers) and any(
             getattr(module, "inplace", False) for module in self._layers[0][1].modules()
         )
@@ -166,8 +173,9 @@ class Partition:
         ):
             raise RecomputeError(
                 f"recomputing micro-batch {i} gave outputs that require gradients {flags}, but its "
-                f"first forward gave {this.requires_grad}: a layer takes another way the second "
-                "time (see is_recomputing()), or use checkpoint='never'"
+                f"first forward was taken to give {this.requires_grad}: either a layer takes "
+                "another way the second time (see is_recomputing()), or which outputs require "
+                "gradients differs between micro-batches of one form; use checkpoint='never'"
             )
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -221,7 +229,10 @@ class Partition:
                 if not all(map(_are_same, before, inputs.tensors)):
                     raise RecomputeError(_CHANGED_PAST_AUTOGRAD)
                 this.roots, this.entry = [], _Entry()
-                learned = self._learned[kind] = tuple(t.requires_grad for t in tensors)
+                learned = _Learned(
+                    _form(tensors, structure), tuple(t.requires_grad for t in tensors)
+                )
+                self._learned[kind] = learned
             else:
                 tensors, structure = self._run(
                     self._unshared(inputs.tensors),
@@ -230,10 +241,10 @@ class Partition:
                     untouched=inputs.tensors,
                 )
         self._buffers.after_forward()
-        if len(learned) != len(tensors):  # the number of outputs depends on the data: be careful
-            learned = tuple(tensor.is_floating_point() for tensor in tensors)
-        this.requires_grad = learned
-        return Flat([tensor.detach() for tensor in tensors], structure, learned)
+        this.requires_grad = learned.requires_grad
+        if learned.form != _form(tensors, structure):  # it depends on the data: be careful
+            this.requires_grad = tuple(tensor.is_floating_point() for tensor in tensors)
+        return Flat([tensor.detach() for tensor in tensors], structure, this.requires_grad)
 
     def _run_with_graph(self, this: _Pass) -> tuple[list[Tensor], Structure]:
         tensors, structure, flags = this.inputs
@@ -266,6 +277,7 @@ class Partition:
         tracker = self.skips.tracker(entered)
         with tracking(tracker):
             value = self._run_layers(value, finish, untouched)
+        self.skips.check(tracker)
         if self.skips.destinations:
             value = (value, *self.skips.messages(tracker))
         outputs, structure = flatten(value)
@@ -335,6 +347,10 @@ _CHANGED_PAST_AUTOGRAD = (
     "a layer of this stage changed the stage's input past autograd (through x.data or NumPy), so "
     "recomputing it would start from the wrong values: change a copy, or use checkpoint='never'"
 )
+
+
+def _form(tensors: list[Tensor], structure: Structure) -> tuple[Structure, tuple[torch.dtype, ...]]:
+    return structure, tuple(tensor.dtype for tensor in tensors)
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:

@@ -35,7 +35,7 @@ class Order:
     """One call that all ranks make together, as rank 0 made it.
 
     Attributes:
-        call: the method: "step", "forward", "backward", "batch", …
+        call: the method: "step", "forward", "backward", "batches", …
         stage_number: which of the script's pipelines is meant, counted from 0.
         is_training: whether rank 0's stage is in training mode.
         is_grad_enabled: whether gradients are recorded on rank 0.

@@ -130,11 +130,19 @@ def declared(layer: nn.Module) -> tuple[dict[SkipKey, int], list[SkipKey]]:
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that every skip tensor of a model is stashed once and popped as often as declared.
 
+    Looks into nested ``nn.Sequential``s; what other layers do inside is not known, so the order of
+    their stashes and pops is checked only as they run.
+
+    Args:
+        module: the full model.
+
     Raises:
-        TypeError: lists every pair that does not match.
+        TypeError: not an ``nn.Sequential``; or lists every pair that does not match.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.verify_skippables``.
     """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"a model of type {type(module).__name__} is not an nn.Sequential")
     faults = list(_faults(module))
     if faults:
         told = "".join(f"\n  - {fault}" for fault in faults)
@@ -145,8 +153,9 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
     stashed_in: dict[SkipKey, str] = {}
     allowed: dict[SkipKey, int] = {}
     num_popped: Counter[SkipKey] = Counter()
-    all_stashes = {key for layer in module.children() for key in declared(layer)[0]}
-    for name, layer in module.named_children():
+    layers = list(_in_order(module))
+    all_stashes = {key for _, layer in layers for key in declared(layer)[0]}
+    for name, layer in layers:
         stashes, pops = declared(layer)
         both = _both_stashed_and_popped(layer)
         for key in pops:
@@ -183,6 +192,15 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
                 else "none pops"
             )
             yield f"layer {name!r} stashes {key}, but {times} it"
+
+
+def _in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Walk through the layers as they run, a module that is used twice twice."""
+    for name, layer in module._modules.items():
+        if type(layer) is nn.Sequential:
+            yield from _in_order(layer, f"{prefix}{name}.")
+        elif layer is not None:
+            yield prefix + name, layer
 
 
 def _all_stashes(layer: nn.Module) -> Counter[SkipKey]:

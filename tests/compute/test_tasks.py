@@ -211,7 +211,7 @@ def test_recomputation_that_goes_another_way_is_told():
     partition = partition_of(Do(another_way))
     partition.forward(0, received(torch.ones(2)), keep=True, recompute=True)
     with pytest.raises(
-        RecomputeError, match=r"\(True, True\), but its first forward gave \(True, F"
+        RecomputeError, match=r"\(True, True\), but its first forward was taken to give \(True, F"
     ):
         partition.recompute(0)
 

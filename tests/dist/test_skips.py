@@ -163,7 +163,7 @@ class PopSome(nn.Module):
         return x if skip is None else x + skip[:, None]
 
 
-def check_changing_skips(world: World) -> None:
+def check_changing_skips(world: World, mode: str) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)
         first = nn.Linear(4, 4)
@@ -174,7 +174,7 @@ def check_changing_skips(world: World) -> None:
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.fill_(1.0)
-    stage = Stage(build(), [2, 1, 2], chunks=6, checkpoint="always", world=world)
+    stage = Stage(build(), [2, 1, 2], chunks=6, checkpoint=mode, world=world)
     stage.load_state_dict(plain.state_dict())
     expected = torch.cat([plain(part) for part in x.chunk(6)])
     output = stage(x)
@@ -185,8 +185,9 @@ def check_changing_skips(world: World) -> None:
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
-def test_a_skip_may_change_its_shape_or_be_none(ranks: Any) -> None:
-    ranks(3).run(check_changing_skips).values()
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_a_skip_may_change_its_shape_or_be_none(ranks: Any, mode: str) -> None:
+    ranks(3).run(check_changing_skips, mode).values()
 
 
 def count_traffic(world: World, mode: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -277,7 +278,7 @@ def test_unmatched_skips_are_refused_on_every_rank(ranks: Any) -> None:
 
 
 class Sizes:
-    """A tracker that notes the bytes of each skip tensor, and the layers between which it goes."""
+    """A tracker that notes the bytes of each skip tensor."""
 
     def __init__(self) -> None:
         self.num_bytes: dict[Any, int] = {}
@@ -338,7 +339,7 @@ def run_unet(world: World, mode: str) -> tuple[list[int], dict[str, int]]:
     return balance, stage.statistics().sent_bytes
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_a_unets_skips_take_the_fewest_bytes(ranks: Any, n: int, mode: str) -> None:
     of_ranks = ranks(n).run(run_unet, mode).values()
@@ -349,3 +350,105 @@ def test_a_unets_skips_take_the_fewest_bytes(ranks: Any, n: int, mode: str) -> N
         up = sum(size for (_, b), size in routes.items() if b == rank)
         assert sent.get("skip", 0) == 2 * down
         assert sent.get("skip gradient", 0) == 2 * up
+
+
+def model_with_skippable_loss() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), Stash(), nn.Linear(4, 4), Pop(), nn.Linear(4, 4)]
+    judge = nn.Sequential(nn.Linear(4, 4), Stash(), nn.Tanh(), Pop())
+    return nn.Sequential(*layers).double(), judge.double()
+
+
+def check_skippable_loss(world: World, mode: str) -> None:
+    """The loss is a network whose skip tensor bears the name of one of the stage's."""
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+    plain, judge = model_with_skippable_loss()
+    for part in reversed(x.chunk(2)):
+        (judge(plain(part)).square().mean() / 2).backward()
+    whole, judge = model_with_skippable_loss()
+    stage = Stage(
+        whole, [2, 3], chunks=2, checkpoint=mode, loss_fn=lambda y: judge(y).square().mean(),
+        world=world,
+    )  # fmt: skip
+    stage.step(x, target=None)
+    for name, parameter in stage.named_parameters():
+        truth = plain.get_parameter(name).grad
+        assert parameter.grad is not None
+        assert truth is not None
+        assert torch.equal(parameter.grad, truth), name
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_the_loss_may_have_skips_of_its_own(ranks: Any, mode: str) -> None:
+    ranks(2).run(check_skippable_loss, mode).values()
+
+
+@skippable(pop=["skip"])
+class PopInPlace(nn.Module):
+    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
+        skip = yield pop("skip")
+        return x + skip.add_(1)
+
+
+def change_a_skip_that_is_needed_later(world: World, mode: str) -> None:
+    layers = [nn.Linear(4, 4), StashForTwo(), PopInPlace(), nn.Linear(4, 4), Pop()]
+    stage = Stage(
+        nn.Sequential(*layers), [2, 2, 1], checkpoint=mode, loss_fn=F.mse_loss, world=world
+    )
+    stage.step(torch.randn(4, 4), torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_a_skip_that_is_needed_later_stays_as_it_is(ranks: Any, mode: str) -> None:
+    outcomes = ranks(3).run(change_a_skip_that_is_needed_later, mode)
+    text = outcomes[1].error.text
+    assert "in place" in text
+    if mode == "never":
+        assert "skip tensor 'skip' was changed in place" in text
+        assert "stage 2 pops it too" in text
+
+
+class OnlyInTraining(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if self.training else x
+
+
+def check_skips_that_are_left_out(world: World) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), OnlyInTraining(Stash()), OnlyInTraining(Pop())]
+    plain = nn.Sequential(*layers).eval()
+    x = torch.ones(4, 4)
+    expected = plain(x).detach()
+    stage = Stage(plain, [2, 1], chunks=2, world=world)
+    stage.eval()
+    assert torch.equal(stage.fetch(stage(x)), expected)
+
+
+def test_a_skip_may_be_left_out_at_both_ends(ranks: Any) -> None:
+    ranks(2).run(check_skips_that_are_left_out).values()
+
+
+def check_dropout_under_recomputation(world: World) -> None:
+    torch.manual_seed(0)
+    whole = unet(depth=3, num_convs=2, base_channels=4, in_channels=3, out_channels=1)
+    assert any(isinstance(m, nn.Dropout2d) and m.p > 0 for m in whole.modules())
+    x, y = torch.randn(4, 3, 17, 17), torch.randn(4, 1, 17, 17)
+    stage = Stage(whole, [20, 19, len(whole) - 39], chunks=2, loss_fn=F.mse_loss, world=world)
+    truth: list[Tensor] = []
+    for mode in ("never", "except_last", "always"):
+        stage.checkpoint = mode
+        stage.zero_grad()
+        torch.manual_seed(1)
+        stage.step(x, y)
+        gradients = [p.grad.clone() for p in stage.parameters() if p.grad is not None]
+        truth = truth or gradients
+        assert gradients
+        assert all(torch.equal(a, b) for a, b in zip(gradients, truth, strict=True)), mode
+
+
+def test_skips_and_dropout_are_recomputed_alike(ranks: Any) -> None:
+    ranks(3).run(check_dropout_under_recomputation).values()

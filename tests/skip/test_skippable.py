@@ -352,3 +352,20 @@ def test_a_model_of_skippable_layers_is_a_layer_of_another() -> None:
     model = nn.Sequential(isolated(stasher("a"), outer), block, isolated(popper("a"), outer))
     verify_skippables(model)
     assert model(ONE).tolist() == [4 + 2 + 1]
+
+
+def test_order_inside_a_nested_sequential_is_checked() -> None:
+    verify_skippables(nn.Sequential(nn.Sequential(stasher("a"), popper("a"))))
+    with pytest.raises(TypeError, match="pops 'a', that a later layer stashes"):
+        verify_skippables(nn.Sequential(nn.Sequential(popper("a"), stasher("a"))))
+
+
+def test_a_layer_used_twice_stashes_twice() -> None:
+    twice = stasher("a")
+    with pytest.raises(TypeError, match="layer '1' stashes 'a', which layer '0' stashes"):
+        verify_skippables(nn.Sequential(twice, twice, popper("a")))
+
+
+def test_only_a_sequential_can_be_verified() -> None:
+    with pytest.raises(TypeError, match=r"Linear is not an nn\.Sequential"):
+        verify_skippables(nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -127,9 +127,14 @@ def test_a_skippable_layer_may_hold_the_module_that_pops_its_tensor() -> None:
 
 def test_what_one_layer_stashes_inside_twice_is_told() -> None:
     assert faults_of(nn.Sequential(drawn("+a"), drawn("+a")), "-a") == [
+        "layer '0.1' stashes 'a', which layer '0.0' stashes: isolate one of the pairs by a "
+        "Namespace"
+    ]
+    inside_another = nn.ModuleList([drawn("+a"), drawn("+a")])
+    assert faults_of(inside_another, "-a") == [
         "layer '0' stashes 'a' 2 times: isolate each by a Namespace"
     ]
 
 
 def test_a_module_inside_may_not_stash_and_pop_one_name_either() -> None:
-    assert faults_of(nn.Sequential(drawn("+a -a"))) == ["layer '0' both stashes and pops 'a'"]
+    assert faults_of(nn.Sequential(drawn("+a -a"))) == ["layer '0.0' both stashes and pops 'a'"]
