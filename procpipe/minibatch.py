@@ -11,7 +11,7 @@ Knows the user's values and micro-batches; nothing is communicated here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,15 +81,6 @@ class Loss:
             raise ValueError(
                 "step() needs a loss: give Stage(…, loss_fn=…), or call stage(input) and run the "
                 "loss of its output backward"
-            )
-
-    def check_gradients(self, losses: Iterable[Flat]) -> None:
-        """Check, in training, that there was something to run backward."""
-        if not any(any(loss.requires_grad) for loss in losses):
-            raise RuntimeError(
-                "the loss of step() requires no gradient, so nothing was trained: its function may "
-                "not be differentiable (argmax, a comparison), or all parameters are frozen; to "
-                "only evaluate, call eval() or use torch.no_grad()"
             )
 
     def of(self, output: Any, target: Any) -> Tensor:

@@ -115,6 +115,11 @@ class Partition:
             self._learned.clear()
 
     @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter of the layers requires a gradient in this mini-batch."""
+        return any(self._trainable)
+
+    @property
     def num_held(self) -> int:
         """Micro-batches between their forward and their backward task."""
         return len(self._passes)

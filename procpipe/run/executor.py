@@ -254,7 +254,15 @@ class Executor:
         if batch.output_gradients is not None:
             return batch.output_gradients[i]
         (loss,) = batch.outputs[i].tensors
-        return [torch.full_like(loss, batch.shares[i])] if wants[0] else []
+        if wants[0]:
+            return [torch.full_like(loss, batch.shares[i])]
+        if self.partition.is_trainable or any(self._num_wanted[i]):
+            raise RuntimeError(
+                "the loss requires no gradient, so nothing would be trained: loss_fn may not be "
+                "differentiable (argmax, a comparison); to only evaluate, call eval() or use "
+                "torch.no_grad()"
+            )
+        return []  # all of the model is frozen
 
     def _finish(self, i: int, batch: MiniBatch) -> Callable[[Any], Any] | None:
         """Return what turns this micro-batch's output into its loss, if it has one."""
