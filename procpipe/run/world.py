@@ -184,7 +184,9 @@ class World:
             make: makes plain JSON; runs on rank 0 only, while the others wait.
 
         Raises:
+            ValueError: rank 0 does not make it.
             RemoteStageError: rank 0 failed.
+            WaitTimeoutError: it took longer than the timeout.
         """
         if self.num_ranks == 1:
             return make()
@@ -192,7 +194,22 @@ class World:
             value = make()
             self._shared_store().set(key, json.dumps(value))
             return value
-        return json.loads(self._wait_for_key(key, 0, time.monotonic() + self._timeout_s))
+        store = self._shared_store()
+        deadline_s = time.monotonic() + self._timeout_s
+        while not store.check([key]):
+            if store.check(["host/0"]):  # rank 0 is past this, and connects
+                raise ValueError(
+                    f"rank {self.rank} was told that rank 0 finds the {key}, but rank 0 was not: "
+                    "give every rank the same arguments"
+                )
+            self._check_for_failure()
+            if time.monotonic() > deadline_s:
+                raise WaitTimeoutError(
+                    f"rank {self.rank} has waited {self._timeout_s:.0f} s for the {key} that rank "
+                    "0 is to find; if that takes so long, give Stage a larger timeout_s"
+                )
+            time.sleep(_STORE_POLL_S)
+        return json.loads(store.get(key))
 
     def give_up(self, story: str) -> None:
         """Tell the other ranks that this one failed, whether or not they are connected yet.

@@ -80,3 +80,17 @@ def test_what_is_missing_is_said_on_every_rank(ranks: Any) -> None:
     for failure in ranks(2).run(find_without_sample, "weight").errors():
         assert failure.type == "BalanceError"
         assert "balance is 'weight'" in failure.text
+
+
+def find_on_rank_1_alone(world: World) -> None:
+    balance = "time" if world.rank == 1 else [3, 3]
+    stage = Stage(model(), balance, sample=torch.randn(4, 64), loss_fn=F.mse_loss, world=world)
+    stage.step(torch.randn(4, 64), torch.randn(4, 64))
+
+
+def test_a_balance_that_rank_0_does_not_look_for(ranks: Any) -> None:
+    other, origin = ranks(2).run(find_on_rank_1_alone, timeout_s=15).errors()
+    assert origin.type == "ValueError"
+    assert "rank 1 was told that rank 0 finds the balance, but rank 0 was not" in origin.text
+    assert other.type == "RemoteStageError"
+    assert "but rank 0 was not" in other.text
