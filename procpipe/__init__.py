@@ -24,7 +24,7 @@ from procpipe.errors import (
 )
 from procpipe.microbatch import NoChunk
 from procpipe.remote import Remote
-from procpipe.run.trace import StageStatistics
+from procpipe.run.trace import StageStatistics, TimedTask
 from procpipe.stage import Stage
 from procpipe.version import __version__
 
@@ -46,6 +46,7 @@ __all__ = [
     "Stage",
     "StageClosedError",
     "StageStatistics",
+    "TimedTask",
     "WaitTimeoutError",
     "__version__",
     "is_checkpointing",

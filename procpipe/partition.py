@@ -31,6 +31,7 @@ __all__ = [
     "check_balance",
     "check_model",
     "check_shared_parameters",
+    "fit_balance",
     "layer_facts",
     "materialize",
     "split",

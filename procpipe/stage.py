@@ -49,7 +49,7 @@ from procpipe.run.calls import Calls
 from procpipe.run.executor import MiniBatch
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
 from procpipe.run.pipeline import Pipeline
-from procpipe.run.trace import StageStatistics, table
+from procpipe.run.trace import StageStatistics, TimedTask, table
 from procpipe.run.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.skippable import verify_skippables
@@ -368,6 +368,16 @@ class Stage(nn.Sequential):
         if pipeline is None:
             raise StageClosedError("there are no statistics before the first call and after close")
         return pipeline.statistics()
+
+    def last_step(self) -> list[TimedTask]:
+        """Return this stage's tasks of the last call that ran any, in order, with their times.
+
+        Does not communicate.
+        """
+        pipeline = self._calls.pipeline
+        if pipeline is None:
+            raise StageClosedError("there are no tasks before the first call and after close")
+        return pipeline.executor.trace.last_step()
 
     def report(self) -> str:
         """Return a table of what all stages did so far, on every rank, which all call it."""

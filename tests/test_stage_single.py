@@ -450,3 +450,14 @@ def test_spectral_norm_is_recomputed(width):
     )
     for _ in range(3):
         stage.step(torch.randn(6, 4), torch.randn(6, width))
+
+
+def test_the_tasks_of_the_last_step_are_timed():
+    stage = Stage(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2, loss_fn=F.mse_loss)
+    with pytest.raises(StageClosedError, match="before the first call"):
+        stage.last_step()
+    stage.step(torch.randn(4, 2), torch.randn(4, 2))
+    timed = stage.last_step()
+    assert [str(one.task) for one in timed] == ["F0@0", "F1@0", "B1@0", "R0@0", "B0@0"]
+    moments = [moment for one in timed for moment in (one.start_s, one.end_s)]
+    assert moments == sorted(moments)
