@@ -1,7 +1,7 @@
 """The channel protocol: what every transport offers to the executor.
 
-A channel is an independent FIFO of messages from one stage to one other, for one kind (DESIGN:
-activation, gradient, skip, …). Its two ends live in different processes:
+A channel is an independent FIFO of messages of one kind (activation, gradient, skip, …) from one
+stage to one other. Its two ends live in different processes:
 
     sender                                     receiver
     send(flat)  ── never blocks ──>            expect()    a buffer for one more may be posted

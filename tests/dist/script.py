@@ -36,6 +36,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0
 #: How long processes may take to end once the first one has ended, or was aborted.
 END_TIMEOUT_S = 5.0
 
+#: How long the kernel may take to end a killed process.
+KILL_TIMEOUT_S = 10.0
+
 
 @dataclass(frozen=True)
 class Completed:
@@ -132,6 +135,7 @@ def _run(
         for survivor in _frozen_job(token):
             with contextlib.suppress(psutil.NoSuchProcess):
                 survivor.kill()
+                _wait_end(survivor.pid, KILL_TIMEOUT_S)
         process.wait()
 
 
@@ -144,6 +148,7 @@ def _end_leftovers(token: str) -> tuple[str, ...]:
         with contextlib.suppress(psutil.NoSuchProcess):
             commands.append(" ".join(process.cmdline()))
             process.kill()
+            _wait_end(process.pid, KILL_TIMEOUT_S)
     return tuple(commands)
 
 
