@@ -182,7 +182,7 @@ def table(ways: list[Way]) -> str:
 
 def line(way: Way, reference: Way) -> str:
     return (
-        f"{way.name:14} {way.split_size:>10} {way.mean:>15.3f} {way.deviation:>10.3f} "
+        f"{way.name:14} {way.split_size:>10} {way.mean:>15.3f} {way.deviation:>10.2g} "
         f"{reference.mean / way.mean:>8.2f}x"
     )
 
