@@ -9,6 +9,7 @@
          plan compute channel           compute: skip; plan: the standard library only
                  |
                 skip                    no other procpipe package; nor has balance, but skip
+                host                    no other procpipe package; also for the launcher
                  |
             errors  tree                leaves: for all (tree for all but plan)
 
@@ -36,15 +37,16 @@ MAY_IMPORT = {
     "skip": {"errors", "tree"},
     "balance": {"skip", "errors", "tree"},
     "channel": {"errors", "tree"},
+    "host": {"errors"},
     "compute": {"skip", "errors", "tree"},
-    "run": {"plan", "compute", "channel", "errors", "tree"},
+    "run": {"plan", "compute", "channel", "host", "errors", "tree"},
 }
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
 USERS = ("procpipe.launch", "examples", "benchmarks")
 
 #: Whose __all__ holds names for users.
-PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance")
+PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state")
 
 #: Standard library only, and each other.
 PURE = ("procpipe.plan", "procpipe.errors", "procpipe.run.messages", "procpipe.balance.blocks")
@@ -55,6 +57,7 @@ MAY_IMPORT_DISTRIBUTED = (
     "procpipe.channel.nccl",
     "procpipe.run.world",
     "procpipe.state",
+    "procpipe.launch.engine",
     "benchmarks",
 )
 
@@ -106,12 +109,12 @@ BAD_EXAMPLES = {
     "run imports balance": (
         {"procpipe.run.world": "from procpipe.balance import blocks"},
         "procpipe.run.world:1 imports procpipe.balance.blocks: run may import only "
-        "channel, compute, errors, plan, tree",
+        "channel, compute, errors, host, plan, tree",
     ),
     "a package imports public names": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.run.world": "from procpipe import Stage"},
         "procpipe.run.world:1 imports procpipe.Stage: run may import only "
-        "channel, compute, errors, plan, tree",
+        "channel, compute, errors, host, plan, tree",
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},
@@ -166,7 +169,7 @@ def test_what_the_law_allows_is_allowed():
         "procpipe.plan.gpipe": "from procpipe.plan import task",
         "procpipe.run.world": "import torch.distributed as dist\nimport procpipe.plan.task",
         "procpipe.launch.main": "from procpipe import Stage\nfrom procpipe.launch import hosts",
-        "procpipe.launch.hosts": "from procpipe.plan.task import Task",
+        "procpipe.launch.hosts": "from procpipe.plan.task import Task\nimport procpipe.host.board",
         "examples.train": "import torch\nimport procpipe\nfrom procpipe.plan import gpipe",
         "benchmarks.peer": "import torch.distributed.pipelining\nfrom procpipe import Stage",
     }
@@ -211,7 +214,7 @@ def fault_of(module: str, an_import: Import, public: dict[str, set[str]]) -> str
         is_standard = target.partition(".")[0] in sys.stdlib_module_names
         return f"is pure and imports {target}" if within(module, PURE) and not is_standard else None
     if within(module, USERS):
-        return fault_of_user(an_import, public)
+        return fault_of_user(module, an_import, public)
     here, there = part_of(module), part_of(target)
     if here in MAY_IMPORT and there not in MAY_IMPORT[here] | {here}:
         allowed = ", ".join(sorted(MAY_IMPORT[here])) or "nothing"
@@ -221,9 +224,11 @@ def fault_of(module: str, an_import: Import, public: dict[str, set[str]]) -> str
     return None
 
 
-def fault_of_user(an_import: Import, public: dict[str, set[str]]) -> str | None:
+def fault_of_user(module: str, an_import: Import, public: dict[str, set[str]]) -> str | None:
     target = str(an_import)
     if target in PUBLIC or within(target, ("procpipe.launch", "procpipe.plan")):
+        return None
+    if within(module, ("procpipe.launch",)) and within(target, ("procpipe.host",)):
         return None
     if an_import.module not in PUBLIC:
         return f"imports {target}: use public names and procpipe.plan"

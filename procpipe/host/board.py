@@ -1,0 +1,291 @@
+"""A process's board: what it is doing now, in memory that others on its host can read.
+
+A rank that is stopped, deep in a layer, or dead cannot answer questions. So each writes where it
+is on a page of shared memory as it goes, a few stores a task, and whoever wants to know reads:
+
+    rank 1:  board.start_task("F", 3); board.layer = 4; …          about 0.1 us a store
+    rank 0, the launcher:  Board.of_process(pid).read()            at any time
+
+The page is an anonymous file (memfd) of its process. Readers find it among the process's open
+files, so nothing has a name that could be left behind; a reader's mapping outlives the process.
+Only processes that may look into one another's ``/proc`` entry, those of the same user, can read.
+
+Each field is one aligned 8-byte word, so none is ever seen half written; a reading as a whole is
+of no single moment. Knows nothing of stages' work but these words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Board", "Reading", "Wait"]
+
+_NAME = "procpipe-board"
+_SIZE_BYTES = 1 << 20  # pages that are never touched take no memory
+_MAGIC = 0x3165706970636F72
+
+#: The words, in order.
+(
+    _MAGIC_AT,
+    _PID,
+    _RANK,
+    _NUM_RANKS,
+    _HEARD_NS,
+    _NUM_STEPS,
+    _NUM_SAMPLES,
+    _NUM_MICRO_BATCHES,
+    _KIND,
+    _MICRO_BATCH,
+    _SINCE_NS,
+    _LAYER,
+    _WAIT_SINCE_NS,
+    _BUSY_NS,
+    _STEP_NS,
+    _DEVICE_BYTES,
+    _HELD_BYTES,
+    _REPORTED_NS,
+    _HAS_FAILED,
+) = range(19)
+
+#: The texts: where each begins, and how long it may be, its length word included.
+_CALL = (256, 128)
+_WAIT = (384, 640)
+_FACTS = (1024, _SIZE_BYTES - 1024)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a process waits for, or was waiting for when it ended: words, and seconds so far."""
+
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a board said.
+
+    Attributes:
+        pid: the process.
+        rank: its rank.
+        num_ranks: the number of ranks of its job.
+        facts: what it said of itself once: "device", "layers" (name and class of each), …
+        heard_s: seconds since it last wrote.
+        call: the call it is in ("step"), "" between calls.
+        task: the task it is in ("F3"), "" between tasks.
+        task_s: seconds since that task began.
+        layer: the layer it is in: "layer 'conv2' (Conv2d)"; "" outside of layers.
+        wait: what it waits for, if it has for more than a moment.
+        num_steps: mini-batches done.
+        num_samples: samples in them.
+        micro_batch: the micro-batch of the newest task.
+        num_micro_batches: how many the newest mini-batch has.
+        busy_s: seconds in tasks, over all mini-batches done.
+        step_s: seconds in mini-batches.
+        device_bytes: memory of the device in use by tensors; 0 on a CPU.
+        held_bytes: most bytes held between tasks so far.
+        reported_s: seconds since it reported a stall; None if it never did.
+        has_failed: whether a call has failed on it.
+    """
+
+    pid: int
+    rank: int
+    num_ranks: int
+    facts: dict[str, Any]
+    heard_s: float
+    call: str
+    task: str
+    task_s: float
+    layer: str
+    wait: Wait | None
+    num_steps: int
+    num_samples: int
+    micro_batch: int
+    num_micro_batches: int
+    busy_s: float
+    step_s: float
+    device_bytes: int
+    held_bytes: int
+    reported_s: float | None
+    has_failed: bool
+
+    def where(self) -> str:
+        """Say what the process is doing, in words: "is in F3, layer 'conv2' (Conv2d), for 2.1 s"."""
+        if self.wait is not None:
+            during = f"in {self.task} " if self.task else ""
+            return f"has waited {self.wait.seconds:.1f} s {during}for {self.wait.what}"
+        if self.task:
+            place = f"{self.task}, {self.layer}" if self.layer else self.task
+            return f"is in {place}, for {self.task_s:.1f} s"
+        if self.call:
+            return f"is in {self.call}(), and wrote last {self.heard_s:.1f} s ago"
+        return f"is between calls, in the user's code, for {self.heard_s:.1f} s"
+
+
+class Board:
+    """One process's board: the end that writes, or one that reads."""
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self._page = page
+        self._words = memoryview(page)[: 8 * 32].cast("q")
+
+    @classmethod
+    def create(cls, rank: int, num_ranks: int) -> Board:
+        """Create this process's board; it lasts as long as the object or its process."""
+        descriptor = os.memfd_create(_NAME)
+        try:
+            os.ftruncate(descriptor, _SIZE_BYTES)
+            page = mmap.mmap(descriptor, _SIZE_BYTES)  # has a descriptor of its own
+        finally:
+            os.close(descriptor)
+        board = cls(page)
+        words = board._words
+        words[_PID], words[_RANK], words[_NUM_RANKS] = os.getpid(), rank, num_ranks
+        words[_LAYER] = -1
+        words[_HEARD_NS] = time.monotonic_ns()
+        words[_MAGIC_AT] = _MAGIC
+        return board
+
+    @classmethod
+    def of_process(cls, pid: int) -> Board | None:
+        """Find the board of another process of this host, the newest if there are several.
+
+        Returns:
+            A board to read, or None if the process has none, has ended or is not ours to look at.
+        """
+        found: list[Board] = []
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_NAME}"):
+                        found.append(cls._opened(f"{folder}/{name}"))
+        # A forked child has its parent's board open too.
+        found = [b for b in found if b._words[_MAGIC_AT] == _MAGIC and b._words[_PID] == pid]
+        return max(found, key=lambda board: board._words[_HEARD_NS], default=None)
+
+    @classmethod
+    def _opened(cls, path: str) -> Board:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            return cls(mmap.mmap(descriptor, _SIZE_BYTES, access=mmap.ACCESS_READ))
+        finally:
+            os.close(descriptor)
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def tell_facts(self, facts: dict[str, Any]) -> None:
+        """Say something of this process once; plain JSON. "layers" are (name, class) pairs."""
+        self._write(_FACTS, json.dumps(facts))
+
+    def start_call(self, name: str, num_micro_batches: int = 0) -> None:
+        """Say that a call begins."""
+        words = self._words
+        words[_NUM_MICRO_BATCHES] = num_micro_batches or words[_NUM_MICRO_BATCHES]
+        words[_KIND], words[_LAYER] = 0, -1
+        words[_WAIT_SINCE_NS] = 0
+        self._write(_CALL, name)
+        words[_HEARD_NS] = time.monotonic_ns()
+
+    def end_call(self) -> None:
+        """Say that the call is over."""
+        self._write(_CALL, "")
+        self._words[_HEARD_NS] = time.monotonic_ns()
+
+    def fail(self) -> None:
+        """Say that the call failed; what was being done stays readable."""
+        self._words[_HAS_FAILED] = 1
+        self._words[_HEARD_NS] = time.monotonic_ns()
+
+    def start_task(self, kind: str, micro_batch: int) -> None:
+        """Say that a task begins."""
+        words = self._words
+        words[_KIND], words[_MICRO_BATCH], words[_LAYER] = ord(kind), micro_batch, -1
+        words[_SINCE_NS] = words[_HEARD_NS] = time.monotonic_ns()
+
+    def end_task(self) -> None:
+        """Say that the task is over."""
+        self._words[_KIND] = 0
+
+    def enter_layer(self, index: int) -> None:
+        """Say which of this process's layers runs next; -1 for none."""
+        self._words[_LAYER] = index
+
+    def start_wait(self, what: str, since_ns: int) -> None:
+        """Say what this process waits for, and since when on the monotonic clock."""
+        self._write(_WAIT, what)
+        self._words[_WAIT_SINCE_NS] = since_ns
+
+    def end_wait(self) -> None:
+        """Say that it waits no longer."""
+        self._words[_WAIT_SINCE_NS] = 0
+        self._words[_HEARD_NS] = time.monotonic_ns()
+
+    def end_step(
+        self, num_samples: int, busy_ns: int, step_ns: int, held_bytes: int, device_bytes: int
+    ) -> None:
+        """Say that a mini-batch is done; sums over all of them but for ``num_samples``."""
+        words = self._words
+        words[_NUM_STEPS] += 1
+        words[_NUM_SAMPLES] += num_samples
+        words[_BUSY_NS], words[_STEP_NS] = busy_ns, step_ns
+        words[_HELD_BYTES], words[_DEVICE_BYTES] = held_bytes, device_bytes
+
+    def note_report(self) -> None:
+        """Say that this process has just reported a stall."""
+        self._words[_REPORTED_NS] = time.monotonic_ns()
+
+    def _write(self, area: tuple[int, int], text: str) -> None:
+        start, size = area
+        data = text.encode()[: size - 8]
+        self._page[start + 8 : start + 8 + len(data)] = data
+        self._words_at(start, len(data))
+
+    def _words_at(self, position: int, value: int) -> None:
+        self._page[position : position + 8] = value.to_bytes(8, "little")
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def read(self) -> Reading:
+        """Read the board as it is now, or as it was when its process ended."""
+        words, now_ns = self._words, time.monotonic_ns()
+        facts = json.loads(self._text(_FACTS) or "{}")
+        kind = words[_KIND]
+        task = f"{chr(kind)}{words[_MICRO_BATCH]}" if kind else ""
+        wait_since_ns, reported_ns = words[_WAIT_SINCE_NS], words[_REPORTED_NS]
+        layers, layer = facts.get("layers", ()), words[_LAYER]
+        return Reading(
+            pid=words[_PID],
+            rank=words[_RANK],
+            num_ranks=words[_NUM_RANKS],
+            facts=facts,
+            heard_s=(now_ns - words[_HEARD_NS]) / 1e9,
+            call=self._text(_CALL),
+            task=task,
+            task_s=(now_ns - words[_SINCE_NS]) / 1e9,
+            layer="layer {!r} ({})".format(*layers[layer]) if 0 <= layer < len(layers) else "",
+            wait=(
+                Wait(self._text(_WAIT), (now_ns - wait_since_ns) / 1e9) if wait_since_ns else None
+            ),
+            num_steps=words[_NUM_STEPS],
+            num_samples=words[_NUM_SAMPLES],
+            micro_batch=words[_MICRO_BATCH],
+            num_micro_batches=words[_NUM_MICRO_BATCHES],
+            busy_s=words[_BUSY_NS] / 1e9,
+            step_s=words[_STEP_NS] / 1e9,
+            device_bytes=words[_DEVICE_BYTES],
+            held_bytes=words[_HELD_BYTES],
+            reported_s=(now_ns - reported_ns) / 1e9 if reported_ns else None,
+            has_failed=bool(words[_HAS_FAILED]),
+        )
+
+    def _text(self, area: tuple[int, int]) -> str:
+        start, size = area
+        length = int.from_bytes(self._page[start : start + 8], "little")
+        return self._page[start + 8 : start + 8 + min(length, size - 8)].decode(errors="replace")
