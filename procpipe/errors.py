@@ -8,6 +8,7 @@
     ├── CallMismatchError (RuntimeError)   ranks are in different calls
     ├── RemoteValueError (RuntimeError)    the value of a placeholder was read
     ├── RecomputeError (RuntimeError)      recomputation would differ from the first forward
+    ├── NonFiniteLossError (ArithmeticError)  the loss is NaN or infinite, where that is checked
     ├── OverwrittenError (RuntimeError)     a tensor was written to while it was being sent
     ├── RemoteStageError (RuntimeError)    another rank failed; carries its story
     │   └── PeerLostError                  another rank's process ended without a word
@@ -28,6 +29,7 @@ __all__ = [
     "BoundaryError",
     "CallMismatchError",
     "DisagreementError",
+    "NonFiniteLossError",
     "OverwrittenError",
     "PeerLostError",
     "PlanError",
@@ -86,6 +88,10 @@ class RemoteValueError(ProcpipeError, RuntimeError):
 
 class RecomputeError(ProcpipeError, RuntimeError):
     """Recomputation would not repeat the first forward, so its gradients would be wrong."""
+
+
+class NonFiniteLossError(ProcpipeError, ArithmeticError):
+    """The loss of a micro-batch is NaN or infinite, and the user asked to be told."""
 
 
 class OverwrittenError(ProcpipeError, RuntimeError):

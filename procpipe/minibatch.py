@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from procpipe.errors import NonFiniteLossError
 from procpipe.microbatch import gather, scatter, shares
 from procpipe.remote import Remote
-from procpipe.tree import Flat, flatten, map_tensors, unflatten
+from procpipe.tree import Flat, flatten, in_words, map_tensors, unflatten
 
 __all__ = ["Ingoing", "Loss", "join_outputs"]
 
@@ -70,10 +71,18 @@ class Ingoing:
 
 @dataclass(frozen=True)
 class Loss:
-    """The user's loss function and weight, with their results checked."""
+    """The user's loss function and weight, with their results checked.
+
+    Attributes:
+        function: ``loss_fn`` of the ``Stage``.
+        weight: ``loss_weight`` of the ``Stage``.
+        must_be_finite: whether a loss that is NaN or infinite is an error; on a GPU, looking
+            waits for the device.
+    """
 
     function: Callable[..., Any] | None
     weight: Callable[[Any], Any] | None
+    must_be_finite: bool = False
 
     def check(self) -> None:
         """Check that there is a loss function."""
@@ -97,6 +106,12 @@ class Loss:
             raise ValueError(
                 f"loss_fn returned {form}, but must return the mean over the micro-batch's "
                 "samples, a 0-dim tensor (reduction='mean')"
+            )
+        if self.must_be_finite and not loss.isfinite():
+            raise NonFiniteLossError(
+                f"the loss is {loss.item()}; the output is {in_words(output)}, "
+                f"{_share_not_finite(output)} of it not finite: lower the learning rate, clip "
+                "gradients, or look for the layer with torch.autograd.detect_anomaly()"
             )
         return loss
 
@@ -139,6 +154,13 @@ def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
         ]
         values.append(unflatten(chosen, structure))
     return gather(values)
+
+
+def _share_not_finite(value: Any) -> str:
+    tensors, _ = flatten(value)
+    num_elements = sum(tensor.numel() for tensor in tensors)
+    num_finite = sum(int(tensor.isfinite().sum()) for tensor in tensors)
+    return f"{1 - num_finite / max(1, num_elements):.1%}"
 
 
 def on_device(value: Any, device: torch.device) -> Any:

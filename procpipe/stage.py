@@ -91,6 +91,8 @@ class Stage(nn.Sequential):
             its last layer. Parameters of its own are not among ``parameters()``.
         loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
             mini-batch; by default its number of samples.
+        check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
+            infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
         world: this process's place in the job; by default what the launcher says.
@@ -125,6 +127,7 @@ class Stage(nn.Sequential):
         deferred_batch_norm: bool = False,
         loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: Callable[[Any], float] | None = None,
+        check_loss: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
         world: World | None = None,
@@ -153,7 +156,7 @@ class Stage(nn.Sequential):
             check_shared_parameters(module, self.balance)
             if isinstance(loss_fn, nn.Module) and self.rank == self._last:
                 loss_fn.to(self.device)  # class weights, for one, belong where the output is
-            self._loss = Loss(loss_fn, loss_weight)
+            self._loss = Loss(loss_fn, loss_weight, check_loss)
             self._layer_facts = layer_facts(module)
             self._is_deferring = bool(deferred_batch_norm)
             self._adopt_layers(module, deferred_batch_norm)

@@ -29,6 +29,7 @@ __all__ = [
     "cut",
     "flatten",
     "from_json",
+    "in_words",
     "joined",
     "map_tensors",
     "parted",
@@ -206,3 +207,15 @@ def _num_tensors(structure: Structure) -> int:
 
 def _at(where: str) -> str:
     return f" at {where}" if where else ""
+
+
+def in_words(value: Any) -> str:
+    """Describe a nested value by what its tensors are, for errors: "(float32 (4, 3), None)"."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {in_words(child)}" for key, child in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        inside = ", ".join(in_words(child) for child in value)
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    return repr(value) if isinstance(value, PLAIN_TYPES) else type(value).__name__

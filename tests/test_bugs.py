@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from procpipe.channel.link import LinkReceiver, LinkSender
-from procpipe.channel.mesh import Mesh
+from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.errors import PeerLostError, RemoteStageError
 from procpipe.tree import Flat
 
@@ -34,7 +34,7 @@ def mesh(rank, sockets):
         sockets,
         timeout_s=1.0,
         stall_timeout_s=1.0,
-        on_stall=lambda what, waited_s: None,
+        onlooker=Onlooker(),
     )
 
 

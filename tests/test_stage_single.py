@@ -208,7 +208,8 @@ def test_a_layer_that_fails_keeps_its_exception_and_says_where(stage_of):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         stage.step(torch.ones(8, 5).double(), torch.ones(8).long())
     assert caught.value.__notes__ == [
-        "procpipe: in stage 0 (rank 0), task F0@0 (micro-batch 0), layer '0' (Linear)"
+        "procpipe: layer '0' (Linear) was given (float64 (2, 5))",
+        "procpipe: in stage 0 (rank 0), task F0@0 (micro-batch 0), layer '0' (Linear)",
     ]
 
 

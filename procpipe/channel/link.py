@@ -200,7 +200,6 @@ class LinkReceiver:
         self._what = what
         self._meta: Meta | None = None
         self._num_tokens = 0
-        self._num_taken = 0
         self._num_allowed = 0
         self._num_receiving = 0
         self._arrived: deque[_Arrival] = deque()
@@ -221,11 +220,8 @@ class LinkReceiver:
         posted = self._posted
         if not posted:
             assert self._num_allowed, "a message is taken that was never expected"
-            self._mesh.wait_for(
-                self._peer, posted.__len__, lambda: f"{self._what}, message {self._num_taken}"
-            )
+            self._mesh.wait_for(self._peer, posted.__len__, lambda: self._what)
         meta, tensors, pending = posted.popleft()
-        self._num_taken += 1
         if pending is not None:
             try:
                 pending.wait()

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
-__all__ = ["FAILURE", "GOODBYE", "Mesh"]
+__all__ = ["FAILURE", "GOODBYE", "Mesh", "Onlooker"]
 
 #: Handles a frame: sequence number, flags, body (writable, valid only during the call).
 Handler = Callable[[int, int, memoryview], None]
@@ -46,11 +46,31 @@ _READ_BYTES = 1 << 18
 #: Buffers that one ``sendmsg`` takes at most (IOV_MAX); more are an error there.
 _MAX_PARTS = 1024
 
+#: A wait that lasts longer is told to the onlooker.
+_TELL_AFTER_S = 0.05
+
 #: How long a rank that leaves waits for peers that are too busy to read why.
 _LAST_WORDS_TIMEOUT_S = 5.0
 
 #: How long a peer whose connection broke elsewhere may take to tell why, or to end.
 _STORY_TIMEOUT_S = 2.0
+
+
+class Onlooker:
+    """Is told of the waits of one rank; this one does nothing with it."""
+
+    def start_wait(self, what: str, since_s: float) -> None:
+        """Hear what is waited for, and since when (``time.monotonic()``)."""
+
+    def end_wait(self) -> None:
+        """Hear that the wait came to a good end."""
+
+    def stalled(self, what: str, waited_s: float) -> None:
+        """Hear that the wait has lasted for the stall timeout; again after twice the time."""
+
+    def last_seen(self, peer: int) -> str:
+        """Say what a peer was doing when it died, as a sentence, or nothing."""
+        return ""
 
 
 class Mesh:
@@ -60,8 +80,8 @@ class Mesh:
         rank: this rank.
         sockets: a connected, non-blocking socket to each other rank.
         timeout_s: how long a wait may last before it is an error.
-        stall_timeout_s: how long until ``on_stall`` is told of it (again after twice the time).
-        on_stall: told ``(what is waited for, seconds waited)``.
+        stall_timeout_s: how long until it is called a stall.
+        onlooker: is told of waits and stalls.
     """
 
     def __init__(
@@ -71,13 +91,13 @@ class Mesh:
         *,
         timeout_s: float,
         stall_timeout_s: float,
-        on_stall: Callable[[str, float], None],
+        onlooker: Onlooker,
     ) -> None:
         self.rank = rank
         self._sockets = dict(sockets)
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
-        self._on_stall = on_stall
+        self._onlooker = onlooker
         self._handlers: dict[tuple[int, int], Handler] = {}
         self._early: defaultdict[tuple[int, int], list[tuple[int, int, bytearray]]] = defaultdict(
             list
@@ -98,6 +118,10 @@ class Mesh:
     def peers(self) -> tuple[int, ...]:
         """The other ranks, in order."""
         return tuple(sorted(self._partial))
+
+    def socket_of(self, peer: int) -> socket.socket:
+        """Return the socket to a connected peer."""
+        return self._sockets[peer]
 
     def is_connected(self, peer: int) -> bool:
         """Tell whether a peer can still be spoken to, as far as is known."""
@@ -179,21 +203,28 @@ class Mesh:
         if ready():
             return
         started = time.monotonic()
-        stall_s, timeout_s = self._stall_timeout_s, self._timeout_s
+        stall_s, timeout_s, tell_s = self._stall_timeout_s, self._timeout_s, _TELL_AFTER_S
         while True:
             waited = time.monotonic() - started
-            self._read_and_write(min(stall_s - waited, timeout_s - waited, every_s))
+            self._read_and_write(
+                min(tell_s - waited, stall_s - waited, timeout_s - waited, every_s)
+            )
             if ready():  # before any failure: what a peer said earlier counts
+                if tell_s == math.inf:
+                    self._onlooker.end_wait()
                 return
             self._raise_failure()
             waited = time.monotonic() - started
+            if waited >= tell_s:
+                self._onlooker.start_wait(what(), started)
+                tell_s = math.inf
             if waited >= timeout_s:
                 raise WaitTimeoutError(
                     f"rank {self.rank} has waited {waited:.1f} s for {what()}; if that is not a "
                     "fault, give Stage a larger timeout_s"
                 )
             if waited >= stall_s:
-                self._on_stall(what(), waited)
+                self._onlooker.stalled(what(), waited)
                 stall_s *= 2
 
     def wait_for(
@@ -331,11 +362,12 @@ class Mesh:
         sock.close()
         self._unsent[peer].clear()
         if peer not in self._left and self._failure is None:
-            self._failure = PeerLostError(
-                peer,
+            story = (
                 f"rank {peer} ended without a word: it was killed (out of memory?) or crashed; "
-                "its own output and the launcher's exit code tell more",
+                "its own output and the launcher's exit code tell more"
             )
+            seen = self._onlooker.last_seen(peer)
+            self._failure = PeerLostError(peer, f"{story}; {seen}" if seen else story)
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
         """Fail because a peer has left, and tell all, or they would blame this rank in turn."""

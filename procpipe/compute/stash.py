@@ -67,6 +67,10 @@ class Ledger:
         self._sizes.clear()
         self._events.clear()
 
+    def bytes_now(self) -> int:
+        """Return the bytes held in the middle of a step, as far as their sizes are known."""
+        return sum(self._sizes.values())
+
     @property
     def held_bytes(self) -> int:
         """Bytes held after the last ``settle``: 0 between mini-batches, or something leaks."""

@@ -34,7 +34,7 @@ from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.tracker import tracking
-from procpipe.tree import Flat, Structure, flatten, unflatten
+from procpipe.tree import Flat, Structure, flatten, in_words, unflatten
 
 __all__ = ["Partition"]
 
@@ -90,9 +90,10 @@ class Partition:
         is_first: bool,
         skips: SkipPorts | None = None,
     ) -> None:
-        self.current_layer: str | None = None
+        self.on_layer: Callable[[int], None] = lambda index: None
         self._layers = tuple(layers.items())
-        self._device = device
+        self._current = -1
+        self.device = device
         self._is_first = is_first
         self.skips = skips or SkipPorts(SkipLayout(), 0)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -206,7 +207,7 @@ class Partition:
         ]
         if pairs:
             roots, given = zip(*pairs, strict=True)
-            with without_autocast(self._device):
+            with without_autocast(self.device):
                 torch.autograd.backward(roots, given)
         num_wanted = sum(this.inputs.requires_grad)
         return list(this.entry.gradients) or [None] * num_wanted
@@ -221,7 +222,7 @@ class Partition:
         input is still what it was: a change through ``x.data`` or NumPy raises no version.
         """
         inputs = this.inputs
-        this.ambient = Ambient.now(self._device)
+        this.ambient = Ambient.now(self.device)
         this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad)
@@ -287,22 +288,26 @@ class Partition:
             value = (value, *self.skips.messages(tracker))
         outputs, structure = flatten(value)
         for output in outputs:
-            if output.device != self._device or output.layout != torch.strided:
+            if output.device != self.device or output.layout != torch.strided:
                 raise self._misplaced(output)
-        self.current_layer = None
+        self._enter(-1)
         return outputs, structure
 
     def _run_layers(self, value: Any, finish: Finish | None, untouched: Sequence[Tensor]) -> Any:
         versions = self._versions(untouched)
         spread = self._is_first
-        for name, layer in self._layers:
-            self.current_layer = name
-            value = layer(*value) if spread else layer(value)
+        for k, (_, layer) in enumerate(self._layers):
+            self._enter(k)
+            try:
+                value = layer(*value) if spread else layer(value)
+            except Exception as error:
+                error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
+                raise
             spread = False
             if versions and versions != self._versions(untouched):
                 raise self._changed_in_place()
         if finish is not None:
-            self.current_layer = "loss_fn"
+            self._enter(len(self._layers))
             value = finish(value[0] if spread else value)
             if versions and versions != self._versions(untouched):
                 raise self._changed_in_place()
@@ -324,14 +329,19 @@ class Partition:
 
     # -- faults ---------------------------------------------------------------------------------
 
+    @property
+    def places(self) -> list[str]:
+        """The layers in words, then the loss: what the indices of ``on_layer`` mean."""
+        layers = [f"layer {name!r} ({type(layer).__name__})" for name, layer in self._layers]
+        return [*layers, "loss_fn"]
+
     def where(self) -> str:
-        """Say which layer is running, for errors and stall reports."""
-        if self.current_layer is None:
-            return "between layers"
-        for name, layer in self._layers:
-            if name == self.current_layer:
-                return f"layer {name!r} ({type(layer).__name__})"
-        return self.current_layer
+        """Say which layer is running, or was when an exception ended it."""
+        return self.places[self._current] if self._current >= 0 else "between layers"
+
+    def _enter(self, index: int) -> None:
+        self._current = index
+        self.on_layer(index)
 
     def _changed_in_place(self) -> RecomputeError:
         return RecomputeError(
@@ -344,7 +354,7 @@ class Partition:
         return BoundaryError(
             f"{self.where()} returned a tensor on {output.device} with layout {output.layout}, "
             f"shape {tuple(output.shape)}: what leaves a stage must be a strided tensor on the "
-            f"stage's device, {self._device}"
+            f"stage's device, {self.device}"
         )
 
 

@@ -116,16 +116,16 @@ class Reading:
     has_failed: bool
 
     def where(self) -> str:
-        """Say what the process is doing, in words: "is in F3, layer 'conv2' (Conv2d), for 2.1 s"."""
+        """Say where the process is, in words: "in F3, layer 'conv2' (Conv2d), for 2.1 s"."""
         if self.wait is not None:
-            during = f"in {self.task} " if self.task else ""
-            return f"has waited {self.wait.seconds:.1f} s {during}for {self.wait.what}"
+            place = self.task or (f"{self.call}()" if self.call else "the user's code")
+            return f"in {place}, waiting {self.wait.seconds:.1f} s for {self.wait.what}"
         if self.task:
             place = f"{self.task}, {self.layer}" if self.layer else self.task
-            return f"is in {place}, for {self.task_s:.1f} s"
+            return f"in {place}, for {self.task_s:.1f} s"
         if self.call:
-            return f"is in {self.call}(), and wrote last {self.heard_s:.1f} s ago"
-        return f"is between calls, in the user's code, for {self.heard_s:.1f} s"
+            return f"in {self.call}(), last heard of {self.heard_s:.1f} s ago"
+        return f"between calls, in the user's code, for {self.heard_s:.1f} s"
 
 
 class Board:
@@ -181,13 +181,12 @@ class Board:
     # -- writing --------------------------------------------------------------------------------
 
     def tell_facts(self, facts: dict[str, Any]) -> None:
-        """Say something of this process once; plain JSON. "layers" are (name, class) pairs."""
+        """Say something of this process once; plain JSON. "layers" are its layers in words."""
         self._write(_FACTS, json.dumps(facts))
 
-    def start_call(self, name: str, num_micro_batches: int = 0) -> None:
+    def start_call(self, name: str) -> None:
         """Say that a call begins."""
         words = self._words
-        words[_NUM_MICRO_BATCHES] = num_micro_batches or words[_NUM_MICRO_BATCHES]
         words[_KIND], words[_LAYER] = 0, -1
         words[_WAIT_SINCE_NS] = 0
         self._write(_CALL, name)
@@ -227,15 +226,27 @@ class Board:
         self._words[_WAIT_SINCE_NS] = 0
         self._words[_HEARD_NS] = time.monotonic_ns()
 
-    def end_step(
-        self, num_samples: int, busy_ns: int, step_ns: int, held_bytes: int, device_bytes: int
-    ) -> None:
-        """Say that a mini-batch is done; sums over all of them but for ``num_samples``."""
+    def start_mini_batch(self, num_micro_batches: int) -> None:
+        """Say that the tasks of a mini-batch begin."""
+        self._words[_NUM_MICRO_BATCHES] = num_micro_batches
+
+    def end_program(self, num_samples: int, *, busy_ns: int, step_ns: int, held_bytes: int) -> None:
+        """Say that a program has run to its end.
+
+        Args:
+            num_samples: of the mini-batch that is done by it; 0 if its backward pass is to follow.
+            busy_ns: nanoseconds in tasks so far.
+            step_ns: nanoseconds in programs so far.
+            held_bytes: most bytes held between tasks so far.
+        """
         words = self._words
-        words[_NUM_STEPS] += 1
+        words[_NUM_STEPS] += num_samples > 0
         words[_NUM_SAMPLES] += num_samples
-        words[_BUSY_NS], words[_STEP_NS] = busy_ns, step_ns
-        words[_HELD_BYTES], words[_DEVICE_BYTES] = held_bytes, device_bytes
+        words[_BUSY_NS], words[_STEP_NS], words[_HELD_BYTES] = busy_ns, step_ns, held_bytes
+
+    def tell_device_bytes(self, num_bytes: int) -> None:
+        """Say how much memory of the device tensors take."""
+        self._words[_DEVICE_BYTES] = num_bytes
 
     def note_report(self) -> None:
         """Say that this process has just reported a stall."""
@@ -269,7 +280,7 @@ class Board:
             call=self._text(_CALL),
             task=task,
             task_s=(now_ns - words[_SINCE_NS]) / 1e9,
-            layer="layer {!r} ({})".format(*layers[layer]) if 0 <= layer < len(layers) else "",
+            layer=layers[layer] if 0 <= layer < len(layers) else "",
             wait=(
                 Wait(self._text(_WAIT), (now_ns - wait_since_ns) / 1e9) if wait_since_ns else None
             ),

@@ -64,11 +64,13 @@ class Calls:
         """
         if self._ended is not None:
             raise StageClosedError(f"{name}() cannot run: {self._ended}")
+        self._world.board.start_call(name)
         try:
             if self._pipeline is None:
                 self._pipeline = self._connect()
             yield self._pipeline
             self._pipeline.flush()
+            self._world.board.end_call()
         except BaseException as error:
             self.fail(f"{name}()", error)
             raise
@@ -114,6 +116,7 @@ class Calls:
         """End the pipeline on every rank because of an error on this one."""
         if self._ended is not None:
             return
+        self._world.board.fail()
         self._ended = f"{name} failed on this rank with {type(error).__name__}: {error}"
         # The mesh has passed on the failure of another rank; a disagreement is found by each.
         if isinstance(error, RemoteStageError):

@@ -27,6 +27,7 @@ from procpipe.channel.base import Receiver, Sender
 from procpipe.compute.stash import Ledger, num_bytes
 from procpipe.compute.tasks import Partition
 from procpipe.errors import RemoteStageError
+from procpipe.host.board import Board
 from procpipe.plan.fence import Program, Receive, Run, Send
 from procpipe.plan.routes import (
     ACTIVATION,
@@ -92,12 +93,20 @@ class Executor:
         num_stages: the number of stages.
         partition: the local layers.
         channels: this stage's ends of all channels.
+        board: where to say which task and layer is running.
     """
 
     def __init__(
-        self, stage: int, num_stages: int, partition: Partition, channels: Channels
+        self,
+        stage: int,
+        num_stages: int,
+        partition: Partition,
+        channels: Channels,
+        board: Board,
     ) -> None:
         self.partition = partition
+        partition.on_layer = board.enter_layer
+        self._board = board
         self.ledger = Ledger()
         self.trace = Trace()
         self.current_task: Task | None = None
@@ -160,6 +169,7 @@ class Executor:
 
     def _run(self, task: Task, batch: MiniBatch) -> None:
         kind, i, _ = self.current_task = task
+        self._board.start_task(kind, i)
         if kind == FORWARD:
             self._forward(task, batch)
         elif kind == BACKWARD:
@@ -169,6 +179,7 @@ class Executor:
             self.ledger.hold(("output", i), self.partition.recompute(i))
             self.trace.ran(task, start_ns)
         self.current_task = None
+        self._board.end_task()
 
     def _forward(self, task: Task, batch: MiniBatch) -> None:
         i, ledger = task.i, self.ledger
@@ -308,10 +319,43 @@ class Executor:
         return message
 
     def _note(self, error: BaseException) -> None:
-        if self.current_task is not None:
-            kind, i, stage = self.current_task
-            where = "its layers' backward" if kind == BACKWARD else self.partition.where()
-            error.add_note(
-                f"procpipe: in stage {stage} (rank {stage}), task {self.current_task} "
-                f"(micro-batch {i}), {where}"
-            )
+        if self.current_task is None:
+            return
+        kind, i, stage = self.current_task
+        where = "its layers' backward" if kind == BACKWARD else self.partition.where()
+        error.add_note(
+            f"procpipe: in stage {stage} (rank {stage}), task {self.current_task} "
+            f"(micro-batch {i}), {where}"
+        )
+        if _is_out_of_memory(error):
+            error.add_note(self._memory_note(stage))
+
+    def _memory_note(self, stage: int) -> str:
+        """Say what the stage held when its memory ran out, and what would need less."""
+        device = self.partition.device
+        held = (
+            f"procpipe: out of memory on {device}: stage {stage} held {self.partition.num_held} "
+            f"micro-batches between forward and backward, whose inputs, outputs and waiting "
+            f"messages take {self.ledger.bytes_now() / 2**20:.1f} MiB"
+        )
+        if device.type == "cuda":
+            mib = [
+                value / 2**20
+                for value in (
+                    torch.cuda.memory_allocated(device),
+                    torch.cuda.memory_reserved(device),
+                    torch.cuda.mem_get_info(device)[1],
+                )
+            ]
+            held += "; torch has {:.0f} MiB in use, {:.0f} reserved, of {:.0f}".format(*mib)
+        return (
+            f"{held}. Give the stage fewer layers (balance), split the mini-batch further "
+            "(chunks), or recompute more (checkpoint='always')"
+        )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an allocator has failed; on a CPU torch says so only in words."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

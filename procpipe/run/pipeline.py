@@ -11,6 +11,7 @@ Building one connects to every other rank and compares what must agree.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ _NUMBERS = {
         (ACTIVATION, GRADIENT, SKIP, SKIP_GRADIENT, TARGET, LOSS, VALUE), 1
     )
 }
+
+
+#: How often a stage says how much memory of its device it uses.
+_TELL_DEVICE_EVERY_S = 0.5
 
 
 class Pipeline:
@@ -81,12 +86,34 @@ class Pipeline:
         # Who ran its part and left, while another still connected, would break its connection.
         self.control.agree(None, lambda _: None)
         self._values_to, self._values_from = self._open_value_channels()
-        self.executor = Executor(self._rank, self._num_stages, partition, self._channels)
+        self._board = world.board
+        self._device_told_s = 0.0
+        self._board.tell_facts({"device": str(world.device), "layers": partition.places})
+        self.executor = Executor(
+            self._rank, self._num_stages, partition, self._channels, self._board
+        )
         self.coordinator = Coordinator(self.control, self._rank, self._num_stages, skips)
 
     def run(self, order: Order, batch: MiniBatch) -> None:
         """Run this stage's program under an order."""
+        self._board.start_mini_batch(len(order.sizes))
         self.executor.run(self.coordinator.program(order), batch)
+        is_done = order.call != "forward" or not batch.keep  # else its backward call will be
+        self._board.end_program(
+            sum(order.sizes) if is_done else 0,
+            busy_ns=self.executor.trace.busy_ns,
+            step_ns=self.executor.trace.step_ns,
+            held_bytes=self.executor.ledger.peak_bytes,
+        )
+        self._tell_device_bytes()
+
+    def _tell_device_bytes(self) -> None:
+        """Tell how full the device is, now and then: asking takes as long as a task's host part."""
+        now_s = time.monotonic()
+        device = self._world.device
+        if device.type == "cuda" and now_s > self._device_told_s + _TELL_DEVICE_EVERY_S:
+            self._device_told_s = now_s
+            self._board.tell_device_bytes(torch.cuda.memory_allocated(device))
 
     def send_value(self, destination: int, value: Any) -> None:
         """Send a nested value of tensors to a rank, beside the plan; never blocks."""

@@ -32,6 +32,9 @@ from procpipe.channel.base import Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.wire import Address, accept_peers, connect_to, host_identity, listen
 from procpipe.errors import RemoteStageError, WaitTimeoutError
+from procpipe.host.board import Board
+from procpipe.run.endings import end_with_launcher, print_victims_briefly
+from procpipe.run.watch import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -86,6 +89,8 @@ class World:
         self.devices = tuple(devices) if devices is not None else (device,) * num_ranks
         self.number = number
         self.is_launched = is_launched
+        self.board = Board.create(rank, num_ranks)
+        self._watch = Watch(self.board, rank)
         self._store = store
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
@@ -120,7 +125,7 @@ class World:
         device = all_devices[rank]
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        return cls(
+        world = cls(
             rank=rank,
             num_ranks=num_ranks,
             store=None,
@@ -131,6 +136,11 @@ class World:
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
         )
+        if is_launched and world.number == 0:
+            end_with_launcher()
+        if num_ranks > 1:
+            print_victims_briefly(rank, world._watch.waiting)
+        return world
 
     def connect(self) -> Mesh:
         """Join the other ranks; every rank calls it, and it waits for all of them.
@@ -147,8 +157,9 @@ class World:
             sockets,
             timeout_s=self._timeout_s,
             stall_timeout_s=self._stall_timeout_s,
-            on_stall=self._print_stall,
+            onlooker=self._watch,
         )
+        self._watch.look_at(self._mesh)
         return self._mesh
 
     def open_transport(self, channels: Iterable[tuple[int, int, int]]) -> Transport | None:
@@ -336,13 +347,6 @@ class World:
         if store.check(["failure"]):
             told = json.loads(store.get("failure"))
             raise RemoteStageError(told["rank"], told["story"])
-
-    def _print_stall(self, what: str, waited_s: float) -> None:
-        print(
-            f"procpipe: rank {self.rank} has waited {waited_s:.1f} s for {what}",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _address_towards_peers() -> str:

@@ -13,7 +13,7 @@ import torch
 
 from procpipe.channel.link import LinkReceiver, LinkSender
 from procpipe.channel.memory import MemoryChannel
-from procpipe.channel.mesh import Mesh
+from procpipe.channel.mesh import Mesh, Onlooker
 from tests.channel.conformance import CASES, KINDS
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def mesh_over(rank, sockets):
         sockets,
         timeout_s=TIMEOUT_S,
         stall_timeout_s=TIMEOUT_S,
-        on_stall=lambda what, waited_s: None,
+        onlooker=Onlooker(),
     )
 
 

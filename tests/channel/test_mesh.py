@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import FAILURE, Mesh
+from procpipe.channel.mesh import FAILURE, Mesh, Onlooker
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
 HEADER = struct.Struct("<IIBB")
@@ -51,13 +51,13 @@ def wired(net):
     theirs.close()
 
 
-def mesh(rank, sockets, timeout_s=5.0, stall_timeout_s=5.0, on_stall=None):
+def mesh(rank, sockets, timeout_s=5.0, stall_timeout_s=5.0, onlooker=None):
     return Mesh(
         rank,
         sockets,
         timeout_s=timeout_s,
         stall_timeout_s=stall_timeout_s,
-        on_stall=on_stall or (lambda what, waited_s: None),
+        onlooker=onlooker or Onlooker(),
     )
 
 
@@ -253,21 +253,74 @@ def test_a_timeout_says_who_waited_how_long_for_what(net):
 
 
 def test_a_stall_is_told_again_after_twice_the_time(net):
-    stalls = []
-    _, b = net(
-        2,
-        timeout_s=0.5,
-        stall_timeout_s=0.05,
-        on_stall=lambda what, waited_s: stalls.append((what, waited_s)),
-    )
+    seen = Seen()
+    _, b = net(2, timeout_s=0.5, stall_timeout_s=0.05, onlooker=seen)
 
     with pytest.raises(WaitTimeoutError):
         b.wait(lambda: False, lambda: "something")
 
-    assert {what for what, _ in stalls} == {"something"}
-    assert len(stalls) == 4  # after 0.05, 0.1, 0.2 and 0.4 s
-    for (_, waited_s), at_least_s in zip(stalls, (0.05, 0.1, 0.2, 0.4), strict=True):
+    assert {what for what, _ in seen.stalls} == {"something"}
+    assert len(seen.stalls) == 4  # after 0.05, 0.1, 0.2 and 0.4 s
+    for (_, waited_s), at_least_s in zip(seen.stalls, (0.05, 0.1, 0.2, 0.4), strict=True):
         assert waited_s >= at_least_s
+
+
+class Seen(Onlooker):
+    """Notes what it is told."""
+
+    def __init__(self):
+        self.stalls = []
+        self.waits = []
+
+    def stalled(self, what, waited_s):
+        self.stalls.append((what, waited_s))
+
+    def start_wait(self, what, since_s):
+        self.waits.append(what)
+
+    def end_wait(self):
+        self.waits.append("over")
+
+    def last_seen(self, peer):
+        return f"rank {peer} was seen in F3"
+
+
+def test_a_long_wait_is_told_and_a_short_one_is_not(net):
+    seen = Seen()
+    a, b = net(2, onlooker=seen)
+    heard = heard_by(b, 0, 1)
+    a.send(1, 1, 0, 0, b"at once")
+    b.wait(lambda: heard, lambda: "the first")
+    assert seen.waits == []
+
+    timer = threading.Timer(0.3, lambda: a.send(1, 1, 0, 1, b"late"))
+    timer.start()
+    b.wait(lambda: len(heard) == 2, lambda: "the second")
+    timer.join()
+
+    assert seen.waits == ["the second", "over"]
+
+
+def test_a_wait_that_fails_stays_told(net):
+    seen = Seen()
+    _, b = net(2, timeout_s=0.2, onlooker=seen)
+
+    with pytest.raises(WaitTimeoutError):
+        b.wait(lambda: False, lambda: "something")
+
+    assert seen.waits == ["something"]
+
+
+def test_where_a_dead_peer_was_last_seen_is_told():
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    one = mesh(1, {0: ours}, onlooker=Seen())
+    theirs.close()
+
+    with pytest.raises(PeerLostError, match=r"ended without a word.*; rank 0 was seen in F3"):
+        one.wait(lambda: False, nothing)
+
+    one.close()
 
 
 def test_what_no_socket_tells_of_is_asked_for(net):

@@ -176,5 +176,5 @@ build().step(x, x)
     )
 
     assert done.returncode == 1
-    assert "RemoteStageError: rank 0 failed" in done.stderr
+    assert "procpipe: rank 1 ends, because rank 0 failed" in done.stderr
     assert "ValueError: before the first call" in done.stderr

@@ -88,7 +88,7 @@ def test_a_rank_that_ends_early_and_well():
 
     assert done.returncode == 1
     assert done.left_behind == ()
-    assert "PeerLostError: rank 1 failed:\nrank 1 has left the pipeline" in done.stderr
+    assert "procpipe: rank 0 ends, because rank 1 has left the pipeline" in done.stderr
     assert "rank 0 failed" not in done.stderr
     assert "rank 2 failed" not in done.stderr
 

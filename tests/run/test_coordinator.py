@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import Mesh
+from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.errors import CallMismatchError, PeerLostError, PlanError, WaitTimeoutError
 from procpipe.plan.check import verify
 from procpipe.plan.routes import LOSS, TARGET
@@ -34,7 +34,7 @@ def meshes():
             sockets[rank],
             timeout_s=2.0,
             stall_timeout_s=2.0,
-            on_stall=lambda what, waited_s: None,
+            onlooker=Onlooker(),
         )
         for rank in range(3)
     ]

@@ -12,6 +12,7 @@ from torch import nn
 from procpipe.channel.memory import MemoryChannel
 from procpipe.compute.tasks import Partition
 from procpipe.errors import PlanError
+from procpipe.host.board import Board
 from procpipe.plan.fence import programs
 from procpipe.plan.gpipe import gpipe, recomputed
 from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, TARGET, Routes
@@ -40,10 +41,11 @@ class Rig:
             ends[a].senders[kind, b] = channel
             ends[b].receivers[kind, a] = channel
         self.executors = []
+        self.boards = [Board.create(j, num_stages) for j in range(num_stages)]
         for j in range(num_stages):
             layers = {str(k): model[k] for k in range(j * per_stage, (j + 1) * per_stage)}
             partition = Partition(layers, CPU, is_first=j == 0)
-            self.executors.append(Executor(j, num_stages, partition, ends[j]))
+            self.executors.append(Executor(j, num_stages, partition, ends[j], self.boards[j]))
 
     def run(self, plan, batches, *, target=False):
         """Run a plan on all stages; return what each stage raised."""
@@ -176,7 +178,8 @@ def test_an_exception_says_where_it_was(call, note):
     raised = rig.run(gpipe(3, 2, recompute=recompute), make_batches(x, x, 3, 2, recompute))
 
     assert type(raised[1]) is ZeroDivisionError
-    assert raised[1].__notes__ == [note]
+    given = "procpipe: layer '1' (Boom) was given float64 (2, 3)"
+    assert raised[1].__notes__ == [given, note]
     assert type(raised[0]).__name__ == "WaitTimeoutError"
 
 

@@ -1,0 +1,67 @@
+"""How a launched process ends: with its launcher, and without a second, misleading traceback.
+
+When one rank fails, all the others raise ``RemoteStageError`` with its story. Each of them would
+print that story once more, and a traceback of its own that leads nowhere; so a rank that ends by
+another's failure prints one line instead:
+
+    procpipe: rank 0 ends, because rank 1 failed; it was in step(), waiting for gradient from …
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from procpipe.errors import DisagreementError, PeerLostError, RemoteStageError
+
+__all__ = ["end_with_launcher", "print_victims_briefly"]
+
+_PR_SET_PDEATHSIG = 1
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def end_with_launcher() -> None:
+    """Have the kernel kill this process when torchrun's agent dies, which started it.
+
+    A killed launcher cannot end its workers, and they would train on, or wait, for nobody.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def print_victims_briefly(rank: int, waiting: Callable[[], str]) -> None:
+    """Print one line, and no traceback, for an uncaught error that is another rank's to tell.
+
+    Args:
+        rank: this rank.
+        waiting: says what this rank waited for when the error came, "" if for nothing.
+    """
+    previous: Hook = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        line = _line(rank, error, waiting)
+        if line:
+            sys.stderr.write(f"{line}\n")  # at once: other processes write there too
+            sys.stderr.flush()
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _line(rank: int, error: BaseException, waiting: Callable[[], str]) -> str:
+    """Return what to print instead of a traceback; "" to leave it as it is."""
+    if isinstance(error, DisagreementError) and rank != 0:
+        return f"procpipe: rank {rank} ends, because the ranks do not agree (rank 0 tells on what)"
+    if not isinstance(error, RemoteStageError):
+        return ""
+    waited_for = waiting()
+    meanwhile = f"; it was waiting for {waited_for}" if waited_for else ""
+    if isinstance(error, PeerLostError):
+        return f"procpipe: rank {rank} ends, because {error.story}{meanwhile}"
+    return f"procpipe: rank {rank} ends, because rank {error.rank} failed{meanwhile}"
