@@ -33,6 +33,8 @@ from procpipe.channel.mesh import Mesh
 from procpipe.channel.wire import Address, accept_peers, connect_to, host_identity, listen
 from procpipe.errors import RemoteStageError, WaitTimeoutError
 from procpipe.host.board import Board
+from procpipe.host.placement import pin_this_process
+from procpipe.run.devices import devices_of, of_this_host, pci_addresses
 from procpipe.run.endings import end_with_launcher, print_victims_briefly
 from procpipe.run.watch import Watch
 
@@ -121,7 +123,7 @@ class World:
         is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         rank = int(os.environ["RANK"]) if is_launched else 0
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_launched else 1
-        all_devices = _devices_of(rank, num_ranks, devices)
+        all_devices = devices_of(rank, num_ranks, devices)
         device = all_devices[rank]
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -138,6 +140,7 @@ class World:
         )
         if is_launched and world.number == 0:
             end_with_launcher()
+            pin_this_process(pci_addresses(of_this_host(all_devices, rank)))
         if num_ranks > 1:
             print_victims_briefly(rank, world._watch.waiting)
         return world
@@ -356,55 +359,3 @@ def _address_towards_peers() -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
-
-
-def _devices_of(
-    rank: int, num_ranks: int, devices: Sequence[torch.device | str | int] | None
-) -> list[torch.device]:
-    """Return each rank's device: those given, else the hosts' GPUs in order, else CPUs."""
-    if devices is not None:
-        listed = _checked_devices(devices)
-        if len(listed) < num_ranks:
-            raise IndexError(
-                f"{num_ranks} processes but {len(listed)} devices {[str(d) for d in listed]}: give "
-                "one device a process, or leave devices out"
-            )
-        return listed[:num_ranks]
-    if not torch.cuda.is_available():
-        return [torch.device("cpu")] * num_ranks
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
-    if local_rank >= torch.cuda.device_count():
-        raise IndexError(
-            f"rank {rank} is process {local_rank} of this host, which has only "
-            f"{torch.cuda.device_count()} GPUs: start fewer processes, or give "
-            "devices=['cpu'] * num_processes"
-        )
-    guessed = [torch.device("cuda", other % num_local) for other in range(num_ranks)]
-    guessed[rank] = torch.device("cuda", local_rank)  # sure, whatever the hosts' sizes
-    return guessed
-
-
-def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
-    """Return the devices a user has listed, one a rank.
-
-    Raises:
-        ValueError: a device that there is not, or of several types.
-    """
-    told = f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices"
-    if isinstance(devices, str):
-        raise ValueError(told)
-    try:
-        listed = [
-            torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-            for device in devices
-        ]
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{told}; {error}") from None
-    listed = [torch.device("cpu") if device.type == "cpu" else device for device in listed]
-    types = {device.type for device in listed}
-    if len(types) > 1 or not types <= {"cpu", "cuda"} or torch.device("cuda") in listed:
-        raise ValueError(f"{told} with their index ('cuda:0')")
-    if types == {"cuda"} and not torch.cuda.is_available():
-        raise ValueError(f"{told}; there is no CUDA device that torch can use here")
-    return listed
