@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -51,13 +52,10 @@ def pci_addresses(devices: Sequence[torch.device]) -> list[str | None]:
 def _pci_address(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     try:
-        domain, bus, slot = (
-            properties.pci_domain_id,
-            properties.pci_bus_id,
-            properties.pci_device_id,
-        )
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id
+        slot = properties.pci_device_id
     except AttributeError:
         return None
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"

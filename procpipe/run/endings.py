@@ -2,9 +2,10 @@
 
 When one rank fails, all the others raise ``RemoteStageError`` with its story. Each of them would
 print that story once more, and a traceback of its own that leads nowhere; so a rank that ends by
-another's failure prints one line instead:
+another's failure prints one line instead, and so does one that is interrupted:
 
-    procpipe: rank 0 ends, because rank 1 failed; it was in step(), waiting for gradient from …
+    procpipe: rank 0 ends, because rank 1 failed; it was in B3, waiting 0.2 s for gradient from …
+    procpipe: rank 2 was interrupted in F4, layer 'conv1' (Conv2d), for 0.1 s
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from procpipe.errors import DisagreementError, PeerLostError, RemoteStageError
+from procpipe.host.board import Board, Reading
 
 __all__ = ["end_with_launcher", "print_victims_briefly"]
 
@@ -34,17 +36,17 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def print_victims_briefly(rank: int, waiting: Callable[[], str]) -> None:
-    """Print one line, and no traceback, for an uncaught error that is another rank's to tell.
+def print_victims_briefly(rank: int, board: Board) -> None:
+    """Print one line, and no traceback, for an uncaught error that is not this rank's to tell.
 
     Args:
         rank: this rank.
-        waiting: says what this rank waited for when the error came, "" if for nothing.
+        board: says where it was when the error came.
     """
     previous: Hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        line = _line(rank, error, waiting)
+        line = _line(rank, error, board.read())
         if line:
             sys.stderr.write(f"{line}\n")  # at once: other processes write there too
             sys.stderr.flush()
@@ -54,14 +56,15 @@ def print_victims_briefly(rank: int, waiting: Callable[[], str]) -> None:
     sys.excepthook = hook
 
 
-def _line(rank: int, error: BaseException, waiting: Callable[[], str]) -> str:
+def _line(rank: int, error: BaseException, reading: Reading) -> str:
     """Return what to print instead of a traceback; "" to leave it as it is."""
+    if isinstance(error, KeyboardInterrupt):
+        return f"procpipe: rank {rank} was interrupted {reading.where()}"
     if isinstance(error, DisagreementError) and rank != 0:
         return f"procpipe: rank {rank} ends, because the ranks do not agree (rank 0 tells on what)"
     if not isinstance(error, RemoteStageError):
         return ""
-    waited_for = waiting()
-    meanwhile = f"; it was waiting for {waited_for}" if waited_for else ""
+    meanwhile = f"; it was {reading.where()}" if reading.wait else ""
     if isinstance(error, PeerLostError):
         return f"procpipe: rank {rank} ends, because {error.story}{meanwhile}"
     return f"procpipe: rank {rank} ends, because rank {error.rank} failed{meanwhile}"

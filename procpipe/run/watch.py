@@ -100,11 +100,6 @@ class Watch(Onlooker):
             return ""
         return f"it was last seen {self._boards[peer].read().where()}"
 
-    def waiting(self) -> str:
-        """Say what this rank waits for, or waited for when an error ended it; "" if nothing."""
-        wait = self._board.read().wait
-        return wait.what if wait else ""
-
     def _print(self, text: str) -> None:
         sys.stderr.write(f"{text}\n")  # at once: other processes write there too
         sys.stderr.flush()

@@ -142,7 +142,7 @@ class World:
             end_with_launcher()
             pin_this_process(pci_addresses(of_this_host(all_devices, rank)))
         if num_ranks > 1:
-            print_victims_briefly(rank, world._watch.waiting)
+            print_victims_briefly(rank, world.board)
         return world
 
     def connect(self) -> Mesh:
