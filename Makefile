@@ -3,12 +3,13 @@
 # make lint    check style and format
 # make types   check types
 # make bench   run all benchmarks
+# make soak    inject random faults into real runs for some minutes
 # make clean   remove everything that make has made
 #
 # Each makes the environment it needs in .venv, once.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types bench soak clean
 .DELETE_ON_ERROR:
 
 export OMP_NUM_THREADS := 1
@@ -39,6 +40,9 @@ types: .venv/dev.stamp
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.host_cost
 	$(BIN)/python -m benchmarks.overlap
+
+soak: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.soak --rounds 60 --repeat-correct 100
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
