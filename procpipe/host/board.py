@@ -10,13 +10,15 @@ The page is an anonymous file (memfd) of its process. Readers find it among the 
 files, so nothing has a name that could be left behind; a reader's mapping outlives the process.
 Only processes that may look into one another's ``/proc`` entry, those of the same user, can read.
 
-Each field is one aligned 8-byte word, so none is ever seen half written; a reading as a whole is
-of no single moment. Knows nothing of stages' work but these words.
+Each number is one aligned 8-byte word, so none is ever seen half written; a text has a word before
+it that says how long it is and changes whenever it is written, so a reader knows and looks again.
+A reading as a whole is of no single moment. Knows nothing of stages' work but these words.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -53,10 +55,20 @@ _MAGIC = 0x3165706970636F72
     _HAS_FAILED,
 ) = range(19)
 
-#: The texts: where each begins, and how long it may be, its length word included.
+#: The texts: where each begins, and how many bytes it may take, its word included.
 _CALL = (256, 128)
 _WAIT = (384, 640)
 _FACTS = (1024, _SIZE_BYTES - 1024)
+
+#: A text's word: how often it was written, shifted by so much, and its length in bytes; or this.
+_LENGTH_BITS = 32
+_IS_WRITTEN_NOW = -1
+
+#: How often a reader looks at a text that is being written; its writer may have been stopped.
+_NUM_LOOKS = 1000
+
+#: Nobody can make the file shorter, which would end a reader that looks at what is gone (SIGBUS).
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True)
@@ -133,14 +145,15 @@ class Board:
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
-        self._words = memoryview(page)[: 8 * 32].cast("q")
+        self._words = memoryview(page).cast("q")
 
     @classmethod
     def create(cls, rank: int, num_ranks: int) -> Board:
         """Create this process's board; it lasts as long as the object or its process."""
-        descriptor = os.memfd_create(_NAME)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, _SIZE_BYTES)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             page = mmap.mmap(descriptor, _SIZE_BYTES)  # has a descriptor of its own
         finally:
             os.close(descriptor)
@@ -163,7 +176,7 @@ class Board:
         folder = f"/proc/{pid}/fd"
         with contextlib.suppress(OSError):
             for name in os.listdir(folder):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or no board
                     if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_NAME}"):
                         found.append(cls._opened(f"{folder}/{name}"))
         # A forked child has its parent's board open too.
@@ -172,8 +185,10 @@ class Board:
 
     @classmethod
     def _opened(cls, path: str) -> Board:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ValueError("no board: it may become shorter")
             return cls(mmap.mmap(descriptor, _SIZE_BYTES, access=mmap.ACCESS_READ))
         finally:
             os.close(descriptor)
@@ -181,8 +196,14 @@ class Board:
     # -- writing --------------------------------------------------------------------------------
 
     def tell_facts(self, facts: dict[str, Any]) -> None:
-        """Say something of this process once; plain JSON. "layers" are its layers in words."""
-        self._write(_FACTS, json.dumps(facts))
+        """Say something of this process once; plain JSON. "layers" are its layers in words.
+
+        Where there is no room for all of it (1 MiB), the longest facts are left out.
+        """
+        texts = {name: json.dumps(fact) for name, fact in facts.items()}
+        while len(text := json.dumps({name: facts[name] for name in texts})) > _FACTS[1] - 8:
+            del texts[max(texts, key=lambda name: len(texts[name]))]
+        self._write(_FACTS, text)
 
     def start_call(self, name: str) -> None:
         """Say that a call begins."""
@@ -254,21 +275,21 @@ class Board:
 
     def _write(self, area: tuple[int, int], text: str) -> None:
         start, size = area
-        data = text.encode()[: size - 8]
+        words, word = self._words, start // 8
+        data = text.encode(errors="replace")[: size - 8]
+        num_written = (words[word] >> _LENGTH_BITS) + 1
+        words[word] = _IS_WRITTEN_NOW
         self._page[start + 8 : start + 8 + len(data)] = data
-        self._words_at(start, len(data))
-
-    def _words_at(self, position: int, value: int) -> None:
-        self._page[position : position + 8] = value.to_bytes(8, "little")
+        words[word] = (num_written & 0x7FFFFFFF) << _LENGTH_BITS | len(data)
 
     # -- reading --------------------------------------------------------------------------------
 
     def read(self) -> Reading:
         """Read the board as it is now, or as it was when its process ended."""
         words, now_ns = self._words, time.monotonic_ns()
-        facts = json.loads(self._text(_FACTS) or "{}")
+        facts = self._facts()
         kind = words[_KIND]
-        task = f"{chr(kind)}{words[_MICRO_BATCH]}" if kind else ""
+        task = f"{chr(kind)}{words[_MICRO_BATCH]}" if 0 < kind < 128 else ""
         wait_since_ns, reported_ns = words[_WAIT_SINCE_NS], words[_REPORTED_NS]
         layers, layer = facts.get("layers", ()), words[_LAYER]
         return Reading(
@@ -282,7 +303,9 @@ class Board:
             task_s=(now_ns - words[_SINCE_NS]) / 1e9,
             layer=layers[layer] if 0 <= layer < len(layers) else "",
             wait=(
-                Wait(self._text(_WAIT), (now_ns - wait_since_ns) / 1e9) if wait_since_ns else None
+                Wait(self._text(_WAIT) or "something", (now_ns - wait_since_ns) / 1e9)
+                if wait_since_ns
+                else None
             ),
             num_steps=words[_NUM_STEPS],
             num_samples=words[_NUM_SAMPLES],
@@ -296,7 +319,22 @@ class Board:
             has_failed=bool(words[_HAS_FAILED]),
         )
 
+    def _facts(self) -> dict[str, Any]:
+        try:
+            facts: object = json.loads(self._text(_FACTS) or "{}")
+        except ValueError:
+            return {}
+        return facts if isinstance(facts, dict) else {}
+
     def _text(self, area: tuple[int, int]) -> str:
+        """Return a text; "" while it is being written, or if its writer ended in the middle."""
         start, size = area
-        length = int.from_bytes(self._page[start : start + 8], "little")
-        return self._page[start + 8 : start + 8 + min(length, size - 8)].decode(errors="replace")
+        words, word = self._words, start // 8
+        for _ in range(_NUM_LOOKS):
+            told = words[word]
+            length = min(told & 0xFFFFFFFF, size - 8)
+            if told != _IS_WRITTEN_NOW:
+                data = self._page[start + 8 : start + 8 + length]
+                if words[word] == told:
+                    return data.decode(errors="ignore")  # its last character may be cut
+        return ""
