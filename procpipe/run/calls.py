@@ -51,6 +51,7 @@ class Calls:
         self._connect = connect
         self._pipeline: Pipeline | None = None
         self._ended: str | None = None
+        self._has_failed = False
         self._is_victim = False
         atexit.register(self._leave)
         _all.add(self)
@@ -117,6 +118,7 @@ class Calls:
         if self._ended is not None:
             return
         self._world.board.fail()
+        self._has_failed = True
         self._ended = f"{name} failed on this rank with {type(error).__name__}: {error}"
         # The mesh has passed on the failure of another rank; a disagreement is found by each.
         if isinstance(error, RemoteStageError):
@@ -130,6 +132,11 @@ class Calls:
     def pipeline(self) -> Pipeline | None:
         """The connected pipeline; None before the first call and after the last."""
         return self._pipeline
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a call failed, on this rank or on another; may be asked by any thread."""
+        return self._has_failed
 
     def close(self) -> None:
         """Leave once all that was sent has arrived."""

@@ -12,6 +12,7 @@ Building one connects to every other rank and compares what must agree.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ __all__ = ["Pipeline"]
 
 #: Values that a user's call moves beside the plan (``fetch``, the targets of ``batches``).
 VALUE = "value"
+
+#: How often a wait looks at what no socket tells of.
+_LOOK_EVERY_S = 0.01
 
 #: The number of each kind of channel on the mesh; 0 is the control plane.
 _NUMBERS = {
@@ -125,6 +129,10 @@ class Pipeline:
         receiver = self._values_from[source]
         receiver.expect()
         return map_tensors(lambda tensor: tensor.to(self._world.device), receiver.take().value)
+
+    def wait_until(self, ready: Callable[[], object], what: str) -> None:
+        """Wait for what this process does in the background; a peer's failure ends the wait."""
+        self._mesh.wait(ready, lambda: what, every_s=_LOOK_EVERY_S)
 
     def statistics(self) -> StageStatistics:
         """Return what this stage did so far."""
