@@ -30,6 +30,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from procpipe.channel.wire import has_vanished
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
 __all__ = ["FAILURE", "GOODBYE", "Mesh", "Onlooker"]
@@ -224,6 +225,7 @@ class Mesh:
                     "fault, give Stage a larger timeout_s"
                 )
             if waited >= stall_s:
+                self._end_vanished()
                 self._onlooker.stalled(what(), waited)
                 stall_s *= 2
 
@@ -262,6 +264,13 @@ class Mesh:
                 self._send_on(peer)
             if event & ~select.POLLOUT:
                 self._read(peer)
+
+    def _end_vanished(self) -> None:
+        """Take the ranks of a host that no longer answers for dead."""
+        for peer, sock in list(self._sockets.items()):
+            if has_vanished(sock):
+                self._ended(peer)
+        self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -362,9 +371,10 @@ class Mesh:
         sock.close()
         self._unsent[peer].clear()
         if peer not in self._left and self._failure is None:
+            elsewhere = "" if sock.family == socket.AF_UNIX else ", or its host or network failed"
             story = (
-                f"rank {peer} ended without a word: it was killed (out of memory?) or crashed; "
-                "its own output and the launcher's exit code tell more"
+                f"rank {peer} ended without a word: it was killed (out of memory?) or crashed"
+                f"{elsewhere}; its own output and the launcher's exit code tell more"
             )
             seen = self._onlooker.last_seen(peer)
             self._failure = PeerLostError(peer, f"{story}; {seen}" if seen else story)

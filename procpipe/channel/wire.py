@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import os
 import secrets
 import select
@@ -31,12 +32,35 @@ from dataclasses import dataclass
 
 from procpipe.errors import WaitTimeoutError
 
-__all__ = ["Address", "accept_peers", "connect_to", "host_identity", "listen"]
+__all__ = [
+    "Address",
+    "accept_peers",
+    "address_towards",
+    "connect_to",
+    "has_vanished",
+    "host_identity",
+    "listen",
+    "own_address",
+]
 
 _MAGIC = b"procpipe1"
 _HELLO = struct.Struct("!9sI32s")
 _PROOF_BYTES = 32
+
+#: Of Linux's struct tcp_info: tcpi_retransmits and tcpi_probes (unanswered), tcpi_last_ack_recv.
+_TCP_INFO = struct.Struct("=2xBB52xI")
+
 _HANDSHAKE_TIMEOUT_S = 5.0
+
+#: A host answers in milliseconds, whatever its processes do; a firewall never.
+_REACH_TIMEOUT_S = 20.0
+
+#: A host that has gone without a word (power, network) is taken for dead after about so long.
+_VANISHED_AFTER_S = 20
+
+#: The user's word on which of this host's addresses its peers should use.
+_ADDRESS_VARIABLE = "PROCPIPE_ADDRESS"
+
 _BUFFER_BYTES = 4 << 20
 
 
@@ -56,13 +80,70 @@ class Address:
 
 
 def host_identity() -> str:
-    """Return a text that is the same for two processes iff abstract sockets connect them."""
+    """Return a text that is the same for two processes iff abstract sockets connect them.
+
+    Processes that were told different addresses for themselves count as on different hosts.
+    """
+    told = os.environ.get(_ADDRESS_VARIABLE, "")
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{told}"
     except OSError:
-        return socket.gethostname()
+        return f"{socket.gethostname()}/{told}"
+
+
+def own_address() -> str:
+    """Return this host's address for its peers: the one given, or the one towards rank 0.
+
+    Raises:
+        ValueError: the address given is not one of this host.
+    """
+    told = os.environ.get(_ADDRESS_VARIABLE)
+    if not told:
+        return _address_on_the_way_to(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    try:
+        family, _, _, _, target = socket.getaddrinfo(told, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ValueError(
+            f"{_ADDRESS_VARIABLE}={told!r} is not an address of this host ({error}): give one that "
+            "`ip address` lists and the other hosts can reach, or unset it"
+        ) from None
+
+
+def address_towards(rank: int, hosts: list[tuple[str, str]]) -> str | None:
+    """Return the address this rank listens on for ranks on other hosts; None if there are none.
+
+    Where rank 0 runs, its host's name may lead to the loopback interface (127.0.1.1 on Debian):
+    there, what counts is the way to another host.
+
+    Args:
+        rank: this rank.
+        hosts: the host identity and own address of each rank.
+    """
+    identity, ours = hosts[rank]
+    others = [address for host, address in hosts if host != identity]
+    if not others:
+        return None
+    reachable = [address for address in others if not _is_loopback(address)]
+    if _is_loopback(ours) and reachable and not os.environ.get(_ADDRESS_VARIABLE):
+        return _address_on_the_way_to(reachable[0])
+    return ours
+
+
+def _address_on_the_way_to(host: str) -> str:
+    """Return the address that packets from here to there carry; nothing is sent."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def listen(tcp_host: str | None) -> tuple[list[socket.socket], Address]:
@@ -118,13 +199,40 @@ def connect_to(
         )
         target = address.tcp
     try:
+        _reach(link, target, peer, rank=rank, deadline_s=deadline_s)
         link.settimeout(_HANDSHAKE_TIMEOUT_S)
-        link.connect(target)
         _introduce(link, peer, rank=rank, key=key, deadline_s=deadline_s, check=check)
     except BaseException:
         link.close()
         raise
     return _prepared(link)
+
+
+def _reach(
+    link: socket.socket,
+    target: str | tuple[str, int],
+    peer: int,
+    *,
+    rank: int,
+    deadline_s: float,
+) -> None:
+    """Connect; say what to look at if that cannot be: the peer listens, or has ended."""
+    link.settimeout(max(0.001, min(_REACH_TIMEOUT_S, deadline_s - time.monotonic())))
+    try:
+        link.connect(target)
+    except OSError as error:
+        if isinstance(target, str):
+            where, advice = "on this host", "has its process ended?"
+        else:
+            where = f"at {target[0]} port {target[1]}"
+            advice = (
+                "has its process ended, is a firewall between the hosts (ranks use ports that the "
+                f"system picks), or is that not the address to use ({_ADDRESS_VARIABLE})?"
+            )
+        text = f"rank {rank} cannot reach rank {peer} {where} ({error}): {advice}"
+        if isinstance(error, TimeoutError):
+            raise WaitTimeoutError(text) from None
+        raise ConnectionError(text) from None
 
 
 def _introduce(
@@ -143,7 +251,7 @@ def _introduce(
         if time.monotonic() > deadline_s:
             raise WaitTimeoutError(f"rank {rank} connected to rank {peer}, which did not answer")
         check()
-    answer = _read(link, 2 * _PROOF_BYTES)
+    answer = _read(link, 2 * _PROOF_BYTES, time.monotonic() + _HANDSHAKE_TIMEOUT_S)
     theirs, proof = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
     if not hmac.compare_digest(proof, _proof(key, b"acceptor", challenge, rank, peer)):
         raise ConnectionRefusedError(f"what listens for rank {peer} does not know the job's key")
@@ -200,14 +308,14 @@ def accept_peers(
 
 def _admitted(link: socket.socket, *, rank: int, key: bytes, expected: set[int]) -> int | None:
     """Return the rank that proved itself on this connection, or None for a stranger."""
-    link.settimeout(_HANDSHAKE_TIMEOUT_S)
+    deadline_s = time.monotonic() + _HANDSHAKE_TIMEOUT_S
     try:
-        magic, peer, challenge = _HELLO.unpack(_read(link, _HELLO.size))
+        magic, peer, challenge = _HELLO.unpack(_read(link, _HELLO.size, deadline_s))
         if magic != _MAGIC or peer not in expected:
             return None
         ours = secrets.token_bytes(_PROOF_BYTES)
         link.sendall(ours + _proof(key, b"acceptor", challenge, peer, rank))
-        proof = _read(link, _PROOF_BYTES)
+        proof = _read(link, _PROOF_BYTES, deadline_s)
     except OSError:
         return None
     return peer if hmac.compare_digest(proof, _proof(key, b"connector", ours, peer, rank)) else None
@@ -218,9 +326,10 @@ def _proof(key: bytes, role: bytes, challenge: bytes, connector: int, acceptor: 
     return hmac.new(key, role + challenge + ranks, hashlib.sha256).digest()
 
 
-def _read(link: socket.socket, size: int) -> bytes:
+def _read(link: socket.socket, size: int, deadline_s: float) -> bytes:
     data = b""
     while len(data) < size:
+        link.settimeout(max(0.001, deadline_s - time.monotonic()))  # not anew for each byte
         part = link.recv(size - len(data))
         if not part:
             raise ConnectionResetError("the other side closed the connection")
@@ -231,10 +340,38 @@ def _read(link: socket.socket, size: int) -> bytes:
 def _prepared(link: socket.socket) -> socket.socket:
     if link.family != socket.AF_UNIX:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _notice_vanished_host(link)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         link.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
     link.setblocking(False)
     return link
+
+
+def _notice_vanished_host(link: socket.socket) -> None:
+    """End an idle connection when the other host no longer answers; the system's limit is hours.
+
+    Not TCP_USER_TIMEOUT for one that is not idle: it would also end one whose reader is stopped.
+    """
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _VANISHED_AFTER_S // 4),
+        ("TCP_KEEPINTVL", _VANISHED_AFTER_S // 4),
+        ("TCP_KEEPCNT", 3),
+    ):
+        if hasattr(socket, name):  # Linux has all of them
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def has_vanished(link: socket.socket) -> bool:
+    """Say whether the other host has left without an answer what was sent, for long.
+
+    A process that is stopped or computes is no matter: its system answers.
+    """
+    if link.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+        return False
+    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    retransmits, probes, last_answer_ms = _TCP_INFO.unpack(info)
+    return bool(retransmits + probes) and last_answer_ms > _VANISHED_AFTER_S * 1000
 
 
 def _readable(sockets: list[socket.socket], timeout_s: float) -> list[socket.socket]:

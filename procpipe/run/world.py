@@ -4,13 +4,14 @@
 launcher the job is this one process. Nothing is connected before ``connect``, which every rank
 calls once:
 
+    0  agree who takes part               (see rollcall.py)
     1  say which host we are on           host/<rank>      (are TCP listeners needed?)
     2  listen, and say where              address/<rank>
     3  connect to every lower rank, accept every higher one; the job's key proves both sides
     4  build the transport for large tensors
 
-Steps 1 to 3 go through the job's store, which the launcher holds. A rank that cannot come leaves a
-note there (``give_up``), so that nobody waits for it.
+Steps 0 to 3 go through the job's store, which the launcher holds, or rank 0. A rank that cannot
+come leaves a note there (``give_up``), so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,21 @@ import torch
 
 from procpipe.channel.base import Transport
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.wire import Address, accept_peers, connect_to, host_identity, listen
-from procpipe.errors import RemoteStageError, WaitTimeoutError
+from procpipe.channel.wire import (
+    Address,
+    accept_peers,
+    address_towards,
+    connect_to,
+    host_identity,
+    listen,
+    own_address,
+)
+from procpipe.errors import PeerLostError, WaitTimeoutError
 from procpipe.host.board import Board
 from procpipe.host.placement import pin_this_process
 from procpipe.run.devices import devices_of, of_this_host, pci_addresses
 from procpipe.run.endings import end_with_launcher, print_victims_briefly
+from procpipe.run.rollcall import Notes, agree_on_round
 from procpipe.run.watch import Watch
 
 if TYPE_CHECKING:
@@ -94,6 +104,7 @@ class World:
         self.board = Board.create(rank, num_ranks)
         self._watch = Watch(self.board, rank)
         self._store = store
+        self._opened: tuple[Store, Notes] | None = None
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
@@ -204,11 +215,11 @@ class World:
         """
         if self.num_ranks == 1:
             return make()
+        store = self._shared_store()
         if self.rank == 0:
             value = make()
-            self._shared_store().set(key, json.dumps(value))
+            store.set(key, json.dumps(value))
             return value
-        store = self._shared_store()
         deadline_s = time.monotonic() + self._timeout_s
         while not store.check([key]):
             if store.check(["host/0"]):  # rank 0 is past this, and connects
@@ -235,9 +246,10 @@ class World:
         if self._mesh is not None:
             self._mesh.tell_failure(self.rank, story)
             return
-        note = json.dumps({"rank": self.rank, "story": story})
         try:
-            self._shared_store(timeout_s=3.0).compare_set("failure", "", note)
+            self._open_store(timeout_s=3.0)[1].leave(self.rank, story)
+            if self.rank == 0 and not _is_agents_store():
+                time.sleep(_HEAD_START_S)  # the note is gone with this process
         except RuntimeError as error:
             print(
                 f"procpipe: rank {self.rank} could not tell the others that it failed: {error}",
@@ -275,9 +287,9 @@ class World:
             self._mesh.close()
         if self._transport is not None:
             self._transport.close()
-        self._mesh = self._transport = self._store = None
+        self._mesh = self._transport = self._store = self._opened = None
 
-    # -- steps 1 to 3 ---------------------------------------------------------------------------
+    # -- steps 0 to 3 ---------------------------------------------------------------------------
 
     def _connect_sockets(self) -> dict[int, socket.socket]:
         store = self._shared_store()
@@ -285,9 +297,9 @@ class World:
         ranks = range(self.num_ranks)
         if self.rank == 0:
             store.set("key", secrets.token_hex(32))
-        store.set(f"host/{self.rank}", host_identity())  # 1
-        hosts = {self._wait_for_key(f"host/{rank}", rank, deadline_s) for rank in ranks}
-        self._network_address = _address_towards_peers() if len(hosts) > 1 else None
+        store.set(f"host/{self.rank}", json.dumps([host_identity(), own_address()]))  # 1
+        hosts = [self._wait_for_key(f"host/{rank}", rank, deadline_s) for rank in ranks]
+        self._network_address = address_towards(self.rank, [json.loads(told) for told in hosts])
         listeners, ours = listen(self._network_address)  # 2
         store.set(f"address/{self.rank}", json.dumps([ours.host, ours.unix, *ours.tcp]))
         key = bytes.fromhex(self._wait_for_key("key", 0, deadline_s))
@@ -321,41 +333,72 @@ class World:
                 listener.close()
         return sockets
 
-    def _shared_store(self, timeout_s: float | None = None) -> Store:
-        """Return the store of this stage's start, opening the launcher's if need be."""
-        from torch.distributed import PrefixStore, rendezvous
+    def _shared_store(self) -> Store:
+        """Return the store of this round of the job; the first call waits for all ranks."""
+        from torch.distributed import DistError, PrefixStore
 
         if self._store is None:
-            timeout = timedelta(seconds=timeout_s or self._timeout_s)
-            store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = PrefixStore(f"procpipe/{attempt}/{next(_connected)}", store)
+            store, notes = self._open_store()
+            try:
+                name = agree_on_round(
+                    store,
+                    self.rank,
+                    self.num_ranks,
+                    timeout_s=self._timeout_s,
+                    check=notes.check,
+                )
+            except DistError as error:
+                raise self._lost_store(error) from error
+            self._store = PrefixStore(name, store)
         return self._store
 
+    def _open_store(self, timeout_s: float | None = None) -> tuple[Store, Notes]:
+        """Return the launcher's store, which may be older than this round, and the notes in it."""
+        from torch.distributed import PrefixStore, rendezvous
+
+        if self._opened is None:
+            store, outlives_rounds = self._store, False
+            if store is None:
+                timeout = timedelta(seconds=timeout_s or self._timeout_s)
+                launchers, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+                store = PrefixStore(f"procpipe/{next(_connected)}", launchers)
+                outlives_rounds = _is_agents_store()
+            self._opened = store, Notes(store, outlives_rounds=outlives_rounds)
+        return self._opened
+
     def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
+        from torch.distributed import DistError
+
         store = self._shared_store()
-        while not store.check([key]):
-            self._check_for_failure()
-            if time.monotonic() > deadline_s:
-                raise WaitTimeoutError(
-                    f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} to "
-                    "start: did every process reach its first step?"
-                )
-            # Not store.wait with a short timeout: each that ends writes a warning of its own.
-            time.sleep(_STORE_POLL_S)
-        return str(store.get(key).decode())
+        try:
+            while not store.check([key]):
+                self._check_for_failure()
+                if time.monotonic() > deadline_s:
+                    raise WaitTimeoutError(
+                        f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} "
+                        "to start: did every process reach its first step?"
+                    )
+                # Not store.wait with a short timeout: each that ends writes a warning of its own.
+                time.sleep(_STORE_POLL_S)
+            return str(store.get(key).decode())
+        except DistError as error:
+            raise self._lost_store(error) from error
 
     def _check_for_failure(self) -> None:
-        store = self._shared_store()
-        if store.check(["failure"]):
-            told = json.loads(store.get("failure"))
-            raise RemoteStageError(told["rank"], told["story"])
+        self._open_store()[1].check()
+
+    def _lost_store(self, error: Exception) -> PeerLostError:
+        """Return what to raise when the store has gone before all ranks were connected."""
+        holder = "the launcher of rank 0" if _is_agents_store() else "rank 0"
+        where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+        reason = str(error).partition("\n")[0]
+        return PeerLostError(
+            0,
+            f"{holder}, which holds the job's store at {where}, ended while rank {self.rank} "
+            f"waited for the others to start ({reason})",
+        )
 
 
-def _address_towards_peers() -> str:
-    """Return this host's address on the network that leads to the job's rank 0."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
+def _is_agents_store() -> bool:
+    """Say whether torchrun's agent holds the store, for as long as it lives."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

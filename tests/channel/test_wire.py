@@ -188,7 +188,7 @@ def test_a_stranger_that_repeats_what_it_overheard_is_turned_away(listener, shor
             # Its own proof sent back to it is no proof either: the roles differ.
         with stranger(address) as unknown:
             unknown.sendall(hello)
-            answer = wire._read(unknown, 64)
+            answer = wire._read(unknown, 64, time.monotonic() + 5.0)
             unknown.sendall(answer[32:])
             unknown.settimeout(5.0)
             assert unknown.recv(1) == b""
