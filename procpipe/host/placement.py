@@ -24,7 +24,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from procpipe.host.topology import (
     Core,
@@ -148,8 +148,7 @@ def pin_this_process(device_pcis: Sequence[str | None] = ()) -> Place | None:
 
     Args:
         device_pcis: the PCI address of the GPU of each process of this host, in the order of local
-            ranks. If this process cannot see the others' GPUs (CUDA_VISIBLE_DEVICES differs), its
-            own alone: then it gets its node's cores together with whoever else is there.
+            ranks; None, or a shorter list, where there is none or it is unknown.
 
     Returns:
         Where it runs, or would if there were enough cores; None if it was left alone.
@@ -163,10 +162,7 @@ def pin_this_process(device_pcis: Sequence[str | None] = ()) -> Place | None:
         if not 0 <= local_rank < num_processes:
             told = f"LOCAL_RANK is {local_rank} and LOCAL_WORLD_SIZE {num_processes}"
             raise ValueError(told)
-        if len(device_pcis) == 1 < num_processes:
-            place = replace(places_of_host(1, device_pcis)[0], local_rank=local_rank)
-        else:
-            place = places_of_host(num_processes, device_pcis)[local_rank]
+        place = places_of_host(num_processes, device_pcis)[local_rank]
         pin(place)
     except Exception as error:  # a host may be odd in any way, and pinning is not worth a run
         told = f"{type(error).__name__}: {error}"
