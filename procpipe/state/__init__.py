@@ -1,0 +1,26 @@
+"""Saving a run and going on with it: on any number of stages, or in plain PyTorch.
+
+resumed = state.load("runs/digits", stage, optimizer, extra=progress, missing_ok=True)
+…
+state.save("runs/digits", stage, optimizer, extra=progress, step=step)
+
+saving.py        save()                    ┐ what each rank does, and when all have
+background.py    Saving, asynchronous=True │
+loading.py       load()                    ┘
+weights.py       load_weights(), export()  without optimizer or progress
+optimizers.py    optimizer state under the names of parameters
+extras.py        what else a user saves
+generators.py    random number generators
+resumable.py     Resumable: the position in a data loader
+folders.py       which saved state is the newest; publishing one in one go
+files.py         the files, in the format of torch.distributed.checkpoint
+together.py      the same call on every rank; faults of all ranks in one error
+"""
+
+from procpipe.state.background import Saving
+from procpipe.state.loading import Saved, load
+from procpipe.state.resumable import Resumable
+from procpipe.state.saving import save
+from procpipe.state.weights import export, load_weights
+
+__all__ = ["Resumable", "Saved", "Saving", "export", "load", "load_weights", "save"]

@@ -1,0 +1,259 @@
+"""Writing a saved state, at once or in the background, and knowing when every rank has.
+
+    rank 0                                         rank r
+    draft's folder                                 sees it, or says that it does not
+    writes stage-0/                                writes stage-r/
+      at once: over the control plane
+    all have written <───────────────────────────  have written
+    merges, publishes ───────────────────────────> returns
+      in the background: through the folder, as no thread but the main one uses the network
+    waits for each stage-r/.metadata, merges       waits for the folder to get its name
+    a rank that fails leaves failed-r.json, which ends the waits of all threads
+
+Each process has one thread a save, which the next save and the end of the script wait for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from procpipe.errors import RemoteStageError, WaitTimeoutError
+from procpipe.state.folders import Draft
+from procpipe.state.together import calls_of, timeout_of
+
+__all__ = ["Saving", "Target", "wait_unfinished"]
+
+#: How often a thread looks at the folder; up to, on one that stays as it is.
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.2
+
+#: The saves in the background that have not been waited for.
+_unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
+
+
+class Target:
+    """Where all ranks write one saved state.
+
+    Args:
+        draft: rank 0's; None elsewhere.
+        path: the draft's folder.
+        final_path: its name when it is whole.
+        rank: this rank.
+        num_ranks: how many write.
+        keep: how many saved states to leave.
+    """
+
+    def __init__(
+        self,
+        draft: Draft | None,
+        path: Path,
+        final_path: Path,
+        rank: int,
+        num_ranks: int,
+        keep: int | None,
+    ) -> None:
+        self.draft = draft
+        self.path = path
+        self.final_path = final_path
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._keep = keep
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Write this rank's part."""
+        from procpipe.state.files import write_part
+
+        if not self.path.is_dir():
+            raise FileNotFoundError(
+                f"rank {self.rank} does not find {self.path} on {socket.gethostname()}, where rank "
+                "0 has made it: save to a folder on a file system that all ranks share"
+            )
+        write_part(self.part_of(self.rank), values)
+
+    def part_of(self, rank: int) -> Path:
+        """Return the folder of a rank's part."""
+        return self.path / f"stage-{rank}"
+
+    def has_part_of(self, rank: int) -> bool:
+        """Tell whether a rank has written all it has to."""
+        from procpipe.state.files import METADATA
+
+        return (self.part_of(rank) / METADATA).is_file()
+
+    def publish(self) -> None:
+        """Merge the parts and give the folder its name, on rank 0."""
+        from procpipe.state.files import merge_parts
+
+        assert self.draft is not None, "only rank 0 publishes"
+        for rank in range(self.num_ranks):
+            if not self.has_part_of(rank):
+                raise FileNotFoundError(
+                    f"rank 0 does not find {self.part_of(rank)} on {socket.gethostname()}, which "
+                    f"rank {rank} has written: save to a folder on a file system that all ranks "
+                    "share"
+                )
+        merge_parts(self.path, [self.part_of(rank).name for rank in range(self.num_ranks)])
+        self.draft.publish(self._keep)
+
+    def let_go(self) -> None:
+        """Leave the folder to the next save to remove, unless it was published."""
+        if self.draft is not None:
+            self.draft.let_go()
+
+
+class Saving:
+    """A save that is under way in the background, or done.
+
+    Attributes:
+        path: the folder of the saved state, which is there once it is whole.
+    """
+
+    def __init__(self, module: nn.Module, target: Target) -> None:
+        self.path = target.final_path
+        self._module = module
+        self._calls = calls_of(module)
+        self._target = target
+        self._timeout_s = timeout_of(module)
+        self._error: BaseException | None = None
+        self._is_abandoned = False
+        self._thread: threading.Thread | None = None
+
+    def is_done(self) -> bool:
+        """Tell whether this rank has nothing left to do for it; does not communicate."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until it is done on all ranks; every rank calls it. Returns at once if it is.
+
+        Raises:
+            OSError: this rank could not write its part; or whatever else kept it from that.
+            RemoteStageError: another rank failed.
+            WaitTimeoutError: a rank took longer than the stage's ``timeout_s``.
+        """
+        calls = self._calls
+        if calls is None or calls.pipeline is None:
+            if self._thread is not None:
+                self._thread.join()
+            self._close()
+            return
+        with calls.together("Saving.wait") as pipeline:
+            pipeline.wait_until(self.is_done, f"{self.path} to be saved in the background")
+            self._close()
+
+    def start(self, values: dict[str, Any]) -> None:
+        """Write values, which nobody changes any more, in a thread."""
+        _unfinished[self._module] = self
+        # A daemon: the interpreter would wait for others before it tells the peers of an error.
+        self._thread = threading.Thread(
+            target=self._run, args=(values,), name="procpipe-save", daemon=True
+        )
+        atexit.register(self._end_of_script)
+        self._thread.start()
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self, values: dict[str, Any]) -> None:
+        target = self._target
+        try:
+            target.write(values)
+            if target.rank == 0:
+                for rank in range(target.num_ranks):
+                    self._wait_until(
+                        lambda rank=rank: target.has_part_of(rank),  # type: ignore[misc]
+                        f"rank {rank} to write {target.part_of(rank)}",
+                    )
+                target.publish()
+            else:
+                self._wait_until(
+                    self.path.is_dir, f"rank 0 to make {self.path} of what all have written"
+                )
+        except BaseException as error:
+            error.add_note(f"procpipe: while saving {self.path} in the background")
+            self._error = error
+            if not isinstance(error, RemoteStageError):
+                self._mark_failure(error)
+        finally:
+            target.let_go()
+
+    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        deadline_s, look_s = time.monotonic() + self._timeout_s, _FIRST_LOOK_S
+        while not ready():
+            self._raise_marked_failure()
+            if self._is_abandoned or (self._calls is not None and self._calls.has_failed):
+                raise RuntimeError(
+                    f"rank {self._target.rank} no longer waits for {what}: the run has failed"
+                )
+            if time.monotonic() > deadline_s:
+                raise WaitTimeoutError(
+                    f"rank {self._target.rank} has waited {self._timeout_s:.1f} s for {what}"
+                )
+            time.sleep(look_s)
+            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+
+    def _mark_failure(self, error: BaseException) -> None:
+        target = self._target
+        told = "".join(traceback.format_exception(error))
+        note = json.dumps({"rank": target.rank, "story": told})
+        mark = target.path / f"failed-{target.rank}.json"
+        try:
+            mark.with_suffix(".tmp").write_text(note)
+            os.rename(mark.with_suffix(".tmp"), mark)
+        except OSError:
+            pass  # the disk is full, say; this rank's next call tells the others
+
+    def _raise_marked_failure(self) -> None:
+        for mark in self._target.path.glob("failed-*.json"):
+            told = json.loads(mark.read_text())
+            raise RemoteStageError(told["rank"], told["story"])
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Forget a save that is done; raise what went wrong."""
+        atexit.unregister(self._end_of_script)
+        if _unfinished.get(self._module) is self:
+            del _unfinished[self._module]
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _end_of_script(self) -> None:
+        """Wait as the script ends, while the interpreter is whole.
+
+        A failed save is an error like any other, but it is too late for Python to end with one.
+        """
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is not None:
+            self._is_abandoned = True
+            if self._calls is not None:
+                self._calls.fail("the script", error)
+        if self._is_abandoned or (self._calls is not None and self._calls.has_failed):
+            assert self._thread is not None, "it was started"
+            self._thread.join()
+            return
+        try:
+            self.wait()
+        except BaseException:
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def wait_unfinished(module: nn.Module) -> None:
+    """Wait for the save of this module that is still under way, as :meth:`Saving.wait` does."""
+    saving = _unfinished.get(module)
+    if saving is not None:
+        saving.wait()

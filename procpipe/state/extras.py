@@ -1,0 +1,119 @@
+"""What a user saves besides model and optimizer: plain values, and objects that keep a state.
+
+    extra = {"epoch": 3, "loader": Resumable(…), "scheduler": scheduler}
+
+    extra.epoch  extra.loader  extra.scheduler        rank 0's
+    ranks.1.extra.epoch  ranks.1.extra.scheduler      rank 1's; not the loader, which rank 0 reads
+
+On the same number of stages each rank gets its own back. On another, rank 0's numbers count; but
+what has another form on other ranks, or holds other tensors, is a stage's own, and is refused.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from procpipe.state.resumable import Resumable
+
+__all__ = [
+    "Extra",
+    "copies_of",
+    "differs",
+    "key_for",
+    "key_of",
+    "load_extra",
+    "names_in",
+    "snapshot",
+]
+
+#: What ``extra=`` takes; plain values in it are replaced by what was saved.
+Extra = MutableMapping[str, Any]
+
+
+@runtime_checkable
+class _HasState(Protocol):
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def snapshot(extra: Extra | None, rank: int) -> dict[str, Any]:
+    """Return copies of the values, and of the objects' states, by key.
+
+    Raises:
+        TypeError: a value that could not be loaded again.
+    """
+    found = {}
+    for name, value in (extra or {}).items():
+        if isinstance(value, Resumable) and rank > 0:
+            continue
+        state = value.state_dict() if isinstance(value, _HasState) else value
+        found[key_of(name, rank)] = _copy_through_file(name, state)
+    return found
+
+
+def key_of(name: str, rank: int) -> str:
+    """Return the key of a rank's value of a name."""
+    return f"extra.{name}" if rank == 0 else f"ranks.{rank}.extra.{name}"
+
+
+def key_for(name: str, rank: int, saved: Iterable[str], *, is_same_number: bool) -> str:
+    """Return the key of the value that a rank is to load."""
+    own = key_of(name, rank)
+    return own if is_same_number and own in saved else key_of(name, 0)
+
+
+def names_in(saved: Iterable[str]) -> list[str]:
+    """Return the names of all that was saved."""
+    return sorted(key.removeprefix("extra.") for key in saved if key.startswith("extra."))
+
+
+def copies_of(name: str, saved: Iterable[str], num_ranks: int) -> dict[int, str]:
+    """Return the keys of the other ranks' values of a name, by rank."""
+    keys = {rank: key_of(name, rank) for rank in range(1, num_ranks)}
+    return {rank: key for rank, key in keys.items() if key in saved}
+
+
+def load_extra(extra: Extra, name: str, value: Any) -> None:
+    """Give an object its state, or replace a plain value."""
+    current = extra[name]
+    if isinstance(current, _HasState):
+        current.load_state_dict(value)
+    elif isinstance(current, Tensor) and isinstance(value, Tensor):
+        extra[name] = value.to(current.device)
+    else:
+        extra[name] = value
+
+
+def differs(ours: Any, theirs: Any) -> bool:
+    """Tell whether two values are of another form, or hold other tensors; numbers may differ."""
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return ours.dtype != theirs.dtype or not torch.equal(ours, theirs)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() != theirs.keys() or any(differs(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        pairs = zip(ours, theirs, strict=False)
+        return len(ours) != len(theirs) or any(differs(one, other) for one, other in pairs)
+    return isinstance(ours, (Tensor, dict, list, tuple)) or isinstance(
+        theirs, (Tensor, dict, list, tuple)
+    )
+
+
+def _copy_through_file(name: str, state: Any) -> Any:
+    """Return what would be loaded of a value."""
+    file = io.BytesIO()
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"extra[{name!r}] cannot be saved so that it can be loaded again: {error}\n"
+            "What torch.load(weights_only=True) takes can: numbers, text, tensors, lists, tuples, "
+            "dicts of these; and objects whose state_dict() is made of them"
+        ) from error

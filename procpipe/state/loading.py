@@ -1,0 +1,259 @@
+"""``load``: what each rank does, in order.
+
+    1  rank 0 looks for the saved state and tells the others
+    2  each rank reads the index, and the options of its optimizers
+    3  all faults of all ranks are brought together; if there are any, all ranks raise them
+    4  each rank reads its own keys
+
+Nothing is changed before step 4. A fault that all ranks know of leaves the stage as usable as it
+was; a file that cannot be read ends the pipeline, as any error on one rank does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from procpipe.state import extras, generators, optimizers
+from procpipe.state.folders import find, saved_in
+from procpipe.state.together import common_call, device_of, listing, place_of, raise_faults
+from procpipe.state.weights import all_faults, weights_faults
+
+__all__ = ["Saved", "load"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved state that was loaded.
+
+    Attributes:
+        path: its folder.
+        step: what ``save`` was given as ``step``.
+        num_stages: on how many stages it was saved; None if plain PyTorch has written it.
+    """
+
+    path: Path
+    step: int | None
+    num_stages: int | None
+
+
+def load(
+    folder: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    extra: extras.Extra | None = None,
+    step: int | None = None,
+    strict: bool = True,
+    missing_ok: bool = False,
+) -> Saved | None:
+    """Load the newest saved state of a run, saved on this or another number of stages.
+
+    Every rank calls it, and reads only what its own stage needs. On the number of stages it was
+    saved on, the run goes on bit by bit as if it had not stopped. On another, random number
+    generators are restored on rank 0 only, and rank 0's ``extra`` counts.
+
+    Args:
+        folder: the run's folder, or one saved state in it; rank 0's counts.
+        module: the stage; or any module with the full model's keys, in a process of its own.
+        optimizer: of this rank's parameters, or several; its groups may be divided otherwise than
+            when it was saved, as long as all members of one had the same options.
+        extra: as for ``save``. Objects get their state, plain values are replaced.
+        step: load the newest one saved with this ``step``.
+        strict: refuse what is missing or left over; otherwise what is missing stays as it is.
+        missing_ok: return None where there is no saved state at all, as at the start of a run.
+
+    Returns:
+        What was loaded.
+
+    Raises:
+        FileNotFoundError: there is no such saved state.
+        ValueError: lists every fault on every rank: missing and unexpected keys, other shapes.
+        RemoteStageError: another rank failed, as on a file that cannot be read.
+
+    Source: ``torch.distributed.checkpoint.load``.
+    """
+    listed = optimizers.listed(optimizer)
+    with common_call(module, "state.load") as agree:
+        where = agree(None, lambda _: _find(Path(folder), step))  # 1
+        if where["path"] is not None:
+            loading = _Loading(module, listed, extra, where, strict=strict)
+            faults = agree(loading.facts(), loading.faults_of_all)  # 2, 3
+            if not faults:
+                loading.read()  # 4
+                agree(None, lambda _: None)  # nobody goes on before all have read
+                return loading.saved
+    if where["path"] is not None:
+        raise_faults(f"the saved state {where['path']} does not fit", faults)
+    if missing_ok and where["is_empty"]:
+        return None
+    raise FileNotFoundError(where["told"])
+
+
+def _find(folder: Path, step: int | None) -> dict[str, Any]:
+    """Look for a saved state, on rank 0; the answer is plain JSON."""
+    from procpipe.state.files import METADATA
+
+    entry = find(folder, step, METADATA)
+    if entry is not None:
+        return {"path": str(entry.path.absolute()), "step": entry.step}
+    others = [str(other.step) for other in saved_in(folder) if other.step is not None]
+    if not folder.is_dir():
+        told = f"there is no folder {folder.absolute()}"
+    elif others:
+        told = f"{folder.absolute()} holds no saved state of step {step}, but of {listing(others)}"
+    else:
+        told = f"there is no saved state in {folder.absolute()}"
+    is_empty = not saved_in(folder)
+    return {"path": None, "told": told, "is_empty": is_empty}
+
+
+class _Loading:
+    """One rank's part in loading a saved state."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        listed: list[Optimizer],
+        extra: extras.Extra | None,
+        where: dict[str, Any],
+        *,
+        strict: bool,
+    ) -> None:
+        from procpipe.state.files import read_index
+
+        self._module = module
+        self._optimizers = listed
+        self._extra = extra
+        self._strict = strict
+        self._rank, self._num_ranks = place_of(module)
+        self._names = optimizers.Names(module, listed)
+        path = Path(where["path"])
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"rank {self._rank} does not find {path} on {socket.gethostname()}, where rank 0 "
+                "has found it: load from a file system that all ranks share"
+            )
+        self._index = read_index(path)
+        self._shapes = self._index.shapes
+        about: dict[str, Any] = {}
+        if "procpipe" in self._shapes:
+            about = json.loads(self._index.read(["procpipe"])["procpipe"])
+        self.saved = Saved(path, about.get("step", where["step"]), about.get("num_stages"))
+        self._is_same_number = self.saved.num_stages == self._num_ranks
+
+    # -- what does not fit ----------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """Return what rank 0 needs to know of this rank: its keys and its faults."""
+        faults = weights_faults(self._module, self._weight_shapes(), strict=self._strict)
+        faults += self._optimizer_faults() + self._extra_faults()
+        return {"keys": list(self._module.state_dict()), "faults": faults}
+
+    def faults_of_all(self, facts: list[dict[str, Any]]) -> list[str]:
+        """Bring the faults of all ranks together, on rank 0."""
+        return all_faults(facts, self._weight_shapes(), strict=self._strict)
+
+    def _weight_shapes(self) -> dict[str, tuple[int, ...] | None]:
+        prefix = "model."
+        return {
+            key.removeprefix(prefix): shape
+            for key, shape in self._shapes.items()
+            if key.startswith(prefix)
+        }
+
+    def _optimizer_faults(self) -> list[str]:
+        if not self._optimizers:
+            return []
+        if not any(key.startswith("optimizer.") for key in self._shapes):
+            return ["no optimizer was saved, so load without one"] if self._strict else []
+        keys, missing = optimizers.option_keys(self._names, self._optimizers, self._shapes)
+        conflicts = optimizers.conflicts(self._names, self._optimizers, self._index.read(keys))
+        return conflicts + (missing if self._strict else [])
+
+    def _extra_faults(self) -> list[str]:
+        if self._extra is None or self._rank > 0:
+            return []
+        saved = extras.names_in(self._shapes)
+        faults = []
+        if self._strict:
+            faults += [f"extra {n!r} was not saved" for n in self._extra if n not in saved]
+            faults += [
+                f"extra {n!r} was saved, but not asked for" for n in saved if n not in self._extra
+            ]
+        if not self._is_same_number:
+            faults += filter(None, map(self._carry_fault, saved))
+        return faults
+
+    def _carry_fault(self, name: str) -> str | None:
+        """Say why a value cannot be taken to another number of stages, if it cannot."""
+        copies = extras.copies_of(name, self._shapes, self.saved.num_stages or 1)
+        if not copies:
+            return None
+        first = extras.key_of(name, 0)
+        read = self._index.read([first, *copies.values()])
+        own = [rank for rank, key in copies.items() if extras.differs(read[first], read[key])]
+        if not own:
+            return None
+        return (
+            f"extra {name!r} has another form, or other tensors, on rank {own[0]} than on rank 0: "
+            f"saved on {self.saved.num_stages} stages, it cannot be loaded on {self._num_ranks}"
+        )
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Read all that this rank needs."""
+        self._read_weights()
+        self._read_optimizers()
+        self._read_extra()
+        self._read_generators()
+
+    def _read_weights(self) -> None:
+        ours = self._module.state_dict()
+        # Straight into the parameters' memory, which a state dict shares.
+        into = {f"model.{key}": value for key, value in ours.items() if isinstance(value, Tensor)}
+        found = [f"model.{key}" for key in ours if f"model.{key}" in self._shapes]
+        read = self._index.read(found, into)
+        for key in found:
+            ours[key.removeprefix("model.")] = read[key]
+        self._module.load_state_dict(ours)
+
+    def _read_optimizers(self) -> None:
+        if not self._optimizers:
+            return
+        keys, _ = optimizers.option_keys(self._names, self._optimizers, self._shapes)
+        keys += optimizers.state_keys(self._names, self._optimizers, self._shapes)
+        empty_groups: dict[str, Any] = {}
+        key = f"ranks.{self._rank}.empty_groups"
+        if self._is_same_number and key in self._shapes:
+            empty_groups = self._index.read([key])[key]
+        read = self._index.read(keys)
+        optimizers.load_into(self._names, self._optimizers, read, empty_groups)
+
+    def _read_extra(self) -> None:
+        if self._extra is None:
+            return
+        for name in list(self._extra):
+            key = extras.key_for(
+                name, self._rank, self._shapes, is_same_number=self._is_same_number
+            )
+            if key in self._shapes:
+                extras.load_extra(self._extra, name, self._index.read([key])[key])
+
+    def _read_generators(self) -> None:
+        prefix = f"ranks.{self._rank}.generators."
+        keys = [key for key in self._shapes if key.startswith(prefix)]
+        # Rank 0's always: the order of the data comes from them.
+        if keys and (self._is_same_number or self._rank == 0):
+            read = self._index.read(keys)
+            states = {key.removeprefix(prefix): value for key, value in read.items()}
+            generators.restore(states, device_of(self._module))

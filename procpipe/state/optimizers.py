@@ -1,0 +1,228 @@
+"""The state of optimizers under the names of parameters in the full model.
+
+An optimizer numbers its parameters, which fits no other number of stages. So, in the form of
+torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``:
+
+    optimizer.state.<parameter>.<name>              step, exp_avg, momentum_buffer, …
+    optimizer.param_groups.<parameter>.<option>     lr, betas, initial_lr, …
+
+(Not by torch's function: it runs a step of an optimizer that has no state yet, and refuses the
+parameter that stands in for those of a stage without any.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from procpipe.stage import Stage
+
+__all__ = [
+    "Names",
+    "conflicts",
+    "group_options",
+    "listed",
+    "load_into",
+    "option_keys",
+    "state_keys",
+    "values_of",
+]
+
+_STATE, _GROUPS = "optimizer.state", "optimizer.param_groups"
+
+#: What numbers or names the parameters of a group, and so is no option of each of them.
+_NOT_OPTIONS = ("params", "param_names")
+
+
+def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """Return what a user gave as one optimizer, several or none."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+class Names:
+    """The parameters' names in the full model.
+
+    Raises:
+        ValueError: a parameter of the optimizers has none, or several optimizers have it.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._of = {parameter: name for name, parameter in module.named_parameters()}
+        stand_in = module._stand_in if isinstance(module, Stage) else ()
+        seen: set[Tensor] = set()
+        for parameter in (p for o in optimizers for g in o.param_groups for p in g["params"]):
+            if parameter not in self._of and not any(parameter is one for one in stand_in):
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
+                    "one of the model's layers, so it has no name to be saved under: give it an "
+                    "optimizer of its own, and save both in extra"
+                )
+            if parameter in seen:
+                raise ValueError(
+                    f"two optimizers have the parameter {self._of.get(parameter)}: each can be "
+                    "saved for one optimizer only"
+                )
+            seen.add(parameter)
+
+    def in_group(self, group: dict[str, Any]) -> list[str | None]:
+        """Return the names of a group's parameters; None for one that only stands in."""
+        return [self._of.get(parameter) for parameter in group["params"]]
+
+
+def values_of(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return all state and options by key; tensors are the optimizer's own."""
+    found: dict[str, Any] = {}
+    for optimizer in optimizers:
+        packed = optimizer.state_dict()
+        for group, numbered in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+            for number, name in zip(numbered["params"], names.in_group(group), strict=True):
+                if name is None:
+                    continue
+                found |= _flat(f"{_STATE}.{name}", packed["state"].get(number, {}))
+                found |= {
+                    f"{_GROUPS}.{name}.{option}": value
+                    for option, value in numbered.items()
+                    if option not in _NOT_OPTIONS
+                }
+    return found
+
+
+def group_options(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+    """Return the options of groups that are empty on this stage, by their place."""
+    return {
+        f"{k}.{g}": {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+        for k, g, group in _groups(optimizers)
+        if not any(names.in_group(group))
+    }
+
+
+def option_keys(
+    names: Names, optimizers: Sequence[Optimizer], saved: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Return the keys of the saved options of these optimizers' parameters, and faults."""
+    ordered, faults, keys = sorted(saved), [], []
+    for _, _, group in _groups(optimizers):
+        for name in filter(None, names.in_group(group)):
+            found = _below(f"{_GROUPS}.{name}.", ordered)
+            keys += found
+            if not found:
+                faults.append(f"the optimizer's state of {name} is not in it")
+    return keys, faults
+
+
+def state_keys(names: Names, optimizers: Sequence[Optimizer], saved: Iterable[str]) -> list[str]:
+    """Return the keys of the saved state of these optimizers' parameters."""
+    ordered = sorted(saved)
+    return [
+        key
+        for _, _, group in _groups(optimizers)
+        for name in filter(None, names.in_group(group))
+        for key in _below(f"{_STATE}.{name}.", ordered)
+    ]
+
+
+def conflicts(names: Names, optimizers: Sequence[Optimizer], read: dict[str, Any]) -> list[str]:
+    """Say which groups hold parameters that were saved with different options."""
+    ordered, faults = sorted(read), []
+    for _, g, group in _groups(optimizers):
+        members = [name for name in names.in_group(group) if name is not None]
+        options = [_options_of(name, ordered, read) for name in members]
+        for name, theirs in zip(members, options, strict=True):
+            for option in options[0].keys() | theirs.keys():
+                one, other = options[0].get(option), theirs.get(option)
+                if not _is_same(one, other):
+                    faults.append(
+                        f"group {g} of the optimizer holds {members[0]}, saved with {option} = "
+                        f"{one}, and {name}, saved with {option} = {other}"
+                    )
+    return faults
+
+
+def load_into(
+    names: Names,
+    optimizers: Sequence[Optimizer],
+    read: dict[str, Any],
+    of_empty_groups: dict[str, dict[str, Any]],
+) -> None:
+    """Load what :func:`values_of` returned, perhaps for other groups and another balance.
+
+    Args:
+        names: the parameters' names.
+        optimizers: where to load it.
+        read: values by key; need only hold those of these parameters.
+        of_empty_groups: what :func:`group_options` returned, if it is for these groups.
+    """
+    ordered = sorted(read)
+    for k, optimizer in enumerate(optimizers):
+        packed = optimizer.state_dict()
+        state: dict[int, Any] = {}
+        for g, (group, numbered) in enumerate(
+            zip(optimizer.param_groups, packed["param_groups"], strict=True)
+        ):
+            members = names.in_group(group)
+            for number, name in zip(numbered["params"], members, strict=True):
+                found = _nested(f"{_STATE}.{name}.", ordered, read) if name else {}
+                if found:
+                    state[number] = found
+            named = [name for name in members if name is not None]
+            options = _options_of(named[0], ordered, read) if named else {}
+            numbered |= options or of_empty_groups.get(f"{k}.{g}", {})
+        optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    for k, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            yield k, g, group
+
+
+def _flat(prefix: str, state: dict[Any, Any]) -> dict[str, Any]:
+    """Return a nested state by key."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(name, str) or "." in name:
+            raise TypeError(
+                f"the optimizer calls a part of its state {name!r}: only names without a dot can "
+                "be saved by parameter; save its state_dict() in extra instead"
+            )
+        found |= _flat(f"{prefix}.{name}", value) if isinstance(value, dict) else {}
+        if not isinstance(value, dict):
+            found[f"{prefix}.{name}"] = value
+    return found
+
+
+def _nested(prefix: str, ordered: list[str], read: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for key in _below(prefix, ordered):
+        *outer, last = key.removeprefix(prefix).split(".")
+        inner = state
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = read[key]
+    return state
+
+
+def _options_of(name: str, ordered: list[str], read: dict[str, Any]) -> dict[str, Any]:
+    prefix = f"{_GROUPS}.{name}."
+    options = {key.removeprefix(prefix): read[key] for key in _below(prefix, ordered)}
+    return {option: value for option, value in options.items() if option not in _NOT_OPTIONS}
+
+
+def _below(prefix: str, ordered: list[str]) -> list[str]:
+    """Return the keys that start with a prefix."""
+    start = bisect_left(ordered, prefix)
+    # The character after the dot that all prefixes end with: nothing below it sorts later.
+    return ordered[start : bisect_left(ordered, prefix[:-1] + chr(ord(".") + 1), start)]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,166 @@
+"""A data loader that can go on in the middle of an epoch.
+
+    epoch starts                      saved                      epoch ends
+    │ start: generators' states       │ given: 4                 │
+    ├──── 0 ──── 1 ──── 2 ──── 3 ─────┼──── 4 ──── 5 ──── 6 ─────┤
+
+    resumed:  set the generators to "start", begin the epoch, pass over what was given,
+              set the generators to what they were when it was saved, go on
+
+A shuffled loader draws its order from the generators as an epoch begins, so this is the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from procpipe.state import generators
+
+__all__ = ["Resumable"]
+
+
+class Resumable:
+    """A data loader whose position in the epoch can be saved.
+
+    Iterate over it in place of the loader, and name it in the ``extra`` of ``state.save`` and
+    ``state.load``. A resumed run goes on with exactly the rest of the epoch; random numbers that
+    the loader takes from torch, Python's ``random`` and numpy are the same as without a stop.
+    Rank 0's counts, so on other ranks any loader will do. Does not communicate.
+
+    What was given before is not read again where that makes no difference: with a ``DataLoader``
+    of a dataset with indices and no worker processes. Otherwise it is read and passed over.
+
+    Args:
+        loader: gives the mini-batches of an epoch each time it is iterated over.
+
+    Attributes:
+        loader: the same.
+
+    Source: torchdata's ``StatefulDataLoader``, which needs datasets and samplers that keep a state.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._given = 0
+        self._start: dict[str, Any] | None = None
+        self._resume: dict[str, Any] | None = None
+        self._epoch: object = None
+
+    def __len__(self) -> int:
+        """Return the number of mini-batches of a whole epoch."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        this = self._epoch = object()
+        items = self._begin()
+        try:
+            for item in items:
+                self._given += 1  # before it is given: whoever saves has it already
+                yield item
+                if self._epoch is not this:
+                    raise RuntimeError(
+                        "a Resumable was iterated over anew while an older loop still reads it: "
+                        "its position would be that of neither"
+                    )
+        finally:
+            if self._epoch is this:
+                self._given, self._start, self._epoch = 0, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the epoch and what its order came from."""
+        if self._resume is not None:
+            return self._resume
+        now = [generator.get_state() for generator in _generators_of(self.loader)]
+        return {"given": self._given, "start": self._start, "now": now}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position that :meth:`state_dict` returned, when next iterated over."""
+        self._resume = state
+
+    def _begin(self) -> Iterator[Any]:
+        """Begin an epoch, or the one that was interrupted, after the items already given."""
+        resume, self._resume = self._resume, None
+        own = _generators_of(self.loader)
+        if resume is not None and len(resume["now"]) != len(own):
+            raise ValueError(
+                f"the loader's position was saved with {len(resume['now'])} torch.Generators in "
+                f"it, but it has {len(own)} now: build the loader as it was"
+            )
+        self._given = 0 if resume is None else resume["given"]
+        if resume is None or not self._given:
+            if resume is not None:
+                _set_all(own, resume["now"])
+            self._start = generators.states()
+            self._start["own"] = [generator.get_state() for generator in own]
+            return iter(self.loader)
+        self._start = start = resume["start"]
+        now = generators.states()
+        generators.restore(start)
+        _set_all(own, start["own"])
+        items = _after(self.loader, self._given)
+        generators.restore(now)
+        _set_all(own, resume["now"])
+        return items
+
+
+def _after(loader: Iterable[Any], given: int) -> Iterator[Any]:
+    """Begin an epoch of a loader, and pass over the items already given."""
+    items: Iterator[Any]
+    if (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.num_workers == 0
+    ):
+        # A copy that differs in the sampler only, which a DataLoader lets nobody replace.
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        spied = _Spied(vars(loader)[name])
+        copied = copy.copy(loader)
+        vars(copied)[name] = spied
+        # In this order: the loader draws a seed for its workers before the sampler draws its own.
+        items = iter(copied)
+        num_passed = sum(1 for _ in islice(spied.iterator, given))
+    else:
+        items = iter(loader)
+        num_passed = sum(1 for _ in islice(items, given))
+    if num_passed < given:
+        raise ValueError(
+            f"the run was interrupted after {given} mini-batches of an epoch, but now the loader "
+            f"ends after {num_passed}: build the loader as it was"
+        )
+    return items
+
+
+class _Spied:
+    """A sampler whose latest iterator can be had, to pass over what is not to be read."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self._sampler = sampler
+        self.iterator: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iterator = iter(self._sampler)
+        return self.iterator
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a loader or its samplers were given."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = [loader, getattr(loader, "sampler", None), batch_sampler]
+    holders.append(getattr(batch_sampler, "sampler", None))
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
+def _set_all(own: list[torch.Generator], saved: list[torch.Tensor]) -> None:
+    for generator, state in zip(own, saved, strict=True):
+        generator.set_state(state)

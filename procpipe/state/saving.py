@@ -1,0 +1,150 @@
+"""``save``: what each rank does, in order.
+
+1  wait for the save before this one, if it is still under way
+2  rank 0 makes a draft's folder and tells the others
+3  each rank gathers its values; in the background, copies of them
+4  each rank writes its part; rank 0 publishes the whole (background.py)
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from procpipe.state import extras, generators, optimizers
+from procpipe.state.background import Saving, Target, wait_unfinished
+from procpipe.state.folders import Draft
+from procpipe.state.together import common_call, device_of, place_of
+from procpipe.version import __version__
+
+__all__ = ["save"]
+
+
+def save(
+    folder: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    extra: extras.Extra | None = None,
+    step: int | None = None,
+    keep: int | None = 3,
+    asynchronous: bool = False,
+) -> Saving:
+    """Save a run so that it can go on, on this or another number of stages.
+
+    Every rank calls it, between two steps. It returns once the saved state is on the disk, whole
+    and under its name; or, in the background, once copies have been made in memory. Whatever
+    crashes meanwhile, what was saved before stays as it is.
+
+    Saved are parameters and buffers, the optimizer's state and options, the random number
+    generators of each rank, and ``extra``; not the gradients, so save after the optimizer's step.
+    A saved state is a folder in the format of ``torch.distributed.checkpoint`` with the full
+    model's keys: ``model.<name>``, ``optimizer.state.<name>.<part>``.
+
+    Args:
+        folder: the run's folder, on a file system that all ranks share; rank 0's counts.
+        module: the stage; or any module, in a process of its own.
+        optimizer: of this rank's parameters; or several.
+        extra: plain values, and objects with ``state_dict()`` and ``load_state_dict()`` such as a
+            learning rate scheduler or a :class:`Resumable`, by name; the same names on every rank.
+        step: becomes part of the saved state's name; rank 0's counts.
+        keep: how many saved states to leave in the folder, this one included; None for all.
+        asynchronous: write in the background. The next save and the end of the script wait for it,
+            and raise what went wrong; a script whose last save fails ends with exit code 1.
+
+    Returns:
+        Its ``path`` tells where, its ``wait()`` waits for a save in the background.
+
+    Raises:
+        OSError: the disk is full, or the folder is not shared by all ranks.
+        RemoteStageError: another rank failed.
+        TypeError: something in ``extra`` that could not be loaded again.
+        ValueError: a parameter of the optimizer that is not the module's; other names in
+            ``extra``, or other arguments, than on rank 0.
+
+    Source: ``torch.distributed.checkpoint.save``.
+    """
+    rank, num_ranks = place_of(module)
+    listed = optimizers.listed(optimizer)
+    with common_call(module, "state.save") as agree:
+        wait_unfinished(module)  # 1
+        made: list[Draft] = []
+
+        def make_draft(asked_for: list[Any]) -> list[str]:
+            _check_alike(asked_for)
+            if keep is not None and (isinstance(keep, bool) or keep < 1):
+                raise ValueError(f"keep is {keep}, but at least the newest saved state is kept")
+            draft = Draft(Path(folder).absolute(), step)
+            made.append(draft)
+            return [str(draft.path), str(draft.final_path)]
+
+        asked_for = [sorted(extra or ()), len(listed), bool(asynchronous)]
+        path, final_path = map(Path, agree(asked_for, make_draft))  # 2
+        draft = made[0] if made else None
+        target = Target(draft, path, final_path, rank, num_ranks, keep)
+        saving = Saving(module, target)
+        try:
+            values = _gather(module, listed, extra, step)  # 3
+            if asynchronous:
+                values = _copied(values)
+                saving.start(values)  # 4
+                return saving
+            target.write(values)  # 4
+
+            def publish(_: list[Any]) -> None:
+                target.publish()
+
+            agree(None, publish)
+        except BaseException:
+            target.let_go()
+            raise
+        return saving
+
+
+def _check_alike(asked_for: list[Any]) -> None:
+    """Check, on rank 0, that all ranks save the same things in the same way."""
+    ways = ("the names in extra", "the number of optimizers", "asynchronous")
+    for rank, theirs in enumerate(asked_for):
+        for way, one, other in zip(ways, asked_for[0], theirs, strict=True):
+            if one != other:
+                raise ValueError(
+                    f"state.save() was called with other arguments on rank {rank} than on rank 0: "
+                    f"{way}: {other!r}, not {one!r}"
+                )
+
+
+def _gather(
+    module: nn.Module, listed: list[Optimizer], extra: extras.Extra | None, step: int | None
+) -> dict[str, Any]:
+    """Return what this rank saves, by key; tensors are those in use."""
+    rank, num_ranks = place_of(module)
+    names = optimizers.Names(module, listed)
+    values = {f"model.{key}": value for key, value in module.state_dict().items()}
+    values |= optimizers.values_of(names, listed)
+    own = f"ranks.{rank}."
+    values[f"{own}empty_groups"] = optimizers.group_options(names, listed)
+    for name, state in generators.states(device_of(module)).items():
+        values[f"{own}generators.{name}"] = state
+    values |= extras.snapshot(extra, rank)
+    if rank == 0:
+        about = {"procpipe": __version__, "torch": str(torch.__version__), "step": step}
+        values["procpipe"] = json.dumps(about | {"num_stages": num_ranks})
+    return values
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    """Return copies in this process's memory, which nobody changes."""
+    return {
+        key: value.detach().to("cpu", copy=True)
+        if isinstance(value, Tensor)
+        else copy.deepcopy(value)
+        for key, value in values.items()
+    }

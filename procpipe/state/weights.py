@@ -1,0 +1,248 @@
+"""Parameters and buffers alone: from files that others wrote, and to files that others read.
+
+No process holds more than its own stage: a file is mapped into memory, or read key by key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from procpipe.state.folders import find
+from procpipe.state.together import common_call, place_of, raise_faults
+
+__all__ = ["all_faults", "export", "load_weights", "weights_faults"]
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+#: By key, the shape of a tensor; None for any other value.
+Shapes = dict[str, "tuple[int, ...] | None"]
+
+
+def load_weights(path: str | os.PathLike[str], module: nn.Module, *, strict: bool = True) -> None:
+    """Load parameters and buffers from a file in the full model's keys.
+
+    Every rank calls it, and reads only its own stage's. Nothing is unpickled but by torch's
+    restricted unpickler, which runs no code.
+
+    Args:
+        path: a state dict that ``torch.save`` wrote; a ``.safetensors`` file; a folder of such, as
+            :func:`export` and Hugging Face make it, or its index; or what ``save`` wrote.
+        module: the stage; or any module with these keys.
+        strict: refuse keys that are missing or left over.
+
+    Raises:
+        FileNotFoundError: there is no such file, on some rank.
+        ValueError: lists every fault on every rank: missing and unexpected keys, other shapes.
+        ImportError: the file needs the package safetensors, which is not installed.
+        RemoteStageError: another rank failed.
+
+    Source: ``torch.nn.Module.load_state_dict``.
+    """
+    with common_call(module, "state.load_weights") as agree:
+        source = _open(Path(path))
+        ours = module.state_dict()
+        faults = agree(
+            {
+                "keys": list(ours),
+                "faults": weights_faults(module, source.shapes, strict=strict),
+            },
+            lambda facts: all_faults(facts, source.shapes, strict=strict),
+        )
+        if not faults:
+            with torch.no_grad():
+                for key, value in ours.items():
+                    if key not in source.shapes:
+                        continue
+                    if isinstance(value, Tensor):  # one after the other into the model's memory
+                        value.copy_(source.read(key))
+                    else:
+                        ours[key] = source.read(key)
+            module.load_state_dict(ours)
+            agree(None, lambda _: None)  # nobody goes on before all have read
+    raise_faults(f"the weights in {path} do not fit", faults)
+
+
+def export(path: str | os.PathLike[str], module: nn.Module) -> None:
+    """Write parameters and buffers as safetensors, in the full model's keys.
+
+    Every rank calls it, and returns once all have written. Makes a folder as Hugging Face lays it
+    out: of several stages ``model-00001-of-00003.safetensors``, …, and
+    ``model.safetensors.index.json``; of one ``model.safetensors``.
+
+    Args:
+        path: a folder that is empty, or not there yet; shared by all ranks.
+        module: the stage; or any module.
+
+    Raises:
+        FileExistsError: the folder holds something, which might be taken for a part of this.
+        ImportError: the package safetensors is not installed (``pip install
+            'procpipe[safetensors]'``).
+        TypeError: the module's state dict holds more than tensors.
+        RemoteStageError: another rank failed.
+
+    Source: the package ``safetensors``; ``huggingface_hub.save_torch_state_dict``.
+    """
+    rank, num_ranks = place_of(module)
+    with common_call(module, "state.export") as agree:
+        safetensors = _safetensors()
+
+        def make_folder(_: list[Any]) -> str:
+            folder = Path(path).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise FileExistsError(f"{folder} is not empty: export to a new folder")
+            return str(folder)
+
+        folder = Path(agree(None, make_folder))
+        tensors = _separate(module)
+        name = _SINGLE if num_ranks == 1 else f"model-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
+        safetensors.save_file(tensors, folder / name, metadata={"format": "pt"})
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+        def write_index(parts: list[Any]) -> None:
+            if num_ranks > 1:
+                weight_map = {key: file for file, keys, _ in parts for key in keys}
+                size = sum(num_bytes for _, _, num_bytes in parts)
+                text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
+                (folder / f"{_INDEX}.tmp").write_text(text)
+                os.rename(folder / f"{_INDEX}.tmp", folder / _INDEX)
+
+        agree([name, list(tensors), num_bytes], write_index)
+
+
+# -- what does not fit ---------------------------------------------------------------------------
+
+
+def weights_faults(module: nn.Module, saved: Shapes, *, strict: bool) -> list[str]:
+    """Say what is missing for a module, or has another shape."""
+    layers = dict(module.named_children())
+    faults = []
+    for key, value in module.state_dict().items():
+        layer = key.partition(".")[0]
+        where = f"layer {layer!r} ({type(layers[layer]).__qualname__}): " if layer in layers else ""
+        if isinstance(value, Tensor) and value.is_meta:
+            faults.append(f"{where}{key} is on the meta device: give it memory first (to_empty)")
+        elif key not in saved:
+            faults += [f"{where}{key} is missing"] if strict else []
+        elif isinstance(value, Tensor) and saved[key] != tuple(value.shape):
+            told = f"has shape {saved[key]}" if saved[key] is not None else "is no tensor"
+            faults.append(f"{where}{key} has shape {tuple(value.shape)} but {told} there")
+    return faults
+
+
+def all_faults(facts: list[dict[str, Any]], saved: Iterable[str], *, strict: bool) -> list[str]:
+    """Return the faults of all ranks, and the keys that none of them has a use for.
+
+    Args:
+        facts: of each rank its ``keys`` and ``faults``.
+        saved: the keys there are.
+        strict: whether a key without a use is a fault.
+    """
+    known = {key for of_rank in facts for key in of_rank["keys"]}
+    prefixes = [f"rank {rank}: " if len(facts) > 1 else "" for rank in range(len(facts))]
+    faults = [
+        prefix + fault
+        for prefix, of_rank in zip(prefixes, facts, strict=True)
+        for fault in of_rank["faults"]
+    ]
+    unexpected = [key for key in saved if key not in known] if strict else []
+    return faults + [f"{key} is there, but no layer of the model has it" for key in unexpected]
+
+
+# -- files that hold weights ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Source:
+    shapes: Shapes
+    read: Callable[[str], Any]
+
+
+def _open(path: Path) -> _Source:
+    """Look into a file or folder of weights."""
+    if path.is_dir():
+        from procpipe.state.files import METADATA
+
+        if (entry := find(path, None, METADATA)) is not None:
+            return _open_saved_state(entry.path)
+        for name in (_INDEX, _SINGLE):
+            if (path / name).is_file():
+                return _open(path / name)
+        raise FileNotFoundError(f"{path} holds neither a saved state nor {_SINGLE} nor {_INDEX}")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path.absolute()}")
+    if path.suffix == ".json":
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return _open_safetensors({path.parent / name for name in weight_map.values()})
+    if path.suffix == ".safetensors":
+        return _open_safetensors({path})
+    return _open_torch_file(path)
+
+
+def _open_torch_file(path: Path) -> _Source:
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        error.add_note(f"procpipe: while opening {path}, which should hold a state dict")
+        raise
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise ValueError(f"{path} holds a {type(state).__name__}, but no state dict")
+    return _Source({key: _shape(value) for key, value in state.items()}, state.__getitem__)
+
+
+def _open_safetensors(paths: Iterable[Path]) -> _Source:
+    open_file: Any = _safetensors().safe_open
+    files = {path: open_file(path, framework="pt") for path in sorted(paths)}
+    file_of = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118
+    shapes: Shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in file_of.items()}
+    return _Source(shapes, lambda key: file_of[key].get_tensor(key))
+
+
+def _open_saved_state(path: Path) -> _Source:
+    from procpipe.state.files import read_index
+
+    index = read_index(path)
+    own = re.compile(r"model\.(.*)", re.DOTALL)
+    shapes = {match[1]: shape for key, shape in index.shapes.items() if (match := own.match(key))}
+    return _Source(shapes, lambda key: index.read([f"model.{key}"])[f"model.{key}"])
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "safetensors files need the package safetensors: pip install 'procpipe[safetensors]'"
+        ) from error
+    return safetensors.torch
+
+
+def _separate(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's tensors, none sharing memory with another, as safetensors has it."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for key, value in module.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{key} of the state dict is a {type(value).__name__}, but safetensors holds "
+                "tensors only: use state.save"
+            )
+        storage = value.untyped_storage()
+        is_shared = storage.data_ptr() in seen or storage.nbytes() != value.nbytes
+        seen.add(storage.data_ptr())
+        found[key] = value.detach().clone() if is_shared else value.detach()
+        found[key] = found[key].contiguous()
+    return found
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
