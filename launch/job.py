@@ -1,0 +1,209 @@
+"""One run from start to end: warden, ranks, view and agent together, and what is said of it.
+
+    1  the warden is started: from here on no process of the run can outlive the launcher
+    2  the agent runs the ranks; the view shows them
+    3  whatever is left of the run is ended
+    4  the view stops, and the last line or the report is written
+
+A first SIGINT, SIGTERM or SIGHUP has the agent tell the ranks to end and gives them a few seconds;
+a second one kills everything at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from procpipe.launch.engine import Job, Outcome, Stopped, run_job
+from procpipe.launch.failure import Failure, explain, out_of_memory_kills, short_path
+from procpipe.launch.ranks import Attempt, Logs, Ranks
+from procpipe.launch.rows import Summary
+from procpipe.launch.view import View, time_text
+from procpipe.launch.warden import TOKEN, Leftover, Warden, end_family
+from rich.rule import Rule
+from rich.text import Text
+
+__all__ = ["run"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+#: How long what ranks have left behind may take to end by SIGTERM.
+_LEFTOVER_GRACE_S = 2.0
+
+
+def run(job: Job, token: str, view_mode: str) -> int:
+    """Run a job to its end, in the main thread.
+
+    Args:
+        job: what to run.
+        token: unique to the run; in the environment of all its processes.
+        view_mode: "live", "plain", "off" or "auto".
+
+    Returns:
+        The exit code: 0, that of the rank that failed first, 128 + n if signal n ended that rank
+        or the launcher.
+    """
+    os.environ[TOKEN] = ":".join(filter(None, (os.environ.get(TOKEN), token)))
+    _adopt_orphans()
+    num_oom_kills = out_of_memory_kills()
+    warden = Warden(token)
+    ranks = Ranks(job.grace_s)
+    view = View(ranks, view_mode, f"logs in {short_path(job.folder)}")
+    stopper = _Stopper(token, view, warden.pid)
+    outcome = Outcome({}, "it was stopped")
+    try:
+        with stopper.installed():
+            try:
+                outcome = run_job(job, lambda logs, n: _begin(job, ranks, view, logs, n))
+            except Stopped:
+                pass
+            finally:
+                stopper.is_armed = False
+                grace_s = 0.0 if stopper.signal is not None else _LEFTOVER_GRACE_S
+                leftovers = end_family(token, grace_s, os.getpid(), {warden.pid})
+                ranks.stop()
+                view.stop(is_failed=not outcome.is_good)
+                warden.dismiss()
+    finally:
+        _reap()
+    run_ended = _End(job, ranks.attempt, view, leftovers)
+    if stopper.signal is not None:
+        return run_ended.by_signal(stopper.signal)
+    if outcome.is_good:
+        return run_ended.well()
+    return run_ended.badly(outcome, out_of_memory_kills() - num_oom_kills)
+
+
+def _begin(job: Job, ranks: Ranks, view: View, logs: Sequence[Logs], num_ranks: int) -> None:
+    """Note that the agent begins an attempt; say why, if it is not the first."""
+    last = ranks.attempt
+    if last is not None:
+        number = last.number + 1
+        if last.failed_s is not None:
+            why = f"restart {number} of {job.max_restarts}, because {explain(last.ends()).headline}"
+        else:
+            why = f"restart with {num_ranks} ranks, because the set of hosts has changed"
+        view.say(f"procpipe: {why}")
+    ranks.begin(logs, num_ranks)
+
+
+class _Stopper:
+    """Hears signals: the first ends the run, the second kills it.
+
+    Args:
+        token: the run's.
+        view: what to say it by.
+        spared: a process that is not to be killed.
+    """
+
+    def __init__(self, token: str, view: View, spared: int) -> None:
+        self.signal: signal.Signals | None = None
+        self.is_armed = True
+        self._token = token
+        self._view = view
+        self._spared = spared
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals meanwhile."""
+        previous = {signum: signal.signal(signum, self) for signum in _SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        del frame
+        if self.signal is None and self.is_armed:
+            self.signal = signal.Signals(number)
+            self._view.hush()
+            again = "; again to kill them" if self.signal is signal.SIGINT else ""
+            self._view.say(f"procpipe: {_NAMES[self.signal]}: ending all processes{again}")
+            raise Stopped(number)
+        self._view.say("procpipe: killing all processes")
+        # The agent waits for them, and so ends its wait.
+        end_family(self._token, 0.0, os.getpid(), {self._spared})
+
+
+@dataclass(frozen=True)
+class _End:
+    """What is said at the end of a run."""
+
+    job: Job
+    attempt: Attempt | None
+    view: View
+    leftovers: Sequence[Leftover]
+
+    def well(self) -> int:
+        """Write one line."""
+        if self.leftovers:
+            names = ", ".join(map(str, self.leftovers))
+            self._print(f"procpipe: ended what the run had left behind: {names}")
+        if not self.view.is_off:
+            self._print(f"procpipe: done in {self._story()}")
+        return 0
+
+    def by_signal(self, number: signal.Signals) -> int:
+        """Write one line."""
+        self._print(f"procpipe: ended by {_NAMES[number]} after {self._story()}")
+        return 128 + number
+
+    def badly(self, outcome: Outcome, num_oom_kills: int) -> int:
+        """Write the report, here and into the run's folder."""
+        if outcome.error or self.attempt is None:
+            failure = Failure(
+                f"the ranks could not be started: {outcome.error}",
+                f"Logs: {short_path(self.job.folder)}/launcher.log",
+                1,
+            )
+        else:
+            failure = explain(self.attempt.ends(outcome.codes), num_oom_kills)
+        console = self.view.console
+        with contextlib.suppress(OSError):
+            report = f"{failure.headline}\n\n{failure.body}\n"
+            (self.job.folder / "report.txt").write_text(report)
+        if console.is_terminal:
+            console.print(Rule("procpipe: the run failed", style="red"))
+        headline = Text(f"procpipe: {failure.headline}", style="bold red")
+        console.print(headline, soft_wrap=True)
+        console.print()
+        console.print(Text(failure.body), soft_wrap=True)
+        console.print(f"\nExit code {failure.exit_code} after {self._time()}")
+        code: int = failure.exit_code
+        return code
+
+    def _story(self) -> str:
+        summary = str(Summary.of(self.attempt)) if self.attempt is not None else ""
+        parts = [self._time(), summary, f"logs in {short_path(self.job.folder)}"]
+        return ", ".join(part for part in parts if part)
+
+    def _time(self) -> str:
+        seconds = self.view.elapsed_s
+        return f"{seconds:.1f} s" if seconds < 60 else time_text(seconds)
+
+    def _print(self, text: str) -> None:
+        self.view.console.print(text, soft_wrap=True)
+
+
+def _adopt_orphans() -> None:
+    """Have orphaned descendants become children of this process, so that none gets lost."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _reap() -> None:
+    """Let the kernel forget the adopted ones that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
