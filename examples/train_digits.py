@@ -2,6 +2,8 @@
 
     python examples/train_digits.py                             one stage
     torchrun --nproc_per_node=2 examples/train_digits.py        two; or three, four, …
+    torchrun --nproc_per_node=2 --max-restarts=3 examples/train_digits.py --save runs/digits
+                                                             killed, it goes on from the last save
 
 Every process runs this same file, and any number of them gives the same losses. The data are the
 1,797 digits of 8 x 8 pixels that come with scikit-learn.
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
-from procpipe import Stage
+from procpipe import Stage, state
 
 
 def main() -> None:
@@ -28,6 +30,7 @@ def main() -> None:
     torch.set_num_threads(1)  # as torchrun has it; other numbers add up in another order
     torch.manual_seed(0)
     train_loader, test_images, test_digits = load_data()
+    loader = state.Resumable(train_loader)
     model = build_model()
 
     stage = Stage(
@@ -41,17 +44,29 @@ def main() -> None:
     optimizer = torch.optim.AdamW(stage.parameters(), lr=2e-3)
     stage.print(f"{len(model)} layers, balance {stage.balance}")
 
-    for epoch in range(1, args.epochs + 1):
-        total = torch.zeros((), device=stage.device)
-        for input, target in stage.batches(with_progress(train_loader, f"epoch {epoch:2}")):
+    progress: dict[str, Any] = {"epoch": 1, "step": 0, "loader": loader}
+    progress["loss"] = torch.zeros((), device=stage.device)
+    if args.save and state.load(args.save, stage, optimizer, extra=progress, missing_ok=True):
+        stage.print(f"resumed after {progress['step']} steps")
+
+    while progress["epoch"] <= args.epochs:
+        epoch = progress["epoch"]
+        for input, target in stage.batches(with_progress(loader, f"epoch {epoch:2}")):
             optimizer.zero_grad()
             loss = stage.step(input, target)
             optimizer.step()
-            total += loss
-        mean = total.item() / len(train_loader)
+            progress["loss"] += loss
+            progress["step"] += 1
+            if args.save and progress["step"] % args.save_every == 0:
+                save(args.save, stage, optimizer, progress)
+        mean = progress["loss"].item() / len(loader)
         correct = accuracy(stage, test_images, test_digits)
         stage.print(f"epoch {epoch:2}   loss {mean:.4f}   test accuracy {correct:.1%}")
+        progress["epoch"] += 1
+        progress["loss"].zero_()
 
+    if args.save:
+        save(args.save, stage, optimizer, progress)
     stage.print(f"\n{stage.report()}")
 
 
@@ -95,6 +110,14 @@ def with_progress(loader: Iterable[Any], title: str) -> Iterator[Any]:
     yield from tqdm(loader, title, leave=False, disable=None)
 
 
+def save(
+    folder: str, stage: Stage, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
+) -> None:
+    """Save all that another start of this script needs to go on; the files are written later."""
+    step = progress["step"]
+    state.save(folder, stage, optimizer, extra=progress, step=step, asynchronous=True)
+
+
 @torch.no_grad()
 def accuracy(stage: Stage, images: Tensor, digits: Tensor) -> float:
     """Return the share of images whose digit is recognised."""
@@ -112,6 +135,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", default="except_last", choices=["always", "except_last", "never"]
     )
+    parser.add_argument("--save", metavar="FOLDER", help="save now and then, and resume from there")
+    parser.add_argument("--save-every", type=int, default=20, metavar="STEPS")
     return parser.parse_args()
 
 

@@ -1,0 +1,267 @@
+"""Kill random processes of a training run, and see that it ends as if nobody had.
+
+    python -m benchmarks.restarts --kills 20 --nproc 2
+
+    undisturbed    torchrun examples/train_digits.py --save A
+    disturbed      torchrun --max-restarts=20 examples/train_digits.py --save B
+                   ^ a random rank is killed at a random time, 20 times; each time torchrun starts
+                     all again, and they go on from the last saved state
+    fewer          the same, killed once and gone on with on one stage less
+
+Weights and optimizer state at the end are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples/train_digits.py"
+
+#: How long a wait for anything may last before it is called a hang.
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run that was disturbed ended.
+
+    Attributes:
+        num_kills: processes killed.
+        resumed_at: after how many steps each start after a kill went on; 0 from the beginning.
+        differences: keys of weights and optimizer state that differ from the undisturbed run.
+        largest: the largest difference of a weight.
+        output: what it printed.
+        duration_s: from start to end.
+        num_left: processes that had to be ended after it.
+    """
+
+    num_kills: int
+    resumed_at: tuple[int, ...]
+    differences: tuple[str, ...]
+    largest: float
+    output: str
+    duration_s: float
+    num_left: int
+
+
+class Run:
+    """A run of the example under torchrun; ends with all its processes on leaving ``with``."""
+
+    def __init__(self, folder: Path, nproc: int, args: list[str], *, max_restarts: int = 0) -> None:
+        self.folder = folder
+        self._log = folder.with_suffix(f".{nproc}.{time.monotonic_ns()}.log")
+        launcher = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        counts = [f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "TORCHE"))}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._started_s = time.monotonic()
+        with self._log.open("wb") as log:
+            self._launcher = psutil.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    *launcher,
+                    *counts,
+                    str(SCRIPT),
+                    "--save",
+                    str(folder),
+                    *args,
+                ],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.num_left = 0
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [*self._tree(), self._launcher]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._launcher.wait()
+
+    def wait(self) -> int:
+        """Wait for the end, and return the exit code."""
+        tree = self._tree()
+        code = int(self._launcher.wait(TIMEOUT_S))
+        self.duration_s = time.monotonic() - self._started_s
+        self.num_left = len(psutil.wait_procs(tree, timeout=5.0)[1])
+        return code
+
+    def output(self) -> str:
+        """Return all that was printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def wait_ranks(self, nproc: int, attempt: int) -> list[psutil.Process]:
+        """Wait until all processes of one start are there; return none if the run has ended."""
+        for _ in _until_hang(f"{nproc} processes of start {attempt}"):
+            found: dict[int, psutil.Process] = {}
+            for process in self._tree():
+                with contextlib.suppress(psutil.Error):
+                    env = process.environ()
+                    if env.get("TORCHELASTIC_RESTART_COUNT") == str(attempt) and "RANK" in env:
+                        found.setdefault(int(env["RANK"]), process)
+            if len(found) == nproc:
+                return [found[rank] for rank in range(nproc)]
+            if self._launcher.poll() is not None:
+                return []
+        return []
+
+    def wait_saved(self, number: int) -> None:
+        """Wait until a saved state of this number or a later one is there, or the run has ended."""
+        for _ in _until_hang(f"saved state {number}"):
+            if self.newest() >= number or self._launcher.poll() is not None:
+                return
+
+    def newest(self) -> int:
+        """Return the number of the newest saved state, or 0."""
+        names = [path.name for path in self.folder.glob("[0-9]*")] if self.folder.is_dir() else []
+        return max((int(name.partition("-")[0]) for name in names), default=0)
+
+    def _tree(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return list(self._launcher.children(recursive=True))
+        return []
+
+
+def undisturbed(folder: Path, nproc: int, args: list[str]) -> Path:
+    """Run the example to its end, and return where it saved."""
+    with Run(folder, nproc, args) as run:
+        if run.wait() != 0:
+            raise RuntimeError(f"the undisturbed run failed\n{run.output()}")
+    return folder
+
+
+def disturbed(
+    folder: Path, nproc: int, args: list[str], *, num_kills: int, seed: int, expected: Path
+) -> Outcome:
+    """Kill random ranks at random times; see :class:`Outcome`."""
+    choose = random.Random(seed)
+    killed = 0
+    with Run(folder, nproc, args, max_restarts=num_kills) as run:
+        while killed < num_kills:
+            ranks = run.wait_ranks(nproc, attempt=killed)
+            if not ranks:
+                break
+            # While it starts, or once it has saved again; a part of a step later.
+            run.wait_saved(run.newest() + choose.choice([0, 1, 1, 2]))
+            time.sleep(choose.uniform(0.0, 0.2))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                choose.choice(ranks).kill()
+                killed += 1
+        code = run.wait()
+        if code != 0:
+            raise RuntimeError(f"exit code {code} after {killed} kills\n{run.output()}")
+    return _outcome(run, killed, expected)
+
+
+def fewer(folder: Path, nproc: int, args: list[str], *, seed: int, expected: Path) -> Outcome:
+    """Kill a rank once some steps are saved, and go on with one process less."""
+    choose = random.Random(seed)
+    with Run(folder, nproc, args) as run:
+        ranks = run.wait_ranks(nproc, attempt=0)
+        run.wait_saved(2)
+        choose.choice(ranks).kill()
+        if run.wait() == 0:
+            raise RuntimeError(f"nothing was left to be killed\n{run.output()}")
+    with Run(folder, nproc - 1, args) as run:
+        if run.wait() != 0:
+            raise RuntimeError(f"the run on {nproc - 1} stages failed\n{run.output()}")
+    return _outcome(run, 1, expected)
+
+
+def _outcome(run: Run, num_kills: int, expected: Path) -> Outcome:
+    ours, theirs = _contents(run.folder), _contents(expected)
+    differences = tuple(key for key in theirs if not _is_same(ours.get(key), theirs[key]))
+    gaps = [
+        float((ours[key].double() - value.double()).abs().max())
+        for key, value in theirs.items()
+        if key.startswith("model.")
+    ]
+    output = run.output()
+    resumed_at = tuple(int(step) for step in re.findall(r"resumed after (\d+) steps", output))
+    return Outcome(
+        num_kills, resumed_at, differences, max(gaps), output, run.duration_s, run.num_left
+    )
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """Return weights and optimizer state of the newest saved state, read by plain PyTorch."""
+    newest = max(folder.glob("[0-9]*"))
+    with tempfile.TemporaryDirectory() as place:
+        dcp_to_torch_save(newest, f"{place}/all.pt")
+        nested = torch.load(f"{place}/all.pt", weights_only=False)
+    return {f"{part}.{k}": v for part in ("model", "optimizer") for k, v in nested[part].items()}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _until_hang(what: str) -> Iterator[None]:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        yield
+        time.sleep(0.02)
+    raise TimeoutError(f"no {what} in {TIMEOUT_S:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    options = ["--epochs", str(args.epochs), "--save-every", str(args.save_every)]
+    with tempfile.TemporaryDirectory(prefix="procpipe-restarts-") as place:
+        expected = undisturbed(Path(place, "undisturbed"), args.nproc, options)
+        outcomes = {
+            f"{args.nproc} processes, restarted": disturbed(
+                Path(place, "disturbed"),
+                args.nproc,
+                options,
+                num_kills=args.kills,
+                seed=args.seed,
+                expected=expected,
+            ),
+        }
+        if args.nproc > 1:
+            outcomes[f"gone on with {args.nproc - 1}"] = fewer(
+                Path(place, "fewer"), args.nproc, options, seed=args.seed, expected=expected
+            )
+    print(f"{'':28}  kills  differences  largest      s  left  resumed after steps")
+    for name, one in outcomes.items():
+        steps = " ".join(map(str, one.resumed_at))
+        print(
+            f"{name:28}  {one.num_kills:5}  {len(one.differences):11}  {one.largest:7.1g}"
+            f"  {one.duration_s:5.0f}  {one.num_left:4}  {steps}"
+        )
+    sys.exit(any(one.differences or one.num_left for one in outcomes.values()))
+
+
+if __name__ == "__main__":
+    main()
