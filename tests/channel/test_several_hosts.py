@@ -1,0 +1,216 @@
+"""Where ranks on several hosts listen, and hosts that do not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import pytest
+
+from procpipe.channel import wire
+from procpipe.channel.wire import (
+    Address,
+    address_towards,
+    connect_to,
+    has_vanished,
+    host_identity,
+    listen,
+    own_address,
+)
+from procpipe.errors import WaitTimeoutError
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told(monkeypatch):
+    monkeypatch.delenv("PROCPIPE_ADDRESS", raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+
+
+def connect(tcp, timeout_s=20.0):
+    address = Address("another host", "", tcp)
+    deadline_s = time.monotonic() + timeout_s
+    return connect_to(3, address, rank=4, key=b"k", deadline_s=deadline_s, check=lambda: None)
+
+
+# -- which address -------------------------------------------------------------------------------
+
+
+def test_by_itself_it_is_the_one_on_the_way_to_rank_0(monkeypatch):
+    assert own_address() == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.9")
+    assert own_address() == "127.0.0.1"
+
+
+def test_the_users_word_counts(monkeypatch):
+    monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.7")
+    assert own_address() == "127.0.0.7"
+    assert address_towards(0, [("a", "127.0.0.7"), ("b", "192.0.2.1")]) == "127.0.0.7"
+
+
+@pytest.mark.parametrize("told", ["192.0.2.1", "no such host."])
+def test_an_address_of_another_host_is_refused(monkeypatch, told):
+    monkeypatch.setenv("PROCPIPE_ADDRESS", told)
+
+    with pytest.raises(ValueError, match=f"PROCPIPE_ADDRESS='{told}' is not an address of this ho"):
+        own_address()
+
+
+def test_processes_told_different_addresses_are_on_different_hosts(monkeypatch):
+    alone = host_identity()
+    monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.2")
+    told = host_identity()
+    monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.3")
+
+    assert len({alone, told, host_identity()}) == 3
+
+
+def test_nothing_listens_where_all_are_on_one_host():
+    assert address_towards(1, [("a", "127.0.0.1"), ("a", "127.0.0.1")]) is None
+
+
+def test_an_address_that_leads_to_peers_stays():
+    hosts = [("a", "192.0.2.1"), ("b", "192.0.2.2"), ("b", "192.0.2.2")]
+
+    assert [address_towards(rank, hosts) for rank in range(3)] == [told for _, told in hosts]
+
+
+def test_where_rank_0s_name_leads_to_itself_the_way_to_another_host_counts(monkeypatch):
+    """As on Debian, where /etc/hosts gives a host's own name 127.0.1.1."""
+    asked = []
+    monkeypatch.setattr(wire, "_address_on_the_way_to", lambda host: asked.append(host) or "found")
+
+    found = address_towards(0, [("a", "127.0.1.1"), ("a", "127.0.1.1"), ("b", "192.0.2.2")])
+
+    assert (found, asked) == ("found", ["192.0.2.2"])
+
+
+def test_ipv6():
+    assert wire._is_loopback("::1")
+    assert not wire._is_loopback("fe80::1%eth0")
+    if not socket.has_ipv6 or not can_bind("::1"):
+        pytest.skip("this host has no IPv6")
+    sockets, address = listen("::1")
+    assert sockets[-1].family == socket.AF_INET6
+    assert address.tcp[0] == "::1"
+    for sock in sockets:
+        sock.close()
+
+
+def can_bind(address):
+    with socket.socket(socket.AF_INET6) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+# -- hosts that do not answer --------------------------------------------------------------------
+
+
+def test_a_port_where_nobody_listens():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))  # and does not listen
+        port = sock.getsockname()[1]
+        with pytest.raises(ConnectionError) as caught:
+            connect(("127.0.0.1", port))
+
+    told = str(caught.value)
+    assert told.startswith(f"rank 4 cannot reach rank 3 at 127.0.0.1 port {port} (")
+    assert "refused" in told
+    assert "firewall" in told
+    assert "PROCPIPE_ADDRESS" in told
+
+
+@pytest.mark.parametrize("limit", ["reach", "deadline"])
+def test_a_host_that_does_not_answer(monkeypatch, limit):
+    if limit == "reach":
+        monkeypatch.setattr(wire, "_REACH_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        waiting = [silent(full.getsockname()) for _ in range(4)]
+        with pytest.raises(WaitTimeoutError, match=r"rank 4 cannot reach rank 3 at .* \(timed out"):
+            connect(full.getsockname(), timeout_s=20.0 if limit == "reach" else 0.2)
+        for sock in waiting:
+            sock.close()
+
+
+def silent(address):
+    """Begin to connect, which fills the queue of one who does not accept."""
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.connect_ex(address)
+    return sock
+
+
+def test_a_rank_of_this_host_that_has_ended():
+    sockets, address = listen(None)
+    sockets[0].close()
+
+    with pytest.raises(ConnectionError, match=r"rank 4 cannot reach rank 3 on this host .*ended"):
+        connect_to(3, address, rank=4, key=b"k", deadline_s=time.monotonic() + 5, check=print)
+
+
+def test_a_stranger_who_drips_does_not_have_the_time_anew_for_each_byte(monkeypatch):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"p")
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            wire._read(ours, 2, start - 1.0)
+
+
+# -- hosts that vanish ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    with wire._prepared(ours), wire._prepared(theirs):
+        yield ours, theirs
+
+
+def test_an_idle_connection_is_asked_after(tcp_pair):
+    for link in tcp_pair:
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, interval, count = (
+            link.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}"))
+            for name in ("IDLE", "INTVL", "CNT")
+        )
+        assert idle + interval * count == wire._VANISHED_AFTER_S
+
+
+def test_what_is_never_answered_is_noticed(monkeypatch):
+    monkeypatch.setattr(wire, "_VANISHED_AFTER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        waiting = [silent(full.getsockname()) for _ in range(4)]
+        wait_until(lambda: has_vanished(waiting[-1]))
+        assert not has_vanished(waiting[0])  # it had room
+        for sock in waiting:
+            sock.close()
+
+
+def test_a_reader_that_is_stopped_has_not_vanished(monkeypatch, tcp_pair):
+    """Its system says that there is no room, and goes on saying so."""
+    monkeypatch.setattr(wire, "_VANISHED_AFTER_S", 0.0)
+    ours, _ = tcp_pair
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            ours.send(bytes(1 << 20))
+
+    wait_until(lambda: not has_vanished(ours))  # the last bytes are under way
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_sockets_within_a_host_do_not_vanish():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert not has_vanished(ours)
