@@ -24,18 +24,22 @@ def python_blocks(page: Path = README) -> list[str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("nproc", [None, 2])
-def test_the_readme_example_trains_and_has_no_branch_on_the_rank(nproc: int | None) -> None:
-    training, with_own_loss = python_blocks()
-    assert "rank ==" not in training + with_own_loss
+def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
+    nproc: int | None, tmp_path: Path
+) -> None:
+    training, with_own_loss, saving = python_blocks()
+    assert "rank ==" not in training + with_own_loss + saving
     code = "import torch\ntorch.manual_seed(0)\n" + training
     code += "input, target = loader[0]\noptimizer.zero_grad()\n" + with_own_loss
-    code += "optimizer.step()\nstage.print('done')\n"
+    code += "optimizer.step()\n" + saving.replace("runs/digits", str(tmp_path)) * 2
+    code += "stage.print('done')\n"
     done = run_script(code, nproc=nproc)
     done.check()
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
     assert len(losses) == 20
     assert losses[-1] < losses[0] + 0.1
     assert done.stdout.rstrip().endswith("done")
+    assert len(list(tmp_path.glob("00000*-step-1"))) == 2
 
 
 # -- docs/coming_from.md -------------------------------------------------------------------------
