@@ -34,6 +34,9 @@ from procpipe.run.world import World
 
 __all__ = ["Calls"]
 
+#: Characters of an exception's text that are told in a line.
+_LINE_LENGTH = 200
+
 #: The pipelines of this process: a rank may wait in one while rank 0 is in another.
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()
 
@@ -170,4 +173,11 @@ class Calls:
     def _story(self, where: str, error: BaseException) -> str:
         rank = self._world.rank
         told = "".join(traceback.format_exception(error))
-        return f"stage {rank} (rank {rank}), {where}:\n{told}"
+        return f"stage {rank} (rank {rank}), {where}: {_in_a_line(error)}\n{told}"
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of what it says."""
+    lines = str(error).splitlines() or [""]
+    line = lines[0] if len(lines[0]) <= _LINE_LENGTH else f"{lines[0][:_LINE_LENGTH]}…"
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -1,0 +1,368 @@
+"""Random faults in real jobs, round after round: whatever happens, all ends in time and well told.
+
+    python -m benchmarks.soak --rounds 60 [--seed 0] [--max-ranks 4] [--verbose]
+    python -m benchmarks.soak --repeat-correct 100
+
+A round is one job with one fault: which, on which rank, when, with how many ranks, steps and
+micro-batches is drawn from the seed and the round's number. After each round:
+
+    it has ended within its time                                    else: a hang
+    exit codes, who is blamed and what is told are as they must be  else: a wrong story
+    none of its processes is alive                                  else: processes left
+    /dev/shm and the job's temporary folder are as before           else: bytes, files left
+
+Prints the sums, and for each round that went wrong what was wrong and the command that repeats
+it. The exit code is 1 if any did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from benchmarks.soak_outside import Outsider
+from benchmarks.soak_rounds import (
+    FORK,
+    TORCHRUN,
+    Ending,
+    Round,
+    draw,
+    faults_of,
+)
+
+#: A round that takes longer is a hang. A quiet one takes 1 to 6 s.
+TIME_LIMIT_S = 90.0
+
+#: How long processes may take to vanish after the launcher has ended.
+VANISH_TIMEOUT_S = 5.0
+
+#: How often the run of a round is looked at.
+_LOOK_EVERY_S = 0.05
+
+_TOKEN = "PROCPIPE_SOAK"
+
+
+class Job:
+    """The processes of one round, started by a launcher.
+
+    Args:
+        this: the round.
+        folder: an empty folder for what the job writes.
+    """
+
+    def __init__(self, this: Round, folder: Path) -> None:
+        self._token = uuid.uuid4().hex
+        self._log = folder / "launcher.log"
+        if this.launcher == TORCHRUN:
+            start = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+            start += [f"--nproc-per-node={this.num_ranks}", "-r", "3"]
+        else:
+            start = ["-m", "procpipe.launch", "run", f"--nproc-per-node={this.num_ranks}"]
+        start += ["--log-dir", str(folder / "logs"), "-m", "benchmarks.soak_job"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *start, json.dumps(dataclasses.asdict(this)), str(folder)],
+                env=_environment(folder) | {_TOKEN: self._token},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.launcher_pid = self._process.pid
+
+    def wait_codes(self, timeout_s: float) -> tuple[int, ...] | None:
+        """Wait a while for the end; return the exit codes, or None if it has not come."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return (self._process.wait(timeout_s),)
+        return None
+
+    def processes(self) -> list[psutil.Process]:
+        """Return those of the job that are alive."""
+        return [p for p in psutil.process_iter() if self._is_ours(p) and _is_alive(p)]
+
+    def output(self) -> str:
+        """Return what the launcher wrote."""
+        return self._log.read_text(errors="replace")
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return bool(process.environ().get(_TOKEN) == self._token)
+        return False
+
+
+class ForkServer:
+    """One Python that forks the ranks of round after round; started when first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, this: Round, folder: Path) -> None:
+        """Start the ranks of a round."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.soak_job", "--serve"],
+                env=_environment(folder),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        order = json.dumps([dataclasses.asdict(this), str(folder), _free_port()])
+        self._process.stdin.write(order + "\n")
+
+    @property
+    def launcher_pid(self) -> int:
+        """The server's process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def wait_codes(self, timeout_s: float) -> tuple[int, ...] | None:
+        """Wait a while for the end; return the exit codes, or None if it has not come."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            return None
+        return tuple(json.loads(self._process.stdout.readline()))
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the forked ones that are alive."""
+        children = psutil.Process(self.launcher_pid).children(recursive=True)
+        return [process for process in children if _is_alive(process)]
+
+    def output(self) -> str:
+        """Return nothing: there is no launcher to say anything."""
+        return ""
+
+    def close(self) -> None:
+        """End it, and all that it forked."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+class Soak:
+    """Runs rounds and counts.
+
+    Args:
+        time_limit_s: of a round.
+        is_verbose: whether to print a line a round.
+        command: what repeats a round, but for its number.
+    """
+
+    def __init__(self, time_limit_s: float, is_verbose: bool, command: str) -> None:
+        self._time_limit_s = time_limit_s
+        self._is_verbose = is_verbose
+        self._command = command
+        self._server = ForkServer()
+        self.sums: Counter[str] = Counter()
+        self.longest_s = 0.0
+
+    def run(self, number: int, this: Round) -> None:
+        """Run a round, judge it and count."""
+        folder = Path(tempfile.mkdtemp(prefix="procpipe-soak-"))
+        (folder / "tmp").mkdir()
+        try:
+            ending = self._ending(this, folder)
+            wrong = self._judge(this, ending)
+            if self._is_verbose:
+                verdict = "WRONG" if wrong else "ok"
+                print(f"{number:4d} {verdict:5} {ending.duration_s:5.1f} s  {this}", flush=True)
+            if wrong:
+                self._tell(number, this, wrong, ending)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """End what serves the rounds."""
+        self._server.close()
+
+    def _ending(self, this: Round, folder: Path) -> Ending:
+        shared_before = _shared_memory()
+        start_s = time.monotonic()
+        job: Job | ForkServer = self._server
+        if this.launcher == FORK:
+            self._server.start(this, folder)
+        else:
+            job = Job(this, folder)
+        codes = None
+        with Outsider(this, folder, job.launcher_pid) as outsider:
+            while codes is None and time.monotonic() < start_s + self._time_limit_s:
+                codes = job.wait_codes(_LOOK_EVERY_S)
+                outsider.look()
+        duration_s = time.monotonic() - start_s
+        left = _wait_vanished(job)
+        if codes is None:
+            self._server.close()
+        new = {name: size for name, size in _shared_memory().items() if name not in shared_before}
+        return Ending(
+            codes=codes or (),
+            outputs=tuple(_outputs(folder, this.num_ranks)),
+            launcher_output=job.output(),
+            duration_s=duration_s,
+            left=left,
+            shared_bytes=sum(new.values()),
+            files=tuple(_files_left(folder / "tmp")),
+        )
+
+    def _judge(self, this: Round, ending: Ending) -> list[str]:
+        """Count what a round's ending means; return what was wrong."""
+        sums, wrong = self.sums, []
+        sums["rounds"] += 1
+        self.longest_s = max(self.longest_s, ending.duration_s)
+        if not ending.codes:
+            sums["hangs"] += 1
+            wrong.append(f"a hang: it has not ended in {self._time_limit_s:.0f} s")
+        elif faults := faults_of(this, ending):
+            sums["wrong stories"] += 1
+            wrong += faults
+        if ending.codes and ending.left:
+            sums["processes left"] += len(ending.left)
+            wrong += [f"process left: {command}" for command in ending.left]
+        if ending.shared_bytes:
+            sums["bytes of shared memory left"] += ending.shared_bytes
+            wrong.append(f"{ending.shared_bytes} bytes left in /dev/shm")
+        if ending.files:
+            sums["temporary files left"] += len(ending.files)
+            wrong.append(f"temporary files left: {', '.join(ending.files)}")
+        if not wrong and this.act != "none":
+            sums["faults survived"] += 1
+        return wrong
+
+    def _tell(self, number: int, this: Round, wrong: list[str], ending: Ending) -> None:
+        print(f"\nround {number} went wrong: {this}\n  " + "\n  ".join(wrong))
+        print(f"  repeat it with: {self._command} --first {number} --rounds 1")
+        print(f"  exit codes {ending.codes} after {ending.duration_s:.1f} s")
+        for rank, text in enumerate(ending.outputs):
+            print(f"--- rank {rank} wrote\n{text.rstrip()}")
+        print(f"--- the launcher wrote\n{ending.launcher_output.rstrip()}\n", flush=True)
+
+
+#: All that is counted, in the order in which it is told.
+COUNTED = (
+    "rounds",
+    "faults survived",
+    "hangs",
+    "wrong stories",
+    "processes left",
+    "bytes of shared memory left",
+    "temporary files left",
+)
+
+
+def main() -> int:
+    """Run the test from the command line; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rounds", type=int, default=60, help="0 for none")
+    parser.add_argument("--first", type=int, default=0, help="number of the first round")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-ranks", type=int, default=4)
+    parser.add_argument("--launchers", nargs="+", default=[TORCHRUN, FORK])
+    parser.add_argument("--acts", nargs="+", default=[], help="only these faults")
+    parser.add_argument("--repeat-correct", type=int, default=0, help="one job without a fault")
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds a round")
+    parser.add_argument("--verbose", action="store_true", help="print a line a round")
+    asked = parser.parse_args()
+    launchers, acts = tuple(asked.launchers), tuple(asked.acts)
+    command = f"python -m benchmarks.soak --seed {asked.seed} --max-ranks {asked.max_ranks}"
+    command += f" --launchers {' '.join(f'{name!r}' for name in launchers)}"
+    command += f" --acts {' '.join(f'{act!r}' for act in acts)}" if acts else ""
+    soak = Soak(asked.time_limit, asked.verbose, command)
+    start_s = time.monotonic()
+    try:
+        for number in range(asked.first, asked.first + asked.rounds):
+            soak.run(
+                number,
+                draw(asked.seed, number, max_ranks=asked.max_ranks, launchers=launchers, acts=acts),
+            )
+        correct = draw(asked.seed, 0, max_ranks=3, launchers=(FORK,), acts=("none",))
+        correct = dataclasses.replace(correct, samples=2048)
+        for number in range(asked.repeat_correct):
+            soak.run(number, correct)
+    finally:
+        soak.close()
+    for name in COUNTED:
+        print(f"{name:28} {soak.sums[name]:4d}")
+    took_s = time.monotonic() - start_s
+    print(f"{took_s:.0f} s, the longest round {soak.longest_s:.1f} s")
+    return int(any(soak.sums[name] for name in COUNTED[2:]))
+
+
+def _wait_vanished(job: Job | ForkServer) -> tuple[str, ...]:
+    """Give the rest of a job time to end, kill what does not, and return its command lines."""
+    deadline_s = time.monotonic() + VANISH_TIMEOUT_S
+    while (left := job.processes()) and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_EVERY_S)
+    commands = []
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            commands.append(" ".join(process.cmdline()))
+            process.kill()
+    return tuple(commands)
+
+
+def _outputs(folder: Path, num_ranks: int) -> Iterator[str]:
+    """Read what each rank wrote, wherever its launcher has put it."""
+    for rank in range(num_ranks):
+        logs = sorted(folder.glob(f"logs/**/{rank}/*.log")) or sorted(
+            folder.glob(f"logs/**/rank{rank}.log")
+        )
+        yield "".join(log.read_text(errors="replace") for log in logs)
+
+
+def _files_left(folder: Path) -> Iterator[str]:
+    """List files in the job's temporary folder; torchrun's own are not ours."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "torchelastic" not in str(path.relative_to(folder)):
+            yield str(path.relative_to(folder))
+
+
+def _shared_memory() -> dict[str, int]:
+    """Return the sizes of what is in shared memory under a name."""
+    sizes = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir("/dev/shm"):
+            with contextlib.suppress(OSError):
+                sizes[entry.name] = entry.stat().st_size
+    return sizes
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
