@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from procpipe.launch.facts import Facts
 
-__all__ = ["Check", "Status", "check_channels", "check_host"]
+__all__ = ["Check", "Status", "check_host", "failure", "ok", "warning"]
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -28,18 +27,10 @@ _MIN_SHM_BYTES = 256 * _MIB
 #: A process of torch and its libraries alone takes 0.3 GiB.
 _MIN_BYTES_A_PROCESS = _GIB // 2
 
-#: Sockets and files of a process without peers, and those for each peer.
-_FILES_ALONE, _FILES_A_PEER, _COMFORTABLE_FILES = 100, 8, 1024
+#: 7 and 3 a process are open on CPUs; loaders, logs and drivers come on top.
+_FILES_ALONE, _FILES_A_PROCESS, _COMFORTABLE_FILES = 40, 4, 1024
 
 _SLOW_NAME_S = 2.0
-
-#: What a host does that is not overloaded: 0.03 ms and 1 GB/s on a 2-core virtual machine.
-_SLOW_LATENCY_S = 1e-3
-_SLOW_CPU_BYTES_PER_S = 0.25e9
-_SLOW_GPU_BYTES_PER_S = 5e9
-
-#: A pair that has so much less than the best one stands out.
-_OUTLIER = 0.4
 
 
 class Status(enum.StrEnum):
@@ -67,6 +58,21 @@ class Check:
     mend: str = ""
 
 
+def ok(name: str, told: str) -> Check:
+    """Return what all is well with."""
+    return Check(name, Status.OK, told)
+
+
+def warning(name: str, told: str, mend: str) -> Check:
+    """Return what makes a run slower, or fail later."""
+    return Check(name, Status.WARNING, told, mend)
+
+
+def failure(name: str, told: str, mend: str) -> Check:
+    """Return what keeps a run from starting, or from ending well."""
+    return Check(name, Status.FAILURE, told, mend)
+
+
 def check_host(facts: Facts) -> list[Check]:
     """Judge what this host has."""
     parts = (
@@ -87,64 +93,11 @@ def check_host(facts: Facts) -> list[Check]:
     return [check for part in parts for check in part(facts)]
 
 
-def check_channels(report: Mapping[str, Any]) -> list[Check]:
-    """Judge what was measured between neighbouring stages (see procpipe/run/probe.py)."""
-    pairs: Sequence[Mapping[str, Any]] = report["pairs"]
-    if not pairs:
-        return [_ok("channels", "one process has no neighbours: there is nothing to measure")]
-    is_cpu = all(rank["device"] == "cpu" for rank in report["ranks"])
-    slow = _SLOW_CPU_BYTES_PER_S if is_cpu else _SLOW_GPU_BYTES_PER_S
-    least = {pair["lower"]: _least(pair) for pair in pairs}
-    lower = min(least, key=lambda rank: least[rank])
-    best = max(least.values())
-    names = f"{lower} and {lower + 1}"
-    latest = max(pairs, key=lambda pair: float(pair["small_latency_s"]))
-    found: list[Check] = []
-    if latest["small_latency_s"] > _SLOW_LATENCY_S:
-        found.append(
-            _warning(
-                "latency",
-                f"a message of 8 bytes between stages {latest['lower']} and "
-                f"{latest['lower'] + 1} takes {latest['small_latency_s'] * 1e3:.1f} ms",
-                "see what else runs on this host (top), and give each process a core of its own",
-            )
-        )
-    if least[lower] < slow:
-        found.append(
-            _warning(
-                "bandwidth",
-                f"{least[lower] / 1e9:.2f} GB/s between stages {names}, where "
-                f"{slow / 1e9:.2f} GB/s and much more is usual",
-                "see what else runs on this host (top), and whether its CPU time is limited"
-                if is_cpu
-                else "run once with NCCL_DEBUG=INFO: 'via SHM' or 'via NET' means that these GPUs "
-                "cannot reach one another directly",
-            )
-        )
-    elif least[lower] < _OUTLIER * best:
-        found.append(
-            _warning(
-                "bandwidth",
-                f"{least[lower] / 1e9:.2f} GB/s between stages {names}, {best / 1e9:.2f} GB/s "
-                "between others",
-                "choose the order of devices so that neighbours are close (nvidia-smi topo -m), or "
-                "a balance that cuts where activations are small",
-            )
-        )
-    return found or [
-        _ok("channels", f"{least[lower] / 1e9:.2f} GB/s and more between neighbouring stages")
-    ]
-
-
-def _least(pair: Mapping[str, Any]) -> float:
-    return float(min(pair["down_bytes_per_s"], pair["up_bytes_per_s"]))
-
-
 def _check_python(facts: Facts) -> Iterator[Check]:
     if _numbers(facts.python) < (3, 11):
-        yield _failure("Python", facts.python, "procpipe needs Python 3.11 or newer")
+        yield failure("Python", facts.python, "procpipe needs Python 3.11 or newer")
     else:
-        yield _ok("Python", facts.python)
+        yield ok("Python", facts.python)
 
 
 def _check_torch(facts: Facts) -> Iterator[Check]:
@@ -152,21 +105,19 @@ def _check_torch(facts: Facts) -> Iterator[Check]:
     built = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs only"
     told = f"{torch.version}, {built}"
     if _numbers(torch.version) < _MIN_TORCH:
-        yield _failure("torch", told, "install torch 2.6 or newer")
+        yield failure("torch", told, "install torch 2.6 or newer")
     elif not torch.is_distributed:
-        yield _failure("torch", f"{told}, without torch.distributed", "install torch's own build")
+        yield failure("torch", f"{told}, without torch.distributed", "install torch's own build")
     elif torch.cuda and not torch.nccl:
-        yield _failure(
-            "torch", f"{told}, without NCCL", "install torch's own build: GPUs need NCCL"
-        )
+        yield failure("torch", f"{told}, without NCCL", "install torch's own build: GPUs need NCCL")
     else:
         nccl = f", NCCL {'.'.join(map(str, torch.nccl))}" if torch.nccl else ""
-        yield _ok("torch", f"{told}{nccl}")
+        yield ok("torch", f"{told}{nccl}")
 
 
 def _check_gpus(facts: Facts) -> Iterator[Check]:
     if facts.gpu_error:
-        yield _failure(
+        yield failure(
             "GPUs",
             f"torch cannot be asked for them: {facts.gpu_error}",
             "see whether nvidia-smi works; if not, the driver must be mended or loaded again",
@@ -183,15 +134,15 @@ def _check_gpus(facts: Facts) -> Iterator[Check]:
                 f"the driver may be too old for CUDA {facts.torch.cuda} (see nvidia-smi): update "
                 "it, or install a torch that is built for an older CUDA"
             )
-        yield _warning("GPUs", told, mend)
+        yield warning("GPUs", told, mend)
     elif not facts.gpus:
-        yield _ok("GPUs", "none: stages run on CPUs")
+        yield ok("GPUs", "none: stages run on CPUs")
     else:
         used = [k for k, gpu in enumerate(facts.gpus) if gpu.free_bytes < 0.9 * gpu.total_bytes]
         names = ", ".join(sorted({gpu.name for gpu in facts.gpus}))
         told = f"{_counted(len(facts.gpus), 'GPU')} ({names})"
         if used:
-            yield _warning(
+            yield warning(
                 "GPUs",
                 f"{told}; in use already: "
                 + ", ".join(
@@ -203,7 +154,7 @@ def _check_gpus(facts: Facts) -> Iterator[Check]:
             )
         else:
             least = min(gpu.free_bytes for gpu in facts.gpus)
-            yield _ok("GPUs", f"{told}, at least {_gib(least)} free on each")
+            yield ok("GPUs", f"{told}, at least {_gib(least)} free on each")
 
 
 def _check_sharing(facts: Facts) -> Iterator[Check]:
@@ -212,13 +163,13 @@ def _check_sharing(facts: Facts) -> Iterator[Check]:
         return
     told = f"{facts.num_processes} processes for {_counted(len(facts.gpus), 'GPU')}"
     if facts.torch.nccl < _MIN_NCCL_TO_SHARE:
-        yield _failure(
+        yield failure(
             "sharing GPUs",
             f"{told}, and NCCL {'.'.join(map(str, facts.torch.nccl))}, which refuses that",
             f"start {_processes(len(facts.gpus))}, or install a torch with NCCL 2.30 or newer",
         )
     else:
-        yield _warning(
+        yield warning(
             "sharing GPUs",
             told,
             f"start {_processes(len(facts.gpus))}, or say which GPU each one uses: "
@@ -236,27 +187,27 @@ def _check_peer_access(facts: Facts) -> Iterator[Check]:
         if b not in gpus[a].peers or a not in gpus[b].peers
     ]
     if apart:
-        yield _warning(
+        yield warning(
             "peer access",
             f"neighbours that cannot reach one another's memory: GPUs {', '.join(apart)}",
             "their tensors go through the host's memory; nvidia-smi topo -p2p r tells why (in a "
             "virtual machine or with IOMMU on, PCI access control must be off)",
         )
     elif facts.environment.get("NCCL_P2P_DISABLE", "0") != "0":
-        yield _warning(
+        yield warning(
             "peer access",
             "turned off by NCCL_P2P_DISABLE",
             "unset NCCL_P2P_DISABLE, or tensors go through the host's memory",
         )
     else:
-        yield _ok("peer access", "between all neighbours")
+        yield ok("peer access", "between all neighbours")
 
 
 def _check_cores(facts: Facts) -> Iterator[Check]:
     num_cpus = facts.limits.num_cpus
     shares = sorted({place.num_cores for place in facts.places})
     if num_cpus is not None and num_cpus < facts.num_processes:
-        yield _warning(
+        yield warning(
             "cores",
             f"{facts.topology}, but CPU time of {num_cpus:g} CPUs only, for "
             f"{_processes(facts.num_processes)}",
@@ -265,11 +216,11 @@ def _check_cores(facts: Facts) -> Iterator[Check]:
         )
     elif shares[0] > 0:
         told = f"{shares[0]}" if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
-        yield _ok("cores", f"{facts.topology}; each process has {told} of its own")
+        yield ok("cores", f"{facts.topology}; each process has {told} of its own")
     elif facts.environment.get("PROCPIPE_PIN") == "0":
-        yield _ok("cores", f"{facts.topology}; nobody is pinned, by PROCPIPE_PIN=0")
+        yield ok("cores", f"{facts.topology}; nobody is pinned, by PROCPIPE_PIN=0")
     else:
-        yield _warning(
+        yield warning(
             "cores",
             f"{facts.topology}, for {facts.num_processes} processes: nobody is pinned",
             "start fewer processes, or stages that should run at the same time take turns",
@@ -282,9 +233,9 @@ def _check_threads(facts: Facts) -> Iterator[Check]:
         return
     least = min(place.num_cores for place in facts.places) or 1
     if told.isdigit() and 0 < int(told) <= least:
-        yield _ok("threads", f"OMP_NUM_THREADS={told}")
+        yield ok("threads", f"OMP_NUM_THREADS={told}")
     else:
-        yield _warning(
+        yield warning(
             "threads",
             f"OMP_NUM_THREADS={told}, and {_counted(least, 'core')} a process",
             f"unset it, or set it to {least}: more threads than cores wait for one another",
@@ -303,20 +254,20 @@ def _check_memory(facts: Facts) -> Iterator[Check]:
                 "group may use"
             )
     if available_bytes < facts.num_processes * _MIN_BYTES_A_PROCESS:
-        yield _warning(
+        yield warning(
             "memory",
             f"{told}, for {_processes(facts.num_processes)}",
             "free some, raise the container's limit or start fewer processes: one that finds none "
             "is killed (each takes 0.3 GiB before it has a model)",
         )
     elif facts.swapped_bytes > _GIB:
-        yield _warning(
+        yield warning(
             "memory",
             f"{told}, {_gib(facts.swapped_bytes)} swapped out",
             "end what needs it: a stage that waits for its memory holds up all others",
         )
     else:
-        yield _ok("memory", told)
+        yield ok("memory", told)
 
 
 def _check_shared_memory(facts: Facts) -> Iterator[Check]:
@@ -326,36 +277,37 @@ def _check_shared_memory(facts: Facts) -> Iterator[Check]:
         "Memory at /dev/shm in a pod): NCCL and loaders' workers need it"
     )
     if facts.shm_bytes is None:
-        yield _warning(name, "there is no /dev/shm", mend)
+        yield warning(name, "there is no /dev/shm", mend)
     elif facts.shm_free_bytes < _MIN_SHM_BYTES:
         told = f"{_mib(facts.shm_free_bytes)} of {_mib(facts.shm_bytes)} free in /dev/shm"
         if facts.shm_bytes >= _MIN_SHM_BYTES:
             mend = "see what is left in /dev/shm by programs that have ended, and remove it"
-        yield _warning(name, told, mend)
+        yield warning(name, told, mend)
     else:
-        yield _ok(name, f"{_gib(facts.shm_free_bytes)} free in /dev/shm")
+        yield ok(name, f"{_gib(facts.shm_free_bytes)} free in /dev/shm")
 
 
 def _check_files(facts: Facts) -> Iterator[Check]:
-    needed = _FILES_ALONE + _FILES_A_PEER * facts.num_processes
+    needed = _FILES_ALONE + _FILES_A_PROCESS * facts.num_processes
     told = f"{facts.max_files} a process" if facts.max_files < 1 << 60 else "no limit"
     more = max(needed, 65536)
-    mend = f"ulimit -n {min(more, facts.max_files_hard)}"
+    mends = [f"ulimit -n {min(more, facts.max_files_hard)}"]
     if facts.max_files_hard < more:
-        mend += f", or more, which root allows (limits.conf, docker run --ulimit nofile={more})"
+        mends.append(f"have root allow more (limits.conf, docker run --ulimit nofile={more})")
+    mend = ", or ".join(mends if facts.max_files < facts.max_files_hard else mends[-1:])
     if facts.max_files < needed:
-        yield _failure("open files", f"{told}, of which {needed} are needed", mend)
+        yield failure("open files", f"{told}, of which {needed} are needed", mend)
     elif facts.max_files < _COMFORTABLE_FILES:
-        yield _warning("open files", f"{told}, which a loader's workers may use up", mend)
+        yield warning("open files", f"{told}, which a loader's workers may use up", mend)
     else:
-        yield _ok("open files", told)
+        yield ok("open files", told)
 
 
 def _check_address_space(facts: Facts) -> Iterator[Check]:
     if facts.max_address_bytes is not None:
         told = f"a process may have {_gib(facts.max_address_bytes)}"
         mend = "ulimit -v unlimited: threads' stacks count, and CUDA reserves far more than it uses"
-        yield (_failure if facts.gpus else _warning)("address space", told, mend)
+        yield (failure if facts.gpus else warning)("address space", told, mend)
 
 
 def _check_sockets(facts: Facts) -> Iterator[Check]:
@@ -380,18 +332,26 @@ def _check_sockets(facts: Facts) -> Iterator[Check]:
         )
         if error
     ]
-    named = facts.environment.get("GLOO_SOCKET_IFNAME", "")
-    unknown = [name for name in named.split(",") if name and name not in facts.interfaces]
-    if unknown:
-        faults.append(
-            _failure(
-                "sockets",
-                f"GLOO_SOCKET_IFNAME names {', '.join(unknown)}, and this host has "
-                f"{', '.join(facts.interfaces)}",
-                "unset it, or name an interface that there is on every host",
-            )
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    faults += [
+        failure(
+            "sockets",
+            f"{variable} names {facts.environment[variable]}, and this host has "
+            f"{', '.join(facts.interfaces)}",
+            "unset it, or name an interface that there is on every host",
         )
-    yield from faults or [_ok("sockets", "loopback and abstract unix sockets")]
+        for variable in variables
+        if not _names_an_interface(facts.environment.get(variable, ""), facts.interfaces)
+    ]
+    yield from faults or [ok("sockets", "loopback and abstract unix sockets")]
+
+
+def _names_an_interface(named: str, interfaces: Sequence[str]) -> bool:
+    """Tell whether an interface is named; NCCL takes beginnings too, =names and ^exceptions."""
+    names = [name.removeprefix("=").partition(":")[0] for name in named.split(",") if name]
+    if not names or named.startswith("^"):
+        return True
+    return any(there.startswith(name) for name in names for there in interfaces)
 
 
 def _check_name(facts: Facts) -> Iterator[Check]:
@@ -401,24 +361,12 @@ def _check_name(facts: Facts) -> Iterator[Check]:
     )
     if facts.name_error:
         told = f"no address is found for {facts.host_name} ({facts.name_error})"
-        yield _warning("host name", told, mend)
+        yield warning("host name", told, mend)
     elif facts.name_s > _SLOW_NAME_S:
         told = f"finding the address of {facts.host_name} took {facts.name_s:.1f} s"
-        yield _warning("host name", told, mend)
+        yield warning("host name", told, mend)
     else:
-        yield _ok("host name", facts.host_name)
-
-
-def _ok(name: str, told: str) -> Check:
-    return Check(name, Status.OK, told)
-
-
-def _warning(name: str, told: str, mend: str) -> Check:
-    return Check(name, Status.WARNING, told, mend)
-
-
-def _failure(name: str, told: str, mend: str) -> Check:
-    return Check(name, Status.FAILURE, told, mend)
+        yield ok("host name", facts.host_name)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

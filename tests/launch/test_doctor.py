@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from procpipe.launch import doctor
-from procpipe.launch.checks import Check, Status, check_channels, check_host
+from procpipe.launch import doctor, measuring
+from procpipe.launch.checks import Check, Status, check_host
 from procpipe.launch.facts import Facts, Gpu, Limits, Torch, limits_of
 from rich.console import Console
 
@@ -167,12 +167,18 @@ BAD = [
         "1 MiB of 8192 MiB free",
         "left in /dev/shm by programs that have ended",
     ),
-    ({"max_files": 64}, "open files: failure", "64 a process, of which 116", "ulimit -n 65536"),
+    ({"max_files": 40}, "open files: failure", "40 a process, of which 48 are", "ulimit -n 65536"),
     (
         {"max_files": 256, "max_files_hard": 4096},
         "open files: warning",
         "256 a process, which a loader's workers may use up",
-        "ulimit -n 4096, or more, which root allows",
+        "ulimit -n 4096, or have root allow more (limits.conf,",
+    ),
+    (
+        {"max_files": 256, "max_files_hard": 256},
+        "open files: warning",
+        "256 a process",
+        "have root allow more",
     ),
     ({"max_address_bytes": GIB}, "address space: warning", "may have 1.0 GiB", "ulimit -v unlim"),
     (
@@ -185,10 +191,16 @@ BAD = [
     ({"unix_error": "EPERM: no"}, "sockets: failure", "abstract unix sockets cannot", "on Linux"),
     ({"memfd_error": "ENOSYS: no"}, "sockets: failure", "memfd_create (ENOSYS: no)", "on Linux"),
     (
-        {"environment": {"GLOO_SOCKET_IFNAME": "eth0,ib0"}},
+        {"environment": {"GLOO_SOCKET_IFNAME": "ib0"}},
         "sockets: failure",
         "GLOO_SOCKET_IFNAME names ib0, and this host has lo, eth0",
         "unset it, or name an interface",
+    ),
+    (
+        {"environment": {"NCCL_SOCKET_IFNAME": "=ib0,bond"}},
+        "sockets: failure",
+        "NCCL_SOCKET_IFNAME names =ib0,bond, and",
+        "unset it",
     ),
     (
         {"name_error": "gaierror: -2"},
@@ -208,6 +220,13 @@ def test_what_is_not_well_is_told_with_what_to_do(changes, what, told, mend):
     assert f"{fault.name}: {fault.status}" == what
     assert told in fault.told
     assert mend in fault.mend
+
+
+@pytest.mark.parametrize("named", ["eth0", "eth", "=eth0", "^docker0", "ib0,eth0", "eth0:23", ""])
+def test_an_interface_is_named_as_nccl_reads_it(named):
+    facts = replace(GOOD, environment={"NCCL_SOCKET_IFNAME": named})
+
+    assert {check.status for check in check_host(facts)} == {Status.OK}
 
 
 def test_several_faults_of_one_kind_are_all_told():
@@ -264,13 +283,13 @@ def measured(*gb_per_s, small_s=4e-5, device="cpu"):
         (
             measured(2, small_s=0.004),
             "latency: warning",
-            "8 bytes between stages 0 and 1 takes 4.0 ms",
+            "a message of 8 bytes takes 4.0 ms between stages 0 and 1",
             "a core of its own",
         ),
     ],
 )
 def test_what_is_measured_is_judged(report, what, told, mend):
-    (check,) = check_channels(report)
+    _, check = measuring.check_measured(measuring.Measured(report, "", 4.0), 2)
 
     assert f"{check.name}: {check.status}" == what
     assert told in check.told
@@ -336,6 +355,17 @@ def test_a_terminal_gets_all_of_it():
     assert all(len(line) <= 60 for line in written.getvalue().splitlines())
 
 
+def test_with_fewer_gpus_than_processes_nothing_is_measured(capsys):
+    facts = replace(GOOD, gpus=gpus(1), **WITH_GPUS)
+
+    code = doctor._examine(facts, Console(), doctor._parser().parse_args([]))
+
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 1
+    assert lines[-2].startswith("warning  start          not tried: there are fewer GPUs than")
+    assert lines[-1].endswith("-> procpipe doctor -n 1 measures")
+
+
 # -- for real ------------------------------------------------------------------------------------
 
 
@@ -387,12 +417,12 @@ def python(code):
 def test_a_probe_that_dies_is_told_with_its_last_words():
     code = "import os\nif os.environ['RANK'] == '1': raise ValueError('a bad day')"
 
-    outcome = doctor.measure(2, program=python(code))
+    outcome = measuring.measure(2, program=python(code))
 
     assert outcome.report is None
     assert outcome.story.startswith("exit code 1\n")
     assert outcome.story.splitlines()[-1] == "  rank 1: ValueError: a bad day"
-    (check,) = doctor._judge(outcome, 2)
+    (check,) = measuring.check_measured(outcome, 2)
     assert check.status == Status.FAILURE
     assert check.told.startswith("2 processes could not measure the channels between them: exit")
 
@@ -400,10 +430,10 @@ def test_a_probe_that_dies_is_told_with_its_last_words():
 @pytest.mark.dist
 @pytest.mark.usefixtures("token")
 def test_a_probe_that_hangs_is_ended():
-    outcome = doctor.measure(1, timeout_s=2.5, program=python("import signal; signal.pause()"))
+    outcome = measuring.measure(1, timeout_s=1.5, program=python("import signal; signal.pause()"))
 
     assert outcome.report is None
-    assert outcome.story.startswith("no end within 2.5 s")
+    assert outcome.story.startswith("no end within 1.5 s")
 
 
 #: Starts a process that writes on its board and then waits for ever.
@@ -425,10 +455,10 @@ def test_who_hangs_is_told_with_where_it_is():
     launcher = subprocess.Popen([sys.executable, "-S", "-c", HANG, board.__file__])
     try:
         deadline_s = time.monotonic() + 60
-        while not (where := doctor._whereabouts(launcher)) or "activation" not in where[0]:
+        while not (where := measuring._whereabouts(launcher)) or "activation" not in where[0]:
             assert time.monotonic() < deadline_s
     finally:
-        doctor._end(launcher)
+        measuring._end(launcher)
 
     assert len(where) == 1
     assert where[0].startswith("  rank 3: in step(), waiting ")
