@@ -1,0 +1,200 @@
+"""Several hosts for tests: network namespaces joined by a cable, or addresses of the loopback.
+
+    with network_namespaces(2) as (a, b):           # skips where they cannot be made
+    with loopback_addresses(2) as (a, b):           # always there; ranks talk over TCP too
+        with Job() as job:
+            agents = [job.start(host, ["torchrun", ...]) for host in (a, b)]
+            agents[0].wait_end()
+
+No process outlives the ``Job``, no namespace the ``with``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.dist.pool import job_environment
+from tests.dist.script import TOKEN, _frozen_job, _job, _wait_end
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+#: How long a test of a few seconds may take on a machine that is busy with others.
+TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """A place to start processes at.
+
+    Attributes:
+        address: what the other hosts reach it by.
+        enter: the words before a command that run it there.
+        environment: what its processes must be told.
+    """
+
+    address: str
+    enter: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def loopback_addresses(num_hosts: int) -> Iterator[list[Host]]:
+    """Give addresses of this host; who is told different ones takes the others to be elsewhere."""
+    addresses = [f"127.0.0.{number}" for number in range(2, 2 + num_hosts)]
+    yield [Host(address, (), {"PROCPIPE_ADDRESS": address}) for address in addresses]
+
+
+@contextlib.contextmanager
+def network_namespaces(num_hosts: int) -> Iterator[list[Host]]:
+    """Make hosts that share nothing of the network but one cable each to a common switch."""
+    prefix = f"pp{os.getpid()}"
+    switch, names = f"{prefix}s", [f"{prefix}n{number}" for number in range(num_hosts)]
+    hosts = []
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for number, name in enumerate(names):
+            address, port = f"10.231.77.{number + 1}", f"port{number}"
+            _ip("netns", "add", name)
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "cable", "netns", name)
+            _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            _ip("-n", name, "link", "set", "cable", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            hosts.append(Host(address, ("ip", "netns", "exec", name)))
+    except (OSError, subprocess.CalledProcessError) as error:
+        _remove([*names, switch])
+        told = getattr(error, "stderr", "") or str(error)
+        pytest.skip(f"network namespaces cannot be made here: {told.strip()}")
+    try:
+        yield hosts
+    finally:
+        _remove([*names, switch])
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+def _remove(names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            _ip("netns", "delete", name)
+
+
+class Process:
+    """One command on a host, with what it and its children write."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
+        self.popen = popen
+        self._log = log
+
+    @property
+    def output(self) -> str:
+        """All that was written so far, standard output and error."""
+        return self._log.read_text(errors="replace")
+
+    def wait_output(self, *words: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until all of these were written."""
+        wait_until(
+            lambda: all(word in self.output for word in words) or self.popen.poll() is not None,
+            timeout_s,
+        )
+        for word in words:
+            assert word in self.output, f"{word!r} is missing in\n{self.output}"
+
+    def wait_end(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for the end of the command, and return its exit code."""
+        try:
+            return self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end in {timeout_s} s:\n{self.output}") from None
+
+    def kill_all(self) -> None:
+        """Kill the command and all it has started at once, as if the host lost power."""
+        processes = [psutil.Process(self.popen.pid)]
+        processes += processes[0].children(recursive=True)
+        for process in processes:
+            process.suspend()  # so that none sees another end
+        for process in processes:
+            process.kill()
+        self.popen.wait(TIMEOUT_S)
+
+
+class Job:
+    """Commands that belong together; none of their processes outlives it."""
+
+    def __init__(self) -> None:
+        self._token = uuid.uuid4().hex
+        self._processes: list[Process] = []
+
+    def __enter__(self) -> Job:
+        self._folder = tempfile.TemporaryDirectory(prefix="procpipe-hosts-")
+        self.path = Path(self._folder.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for survivor in _frozen_job(self._token):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                survivor.kill()
+                _wait_end(survivor.pid, 10.0)
+        for process in self._processes:
+            process.popen.wait()
+        self._folder.cleanup()
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file into the job's folder."""
+        path = self.path / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def start(self, host: Host, argv: Sequence[object], **environment: str) -> Process:
+        """Start a command on a host."""
+        log = self.path / f"log{len(self._processes)}"
+        base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        variables = base | job_environment() | {"TORCH_CPP_LOG_LEVEL": "ERROR", TOKEN: self._token}
+        with log.open("wb") as file:
+            popen = subprocess.Popen(
+                [*host.enter, *map(str, argv)],
+                cwd=self.path,
+                env=variables | dict(host.environment) | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+        self._processes.append(Process(popen, log))
+        return self._processes[-1]
+
+    def survivors(self) -> list[str]:
+        """Return what still runs."""
+        return [" ".join(process.cmdline()) for process in _job(self._token)]
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
+    """Ask often until it is so."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not so in {timeout_s} s"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """Return a port that nobody uses now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

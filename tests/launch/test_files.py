@@ -1,0 +1,312 @@
+"""The ready files for Slurm and Kubernetes, run on this machine by stand-ins for the schedulers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.hosts import Host, Job, free_port, loopback_addresses, wait_until
+
+ROOT = Path(__file__).parents[2]
+SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
+POD = ROOT / "launch" / "kubernetes" / "job.yaml"
+PAGE = ROOT / "docs" / "several_nodes.md"
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+#: Says where it is, and waits for the other, and for a word; without torch, since what is
+#: tested are the files.
+SCRIPT = """
+import json, os, sys, time
+rank = os.environ["RANK"]
+names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID",
+         "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE")
+place = {name: os.environ[name] for name in names}
+with open(f"rank{rank}.part", "w") as file:
+    json.dump([place, sys.argv[1:]], file)
+os.rename(f"rank{rank}.part", f"rank{rank}.json")
+while not os.path.exists("rank0.json") or not os.path.exists("rank1.json"):
+    time.sleep(0.05)
+while "--wait" in sys.argv and not os.path.exists("stop"):
+    time.sleep(0.05)
+print("rank", rank, "is done")
+"""
+
+#: Starts each task of a step on an "own node" of the loopback, as srun does with one task a node.
+SRUN = """
+import os, subprocess, sys
+words = sys.argv[1:]
+while words[0].startswith("--"):
+    words.pop(0)
+tasks = []
+for node, name in enumerate(os.environ["SLURM_JOB_NODELIST"].split(",")):
+    own = {"SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURMD_NODENAME": name}
+    tasks.append(subprocess.Popen(words, env=os.environ | own))
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+SCONTROL = """
+import os, sys
+if sys.argv[1:3] == ["show", "hostnames"]:
+    print(*sys.argv[3].split(","), sep="\\n")
+else:
+    with open("scontrol.log", "a") as file:
+        print(*sys.argv[1:], file=file)
+"""
+
+
+def with_commands(job, **scripts):
+    """Return a PATH that has these, each a Python program, before all others."""
+    folder = job.path / "bin"
+    folder.mkdir()
+    for name, text in scripts.items():
+        path = folder / name
+        path.write_text(f"#!{sys.executable}\n{text}")
+        path.chmod(0o755)
+    # torchrun is where Python is, which an activated environment has on its PATH.
+    return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def told(job):
+    return {rank: json.loads((job.path / f"rank{rank}.json").read_text()) for rank in (0, 1)}
+
+
+def have_started(job):
+    return all((job.path / f"rank{rank}.json").exists() for rank in (0, 1))
+
+
+# -- Slurm ---------------------------------------------------------------------------------------
+
+
+def sbatch(job, *words, srun=SRUN):
+    """Run the batch script as Slurm does on the first of two nodes."""
+    job.write("train.py", SCRIPT)
+    path = with_commands(job, srun=srun, scontrol=SCONTROL)
+    with loopback_addresses(2) as hosts:
+        slurm = {
+            "PATH": path,
+            "SLURM_JOB_ID": str(free_port()),  # the port is derived from it
+            "SLURM_JOB_NAME": "procpipe",
+            "SLURM_JOB_NODELIST": ",".join(host.address for host in hosts),
+            "SLURM_NNODES": "2",
+        }
+        return job.start(Host("127.0.0.1"), ["bash", SBATCH, *words], **slurm), slurm
+
+
+def test_slurm_starts_one_torchrun_a_node_and_queues_again_when_the_time_is_up():
+    with Job() as job:
+        batch, slurm = sbatch(job, "train.py", "--wait", "two words")
+        wait_until(lambda: have_started(job))
+        batch.popen.send_signal(signal.SIGUSR1)  # as by --signal=B:USR1@120
+        batch.wait_output("time is up: queued again")
+        wait_until((job.path / "scontrol.log").exists)
+        assert batch.popen.poll() is None  # it goes on until Slurm ends it
+        job.write("stop", "")
+        assert batch.wait_end() == 0, batch.output
+
+        for rank, (place, words) in told(job).items():
+            assert words == ["--wait", "two words"]
+            assert place["MASTER_ADDR"] in slurm["SLURM_JOB_NODELIST"].split(",")
+            del place["MASTER_ADDR"]
+            assert place == {
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "TORCHELASTIC_RUN_ID": slurm["SLURM_JOB_ID"],
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+                "TORCHELASTIC_USE_AGENT_STORE": "False",
+            }
+            assert f"rank {rank} is done" in batch.output
+        assert (job.path / "scontrol.log").read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n"
+        logs = job.path / f"procpipe-{slurm['SLURM_JOB_ID']}"
+        assert len(list(logs.rglob("stdout.log"))) == 2
+        assert not job.survivors()
+
+
+def test_slurm_hears_of_a_failure():
+    with Job() as job:
+        batch, _ = sbatch(job, "train.py", srun="raise SystemExit(3)")
+
+        assert batch.wait_end() == 3
+
+
+def test_slurm_without_a_script_says_how_to_use_it():
+    with Job() as job:
+        batch, _ = sbatch(job)
+
+        assert batch.wait_end() == 2
+        assert batch.output == "usage: sbatch train.sbatch SCRIPT [ARGUMENTS]\n"
+
+
+def test_slurms_options_come_before_the_first_command():
+    """Slurm reads none after it."""
+    lines = SBATCH.read_text().splitlines()
+    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
+
+    assert lines[0] == "#!/bin/bash"
+    assert len(options) >= 8
+    assert max(options) < min(commands)
+
+
+# -- Kubernetes ----------------------------------------------------------------------------------
+
+
+def parse_yaml(lines, indent=0) -> Any:
+    """Read the part of YAML that the file is written in: blocks, plain and quoted values, "|"."""
+    found: Any = None
+    while lines:
+        line = lines[0]
+        depth = len(line) - len(line.lstrip())
+        if depth < indent:
+            break
+        assert depth == indent, line
+        lines.pop(0)
+        text = line.strip()
+        if text.startswith("- "):
+            found = found or []
+            if ": " in text or text.endswith(":"):  # a mapping that begins on the dash's line
+                lines.insert(0, " " * (indent + 2) + text[2:])
+                found.append(parse_yaml(lines, indent + 2))
+            elif text == "- |":
+                found.append(literal(lines, indent))
+            else:
+                found.append(scalar(text[2:]))
+            continue
+        key, _, value = text.partition(":")
+        found = found or {}
+        assert key not in found, line
+        if value.strip():
+            found[key] = scalar(value.strip())
+        else:
+            inner = len(lines[0]) - len(lines[0].lstrip())
+            found[key] = parse_yaml(lines, inner)
+    return found
+
+
+def literal(lines, indent):
+    taken = []
+    while lines and lines[0].startswith(" " * (indent + 2)):
+        taken.append(lines.pop(0)[indent + 2 :])
+    return "\n".join(taken) + "\n"
+
+
+def scalar(text):
+    if text.startswith('"'):
+        return json.loads(text)
+    return int(text) if text.isdigit() else text
+
+
+def documents():
+    """Return the service and the job of the file."""
+    found = []
+    for text in POD.read_text().split("\n---\n"):
+        lines = []
+        for line in text.splitlines():
+            is_comment = line.lstrip().startswith("#") and "The name of pod 0" not in line
+            if line.strip() and not is_comment:
+                lines.append(line.split("   # ")[0].rstrip() if "   # <<<" in line else line)
+        found.append(parse_yaml(lines))
+    return found
+
+
+def test_pods_can_find_pod_0():
+    service, job = documents()
+    pod = job["spec"]["template"]["spec"]
+    name = job["metadata"]["name"]
+
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] == "true"
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert environment(pod)["RDZV_HOST"] == f"{name}-0.{pod['subdomain']}"
+
+
+def test_all_pods_run_at_once_and_start_again():
+    _, job = documents()
+    spec = job["spec"]
+
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == 2
+    assert environment(spec["template"]["spec"])["NNODES"] == "2"
+    assert spec["template"]["spec"]["restartPolicy"] == "OnFailure"
+
+
+def test_a_process_has_its_gpu_and_shared_memory():
+    _, job = documents()
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (volume,) = pod["volumes"]
+
+    assert str(container["resources"]["limits"]["nvidia.com/gpu"]) == environment(pod)["NPROC"]
+    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/dev/shm"}]
+    assert volume["emptyDir"]["medium"] == "Memory"
+
+
+def environment(pod):
+    (container,) = pod["containers"]
+    return {one["name"]: one.get("value") for one in container["env"]}
+
+
+def test_kubernetes_command_starts_a_torchrun_a_pod():
+    _, spec = documents()
+    pod = spec["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert [one["name"] for one in container["env"] if "value" not in one] == ["POD_IP"]
+    with loopback_addresses(2) as hosts, Job() as job:
+        job.write("train.py", SCRIPT)
+        variables = environment(pod) | {
+            "PATH": with_commands(job),
+            "NPROC": "1",
+            "RDZV_HOST": hosts[0].address,
+            "RDZV_PORT": str(free_port()),
+        }
+        pods = [
+            job.start(
+                host,
+                [*container["command"], *container["args"]],
+                **variables | {"POD_IP": host.address, "JOB_COMPLETION_INDEX": str(index)},
+            )
+            for index, host in enumerate(hosts)
+        ]
+        for one in pods:
+            assert one.wait_end() == 0, one.output
+
+        for place, words in told(job).values():
+            assert words == ["--epochs", "10"]
+            assert place["WORLD_SIZE"] == "2"
+            assert place["TORCHELASTIC_RUN_ID"] == "procpipe-train"
+            assert place["TORCHELASTIC_MAX_RESTARTS"] == "3"
+            assert place["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+        assert not job.survivors()
+
+
+# -- all -----------------------------------------------------------------------------------------
+
+
+def test_files_are_found_as_the_documentation_says():
+    line = next(
+        line for line in PAGE.read_text().splitlines() if "procpipe.launch.__file__" in line
+    )
+    command = line.strip().replace("python ", f"{sys.executable} ", 1)
+    done = subprocess.run(["sh", "-c", command], check=True, capture_output=True, text=True)
+
+    for path in (SBATCH, POD):
+        found = Path(done.stdout.strip()) / path.relative_to(ROOT / "launch")
+        assert found.read_text() == path.read_text()
+
+
+@pytest.mark.parametrize("path", [SBATCH, POD], ids=lambda path: path.name)
+def test_files_are_installed_with_the_launcher(path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["procpipe.launch"]
+
+    assert any(path.relative_to(ROOT / "launch").match(pattern) for pattern in patterns)
