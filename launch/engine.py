@@ -21,7 +21,6 @@ from procpipe.launch.ranks import Logs
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 __all__ = ["Job", "Outcome", "Stopped", "can_bind_numa", "run_job"]
@@ -104,7 +103,11 @@ def run_job(job: Job, on_attempt: OnAttempt) -> Outcome:
         launch_agent(_config(job, on_attempt), sys.executable, ["-u", *job.command])
     except ChildFailedError as error:
         return Outcome({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except (RendezvousError, OSError, RuntimeError) as error:
+    except Stopped:
+        raise
+    except SignalException as error:  # the one signal that the agent takes itself
+        raise Stopped(error.sigval) from error
+    except Exception as error:  # no store, no room for logs, a host that does not come, …
         logging.getLogger("torch.distributed.elastic").exception("the agent failed")
         return Outcome({}, f"{type(error).__name__}: {error}")
     return Outcome({})

@@ -42,7 +42,7 @@ _NUM_LAST_WORDS = 12
 #: A rank that is killed so long after another failed was killed for that.
 _TOO_LATE_S = 1.0
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: "out of memory (see `dmesg`), a limit of the batch system, or somebody's "
     "`kill -9`",
     signal.SIGSEGV: "native code crashed; PYTHONFAULTHANDLER=1 shows where",
@@ -231,7 +231,7 @@ def _hint(first: End, num_oom_kills: int) -> str:
     code = first.code
     if code is None or code >= 0 or first.recorded is not None:
         return ""
-    told = f"{signal_name(code)}: {_HINTS.get(signal.Signals(-code), 'somebody sent it')}."
+    told = f"{signal_name(code)}: {_HINTS.get(-code, 'somebody sent it')}."
     if first.rss_bytes:
         told += f" It was last seen with {first.rss_bytes / 2**30:.1f} GiB of memory."
     if code == -signal.SIGKILL and num_oom_kills:

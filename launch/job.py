@@ -32,7 +32,6 @@ from rich.text import Text
 __all__ = ["run"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -64,8 +63,8 @@ def run(job: Job, token: str, view_mode: str) -> int:
         with stopper.installed():
             try:
                 outcome = run_job(job, lambda logs, n: _begin(job, ranks, view, logs, n))
-            except Stopped:
-                pass
+            except Stopped as stopped:
+                stopper.signal = stopped.sigval
             finally:
                 stopper.is_armed = False
                 grace_s = 0.0 if stopper.signal is not None else _LEFTOVER_GRACE_S
@@ -129,7 +128,7 @@ class _Stopper:
             self.signal = signal.Signals(number)
             self._view.hush()
             again = "; again to kill them" if self.signal is signal.SIGINT else ""
-            self._view.say(f"procpipe: {_NAMES[self.signal]}: ending all processes{again}")
+            self._view.say(f"procpipe: {_name(self.signal)}: ending all processes{again}")
             raise Stopped(number)
         self._view.say("procpipe: killing all processes")
         # The agent waits for them, and so ends its wait.
@@ -156,14 +155,14 @@ class _End:
 
     def by_signal(self, number: signal.Signals) -> int:
         """Write one line."""
-        self._print(f"procpipe: ended by {_NAMES[number]} after {self._story()}")
+        self._print(f"procpipe: ended by {_name(number)} after {self._story()}")
         return 128 + number
 
     def badly(self, outcome: Outcome, num_oom_kills: int) -> int:
         """Write the report, here and into the run's folder."""
         if outcome.error or self.attempt is None:
             failure = Failure(
-                f"the ranks could not be started: {outcome.error}",
+                f"torch's agent could not run the ranks: {outcome.error}",
                 f"Logs: {short_path(self.job.folder)}/launcher.log",
                 1,
             )
@@ -194,6 +193,10 @@ class _End:
 
     def _print(self, text: str) -> None:
         self.view.console.print(text, soft_wrap=True)
+
+
+def _name(number: signal.Signals) -> str:
+    return "Ctrl-C" if number is signal.SIGINT else number.name
 
 
 def _adopt_orphans() -> None:

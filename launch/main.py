@@ -146,13 +146,14 @@ class _Run:
         from procpipe.host.topology import gpu_pcis
 
         options = self._options
+        processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
         binding = (
             f"torch's own NUMA binding, {options.numa_binding}" if options.numa_binding else ""
         )
         if options.no_pin or binding or os.environ.get("PROCPIPE_PIN") == "0":
-            print(f"{num_processes} processes on this host, {binding or 'not pinned to cores'}")
+            print(f"{processes} on this host, {binding or 'not pinned to cores'}")
         else:
-            print(f"{num_processes} processes on this host:\n")
+            print(f"{processes} on this host:\n")
             print(table(places_of_host(num_processes, gpu_pcis()[:num_processes])))
         print()
         print(f"starts    {shlex.join([sys.executable, '-u', *self._command()])}")

@@ -10,9 +10,10 @@ just ended, about five seconds apart:
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -24,6 +25,8 @@ from procpipe.host.topology import cpus_text
 __all__ = ["Meter", "Row", "Summary", "percent_text", "plain_line", "rate_text", "size_text"]
 
 _WINDOW_S = 5.0
+
+_RANK = re.compile(r" \(rank \d+\)")
 
 #: A wait, or a task, is told when it has lasted so long.
 _LONG_S = 1.0
@@ -96,10 +99,16 @@ class _Sample:
 
 
 class Meter:
-    """Turns the boards of an attempt into rows; keeps the readings that rates need."""
+    """Turns the boards of an attempt into rows; keeps the readings that rates need.
 
-    def __init__(self, attempt: Attempt) -> None:
+    Args:
+        attempt: whose ranks.
+        clock: seconds, from any start.
+    """
+
+    def __init__(self, attempt: Attempt, clock: Callable[[], float] = time.monotonic) -> None:
         self._attempt = attempt
+        self._clock = clock
         self._samples: dict[int, deque[_Sample]] = {rank.number: deque() for rank in attempt.ranks}
         self._processes: dict[int, psutil.Process] = {}
 
@@ -149,7 +158,7 @@ class Meter:
         if not reading.num_steps:  # the start is unlike what follows
             return None, None, None
         now = _Sample(
-            time.monotonic(),
+            self._clock(),
             reading.num_steps,
             reading.num_samples,
             reading.busy_s,
@@ -221,7 +230,8 @@ def _now(rank: Rank, reading: Reading | None) -> tuple[str, bool]:
     if reading is None:
         return "no Stage yet", False
     if reading.wait is not None and reading.wait.seconds >= _LONG_S:
-        return f"waits {reading.wait.seconds:.0f} s for {reading.wait.what}", True
+        what = _RANK.sub("", reading.wait.what)  # it has the number of the stage
+        return f"waits {reading.wait.seconds:.0f} s for {what}", True
     if reading.task and reading.wait is None:
         lasts_long = reading.task_s >= _LONG_S
         since = f" for {reading.task_s:.0f} s" if lasts_long else ""

@@ -51,9 +51,14 @@ class Tail:
 
 
 class HeldBack:
-    """Passes text on, but for what may be the last words of a process."""
+    """Passes text on, but for what may be the last words of a process.
 
-    def __init__(self) -> None:
+    Args:
+        hold_s: how long that is held back.
+    """
+
+    def __init__(self, hold_s: float = _HOLD_S) -> None:
+        self._hold_s = hold_s
         self._kept = b""
         self._since_s: float | None = None
         self._is_line_start = True
@@ -62,7 +67,7 @@ class HeldBack:
         """Take text, and return what is to be shown now."""
         if self._since_s is not None:
             self._kept += data
-            return self.release() if time.monotonic() > self._since_s + _HOLD_S else b""
+            return self.release() if time.monotonic() > self._since_s + self._hold_s else b""
         data = self._kept + data
         self._kept = b""
         pad = b"" if self._is_line_start else b" "  # so that no line seems to start there

@@ -35,10 +35,9 @@ def printed_traceback(text: str) -> str:
 
 def exception_line(trace: str) -> str:
     """Return the line of a traceback that names the exception; "" if there is none."""
-    lines = [line for line in trace.splitlines() if line and line[0] not in " |+"]
-    lines = [line for line in lines if not line.startswith("procpipe: ")]
-    named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(?:: |$)", line)]
-    return (named or lines or [""])[-1]
+    heads = [match.end() for match in _START.finditer(trace)]
+    lines = trace[heads[-1] if heads else 0 :].splitlines()
+    return next((line for line in lines if line and line[0] not in " |+"), "")
 
 
 def folded(trace: str) -> str:

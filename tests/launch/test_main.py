@@ -1,0 +1,77 @@
+"""The command line: what it tells before anything is started."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from procpipe.launch.main import main
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return "train.py"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-n", "2", "nowhere.py"], "there is no file nowhere.py (seen from "),
+        (["-n", "0", "train.py"], "argument -n/--nproc-per-node: 0: give a number of at least 1"),
+        (["-n", "2", "--max-restarts", "-1", "train.py"], "-1: give 0 or more"),
+        (["-n", "2", "--nnodes", "3:2", "train.py"], "--nnodes 3:2: give a number of hosts, or "),
+        (["-n", "2", "--nnodes", "two", "train.py"], "--nnodes two: give a number of hosts, or "),
+        (["-n", "2", "--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
+        (["-n", "2", "--node-rank", "1", "train.py"], "--node-rank is for several hosts"),
+        (["-n", "2", "--log-dir", "train.py/x", "train.py"], "the logs cannot be written: "),
+        (["-n", "2"], "the following arguments are required: train.py"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_told(script, words, told, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as error:
+        main(["run", *words])
+
+    assert error.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it takes one process a GPU here")
+def test_without_gpus_the_number_of_processes_is_asked_for(script, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["run", script])
+
+    assert error.value.code == 2
+    assert "say with -n how many processes to start" in capsys.readouterr().err
+
+
+def test_a_dry_run_tells_all_and_starts_nothing(script, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    assert main(["run", "-n", "1", "--dry-run", "--max-restarts", "3", script, "--lr", "1 2"]) == 0
+
+    told = capsys.readouterr().out
+    assert "1 processes" not in told
+    assert "process  device  cores  CPUs" in told
+    assert "all of the host's cores" in told
+    assert f"starts    {sys.executable} -u train.py --lr '1 2'\n" in told
+    assert "(the physical cores of a process)" in told
+    assert "restarts  3\n" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_dry_run_of_several_hosts(script, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    hosts = ["--nnodes", "2:4", "--rdzv-endpoint", "first:29500"]
+
+    assert main(["run", "-n", "2", "--no-pin", "--dry-run", *hosts, "-m", "my.train"]) == 0
+
+    told = capsys.readouterr().out
+    assert told.startswith("2 processes on this host, not pinned to cores\n")
+    assert " -u -m my.train\n" in told
+    assert "OMP_NUM_THREADS=5 (OMP_NUM_THREADS is set)" in told
+    assert "hosts     2 to 4, which meet at first:29500" in told
