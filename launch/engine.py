@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -25,8 +26,9 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 __all__ = ["Job", "Outcome", "Stopped", "can_bind_numa", "run_job"]
 
-#: Hears of an attempt: the files of this host's ranks, and the number of ranks of all hosts.
-OnAttempt = Callable[[Sequence[Logs], int], object]
+#: Hears of an attempt: the files of this host's ranks, the number of ranks of all hosts, and which
+#: restart after a failure it is.
+OnAttempt = Callable[[Sequence[Logs], int, int], object]
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ def run_job(job: Job, on_attempt: OnAttempt) -> Outcome:
         Stopped: a signal handler raised it; the ranks have been told, and given ``grace_s``.
     """
     _log_to(job.folder / "launcher.log")
+    if job.max_hosts > 1:
+        # Else a host that comes back never learns where the store is.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         launch_agent(_config(job, on_attempt), sys.executable, ["-u", *job.command])
     except ChildFailedError as error:
@@ -178,7 +183,10 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
         for local, files in logs.items():
             files.folder.mkdir(parents=True)
             envs[local]["TORCHELASTIC_ERROR_FILE"] = str(files.error)
-        self._on_attempt(list(logs.values()), int(envs[0]["WORLD_SIZE"]))
+        told = envs[0]
+        self._on_attempt(
+            list(logs.values()), int(told["WORLD_SIZE"]), int(told["TORCHELASTIC_RESTART_COUNT"])
+        )
         return LogsDest(
             stdouts={local: str(files.stdout) for local, files in logs.items()},
             stderrs={local: str(files.stderr) for local, files in logs.items()},

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -62,7 +63,7 @@ def run(job: Job, token: str, view_mode: str) -> int:
     try:
         with stopper.installed():
             try:
-                outcome = run_job(job, lambda logs, n: _begin(job, ranks, view, logs, n))
+                outcome = run_job(job, functools.partial(_begin, job, ranks, view))
             except Stopped as stopped:
                 stopper.signal = stopped.sigval
             finally:
@@ -82,11 +83,12 @@ def run(job: Job, token: str, view_mode: str) -> int:
     return run_ended.badly(outcome, out_of_memory_kills() - num_oom_kills)
 
 
-def _begin(job: Job, ranks: Ranks, view: View, logs: Sequence[Logs], num_ranks: int) -> None:
+def _begin(
+    job: Job, ranks: Ranks, view: View, logs: Sequence[Logs], num_ranks: int, number: int
+) -> None:
     """Note that the agent begins an attempt; say why, if it is not the first."""
     last = ranks.attempt
     if last is not None:
-        number = last.number + 1
         if last.failed_s is not None:
             why = f"restart {number} of {job.max_restarts}, because {explain(last.ends()).headline}"
         else:

@@ -51,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from procpipe.launch import doctor
 
         return int(doctor.main(words[1:]))
-    return _Run(_parser().parse_args(words)).main()
+    try:
+        return _Run(_parser().parse_args(words)).main()
+    except KeyboardInterrupt:  # before anything was started
+        return 130
 
 
 class _Run:
