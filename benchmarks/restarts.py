@@ -192,7 +192,6 @@ def fewer(folder: Path, nproc: int, args: list[str], *, seed: int, expected: Pat
 
 def _outcome(run: Run, num_kills: int, expected: Path) -> Outcome:
     ours, theirs = _contents(run.folder), _contents(expected)
-    differences = tuple(key for key in theirs if not _is_same(ours.get(key), theirs[key]))
     gaps = [
         float((ours[key].double() - value.double()).abs().max())
         for key, value in theirs.items()
@@ -201,8 +200,20 @@ def _outcome(run: Run, num_kills: int, expected: Path) -> Outcome:
     output = run.output()
     resumed_at = tuple(int(step) for step in re.findall(r"resumed after (\d+) steps", output))
     return Outcome(
-        num_kills, resumed_at, differences, max(gaps), output, run.duration_s, run.num_left
+        num_kills,
+        resumed_at,
+        differences(run.folder, expected),
+        max(gaps),
+        output,
+        run.duration_s,
+        run.num_left,
     )
+
+
+def differences(folder: Path, expected: Path) -> tuple[str, ...]:
+    """Return the keys of weights and optimizer state that differ between two runs' ends."""
+    ours, theirs = _contents(folder), _contents(expected)
+    return tuple(key for key in theirs if not _is_same(ours.get(key), theirs[key]))
 
 
 def _contents(folder: Path) -> dict[str, Any]:

@@ -39,6 +39,9 @@ __all__ = ["Saving", "Target", "wait_unfinished"]
 #: How often a thread looks at the folder; up to, on one that stays as it is.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.2
 
+#: For how long a folder has neither its old name nor its new one before it is called removed.
+_GONE_AFTER_S = 30.0
+
 #: The saves in the background that have not been waited for.
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
 
@@ -150,7 +153,11 @@ class Saving:
             return
         with calls.together("Saving.wait") as pipeline:
             pipeline.wait_until(self.is_done, f"{self.path} to be saved in the background")
-            self._close()
+            try:
+                self._close()
+            except RemoteStageError as error:
+                pipeline.pass_on(error)  # it came through the folder
+                raise
 
     def start(self, values: dict[str, Any]) -> None:
         """Write values, which nobody changes any more, in a thread."""
@@ -189,8 +196,16 @@ class Saving:
 
     def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
         deadline_s, look_s = time.monotonic() + self._timeout_s, _FIRST_LOOK_S
+        gone_s: float | None = None
         while not ready():
-            self._raise_marked_failure()
+            # Gone, it has got its name since we looked; some file systems tell the two apart late.
+            if not self._raise_marked_failure():
+                gone_s = gone_s or time.monotonic()
+                if time.monotonic() > gone_s + _GONE_AFTER_S:
+                    raise FileNotFoundError(
+                        f"{self._target.path} was removed while rank {self._target.rank} waited "
+                        f"for {what}: does another run save to this folder?"
+                    )
             if self._is_abandoned or (self._calls is not None and self._calls.has_failed):
                 raise RuntimeError(
                     f"rank {self._target.rank} no longer waits for {what}: the run has failed"
@@ -213,10 +228,17 @@ class Saving:
         except OSError:
             pass  # the disk is full, say; this rank's next call tells the others
 
-    def _raise_marked_failure(self) -> None:
-        for mark in self._target.path.glob("failed-*.json"):
-            told = json.loads(mark.read_text())
-            raise RemoteStageError(told["rank"], told["story"])
+    def _raise_marked_failure(self) -> bool:
+        """Raise the failure that another rank has marked; tell whether the folder is there."""
+        try:
+            names = os.listdir(self._target.path)
+        except FileNotFoundError:
+            return False
+        for name in names:
+            if name.startswith("failed-") and name.endswith(".json"):
+                told = json.loads((self._target.path / name).read_text())
+                raise RemoteStageError(told["rank"], told["story"])
+        return True
 
     # -- the end --------------------------------------------------------------------------------
 

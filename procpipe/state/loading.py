@@ -17,7 +17,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,6 +43,32 @@ class Saved:
     path: Path
     step: int | None
     num_stages: int | None
+
+
+@overload
+def load(
+    folder: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    extra: extras.Extra | None = None,
+    step: int | None = None,
+    strict: bool = True,
+    missing_ok: Literal[False] = False,
+) -> Saved: ...
+
+
+@overload
+def load(
+    folder: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    extra: extras.Extra | None = None,
+    step: int | None = None,
+    strict: bool = True,
+    missing_ok: bool,
+) -> Saved | None: ...
 
 
 def load(
@@ -190,7 +216,8 @@ class _Loading:
                 f"extra {n!r} was saved, but not asked for" for n in saved if n not in self._extra
             ]
         if not self._is_same_number:
-            faults += filter(None, map(self._carry_fault, saved))
+            asked_for = [name for name in saved if name in self._extra]
+            faults += filter(None, map(self._carry_fault, asked_for))
         return faults
 
     def _carry_fault(self, name: str) -> str | None:

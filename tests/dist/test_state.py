@@ -1,0 +1,599 @@
+"""Saved state on real processes: what is saved on n stages goes on on n', bit for bit, in float64.
+
+Truth is an undisturbed run of the plain ``nn.Sequential``. A run that was saved is loaded into
+models and optimizers with other values and options, so that what was not restored would be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import json
+import os
+import resource
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from procpipe import RemoteStageError, Stage, state
+from tests.dist.stages import assert_same, plain_step, stage_of
+
+KINDS = ("sgd", "adam", "adamw")
+#: Some stages have no parameters, some no matrices, one has all of both.
+BALANCES = {1: [7], 2: [4, 3], 3: [1, 4, 2], 4: [2, 1, 2, 2]}
+CHUNKS = 2
+
+
+class Tied(nn.Module):
+    """Uses one matrix twice, under two names."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.down, self.up = nn.Linear(size, size), nn.Linear(size, size, bias=False)
+        self.up.weight = self.down.weight
+
+    def forward(self, input):
+        return self.up(torch.tanh(self.down(input)))
+
+
+def make_model(seed=1):
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(5, 8),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        Tied(8),
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+        nn.Linear(8, 8),
+        nn.Linear(8, 3),
+    ).double()
+    model[5].weight.requires_grad_(False)
+    return model
+
+
+def make_optimizer(kind, module, lr=0.05):
+    if kind == "sgd":
+        return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9, nesterov=True)
+    if kind == "adam":
+        return torch.optim.Adam(module.parameters(), lr=lr, amsgrad=True)
+    named = list(module.named_parameters())
+    matrices = [parameter for _, parameter in named if parameter.ndim > 1]
+    others = [parameter for _, parameter in named if parameter.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1, "betas": (0.8, 0.9)},
+        {"params": others, "weight_decay": 0.0, "lr": 2 * lr},
+    ]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def wrong_optimizer(kind, module):
+    optimizer = make_optimizer(kind, module, lr=7.0)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.5
+    return optimizer
+
+
+def mini_batches():
+    generator = torch.Generator().manual_seed(3)
+    draw: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
+    return [(torch.randn(6, 5, **draw), torch.randn(6, 3, **draw)) for _ in range(5)]
+
+
+def train(module, optimizer, scheduler, batches):
+    for input, target in batches:
+        optimizer.zero_grad()
+        if isinstance(module, Stage):
+            module.step(input, target)
+        else:
+            plain_step(module, (input,), target, CHUNKS, F.mse_loss)
+        optimizer.step()
+        scheduler.step()
+
+
+def scheduler_of(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def undisturbed(bare=None):
+    weights = {}
+    for kind in KINDS:
+        model = make_model()
+        optimizer = make_optimizer(kind, model)
+        train(model, optimizer, scheduler_of(optimizer), mini_batches())
+        weights[kind] = model.state_dict()
+    return weights
+
+
+@pytest.fixture(scope="module")
+def truth(ranks):
+    """Give the weights of undisturbed runs, made in one thread like those they are compared to."""
+    return ranks(1).run(undisturbed, world=False).values()[0]
+
+
+@pytest.fixture
+def one_thread():
+    """Let this process add up in the same order as those of the stages."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def assert_same_as(found, expected, what):
+    for key, value in found.items():
+        assert_same(value, expected[key], f"{what}: {key}")
+
+
+# -- any number of stages to any other -----------------------------------------------------------
+
+
+def save_some(bare, folder):
+    for kind in KINDS:
+        balance = BALANCES[bare.num_ranks]
+        with stage_of(bare, kind, make_model(), balance, chunks=CHUNKS, loss_fn=F.mse_loss) as s:
+            optimizer = make_optimizer(kind, s)
+            scheduler = scheduler_of(optimizer)
+            train(s, optimizer, scheduler, mini_batches()[:3])
+            # As it is between steps of a script that goes on: gradients are there, and not saved.
+            where = f"{folder}/{bare.num_ranks}-{kind}"
+            saving = state.save(where, s, optimizer, extra={"scheduler": scheduler}, step=3)
+            assert saving.is_done()
+            assert saving.path.is_dir()
+
+
+def go_on_from_all(bare, folder, truth):
+    for num_saved in BALANCES:
+        for kind in KINDS:
+            name, balance = f"{num_saved}-{kind}", BALANCES[bare.num_ranks]
+            model = make_model(seed=2)
+            with stage_of(bare, name, model, balance, chunks=CHUNKS, loss_fn=F.mse_loss) as stage:
+                optimizer = wrong_optimizer(kind, stage)
+                scheduler = scheduler_of(optimizer)
+                resumed = state.load(
+                    f"{folder}/{name}", stage, optimizer, extra={"scheduler": scheduler}
+                )
+                assert resumed is not None
+                assert (resumed.step, resumed.num_stages) == (3, num_saved)
+                train(stage, optimizer, scheduler, mini_batches()[3:])
+                assert_same_as(stage.state_dict(), truth[kind], name)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    for num_ranks in BALANCES:
+        ranks(num_ranks).run(save_some, str(folder), world=False).values()
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks", BALANCES)
+def test_from_any_number_of_stages_to_any_other(ranks, saved, truth, num_ranks):
+    ranks(num_ranks).run(go_on_from_all, str(saved), truth, world=False).values()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("num_saved", BALANCES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_into_a_plain_module_and_optimizer(saved, truth, num_saved, kind):
+    model = make_model(seed=2)
+    optimizer = wrong_optimizer(kind, model)
+    scheduler = scheduler_of(optimizer)
+
+    state.load(saved / f"{num_saved}-{kind}", model, optimizer, extra={"scheduler": scheduler})
+
+    train(model, optimizer, scheduler, mini_batches()[3:])
+    assert_same_as(model.state_dict(), truth[kind], kind)
+
+
+# -- to and from plain PyTorch -------------------------------------------------------------------
+
+
+def flat_options():
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@contextlib.contextmanager
+def unwarned():
+    """Let torch say that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_pytorch_reads_it(saved, truth, kind):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model = make_model(seed=2)
+    optimizer = make_optimizer(kind, model, lr=7.0)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 7.0  # as a scheduler had added when it was saved
+    theirs = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=flat_options()),
+    }
+    with unwarned():
+        dcp.load(theirs, checkpoint_id=saved / f"3-{kind}/000001-step-3", no_dist=True)
+    model.load_state_dict(theirs["model"])
+    set_optimizer_state_dict(model, optimizer, theirs["optimizer"], options=flat_options())
+
+    scheduler = scheduler_of(optimizer)
+    scheduler.load_state_dict({"last_epoch": 3, "_step_count": 4})
+    train(model, optimizer, scheduler, mini_batches()[3:])
+    assert_same_as(model.state_dict(), truth[kind], kind)
+
+
+def test_torch_makes_one_file_of_it(saved, tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(saved / "3-adam/000001-step-3", tmp_path / "all.pt")
+
+    whole = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert set(whole["model"]) == set(make_model().state_dict())
+    assert whole["optimizer"]["state.6.bias.step"] == 3
+    assert whole["optimizer"]["param_groups.6.bias.initial_lr"] == 0.05
+    assert whole["extra"]["scheduler"]["last_epoch"] == 3
+    assert json.loads(whole["procpipe"])["num_stages"] == 3
+
+
+def go_on_from_plain(bare, folder, truth):
+    with stage_of(bare, "plain", make_model(2), [1, 6], chunks=CHUNKS, loss_fn=F.mse_loss) as stage:
+        optimizer = wrong_optimizer("adamw", stage)
+        resumed = state.load(folder, stage, optimizer)
+        assert resumed is not None
+        assert (resumed.step, resumed.num_stages) == (None, None)
+        scheduler = scheduler_of(optimizer)
+        scheduler.load_state_dict({"last_epoch": 3, "_step_count": 4})
+        train(stage, optimizer, scheduler, mini_batches()[3:])
+        assert_same_as(stage.state_dict(), truth, "from plain PyTorch")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_plain_pytorch_saved_goes_on_on_stages(ranks, truth, tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = make_model()
+    optimizer = make_optimizer("adamw", model)
+    train(model, optimizer, scheduler_of(optimizer), mini_batches()[:3])
+    theirs = get_optimizer_state_dict(model, optimizer, options=flat_options())
+    with unwarned():
+        values = {"model": model.state_dict(), "optimizer": theirs}
+        dcp.save(values, checkpoint_id=tmp_path / "plain", no_dist=True)
+
+    job = ranks(2).run(go_on_from_plain, str(tmp_path / "plain"), truth["adamw"], world=False)
+    job.values()
+
+
+# -- bit by bit as if never stopped --------------------------------------------------------------
+
+
+def noisy_run(bare, name, folder, *, seed, stop=None, asynchronous=False):
+    """Train for three epochs of five mini-batches; return the weights.
+
+    Dropout on every stage, deferred batch normalisation, a scheduler, a shuffled loader.
+    """
+    torch.manual_seed(1)
+    layers = [(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.ReLU()) for _ in range(3)]
+    model = nn.Sequential(*[layer for group in layers for layer in group])
+    data = TensorDataset(torch.randn(40, 6), torch.randn(40, 6))
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"chunks": 2, "deferred_batch_norm": True, "loss_fn": F.mse_loss}
+    balance = [4 * (3 - bare.num_ranks) + 4, *[4] * (bare.num_ranks - 1)]
+    with stage_of(bare, name, model, balance, **options) as stage:
+        optimizer = torch.optim.AdamW(stage.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        loader = state.Resumable(DataLoader(data, batch_size=8, shuffle=True))
+        progress: dict[str, Any] = {
+            "epoch": 0,
+            "scheduler": scheduler,
+            "loader": loader,
+            "seen": torch.zeros(2),
+        }
+        resumed = state.load(folder, stage, optimizer, extra=progress, missing_ok=True)
+        step = resumed.step or 0 if resumed else 0
+        for epoch in range(progress["epoch"], 3):
+            progress["epoch"] = epoch
+            for input, target in stage.batches(loader):
+                optimizer.zero_grad()
+                stage.step(input, target)
+                optimizer.step()
+                scheduler.step()
+                progress["seen"] += 1
+                step += 1
+                if step == stop:
+                    state.save(
+                        folder,
+                        stage,
+                        optimizer,
+                        extra=progress,
+                        step=step,
+                        asynchronous=asynchronous,
+                    )
+        assert progress["seen"].tolist() == [15.0, 15.0]
+        state.background.wait_unfinished(stage)
+        return stage.state_dict()
+
+
+def stop_and_go_on(bare, folder):
+    # In the middle of an epoch, after its last mini-batch, after the first of one; in background.
+    for k, (stop, asynchronous) in enumerate([(7, False), (10, True), (11, True)]):
+        where = f"{folder}/{k}"
+        whole = noisy_run(bare, f"{k}", where, seed=5, stop=stop, asynchronous=asynchronous)
+        rest = noisy_run(bare, f"{k} resumed", where, seed=6)
+        assert_same_as(rest, whole, f"stopped after {stop} steps")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_resumed_run_is_the_same_bit_by_bit(ranks, tmp_path, num_ranks):
+    ranks(num_ranks).run(stop_and_go_on, str(tmp_path), world=False).values()
+
+
+# -- faults --------------------------------------------------------------------------------------
+
+
+def load_badly(bare, folder):
+    model = make_model()
+    model[0] = nn.Linear(5, 9).double()
+    model[6] = nn.Sequential(nn.Linear(8, 3)).double()
+    told = []
+    with stage_of(bare, "bad", model, [4, 3], loss_fn=F.mse_loss) as stage:
+        optimizer = make_optimizer("adam", stage)
+        before = copy.deepcopy(stage.state_dict())
+        for call in (
+            lambda: state.load(folder, stage, optimizer, extra={"epoch": 1}),
+            lambda: state.load_weights(folder, stage),
+            lambda: state.load(f"{folder}/none", stage),
+            lambda: state.load(folder, stage, step=4, missing_ok=True),
+        ):
+            with pytest.raises((ValueError, FileNotFoundError)) as caught:
+                call()
+            told.append((caught.type.__name__, str(caught.value)))
+        assert_same_as(stage.state_dict(), before, "nothing is changed")
+        assert state.load(f"{folder}/none", stage, missing_ok=True) is None
+        stage.report()  # the stage can still be used
+    return told
+
+
+def test_all_faults_of_all_ranks_are_told_on_each(ranks, saved):
+    first, second = ranks(2).run(load_badly, str(saved / "3-adam"), world=False).values()
+
+    assert first == second
+    (kind, load), (_, weights), (none_kind, none), (step_kind, step) = first
+    assert kind == "ValueError"
+    for fault in (
+        "rank 0: layer '0' (Linear): 0.weight has shape (9, 5) but has shape (8, 5) there",
+        "rank 0: layer '0' (Linear): 0.bias has shape (9,) but has shape (8,) there",
+        "rank 1: layer '6' (Sequential): 6.0.weight is missing",
+        "6.weight is there, but no layer of the model has it",
+    ):
+        assert fault in load
+        assert fault in weights
+    assert "rank 1: the optimizer's state of 6.0.weight is not in it" in load
+    assert "rank 0: extra 'epoch' was not saved" in load
+    assert "rank 0: extra 'scheduler' was saved, but not asked for" in load
+    assert (none_kind, none) == ("FileNotFoundError", f"there is no folder {saved / '3-adam/none'}")
+    assert step_kind == "FileNotFoundError"
+    assert step.endswith("holds no saved state of step 4, but of 3")
+
+
+def save_differently(bare, folder):
+    with stage_of(bare, "other", make_model(), [4, 3], loss_fn=F.mse_loss) as stage:
+        extra = {"epoch": 1} if bare.rank == 0 else {"epochs": 1}
+        state.save(folder, stage, extra=extra)
+
+
+def test_other_arguments_than_on_rank_0(ranks, tmp_path):
+    told = ranks(2).run(save_differently, str(tmp_path), world=False).errors()
+
+    assert told[0].is_a("ValueError")
+    assert told[1].is_a("RemoteStageError")
+    for error in told:
+        assert "on rank 1 than on rank 0: the names in extra: ['epochs'], not ['epoch']" in (
+            error.text
+        )
+
+
+def save_own_extra(bare, folder):
+    with stage_of(bare, "own", make_model(), [4, 3], loss_fn=F.mse_loss) as stage:
+        extra = {"mean": torch.full((2,), float(bare.rank)), "seconds": 1.5 + bare.rank}
+        state.save(folder, stage, extra=extra)
+        extra = {"mean": torch.zeros(2), "seconds": 0.0}
+        state.load(folder, stage, extra=extra)
+        return extra["mean"].tolist(), extra["seconds"]
+
+
+def test_each_ranks_own_extra(ranks, tmp_path):
+    """On as many stages each gets its own; on others numbers of rank 0 count, tensors may not."""
+    found = ranks(2).run(save_own_extra, str(tmp_path), world=False).values()
+
+    assert found == [([0.0, 0.0], 1.5), ([1.0, 1.0], 2.5)]
+    model = make_model()
+    with pytest.raises(ValueError, match="extra 'mean' has another form, or other tensors, on ra"):
+        state.load(tmp_path, model, extra={"mean": None, "seconds": None})
+    extra = {"seconds": None}
+    state.load(tmp_path, model, extra=extra, strict=False)
+    assert extra == {"seconds": 1.5}
+
+
+# -- in the background ---------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds all writing of this process up until it is opened."""
+
+    def __init__(self):
+        self.opened = threading.Event()
+        self._fsync = os.fsync
+
+    def __enter__(self):
+        os.fsync = self._wait
+        return self
+
+    def __exit__(self, *_):
+        self.opened.set()
+        os.fsync = self._fsync
+
+    def _wait(self, descriptor):
+        assert self.opened.wait(60)
+        self._fsync(descriptor)
+
+
+def save_while_training(bare, folder):
+    batches = mini_batches()
+    with stage_of(bare, "train", make_model(), [4, 3], chunks=2, loss_fn=F.mse_loss) as stage:
+        optimizer = make_optimizer("adam", stage)
+        scheduler = scheduler_of(optimizer)
+        train(stage, optimizer, scheduler, batches[:2])
+        then = copy.deepcopy([stage.state_dict(), optimizer.state_dict()])
+        with Gate() as gate:
+            saving = state.save(folder, stage, optimizer, step=2, asynchronous=True)
+            train(stage, optimizer, scheduler, batches[2:4])
+            assert not saving.is_done()
+            assert not saving.path.exists()
+            gate.opened.set()
+            saving.wait()
+        assert saving.path.is_dir()
+        saving.wait()  # again: nothing to wait for
+        one = state.save(folder, stage, optimizer, step=4, asynchronous=True)
+        two = state.save(folder, stage, optimizer, step=5)
+        assert one.is_done()
+        assert one.path.is_dir()
+        state.load(folder, stage, optimizer, step=2)
+        assert_same_as(stage.state_dict(), then[0], "as when it was saved")
+        for number, values in optimizer.state_dict()["state"].items():
+            assert_same_as(values, then[1]["state"][number], f"optimizer {number}")
+        return str(saving.path), str(two.path)
+
+
+def test_in_the_background(ranks, tmp_path):
+    first, second = ranks(2).run(save_while_training, str(tmp_path), world=False).values()
+
+    assert first == second
+    assert [Path(path).name for path in first] == ["000001-step-2", "000003-step-5"]
+    assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
+
+
+@contextlib.contextmanager
+def full_disk(is_full):
+    """Let this process write no file of more than a mebibyte."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if is_full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def save_to_full_disk(bare, folder, full_rank, asynchronous):
+    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
+    with stage_of(bare, "full", model, [1, 1], loss_fn=F.mse_loss) as stage:
+        state.save(folder, stage, step=1)
+        with full_disk(bare.rank == full_rank):
+            saving = state.save(folder, stage, step=2, asynchronous=asynchronous)
+            saving.wait()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at-once", "background"])
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_full_disk_is_told_on_every_rank(ranks, tmp_path, full_rank, asynchronous):
+    job = ranks(2).run(
+        save_to_full_disk, str(tmp_path), full_rank, asynchronous, world=False, timeout_s=60
+    )
+
+    errors = job.errors()
+    assert os.strerror(errno.EFBIG) in errors[full_rank].traceback
+    assert errors[1 - full_rank].is_a(RemoteStageError.__name__)
+    assert os.strerror(errno.EFBIG) in errors[1 - full_rank].text
+    assert f"rank {full_rank} failed" in errors[1 - full_rank].text
+    found = state.load(tmp_path, nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600)))
+    assert found is not None
+    assert found.step == 1
+
+
+# -- weights alone -------------------------------------------------------------------------------
+
+#: Layers of a mebibyte each; stages of 8 MiB.
+WIDTH, NUM_LAYERS = 512, 16
+
+
+def big_model(device="meta"):
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, device=device) for _ in range(NUM_LAYERS)])
+
+
+def peak_bytes(call):
+    """Run a call, and return how much more memory was in use at its peak than before it."""
+
+    def resident(name):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = resident("VmRSS")
+    call()
+    return resident("VmHWM") - before
+
+
+def load_own_weights(bare, folder):
+    share = [NUM_LAYERS // bare.num_ranks] * (bare.num_ranks - 1)
+    balance = [*share, NUM_LAYERS - sum(share)]
+    peaks = {}
+    for name in ("plain.pt", "exported", "saved"):
+        with stage_of(bare, f"{name}{bare.num_ranks}", big_model(), balance) as stage:
+            stage.report()
+            state.load_weights(f"{folder}/warm/{name}", nn.Linear(1, 1))  # imports what it needs
+            peaks[name] = peak_bytes(lambda n=name, s=stage: state.load_weights(f"{folder}/{n}", s))
+            torch.manual_seed(1)
+            expected = big_model("cpu").state_dict()
+            assert_same_as(stage.state_dict(), expected, name)
+    return peaks
+
+
+def export_own_weights(bare, folder):
+    torch.manual_seed(1)
+    with stage_of(bare, "export", big_model("cpu"), [6, 10]) as stage:
+        state.export(f"{folder}/exported", stage)
+        state.save(f"{folder}/saved", stage)
+    if bare.rank == 0:
+        warm = Path(folder, "warm")
+        state.export(warm / "exported", nn.Linear(1, 1))
+        state.save(warm / "saved", nn.Linear(1, 1))
+        torch.save(nn.Linear(1, 1).state_dict(), warm / "plain.pt")
+
+
+def test_no_process_holds_the_whole_model(ranks, tmp_path):
+    torch.manual_seed(1)
+    torch.save(big_model("cpu").state_dict(), tmp_path / "plain.pt")
+    ranks(2).run(export_own_weights, str(tmp_path), world=False).values()
+    exported = sorted(path.name for path in (tmp_path / "exported").iterdir())
+    assert exported == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    index = json.loads((tmp_path / "exported/model.safetensors.index.json").read_text())
+    assert index["weight_map"]["5.bias"] == exported[0]
+    assert index["weight_map"]["6.bias"] == exported[1]
+    num_bytes = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+    assert index["metadata"]["total_size"] == num_bytes
+
+    for peaks in ranks(4).run(load_own_weights, str(tmp_path), world=False).values():
+        for name, peak in peaks.items():
+            # Its quarter, from the file's pages, and what is used beside it.
+            assert peak < 0.6 * num_bytes, (name, peak, num_bytes)

@@ -1,0 +1,52 @@
+"""Training that is killed and started again ends with the weights of an undisturbed run.
+
+The 20-fold version is ``python -m benchmarks.restarts``.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from benchmarks import restarts
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+ARGS = ["--epochs", "2", "--save-every", "4"]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Give what one process saves that nobody disturbs."""
+    return restarts.undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", 1, ARGS)
+
+
+@pytest.fixture(scope="module")
+def disturbed(expected, tmp_path_factory):
+    """Give how two processes end, one of which is killed twice, and what they saved."""
+    folder = tmp_path_factory.mktemp("disturbed") / "run"
+    return folder, restarts.disturbed(folder, 2, ARGS, num_kills=2, seed=3, expected=expected)
+
+
+def test_killed_at_random_times(disturbed):
+    _, outcome = disturbed
+
+    assert outcome.num_kills == 2, outcome.output
+    assert outcome.resumed_at, outcome.output
+    assert outcome.differences == (), outcome.output
+    assert outcome.num_left == 0
+
+
+def test_gone_on_with_one_process_less(disturbed, expected):
+    folder, _ = disturbed
+    *_, older, old, new = sorted(folder.iterdir())
+    assert new.name.endswith("-step-46")
+    shutil.rmtree(old)
+    shutil.rmtree(new)
+    with restarts.Run(folder, 1, ARGS) as run:
+        assert run.wait() == 0, run.output()
+
+    assert f"resumed after {older.name.rpartition('-')[2]} steps" in run.output()
+    assert "balance [16]" in run.output()
+    assert restarts.differences(folder, expected) == ()
