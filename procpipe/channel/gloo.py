@@ -50,10 +50,10 @@ class GlooTransport:
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        if not os.environ.get("GLOO_SOCKET_IFNAME"):  # the user's word counts
-            options._devices = [gloo.create_device(hostname=host)]
-        else:
-            options._devices = [gloo.create_default_device()]
+        # The user's word counts; torch's default device would not heed it here.
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        where = {"interface": interface} if interface else {"hostname": host}
+        options._devices = [gloo.create_device(**where)]
         self._group: Any = gloo(store, rank, num_ranks, options)
 
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> GlooPending:

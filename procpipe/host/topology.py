@@ -27,6 +27,7 @@ __all__ = [
     "gpu_pcis",
     "normal_pci",
     "parse_cpus",
+    "pci_of",
     "read_device",
     "read_topology",
 ]
@@ -155,7 +156,7 @@ def gpu_pcis() -> list[str | None]:
     import torch
 
     return [
-        _pci_of(torch.cuda.get_device_properties(index))
+        pci_of(torch.cuda.get_device_properties(index))
         for index in range(torch.cuda.device_count())
     ]
 
@@ -198,7 +199,8 @@ def cpus_text(cpus: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
 
 
-def _pci_of(properties: object) -> str | None:
+def pci_of(properties: object) -> str | None:
+    """Return the PCI address that torch's properties of a GPU hold; None if torch is too old."""
     try:
         domain, bus, device = (
             int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device")

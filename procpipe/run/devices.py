@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+
+from procpipe.host.topology import pci_of
 
 __all__ = ["devices_of", "of_this_host", "pci_addresses"]
 
@@ -46,19 +47,10 @@ def of_this_host(devices: Sequence[torch.device], rank: int) -> Sequence[torch.d
 
 def pci_addresses(devices: Sequence[torch.device]) -> list[str | None]:
     """Return where each GPU is on this host's PCI bus; None for a CPU, or an old torch."""
-    return [_pci_address(device) for device in devices]
-
-
-def _pci_address(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    properties: Any = torch.cuda.get_device_properties(device)
-    try:
-        domain, bus = properties.pci_domain_id, properties.pci_bus_id
-        slot = properties.pci_device_id
-    except AttributeError:
-        return None
-    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+    return [
+        pci_of(torch.cuda.get_device_properties(device)) if device.type == "cuda" else None
+        for device in devices
+    ]
 
 
 def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import psutil
@@ -51,16 +52,28 @@ def test_a_job_on_one_host_is_not_on_the_network(ranks):
         assert gloo_listens_on == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("name", [None, "lo"])
-def test_gloo_listens_where_it_is_told(monkeypatch, name):
-    if name is None:
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    else:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-    before = addresses()
+def test_gloo_listens_where_it_is_told(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
+    assert where_gloo_listens() == {"127.0.0.2"}
+
+
+def test_gloo_listens_on_the_users_interface(monkeypatch):
+    """Symptom: on 127.0.0.1 whatever was asked for. ``create_default_device`` heeds no variable."""
+    for name, its_addresses in psutil.net_if_addrs().items():
+        for address in its_addresses:
+            if address.family == socket.AF_INET:
+                monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+                assert where_gloo_listens() == {address.address}, name
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(RuntimeError, match="none0"):
+        where_gloo_listens()
+
+
+def where_gloo_listens():
+    before = addresses()
     transport = GlooTransport(torch.distributed.HashStore(), 0, 1, 5.0, "127.0.0.2")
     new = {ip for ip, _ in addresses() - before}
     transport.close()
-
-    assert new == ({"127.0.0.2"} if name is None else {"127.0.0.1"})
+    return new
