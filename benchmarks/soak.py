@@ -26,6 +26,7 @@ import select
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ import psutil
 from benchmarks.soak_outside import Outsider
 from benchmarks.soak_rounds import (
     FORK,
+    HARMLESS,
     TORCHRUN,
     Ending,
     Round,
@@ -177,6 +179,7 @@ class Soak:
         self._server = ForkServer()
         self.sums: Counter[str] = Counter()
         self.longest_s = 0.0
+        self.ends_s: dict[str, list[float]] = {}
 
     def run(self, number: int, this: Round) -> None:
         """Run a round, judge it and count."""
@@ -210,7 +213,7 @@ class Soak:
             while codes is None and time.monotonic() < start_s + self._time_limit_s:
                 codes = job.wait_codes(_LOOK_EVERY_S)
                 outsider.look()
-        duration_s = time.monotonic() - start_s
+        end_s = time.monotonic()
         left = _wait_vanished(job)
         if codes is None:
             self._server.close()
@@ -219,7 +222,8 @@ class Soak:
             codes=codes or (),
             outputs=tuple(_outputs(folder, this.num_ranks)),
             launcher_output=job.output(),
-            duration_s=duration_s,
+            duration_s=end_s - start_s,
+            fault_s=_fault_s(folder),
             left=left,
             shared_bytes=sum(new.values()),
             files=tuple(_files_left(folder / "tmp")),
@@ -230,6 +234,8 @@ class Soak:
         sums, wrong = self.sums, []
         sums["rounds"] += 1
         self.longest_s = max(self.longest_s, ending.duration_s)
+        if ending.fault_s is not None and this.act not in HARMLESS:
+            self.ends_s.setdefault(this.launcher, []).append(ending.fault_s)
         if not ending.codes:
             sums["hangs"] += 1
             wrong.append(f"a hang: it has not ended in {self._time_limit_s:.0f} s")
@@ -304,6 +310,11 @@ def main() -> int:
         soak.close()
     for name in COUNTED:
         print(f"{name:28} {soak.sums[name]:4d}")
+    for launcher, ends_s in sorted(soak.ends_s.items()):
+        print(
+            f"from the fault to the last script's end ({launcher}): median "
+            f"{statistics.median(ends_s):.2f} s, longest {max(ends_s):.2f} s"
+        )
     took_s = time.monotonic() - start_s
     print(f"{took_s:.0f} s, the longest round {soak.longest_s:.1f} s")
     return int(any(soak.sums[name] for name in COUNTED[2:]))
@@ -320,6 +331,14 @@ def _wait_vanished(job: Job | ForkServer) -> tuple[str, ...]:
             commands.append(" ".join(process.cmdline()))
             process.kill()
     return tuple(commands)
+
+
+def _fault_s(folder: Path) -> float | None:
+    """Return the seconds from the fault to the end of the last script that noted its own."""
+    with contextlib.suppress(OSError, ValueError):
+        ended_ns = [int(path.read_text()) for path in folder.glob("ended.*")]
+        return (max(ended_ns) - int((folder / "struck").read_text())) / 1e9
+    return None
 
 
 def _outputs(folder: Path, num_ranks: int) -> Iterator[str]:

@@ -10,8 +10,8 @@ the plain model's.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -69,6 +69,7 @@ class Illness:
                 self._strike()
 
     def _strike(self) -> None:
+        note(self._folder / "struck")
         {
             "raise": self._raise,
             "catch": self._raise,
@@ -91,6 +92,7 @@ class Illness:
             is_asleep = psutil.Process(pid).status() == psutil.STATUS_SLEEPING
             num_asleep = num_asleep + 1 if is_asleep else 0
             time.sleep(_LOOK_EVERY_S)
+        note(self._folder / "struck")
         os.kill(pid, signal.SIGKILL)
 
 
@@ -145,6 +147,7 @@ def run_rank(this: Round, folder: Path) -> None:
     """Train on this rank until the fault, or to the end."""
     rank = int(os.environ["RANK"])
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
+    atexit.register(note, folder / f"ended.{rank}")  # the first to be registered runs last
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     illness = Illness(this, rank, folder)
@@ -162,19 +165,22 @@ def run_rank(this: Round, folder: Path) -> None:
         check_loss=True,
         stall_timeout_s=this.stall_timeout_s,
     )
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     losses = []
     for step, (input, target) in enumerate(stage.batches(batches_of(this, illness))):
         illness.step = step
         illness.strike("between")
         if rank == this.origin and step == this.step and this.act == "leave":
             break
-        optimizer.zero_grad()
         losses.append(call(stage, this, rank, step, input, target))
         illness.strike("optimizer")
-        optimizer.step()
+        descend(stage)
     if this.act != "leave":
         check_losses(this, losses)
+
+
+def note(path: Path) -> None:
+    """Write down that the moment is now."""
+    path.write_text(str(time.monotonic_ns()))
 
 
 def call(stage: Stage, this: Round, rank: int, step: int, input: Any, target: Any) -> float:
@@ -192,6 +198,15 @@ def call(stage: Stage, this: Round, rank: int, step: int, input: Any, target: An
     return float(stage.fetch(loss))
 
 
+def descend(module: nn.Module) -> None:
+    """Do what SGD does, but for the second that the import of an optimizer takes."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+
 def batches_of(this: Round, illness: Illness) -> Iterator[tuple[Tensor, Tensor]]:
     """Make the mini-batches; rank 0 reads them."""
     generator = torch.Generator().manual_seed(this.seed)
@@ -207,17 +222,15 @@ def check_losses(this: Round, losses: list[float]) -> None:
     """Compare with the plain model, trained here over the same micro-batches."""
     well = Illness(this, -1, Path())
     model = model_of(this, well)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     truth = []
     for input, target in batches_of(this, well):
-        optimizer.zero_grad()
         total = 0.0
         for x, y in zip(input.chunk(this.chunks), target.chunk(this.chunks), strict=True):
             part = F.mse_loss(model(x), y) * (len(x) / len(input))
             part.backward()
             total += part.item()
         truth.append(total)
-        optimizer.step()
+        descend(model)
     if not torch.allclose(torch.tensor(losses), torch.tensor(truth), rtol=1e-9, atol=0.0):
         raise AssertionError(f"the losses are {losses}, the plain model's {truth}")
 
@@ -227,7 +240,6 @@ def check_losses(this: Round, losses: list[float]) -> None:
 
 def serve(orders: TextIO) -> None:
     """Run a round for each line ``[round, folder, port]``; answer with the ranks' exit codes."""
-    importlib.import_module("torch._dynamo")  # optimizers would, in each forked process
     for line in orders:
         fields, folder, port = json.loads(line)
         this = Round(**fields)

@@ -224,6 +224,8 @@ class Ending:
         outputs: what each rank wrote.
         launcher_output: what the launcher wrote.
         duration_s: from its start to its end.
+        fault_s: from the fault to the end of the last rank's script, before its interpreter is
+            torn down; None where nobody could note it.
         left: command lines of processes left.
         shared_bytes: bytes in /dev/shm left.
         files: temporary files left.
@@ -233,6 +235,7 @@ class Ending:
     outputs: tuple[str, ...]
     launcher_output: str
     duration_s: float
+    fault_s: float | None
     left: tuple[str, ...]
     shared_bytes: int
     files: tuple[str, ...]

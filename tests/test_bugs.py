@@ -6,13 +6,20 @@ Found while 0.1.0 was in development. What is tested elsewhere in full has its s
 from __future__ import annotations
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
+from procpipe.channel import wire
 from procpipe.channel.link import LinkReceiver, LinkSender
 from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.wire import accept_peers, connect_to, listen
 from procpipe.errors import PeerLostError, RemoteStageError
+from procpipe.host.board import Board
+from procpipe.run import endings
 from procpipe.tree import Flat
 
 
@@ -106,3 +113,59 @@ def test_a_list_of_differences_was_overtaken_by_its_own_failure(chain):
     assert heard == [b"all differences"]
     with pytest.raises(RemoteStageError):
         b.poll()
+
+
+def test_strangers_that_said_nothing_held_up_the_start():
+    """Each connection that a stranger left open without a word held up a rank's start for 5 s.
+
+    Those who had connected were heard one after the other, each until its time was over.
+    """
+    listeners, address = listen(None)
+    strangers = [socket.socket(socket.AF_UNIX) for _ in range(8)]
+    for stranger in strangers:
+        stranger.connect(f"\0{address.unix}")
+    options: Any = {"key": b"k" * 32, "deadline_s": time.monotonic() + 20.0, "check": lambda: None}
+    with ThreadPoolExecutor(1) as pool:
+        start_s = time.monotonic()
+        link = pool.submit(connect_to, 0, address, rank=1, **options)
+        peers = accept_peers(listeners, {1}, rank=0, **options)
+
+        assert time.monotonic() - start_s < wire._HANDSHAKE_TIMEOUT_S
+        for sock in (link.result(), *peers.values(), *listeners, *strangers):
+            sock.close()
+
+
+def test_a_process_outlived_a_launcher_that_died_while_it_started(monkeypatch):
+    """Torchrun's agent was killed while its workers imported torch: they then waited for its store.
+
+    The kernel tells of the death of a parent only to who has asked before; the store, which is
+    there before any worker, tells those who ask too late.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+    for name, value in {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(
+        ConnectionRefusedError, match=f"rank 1 finds no launcher at 127.0.0.1:{port}"
+    ):
+        endings._check_launcher()
+
+
+def test_nobody_told_why_a_rank_had_ended(chain):
+    """A layer called ``sys.exit``, or a user caught the exception: no rank said what it was.
+
+    Python prints nothing for a ``SystemExit``, and the other ranks left the story to its origin.
+    """
+    a, b, _ = chain
+    a.tell_failure(0, "stage 0 (rank 0), in step(): SystemExit: 3\nTraceback …")
+    with pytest.raises(RemoteStageError) as caught:
+        b.wait(lambda: False, lambda: "an activation")
+
+    line = endings._line(1, caught.value, Board.create(1, 2).read())
+    assert line == "procpipe: rank 1 ends, because rank 0 failed in step(): SystemExit: 3"

@@ -63,6 +63,9 @@ _ADDRESS_VARIABLE = "PROCPIPE_ADDRESS"
 
 _BUFFER_BYTES = 4 << 20
 
+#: Connections that have not proved themselves, at most; the oldest makes room for one more.
+_MAX_CALLERS = 256
+
 
 @dataclass(frozen=True)
 class Address:
@@ -269,6 +272,8 @@ def accept_peers(
 ) -> dict[int, socket.socket]:
     """Accept one proven connection from each expected rank; strangers are turned away.
 
+    All who have connected are heard at the same time, so one that says nothing delays nobody.
+
     Args:
         listeners: this rank's listening sockets.
         expected: the ranks that will connect.
@@ -278,6 +283,7 @@ def accept_peers(
         check: called about twice a second while waiting; raises if the start was given up.
     """
     peers: dict[int, socket.socket] = {}
+    callers: dict[int, _Caller] = {}
     for listener in listeners:
         listener.setblocking(False)
     try:
@@ -288,37 +294,85 @@ def accept_peers(
                     "process reach its first step?"
                 )
             check()
-            for listener in _readable(listeners, 0.5):
-                try:
-                    link, _ = listener.accept()
-                except OSError:
+            waiting = [*listeners, *(caller.link for caller in callers.values())]
+            for sock in _readable(waiting, 0.5):
+                caller = callers.get(sock.fileno())
+                if caller is None:
+                    _pick_up(sock, callers)
                     continue
-                peer = _admitted(link, rank=rank, key=key, expected=missing)
-                if peer is None:
-                    link.close()
-                else:
-                    peers[peer] = _prepared(link)
-                    missing = missing - {peer}
+                try:
+                    peer = caller.hear(rank=rank, key=key, expected=expected - peers.keys())
+                except OSError:
+                    _hang_up(caller, callers)
+                    continue
+                if peer is not None:
+                    peers[peer] = _prepared(callers.pop(sock.fileno()).link)
+            for caller in tuple(callers.values()):
+                if time.monotonic() > caller.deadline_s:
+                    _hang_up(caller, callers)
     except BaseException:
         for link in peers.values():
             link.close()
         raise
+    finally:
+        for caller in tuple(callers.values()):
+            _hang_up(caller, callers)
     return peers
 
 
-def _admitted(link: socket.socket, *, rank: int, key: bytes, expected: set[int]) -> int | None:
-    """Return the rank that proved itself on this connection, or None for a stranger."""
-    deadline_s = time.monotonic() + _HANDSHAKE_TIMEOUT_S
+def _pick_up(listener: socket.socket, callers: dict[int, _Caller]) -> None:
+    """Accept a connection, without a wait for what it has to say."""
     try:
-        magic, peer, challenge = _HELLO.unpack(_read(link, _HELLO.size, deadline_s))
-        if magic != _MAGIC or peer not in expected:
-            return None
-        ours = secrets.token_bytes(_PROOF_BYTES)
-        link.sendall(ours + _proof(key, b"acceptor", challenge, peer, rank))
-        proof = _read(link, _PROOF_BYTES, deadline_s)
+        link, _ = listener.accept()
     except OSError:
-        return None
-    return peer if hmac.compare_digest(proof, _proof(key, b"connector", ours, peer, rank)) else None
+        return
+    if len(callers) == _MAX_CALLERS:
+        _hang_up(next(iter(callers.values())), callers)
+    callers[link.fileno()] = _Caller(link)
+
+
+def _hang_up(caller: _Caller, callers: dict[int, _Caller]) -> None:
+    del callers[caller.link.fileno()]
+    caller.link.close()
+
+
+class _Caller:
+    """A connection whose other end has not proved itself yet, and never keeps another waiting."""
+
+    def __init__(self, link: socket.socket) -> None:
+        link.setblocking(False)
+        self.link = link
+        self.deadline_s = time.monotonic() + _HANDSHAKE_TIMEOUT_S
+        self._said = b""
+        self._rank: int | None = None
+        self._challenge = b""
+
+    def hear(self, *, rank: int, key: bytes, expected: set[int]) -> int | None:
+        """Take what has come; return the caller's rank once it is proved.
+
+        Raises:
+            OSError: it is a stranger, or has gone.
+        """
+        size = _HELLO.size if self._rank is None else _PROOF_BYTES
+        part = self.link.recv(size - len(self._said))
+        if not part:
+            raise ConnectionResetError("the other side closed the connection")
+        self._said += part
+        if len(self._said) < size:
+            return None
+        said, self._said = self._said, b""
+        if self._rank is None:
+            magic, caller, challenge = _HELLO.unpack(said)
+            if magic != _MAGIC or caller not in expected:
+                raise ConnectionRefusedError("a stranger")
+            self._rank, self._challenge = caller, secrets.token_bytes(_PROOF_BYTES)
+            # An empty socket takes so little at once.
+            self.link.sendall(self._challenge + _proof(key, b"acceptor", challenge, caller, rank))
+            return None
+        proof = _proof(key, b"connector", self._challenge, self._rank, rank)
+        if self._rank not in expected or not hmac.compare_digest(said, proof):
+            raise ConnectionRefusedError("a stranger")
+        return self._rank
 
 
 def _proof(key: bytes, role: bytes, challenge: bytes, connector: int, acceptor: int) -> bytes:

@@ -1,0 +1,180 @@
+"""A rank that stands still: reported once, with where all are, and unharmed when it goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from procpipe import Stage
+from procpipe.channel.link import INLINE_BYTES
+from procpipe.host.board import Board
+
+WIDTH = 4
+NUM_STEPS = 3
+
+#: On a busy machine other waits may be as long; so reports are told apart by what they say.
+STALL_S = 0.6
+
+DEADLINE_S = 40.0
+LOOK_EVERY_S = 0.02
+
+
+class Acting(nn.Linear):
+    """Acts in the second step's forward of the second micro-batch."""
+
+    def __init__(self, act):
+        super().__init__(WIDTH, WIDTH)
+        self.act = act
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        if self.num_calls == 4:
+            self.act()
+        return super().forward(x)
+
+
+def model_of(num_stages, origin, act):
+    """Two layers a stage; the second one of a stage acts."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2 * num_stages)]
+    model = nn.Sequential(*layers)
+    acting = Acting(act)
+    acting.load_state_dict(layers[2 * origin + 1].state_dict())
+    model[2 * origin + 1] = acting
+    return model
+
+
+def train(world, origin, where, num_samples, act):
+    """Train; the act happens to one rank in the second step, in a layer or before the step."""
+    store = world._shared_store()
+    store.set(f"pid/{world.rank}", str(os.getpid()))
+    pids = [int(store.get(f"pid/{rank}")) for rank in range(world.num_ranks)]
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def dawdle():
+        """Work on until another rank has complained; nobody stops."""
+        begun_s = time.monotonic()
+        wait_for(lambda: any(has_reported(pid, begun_s) for pid in pids if pid != os.getpid()))
+
+    does = {"stop": stop, "dawdle": dawdle}[act]
+    world._stall_timeout_s = STALL_S
+    if world.rank != origin and act == "stop":
+        helper = threading.Thread(target=continue_when_reported, args=(pids[origin], pids))
+        helper.start()
+    model = model_of(world.num_ranks, origin, does if where == "layer" else lambda: None)
+    stage = Stage(
+        model,
+        [2] * world.num_ranks,
+        chunks=2,
+        checkpoint="never",
+        loss_fn=F.mse_loss,
+        world=world,
+    )
+    losses = []
+    for step, (x, y) in enumerate(stage.batches(data(num_samples))):
+        if step == 1 and where == "between" and world.rank == origin:
+            does()
+        losses.append(stage.step(x, y).item())
+    if world.rank != origin and act == "stop":
+        helper.join(DEADLINE_S)
+    return losses
+
+
+def continue_when_reported(pid, pids):
+    """Let a stopped process go on once any rank has reported that nothing goes on."""
+    wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    stopped_s = time.monotonic()
+    wait_for(
+        lambda: (
+            psutil.Process(pid).status() != psutil.STATUS_STOPPED
+            or any(has_reported(other, stopped_s) for other in pids)
+        )
+    )
+    os.kill(pid, signal.SIGCONT)
+
+
+def has_reported(pid, since_s):
+    board = Board.of_process(pid)
+    told_s = board.read().reported_s if board is not None else None
+    return told_s is not None and time.monotonic() - told_s > since_s
+
+
+def wait_for(condition):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "what was waited for has not come"
+        time.sleep(LOOK_EVERY_S)
+
+
+def data(num_samples):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(NUM_STEPS):
+        yield tuple(torch.randn(2, num_samples, WIDTH, generator=generator))
+
+
+def plain_losses(num_stages, origin, num_samples):
+    model = model_of(num_stages, origin, lambda: None)
+    return [F.mse_loss(model(x), y).item() for x, y in data(num_samples)]
+
+
+def stories_of(outcomes):
+    """Return all reports of all ranks: the seconds told, and the lines."""
+    text = "".join(outcome.output for outcome in outcomes)
+    stories = re.split(r"procpipe: no progress for (\d+\.\d) s, says rank \d+\n", text)
+    return list(zip(map(float, stories[1::2]), stories[2::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("n", "origin", "where", "num_samples"),
+    [
+        (2, 0, "between", 6),
+        (2, 1, "layer", INLINE_BYTES),
+        (3, 0, "layer", 6),
+        (3, 1, "layer", INLINE_BYTES),
+        (4, 2, "between", 6),
+    ],
+)
+def test_a_stopped_rank_is_reported_and_goes_on_unharmed(ranks, n, origin, where, num_samples):
+    outcomes = ranks(n).run(train, origin, where, num_samples, "stop")
+
+    for losses in outcomes.values():
+        assert losses == pytest.approx(plain_losses(n, origin, num_samples))
+    stories = [story for story in stories_of(outcomes) if "is stopped" in story[1]]
+    assert stories, str(outcomes)
+    for told_s, _ in stories:
+        # Who waits on says so again after twice the time; two ranks do not say the same.
+        assert sum(told_s / 1.5 < other_s < told_s * 1.5 for other_s, _ in stories) == 1
+    told_s, lines = stories[0]
+    assert told_s >= STALL_S
+    for rank in set(range(n)) - {origin}:
+        assert re.search(rf"^  stage {rank} \(rank {rank}\): in ", lines, re.MULTILINE), lines
+    assert re.search(r"waiting \d+\.\d s for .+ from (stage \d \()?rank \d", lines), lines
+    place = {
+        "layer": rf"in F1, layer '{2 * origin + 1}' \(Acting\), for \d+\.\d s",
+        "between": r"between calls, in the user's code, for \d+\.\d s",
+    }[where]
+    stopped = r"; its process (\d+) is stopped \(kill -CONT \1 lets it go on\)"
+    assert re.search(rf"stage {origin} \(rank {origin}\): {place}{stopped}", lines), lines
+    assert "goes on after" in lines
+
+
+def test_a_rank_that_is_long_in_a_layer_is_reported_with_the_layer(ranks):
+    outcomes = ranks(3).run(train, 1, "layer", 6, "dawdle")
+
+    for losses in outcomes.values():
+        assert losses == pytest.approx(plain_losses(3, 1, 6))
+    story = "".join(lines for _, lines in stories_of(outcomes))
+    assert re.search(r"stage 1 \(rank 1\): in F1, layer '3' \(Acting\), for \d+\.\d s\n", story)
+    assert "is stopped" not in story

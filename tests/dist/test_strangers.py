@@ -1,0 +1,239 @@
+"""Strangers connect to a job and talk: the run goes on unharmed, and nothing is unpickled."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import pickle
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import procpipe.channel.wire
+import procpipe.run.world
+from procpipe import Stage
+from procpipe.channel.link import INLINE_BYTES
+from tests.dist.pool import ROOT
+
+world_module: Any = procpipe.run.world
+wire: Any = procpipe.channel.wire
+
+WIDTH = 4
+BULK = 4 * INLINE_BYTES // WIDTH
+
+
+class Bomb:
+    """What leaves a file behind where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def greetings(path, rank):
+    """What strangers say: nothing, noise, another protocol, a pickle, nearly the right thing."""
+    hello = wire._HELLO.pack(wire._MAGIC, rank, b"c" * 32)
+    return [
+        b"",
+        b"\0",
+        os.urandom(8),
+        os.urandom(1 << 14),
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        pickle.dumps(Bomb(path)),
+        hello[:20],
+        hello,
+        hello + b"p" * 32,
+        wire._HELLO.pack(wire._MAGIC, 99, b"c" * 32),
+    ]
+
+
+class Strangers:
+    """Connections of strangers to one address; they stay until the end, but for half of them."""
+
+    def __init__(self):
+        self.sockets = []
+        self.num_connected = 0
+
+    def visit(self, family, address, words):
+        for number, said in enumerate(words):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.settimeout(5.0)
+            with contextlib.suppress(OSError):  # who is turned away quickly cannot say all
+                sock.connect(address)
+                self.num_connected += 1
+                sock.sendall(said)
+            if number % 2:
+                sock.close()
+            else:
+                self.sockets.append(sock)
+
+    def leave(self):
+        for sock in self.sockets:
+            sock.close()
+
+
+def losses_of(stage, num_samples=8):
+    x, y = torch.ones(num_samples, WIDTH), torch.zeros(num_samples, WIDTH)
+    return [stage.step(x, y).item() for _ in range(2)]
+
+
+def model_of(num_stages):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(num_stages)])
+
+
+def stage_of(world):
+    return Stage(
+        model_of(world.num_ranks), [1] * world.num_ranks, chunks=2, loss_fn=F.mse_loss, world=world
+    )
+
+
+def plain_loss(num_stages, num_samples=8):
+    x, y = torch.ones(num_samples, WIDTH), torch.zeros(num_samples, WIDTH)
+    return F.mse_loss(model_of(num_stages)(x), y).item()
+
+
+def check_unharmed(outcomes, path):
+    for losses in outcomes.values():
+        assert losses == pytest.approx([plain_loss(len(outcomes))] * 2)
+    assert all(outcome.output == "" for outcome in outcomes), str(outcomes)
+    assert not path.exists()
+
+
+# -- while the ranks connect ---------------------------------------------------------------------
+
+
+def connect_among_strangers(world, family, path):
+    """Every rank's listener is visited by strangers before any peer can come."""
+    strangers = Strangers()
+    listen, identities = world_module.listen, (world_module.host_identity, wire.host_identity)
+
+    def visited(tcp_host):
+        sockets, address = listen(tcp_host)
+        if family == "unix":
+            target = (socket.AF_UNIX, f"\0{address.unix}")
+        else:
+            target = (socket.AF_INET, address.tcp)
+        words = greetings(path, rank=world.num_ranks - 1)
+        thread = threading.Thread(target=strangers.visit, args=(*target, words))
+        thread.start()
+        thread.join(10.0)  # the listener keeps them until it is asked for them
+        return sockets, address
+
+    world_module.listen = visited
+    if family == "tcp":  # as on hosts of their own
+        world_module.host_identity = wire.host_identity = lambda: f"host {world.rank}"
+    try:
+        losses = losses_of(stage_of(world))
+        assert strangers.num_connected == len(greetings(path, 0))
+        return losses
+    finally:
+        strangers.leave()
+        world_module.listen = listen
+        world_module.host_identity, wire.host_identity = identities
+
+
+@pytest.mark.parametrize(("n", "family"), [(2, "unix"), (2, "tcp"), (3, "unix"), (4, "tcp")])
+def test_strangers_come_while_the_ranks_connect(ranks, tmp_path, n, family):
+    path = tmp_path / "unpickled"
+
+    check_unharmed(ranks(n).run(connect_among_strangers, family, path), path)
+
+
+# -- while the job runs --------------------------------------------------------------------------
+
+
+def run_among_strangers(world, path):
+    """Between two calls rank 0 lets strangers visit the store and what gloo listens on."""
+    strangers = Strangers()
+    stage = stage_of(world)
+    x = torch.ones(BULK, WIDTH)
+    with torch.no_grad():
+        stage(x)  # by gloo
+    if world.rank == 0:
+        store = world._shared_store()
+        while not hasattr(store, "port"):
+            store = store.underlying_store
+        addresses = {("127.0.0.1", store.port)} | listening()
+        assert len(addresses) > 1  # gloo's too
+        for address in addresses:
+            strangers.visit(socket.AF_INET, address, greetings(path, rank=1))
+        assert strangers.num_connected >= len(greetings(path, 1))
+    with torch.no_grad():
+        stage(x)
+    losses = losses_of(stage)
+    world._shared_store().set(f"well/{world.rank}", "yes")
+    assert world._shared_store().get(f"well/{(world.rank + 1) % world.num_ranks}") == b"yes"
+    strangers.leave()
+    return losses
+
+
+def listening():
+    connections = psutil.Process().net_connections("inet")
+    return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_strangers_talk_to_the_store_and_to_gloo(ranks, tmp_path, n):
+    path = tmp_path / "unpickled"
+
+    check_unharmed(ranks(n).run(run_among_strangers, path), path)
+
+
+# -- nothing is unpickled ------------------------------------------------------------------------
+
+#: Whatever unpickles what it is given.
+UNPICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+UNPICKLING |= {"multiprocessing.connection", "multiprocessing.managers", "torch.multiprocessing"}
+UNPICKLING_CALLS = {"broadcast_object_list", "all_gather_object", "gather_object", "recv_object"}
+UNPICKLING_CALLS |= {"scatter_object_list", "recv_object_list", "send_object_list"}
+
+
+def what_unpickles(source):
+    """Name what a source file uses that could unpickle something from the network."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & UNPICKLING
+        elif isinstance(node, ast.ImportFrom):
+            names = {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+            found |= names & UNPICKLING
+            found |= {alias.name for alias in node.names} & UNPICKLING_CALLS
+        elif isinstance(node, ast.Attribute):
+            found |= {node.attr} & UNPICKLING_CALLS
+    return found
+
+
+#: Saved states on disk are torch's, whose index is a pickle; it is read by names it may hold.
+OF_FILES = {"procpipe/state/files.py": {"pickle"}}
+
+
+def test_nothing_in_the_package_unpickles_what_comes_over_the_network():
+    sources = [path for part in ("procpipe", "launch") for path in Path(ROOT, part).rglob("*.py")]
+
+    assert len(sources) > 50
+    using = {str(path.relative_to(ROOT)): what_unpickles(path.read_text()) for path in sources}
+    assert {path: found for path, found in using.items() if found} == OF_FILES
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from multiprocessing import connection",
+        "def f():\n    from torch.distributed import broadcast_object_list",
+        "import torch.distributed as dist\ndist.all_gather_object([], 1)",
+    ],
+)
+def test_what_unpickles_is_found(source):
+    assert what_unpickles(source)
