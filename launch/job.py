@@ -19,7 +19,9 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from types import FrameType
+from typing import TextIO
 
 from procpipe.launch.engine import Job, Outcome, Stopped, run_job
 from procpipe.launch.failure import Failure, explain, out_of_memory_kills, short_path
@@ -52,6 +54,7 @@ def run(job: Job, token: str, view_mode: str) -> int:
         The exit code: 0, that of the rank that failed first, 128 + n if signal n ended that rank
         or the launcher.
     """
+    sys.stdout, sys.stderr = _writable(sys.stdout), _writable(sys.stderr)
     os.environ[TOKEN] = ":".join(filter(None, (os.environ.get(TOKEN), token)))
     _adopt_orphans()
     num_oom_kills = out_of_memory_kills()
@@ -170,17 +173,14 @@ class _End:
             )
         else:
             failure = explain(self.attempt.ends(outcome.codes), num_oom_kills)
-        console = self.view.console
         with contextlib.suppress(OSError):
             report = f"{failure.headline}\n\n{failure.body}\n"
-            (self.job.folder / "report.txt").write_text(report)
-        if console.is_terminal:
-            console.print(Rule("procpipe: the run failed", style="red"))
-        headline = Text(f"procpipe: {failure.headline}", style="bold red")
-        console.print(headline, soft_wrap=True)
-        console.print()
-        console.print(Text(failure.body), soft_wrap=True)
-        console.print(f"\nExit code {failure.exit_code} after {self._time()}")
+            (self.job.folder / "report.txt").write_text(report, encoding="utf-8")
+        if self.view.console.is_terminal:
+            self._print(Rule("procpipe: the run failed", style="red"))
+        self._print(Text(f"procpipe: {failure.headline}", style="bold red"))
+        self._print(f"\n{failure.body}")
+        self._print(f"\nExit code {failure.exit_code} after {self._time()}")
         code: int = failure.exit_code
         return code
 
@@ -193,8 +193,22 @@ class _End:
         seconds = self.view.elapsed_s
         return f"{seconds:.1f} s" if seconds < 60 else time_text(seconds)
 
-    def _print(self, text: str) -> None:
-        self.view.console.print(text, soft_wrap=True)
+    def _print(self, text: str | Text | Rule) -> None:
+        """Write to the console, if it is still there: the exit code must be told in any case."""
+        with contextlib.suppress(OSError):
+            if self.view.console.is_terminal:
+                self.view.console.print(text, soft_wrap=True)
+            else:
+                print(text, file=sys.stderr, flush=True)
+
+
+def _writable(stream: TextIO | None) -> TextIO:
+    """Return a stream that takes any text; nowhere if it was closed before this process began."""
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
 
 
 def _name(number: signal.Signals) -> str:

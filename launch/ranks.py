@@ -343,7 +343,7 @@ def _last_reading(rank: Rank) -> Reading | None:
 
 def _read_recorded(path: Path) -> Recorded | None:
     try:
-        message = json.loads(path.read_text())["message"]
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
         told, trace = message["message"], message["extraInfo"]["py_callstack"]
         return Recorded(str(told), str(trace), path.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue
 import sys
 import threading
@@ -203,7 +204,7 @@ class View:
         if self._live is not None:
             self._console.print(Text(text), soft_wrap=True)
         else:
-            print(text, file=sys.stderr, flush=True)
+            _write_raw(sys.stderr, f"{text}\n".encode())
 
     def _draw(self) -> None:
         if self._meter is None or self._mode == "off":
@@ -306,9 +307,13 @@ def _last_state(line: bytes) -> str:
 
 
 def _write_raw(stream: TextIO, data: bytes) -> None:
-    """Pass bytes on as they are; whoever has closed the stream does not want them."""
+    """Pass bytes on as they are; a stream that takes no more is given up."""
     if data:
-        with contextlib.suppress(BrokenPipeError):
+        try:
             stream.flush()
             stream.buffer.write(data)
             stream.buffer.flush()
+        except OSError:  # closed, or no space left: what waits in the buffer goes nowhere
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

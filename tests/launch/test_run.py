@@ -271,3 +271,14 @@ sys.exit(3)
     assert "Its last words on standard error:\n  no data\n" in ended.err
     (seconds,) = re.findall(r"Exit code 3 after ([\d.]+) s", ended.err)
     assert float(seconds) < 25
+
+
+def test_the_same_exception_on_all_ranks_before_any_stage():
+    with started("-n", "2", "--view", "plain", script=plain('raise OSError("no data")')) as run:
+        ended = run.wait()
+
+    assert ended.code == 1, ended
+    assert ended.left == ()
+    assert re.match(r"procpipe: rank [01] failed: OSError: no data\n", ended.err)
+    assert ended.err.count("Traceback") == 1
+    assert re.search(r"\nThe same on rank [01]\.\n", ended.err)
