@@ -6,8 +6,11 @@ import fcntl
 import os
 import pickle
 import random
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from procpipe import state
 from procpipe.state import generators, optimizers
+from tests.dist.script import run_script
 from tests.dist.stages import assert_same
 
 # -- Resumable -----------------------------------------------------------------------------------
@@ -425,3 +429,40 @@ def test_importing_it_is_cheap():
         "assert not [name for name in heavy if name in sys.modules]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.dist
+def test_the_documentation_runs(tmp_path):
+    page = Path(__file__).parents[1] / "docs/saved_state.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    code = "".join(blocks).replace("runs/", f"{tmp_path}/") + "stage.print(progress['step'])\n"
+    assert run_script(code, nproc=2).check().stdout == "24\n"
+    assert names(tmp_path / "one") == ["000001-step-10", "000002-step-20", "000003"]
+    shutil.rmtree(tmp_path / "exported")
+    # Again, in one process: it has nothing left to train, so no input either.
+    again = code.replace("stage.step(input, target)  #", "#")
+    assert run_script(again.replace("[2, 2]", "[4]")).check().stdout == "24\n"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run(num_steps):
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8, device="cuda")).square().sum().backward()
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    run(2)
+    saving = state.save(tmp_path, model, optimizer, asynchronous=True)
+    expected = run(2)
+    saving.wait()
+    torch.manual_seed(7)
+    state.load(tmp_path, model, optimizer)
+
+    for ours, truth in zip(run(2), expected, strict=True):
+        assert torch.equal(ours, truth)
