@@ -105,6 +105,7 @@ class World:
         self._watch = Watch(self.board, rank)
         self._store = store
         self._opened: tuple[Store, Notes] | None = None
+        self._serves_store = False
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
@@ -248,8 +249,8 @@ class World:
             return
         try:
             self._open_store(timeout_s=3.0)[1].leave(self.rank, story)
-            if self.rank == 0 and not _is_agents_store():
-                time.sleep(_HEAD_START_S)  # the note is gone with this process
+            if self._serves_store:
+                time.sleep(_HEAD_START_S)  # the note ends with this process
         except RuntimeError as error:
             print(
                 f"procpipe: rank {self.rank} could not tell the others that it failed: {error}",
@@ -363,6 +364,7 @@ class World:
                 launchers, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
                 store = PrefixStore(f"procpipe/{next(_connected)}", launchers)
                 outlives_rounds = _is_agents_store()
+                self._serves_store = self.rank == 0 and not outlives_rounds
             self._opened = store, Notes(store, outlives_rounds=outlives_rounds)
         return self._opened
 

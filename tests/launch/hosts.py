@@ -180,6 +180,14 @@ class Job:
         self._processes.append(Process(popen, log))
         return self._processes[-1]
 
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Ask often until it is so; else say what was written."""
+        try:
+            wait_until(condition)
+        except AssertionError as error:
+            texts = "\n".join(f"--- {one.popen.args!r}\n{one.output}" for one in self._processes)
+            raise AssertionError(f"{error}\n{texts}") from None
+
     def survivors(self) -> list[str]:
         """Return what still runs."""
         return [" ".join(process.cmdline()) for process in _job(self._token)]

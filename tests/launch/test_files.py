@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.hosts import Host, Job, free_port, loopback_addresses, wait_until
+from tests.launch.hosts import Host, Job, free_port, loopback_addresses
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
@@ -104,10 +104,10 @@ def sbatch(job, *words, srun=SRUN):
 def test_slurm_starts_one_torchrun_a_node_and_queues_again_when_the_time_is_up():
     with Job() as job:
         batch, slurm = sbatch(job, "train.py", "--wait", "two words")
-        wait_until(lambda: have_started(job))
+        job.wait_until(lambda: have_started(job))
         batch.popen.send_signal(signal.SIGUSR1)  # as by --signal=B:USR1@120
         batch.wait_output("time is up: queued again")
-        wait_until((job.path / "scontrol.log").exists)
+        job.wait_until((job.path / "scontrol.log").exists)
         assert batch.popen.poll() is None  # it goes on until Slurm ends it
         job.write("stop", "")
         assert batch.wait_end() == 0, batch.output

@@ -19,7 +19,6 @@ from tests.launch.hosts import (
     free_port,
     loopback_addresses,
     network_namespaces,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
@@ -179,7 +178,7 @@ while True:
 def test_a_rank_that_is_killed_on_another_host_ends_all():
     with loopback_addresses(2) as hosts, Job() as job:
         agents = start_two(hosts, job, KILLED, port=free_port())
-        wait_until(lambda: len(told(*agents)) == 3)
+        job.wait_until(lambda: len(told(*agents)) == 3)
         alone, other = sorted(agents, key=lambda agent: len(told(agent)))
         (victim,) = told(alone)
         killed_s = time.monotonic()
@@ -213,8 +212,8 @@ for step, (input, target) in enumerate(stage.batches(until_told())):
 tell(ended=True)
 """
 
-#: A host is given up after four seconds without a word, and a late one waited for one second.
-SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
+#: A host is given up after six seconds without a word, and a late one waited for one second.
+SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
 
 
 def test_a_host_that_is_lost_is_done_without_and_may_come_back(monkeypatch):
@@ -227,11 +226,11 @@ def test_a_host_that_is_lost_is_done_without_and_may_come_back(monkeypatch):
 
     with loopback_addresses(2) as hosts, Job() as job:
         first, lost = start_two(hosts, job, ELASTIC, nproc=(1, 1), **options)
-        wait_until(lambda: told_of(2, first) and told_of(2, lost))
+        job.wait_until(lambda: told_of(2, first) and told_of(2, lost))
         lost.kill_all()
-        wait_until(lambda: told_of(1, first))
+        job.wait_until(lambda: told_of(1, first))
         back = job.start(hosts[1], torchrun(hosts, 1, **options))
-        wait_until(lambda: len(told_of(2, first)) == 2 and told_of(2, back))
+        job.wait_until(lambda: len(told_of(2, first)) == 2 and told_of(2, back))
         job.write("stop", "")
 
         assert first.wait_end() == 0, first.output
