@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -45,6 +46,10 @@ x = torch.randn(1 << 13, 8, dtype=torch.float64)  # 128 KiB a micro-batch: by gl
 
 def build(balance, **options):
     return Stage(model(), balance, chunks=4, loss_fn=F.mse_loss, **options)
+
+def links(stage):
+    mesh = stage._world._mesh
+    return {peer: mesh.socket_of(peer).family.name for peer in mesh.peers}
 
 def train(stage, steps):
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
@@ -127,9 +132,10 @@ mine = psutil.Process().net_connections("inet")
 ports = [tuple(one.laddr) for one in mine if one.status == psutil.CONN_LISTEN]
 for port in ports:
     disturb(port)
-links = {peer: stage._world._mesh.socket_of(peer).family.name for peer in range(3) if peer != RANK}
 tell(losses=first + train(stage, 2), listened=sorted(sockets), listens=[ip for ip, _ in ports],
-     links=links)
+     links=links(stage), pid=os.getpid())
+while True:
+    train(stage, 1)
 """
 
 
@@ -141,14 +147,30 @@ def start_two(hosts, job, script, nproc=(1, 2), port=29400, **options):
     ]
 
 
-def test_hosts_of_different_sizes_train_as_one_process_does():
-    with network_namespaces(2) as hosts, Job() as job:
-        agents = start_two(hosts, job, MEET_STRANGERS)
-        for agent in agents:
-            assert agent.wait_end() == 0, agent.output
+@contextlib.contextmanager
+def two_hosts():
+    """Give network namespaces; addresses of the loopback where they cannot be made."""
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(network_namespaces(2))
+        except pytest.skip.Exception as reason:
+            print(f"on the loopback: {reason}")
+            hosts = stack.enter_context(loopback_addresses(2))
+        yield hosts
 
+
+def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
+    with two_hosts() as hosts, Job() as job:
+        agents = start_two(hosts, job, MEET_STRANGERS, port=free_port())
+        job.wait_until(lambda: len(told(*agents)) == 3)
         ranks = {one["rank"]: one for one in told(*agents)}
         host_of = {one["rank"]: number for number in (0, 1) for one in told(agents[number])}
+        (victim,) = told(agents[0])
+        killed_s = time.monotonic()
+        os.kill(victim["pid"], signal.SIGKILL)
+
+        assert [agent.wait_end() for agent in agents] == [1, 1]
+        assert time.monotonic() - killed_s < 30.0
         assert sorted(ranks) == [0, 1, 2]
         assert sorted(host_of.values()) == [0, 1, 1]
         for rank, one in ranks.items():
@@ -161,38 +183,9 @@ def test_hosts_of_different_sizes_train_as_one_process_does():
                 for peer in ranks
                 if peer != rank
             }
-        assert not job.survivors()
-
-
-#: Trains until it is killed, and has TCP under it wherever the test runs.
-KILLED = """
-stage = build([1, 1, 1])
-losses = train(stage, 2)
-links = {peer: stage._world._mesh.socket_of(peer).family.name for peer in range(3) if peer != RANK}
-tell(pid=os.getpid(), losses=losses, links=links)
-while True:
-    train(stage, 1)
-"""
-
-
-def test_a_rank_that_is_killed_on_another_host_ends_all():
-    with loopback_addresses(2) as hosts, Job() as job:
-        agents = start_two(hosts, job, KILLED, port=free_port())
-        job.wait_until(lambda: len(told(*agents)) == 3)
-        alone, other = sorted(agents, key=lambda agent: len(told(agent)))
-        (victim,) = told(alone)
-        killed_s = time.monotonic()
-        os.kill(victim["pid"], signal.SIGKILL)
-
-        assert [alone.wait_end(), other.wait_end()] == [1, 1]
-        assert time.monotonic() - killed_s < 20.0
-        assert victim["links"].keys() == {"0", "1", "2"} - {str(victim["rank"])}
-        assert set(victim["links"].values()) == {"AF_INET"}
-        for one in told(*agents):
-            assert one["losses"] == pytest.approx(plain_losses(2), abs=1e-12)
         story = rf"rank \d ends, because rank {victim['rank']} ended without a word"
-        assert len(re.findall(story, other.output)) == 2, other.output
-        assert "or its host or network failed" in other.output
+        assert len(re.findall(story, agents[1].output)) == 2, agents[1].output
+        assert "or its host or network failed" in agents[1].output
         assert not job.survivors()
 
 
@@ -208,7 +201,7 @@ stage = build([3] if SIZE == 1 else [1, 2], timeout_s=60)
 for step, (input, target) in enumerate(stage.batches(until_told())):
     loss = stage.step(input, target).item()
     if step == 0:
-        tell(loss=loss, attempt=os.environ["TORCHELASTIC_RESTART_COUNT"])
+        tell(loss=loss, attempt=os.environ["TORCHELASTIC_RESTART_COUNT"], links=links(stage))
 tell(ended=True)
 """
 
@@ -238,5 +231,6 @@ def test_a_host_that_is_lost_is_done_without_and_may_come_back(monkeypatch):
         for one in [*told_of(1, first), *told_of(2, first, lost, back)]:
             assert one["loss"] == pytest.approx(plain_losses(1)[0], abs=1e-12)
         assert [one["attempt"] for one in told_of(2, first, back)] == ["0", "1", "0"]
+        assert {*told_of(2, back)[0]["links"].values()} == {"AF_INET"}
         assert " ended without a word" in first.output
         assert not job.survivors()
