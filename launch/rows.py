@@ -85,8 +85,8 @@ class Summary:
     def __str__(self) -> str:
         if not self.num_steps:
             return ""
-        plural = "s" * (self.num_steps != 1)
-        return f"{self.num_steps:,} step{plural}, {rate_text(self.samples_per_s)} samples/s"
+        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps:,} steps"
+        return f"{steps}, {rate_text(self.samples_per_s)} samples/s in steps"
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_a_summary():
 
     do_steps(board, 1, samples=10, step_s=4.0)
 
-    assert str(Summary.of(attempt)) == "1 step, 2.5 samples/s"
+    assert str(Summary.of(attempt)) == "1 step, 2.5 samples/s in steps"
 
 
 def test_numbers_in_few_characters():

@@ -20,7 +20,7 @@ from torch import nn
 from procpipe import Stage
 
 RANK, NUM_RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-NUM_STEPS, START, DO = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+NUM_STEPS, START, DO, STALL_S = int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
 
 class Layer(nn.Linear):
     def forward(self, x):
@@ -32,7 +32,7 @@ exec(START)
 layers = [Layer(4, 4) if k == 1 else nn.Linear(4, 4) for k in range(NUM_RANKS)]
 stage = Stage(
     nn.Sequential(*layers), balance=[1] * NUM_RANKS, chunks=2, loss_fn=F.mse_loss,
-    stall_timeout_s=0.5,
+    stall_timeout_s=STALL_S,
 )
 x = torch.ones(8, 4)
 for step in range(NUM_STEPS):
@@ -58,8 +58,8 @@ while not os.path.exists("go"):
 """
 
 
-def training(num_steps, start="pass", do="pass"):
-    return TRAINING, str(num_steps), start, do
+def training(num_steps, start="pass", do="pass", stall_s=100.0):
+    return TRAINING, str(num_steps), start, do, str(stall_s)
 
 
 def plain(code):
@@ -85,7 +85,7 @@ def test_a_good_run_off_a_terminal():
 
 def test_a_good_run_on_a_terminal():
     start = f"print('bar 1', end='\\rbar 2\\r', flush=True); {LEAVE_SLEEPERS}"
-    with started("-n", "3", on_terminal=True, script=training(3, start, UNTIL_GO)) as run:
+    with started("-n", "3", on_terminal=True, script=training(3, start, UNTIL_GO, 0.5)) as run:
         run.wait_to_match(r"waits \d+ s for gradient from stage 1 ")
         run.wait_to_match(r"waits \d+ s for activation from stage 1 ")
         run.wait_to_match(r"F0 '1' \(Layer\) for \d+ s")
@@ -140,7 +140,7 @@ def test_an_exception_in_a_layer():
 
 
 def test_a_killed_rank():
-    with started("-n", "2", script=training(3, do=UNTIL_GO)) as run:
+    with started("-n", "2", script=training(3, do=UNTIL_GO, stall_s=0.5)) as run:
         ranks = [run.rank(0), run.rank(1)]
 
         def is_stuck():
