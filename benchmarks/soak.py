@@ -23,6 +23,7 @@ import dataclasses
 import json
 import os
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -40,8 +41,10 @@ import psutil
 
 from benchmarks.soak_outside import Outsider
 from benchmarks.soak_rounds import (
+    FAULTS,
     FORK,
     HARMLESS,
+    LAUNCHERS,
     TORCHRUN,
     Ending,
     Round,
@@ -284,28 +287,30 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-ranks", type=int, default=4)
-    parser.add_argument("--launchers", nargs="+", default=[TORCHRUN, FORK])
-    parser.add_argument("--acts", nargs="+", default=[], help="only these faults")
+    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS)
+    parser.add_argument("--acts", nargs="+", choices=sorted({act for act, _ in FAULTS}), default=[])
     parser.add_argument("--repeat-correct", type=int, default=0, help="one job without a fault")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds a round")
     parser.add_argument("--verbose", action="store_true", help="print a line a round")
     asked = parser.parse_args()
-    launchers, acts = tuple(asked.launchers), tuple(asked.acts)
-    command = f"python -m benchmarks.soak --seed {asked.seed} --max-ranks {asked.max_ranks}"
-    command += f" --launchers {' '.join(f'{name!r}' for name in launchers)}"
-    command += f" --acts {' '.join(f'{act!r}' for act in acts)}" if acts else ""
-    soak = Soak(asked.time_limit, asked.verbose, command)
+    faults = tuple(fault for fault in FAULTS if not asked.acts or fault[0] in asked.acts)
+    soak = Soak(asked.time_limit, asked.verbose, _command(asked))
     start_s = time.monotonic()
     try:
         for number in range(asked.first, asked.first + asked.rounds):
             soak.run(
                 number,
-                draw(asked.seed, number, max_ranks=asked.max_ranks, launchers=launchers, acts=acts),
+                draw(
+                    asked.seed,
+                    number,
+                    max_ranks=asked.max_ranks,
+                    launchers=tuple(asked.launchers),
+                    faults=faults,
+                ),
             )
-        correct = draw(asked.seed, 0, max_ranks=3, launchers=(FORK,), acts=("none",))
-        correct = dataclasses.replace(correct, samples=2048)
+        correct = draw(asked.seed, 0, max_ranks=3, launchers=(FORK,), faults=(FAULTS[0],))
         for number in range(asked.repeat_correct):
-            soak.run(number, correct)
+            soak.run(number, dataclasses.replace(correct, samples=2048))
     finally:
         soak.close()
     for name in COUNTED:
@@ -318,6 +323,13 @@ def main() -> int:
     took_s = time.monotonic() - start_s
     print(f"{took_s:.0f} s, the longest round {soak.longest_s:.1f} s")
     return int(any(soak.sums[name] for name in COUNTED[2:]))
+
+
+def _command(asked: argparse.Namespace) -> str:
+    """Return what repeats a round, but for its number."""
+    words = ["--seed", asked.seed, "--max-ranks", asked.max_ranks, "--launchers", *asked.launchers]
+    words += ["--acts", *asked.acts] if asked.acts else []
+    return shlex.join(["python", "-m", "benchmarks.soak", *map(str, words)])
 
 
 def _wait_vanished(job: Job | ForkServer) -> tuple[str, ...]:
@@ -344,9 +356,8 @@ def _fault_s(folder: Path) -> float | None:
 def _outputs(folder: Path, num_ranks: int) -> Iterator[str]:
     """Read what each rank wrote, wherever its launcher has put it."""
     for rank in range(num_ranks):
-        logs = sorted(folder.glob(f"logs/**/{rank}/*.log")) or sorted(
-            folder.glob(f"logs/**/rank{rank}.log")
-        )
+        names = (str(rank), f"rank_{rank}")
+        logs = sorted(path for path in folder.glob("logs/**/*.log") if path.parent.name in names)
         yield "".join(log.read_text(errors="replace") for log in logs)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -240,6 +241,8 @@ def check_losses(this: Round, losses: list[float]) -> None:
 
 def serve(orders: TextIO) -> None:
     """Run a round for each line ``[round, folder, port]``; answer with the ranks' exit codes."""
+    gc.collect()
+    gc.freeze()  # or each end of a forked process would walk, and so copy, all that is loaded here
     for line in orders:
         fields, folder, port = json.loads(line)
         this = Round(**fields)

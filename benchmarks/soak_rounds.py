@@ -52,6 +52,7 @@ HARMLESS = ("none", "stop", "strangers")
 TORCHRUN = "torchrun"
 PROCPIPE_RUN = "procpipe run"
 FORK = "fork"
+LAUNCHERS = (TORCHRUN, PROCPIPE_RUN, FORK)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,12 @@ class Round:
 
 
 def draw(
-    seed: int, number: int, *, max_ranks: int, launchers: tuple[str, ...], acts: tuple[str, ...]
+    seed: int,
+    number: int,
+    *,
+    max_ranks: int,
+    launchers: tuple[str, ...] = LAUNCHERS,
+    faults: tuple[tuple[str, str], ...] = FAULTS,
 ) -> Round:
     """Draw a round.
 
@@ -116,10 +122,10 @@ def draw(
         number: of the round.
         max_ranks: at most so many processes.
         launchers: what may start them.
-        acts: what may happen; () for anything.
+        faults: what may happen, and where.
     """
     chance = random.Random(f"{seed}/{number}")
-    act, where = chance.choice([fault for fault in FAULTS if not acts or fault[0] in acts])
+    act, where = chance.choice(faults)
     num_ranks = chance.randint(2, max_ranks)
     num_steps = chance.randint(2, 4)
     origin = chance.randrange(num_ranks)
@@ -253,15 +259,16 @@ def faults_of(this: Round, ending: Ending) -> list[str]:
     num_tracebacks = told.count("Traceback (most recent call last)")
     if num_tracebacks != expected.num_tracebacks and expected.num_tracebacks >= 0:
         faults.append(f"{num_tracebacks} tracebacks, not {expected.num_tracebacks}")
-    if this.act == "kill at any time":
-        expected = Expected(False, None, this.origin)  # who did not know it yet cannot tell
+    if this.act.startswith("kill") and this.launcher != FORK:
+        # The launcher tells it, and may end the others before they notice.
+        expected = Expected(False, None, this.origin)
     source = told if expected.teller is None else ending.outputs[expected.teller]
     faults += [f"{word!r} is not told" for word in expected.words if word not in source]
     if expected.named is not None:
         blamed = {int(rank) for rank in re.findall(r"because rank (\d+)", told)}
         faults += [f"rank {rank} is blamed" for rank in blamed - {expected.named}]
-        if this.launcher == TORCHRUN and expected.is_root_cause:
-            faults += _faults_of_root_cause(expected.named, ending.launcher_output)
+        if this.launcher == PROCPIPE_RUN or (this.launcher == TORCHRUN and expected.is_root_cause):
+            faults += _faults_of_report(this.launcher, expected.named, ending.launcher_output)
     if expected.is_well and "procpipe: rank" in told:
         faults.append("a rank of a job that ended well complains")
     return faults
@@ -281,9 +288,13 @@ def _faults_of_codes(this: Round, expected: Expected, codes: tuple[int, ...]) ->
     ]
 
 
-def _faults_of_root_cause(named: int, text: str) -> list[str]:
-    _, _, told = text.partition("Root Cause (first observed failure):")
-    match = re.search(r"rank      : (\d+)", told)
-    if match is None:
-        return ["torchrun names no root cause"]
-    return [] if int(match.group(1)) == named else [f"torchrun blames rank {match.group(1)}"]
+def _faults_of_report(launcher: str, named: int, text: str) -> list[str]:
+    """Check whom a launcher's own report names as the first to fail."""
+    if launcher == TORCHRUN:
+        _, _, text = text.partition("Root Cause (first observed failure):")
+        found = re.findall(r"rank      : (\d+)", text)[:1]
+    else:
+        found = re.findall(r"^procpipe: (?:stage \d+ \()?rank (\d+)(?! ends, because)", text, re.M)
+    if not found:
+        return [f"{launcher} names no rank"]
+    return [f"{launcher} blames rank {rank}" for rank in found if int(rank) != named]

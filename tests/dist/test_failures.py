@@ -151,9 +151,15 @@ def check_lost(outcomes: Outcomes, origin: int, *words: str, but: int | None = N
 
 TASKS = {"forward": "F1", "recompute": "R2", "backward": "B2"}
 
+#: Each rank of 2, 3 and 4.
+EACH_RANK = [(n, origin) for n in (2, 3, 4) for origin in range(n)]
+
+#: A first, a middle and a last rank.
+SOME_RANKS = [(2, 0), (3, 1), (4, 3)]
+
 
 @pytest.mark.parametrize("where", TASKS)
-@pytest.mark.parametrize(("n", "origin"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("n", "origin"), EACH_RANK)
 def test_a_layer_raises(ranks, n, origin, where):
     outcomes = ranks(n).run(train, origin, where)
 
@@ -178,32 +184,57 @@ def test_a_layer_raises_when_backward_is_the_users_call(ranks, origin, where):
     check(outcomes, origin, "BoomError", "boom, says the layer", told)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_the_loss_function_raises(ranks, n):
     outcomes = ranks(n).run(train, None, "loss_fn")
 
     check(outcomes, n - 1, "BoomError", f"task F0@{n - 1} (micro-batch 0), loss_fn")
 
 
-@pytest.mark.parametrize("where", ["loader", "loss_weight"])
-def test_rank_0_raises_before_there_is_a_plan(ranks, where):
-    outcomes = ranks(3).run(train, None, where)
+@pytest.mark.parametrize(
+    ("n", "where"), [(2, "loader"), (3, "loader"), (4, "loader"), (3, "loss_weight")]
+)
+def test_rank_0_raises_before_there_is_a_plan(ranks, n, where):
+    outcomes = ranks(n).run(train, None, where)
 
     check(outcomes, 0, "BoomError", "boom, says the layer")
 
 
-def test_four_ranks_hear_of_one(ranks):
-    check(ranks(4).run(train, 2, "backward"), 2, "BoomError", "task B2@2 (micro-batch 2)")
-
-
 @pytest.mark.parametrize(
-    ("where", "origin"), [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 2)]
+    ("n", "origin", "where"),
+    [
+        (2, 0, "recompute"),
+        (2, 1, "forward"),
+        (3, 0, "forward"),
+        (3, 1, "forward"),
+        (3, 1, "backward"),
+        (3, 2, "backward"),
+        (4, 2, "recompute"),
+        (4, 3, "backward"),
+    ],
 )
-def test_a_layer_raises_while_large_tensors_are_under_way(ranks, origin, where):
+def test_a_layer_raises_while_large_tensors_are_under_way(ranks, n, origin, where):
     """Gloo breaks the peers' transfers too, with errors that must not hide the story."""
-    outcomes = ranks(3).run(train, origin, where, size=BULK)
+    outcomes = ranks(n).run(train, origin, where, size=BULK)
 
     check(outcomes, origin, "BoomError", "boom, says the layer")
+
+
+def allocate():
+    torch.empty(1 << 50)
+
+
+@pytest.mark.parametrize(("n", "origin"), SOME_RANKS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_memory_runs_out(ranks, n, origin, where):
+    outcomes = ranks(n).run(train, origin, where, allocate)
+
+    told = rf"out of memory on cpu: stage {origin} held (\d) micro-batches between forward and "
+    check(outcomes, origin, "RuntimeError", "can't allocate memory", "Give the stage fewer layers")
+    for failure in outcomes.errors():
+        held = re.search(told, failure.text)
+        assert held, failure.text
+        assert int(held[1]) > 0
 
 
 def interrupt():
@@ -212,6 +243,47 @@ def interrupt():
 
 def test_an_interrupt_ends_all(ranks):
     check(ranks(2).run(train, 1, "forward", interrupt), 1, "KeyboardInterrupt")
+
+
+class Converts(nn.Module):
+    """Returns what no later layer has asked for."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return {"dtype": x.double, "shape": lambda: x[:, 1:], "nan": lambda: x * torch.nan}[
+            self.what
+        ]()
+
+
+def converts(world, layer, what):
+    model = model_of(world.num_ranks)
+    model[layer] = Converts(what)
+    stage_of(world, model, check_loss=what == "nan").step(*batch())
+
+
+@pytest.mark.parametrize(
+    ("what", "told"), [("dtype", "float64 (2, 4)"), ("shape", "float32 (2, 3)")]
+)
+@pytest.mark.parametrize(("n", "layer"), [(2, 0), (2, 1), (3, 3), (4, 5), (4, 6)])
+def test_a_layer_returns_what_the_next_cannot_use(ranks, n, layer, what, told):
+    """The error names the layer that got it, which may be in the next stage, and what it was."""
+    getter = layer + 1
+    outcomes = ranks(n).run(converts, layer, what)
+
+    place = f"task F0@{getter // 2} (micro-batch 0), layer 'l{getter}' (Linear)"
+    given = f"layer 'l{getter}' (Linear) was given {told}"
+    check(outcomes, getter // 2, "RuntimeError", place, given)
+
+
+@pytest.mark.parametrize(("n", "layer"), [(2, 0), (3, 3), (4, 7)])
+def test_the_loss_is_not_finite(ranks, n, layer):
+    outcomes = ranks(n).run(converts, layer, "nan")
+
+    told = "the loss is nan; the output is float32 (2, 4), 100.0% of it not finite"
+    check(outcomes, n - 1, "NonFiniteLossError", told, f"task F0@{n - 1} (micro-batch 0), loss_fn")
 
 
 def goes_on(world, origin):
@@ -226,14 +298,14 @@ def goes_on(world, origin):
         stage.step(*batch())
 
 
-@pytest.mark.parametrize("origin", [0, 1, 2])
-def test_a_rank_that_catches_the_error_and_goes_on_is_stopped(ranks, origin):
-    outcomes = ranks(3).run(goes_on, origin)
+@pytest.mark.parametrize(("n", "origin"), [(2, 1), (3, 0), (3, 1), (3, 2), (4, 2)])
+def test_a_rank_that_catches_the_error_and_goes_on_is_stopped(ranks, n, origin):
+    outcomes = ranks(n).run(goes_on, origin)
 
     failures = outcomes.errors()
     assert failures[origin].type == "StageClosedError"
     assert "step() cannot run: step() failed on this rank with BoomError" in failures[origin].text
-    for rank in {0, 1, 2} - {origin}:
+    for rank in set(range(n)) - {origin}:
         assert failures[rank].type == "RemoteStageError"
         assert "boom, says the layer" in failures[rank].text
     assert all(outcome.duration_s < SOON_S for outcome in outcomes)
@@ -277,7 +349,8 @@ def test_a_rank_is_killed(ranks, origin):
     outcomes = ranks(3).run(train, origin, "backward", kill)
 
     assert outcomes[origin].error.type == "ProcessDied"
-    check_lost(outcomes, origin, f"rank {origin} ended without a word", "out of memory?")
+    seen = "it was last seen in B2, for "
+    check_lost(outcomes, origin, f"rank {origin} ended without a word", "out of memory?", seen)
     for rank in {0, 1, 2} - {origin}:
         assert outcomes[rank].error.type == "PeerLostError"
 
@@ -286,12 +359,13 @@ def test_a_rank_is_killed(ranks, origin):
 def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks, origin):
     outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK)
 
-    check_lost(outcomes, origin, f"rank {origin} ended without a word")
+    seen = f"it was last seen in F1, layer 'l{2 * origin + 1}' (Faulty), for "
+    check_lost(outcomes, origin, f"rank {origin} ended without a word", seen)
 
 
-@pytest.mark.parametrize("origin", [0, 1, 2])
-def test_a_layer_ends_the_script(ranks, origin):
-    outcomes = ranks(3).run(train, origin, "forward", leave)
+@pytest.mark.parametrize(("n", "origin"), [(2, 0), (3, 0), (3, 1), (3, 2), (4, 3)])
+def test_a_layer_ends_the_script(ranks, n, origin):
+    outcomes = ranks(n).run(train, origin, "forward", leave)
 
     check(outcomes, origin, "SystemExit", f"task F1@{origin} (micro-batch 1), layer")
 
@@ -311,10 +385,21 @@ def leaves_early(world, origin, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "origin"), [("return", 0), ("return", 1), ("return", 2), ("sys.exit", 1), ("break", 2)]
+    ("n", "how", "origin"),
+    [
+        (2, "return", 0),
+        (2, "sys.exit", 1),
+        (3, "return", 0),
+        (3, "return", 1),
+        (3, "return", 2),
+        (3, "sys.exit", 1),
+        (3, "break", 2),
+        (4, "break", 0),
+        (4, "sys.exit", 2),
+    ],
 )
-def test_a_rank_leaves_early(ranks, origin, how):
-    outcomes = ranks(3).run(leaves_early, origin, how)
+def test_a_rank_leaves_early(ranks, n, origin, how):
+    outcomes = ranks(n).run(leaves_early, origin, how)
 
     check_lost(outcomes, origin, f"rank {origin} has left the pipeline", "must make the same calls")
 
@@ -359,6 +444,12 @@ def calls_differ(world, calls):
         (["step", "step", "batches"], 2, "rank 2 is in batches() while rank 0 is in step()"),
         (["fetch", "fetch", "report"], 2, "rank 2 is in report() while rank 0 is in fetch()"),
         (["report", "step", "report"], 1, "rank 1 is in step() while rank 0 is in report()"),
+        (
+            ["step", "step", "step", "forward"],
+            3,
+            "rank 3 is in forward() while rank 0 is in step()",
+        ),
+        (["fetch", "fetch", "clip", "fetch"], 2, "rank 2 is in clip_grad_norm_() while rank 0 is"),
         (["clip", "clip", "step"], 2, "rank 2 is in step() while rank 0 is in clip_grad_norm_()"),
         (["step", "eval step"], 1, "rank 1 calls step() in eval mode with gradients on, rank 0 in"),
         (["eval step", "step"], 1, "rank 1 calls step() in training mode with gradients on"),
