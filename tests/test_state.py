@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from procpipe import state
 from procpipe.state import generators, optimizers
+from procpipe.state.background import Saving, Target
 from tests.dist.script import run_script
 from tests.dist.stages import assert_same
 
@@ -30,8 +31,9 @@ from tests.dist.stages import assert_same
 class Noisy(Dataset):
     """Draws from every generator, and counts what is read."""
 
-    def __init__(self, size=10):
+    def __init__(self, size=10, generator=None):
         self.size = size
+        self.generator = generator
         self.num_read = 0
 
     def __len__(self):
@@ -39,7 +41,8 @@ class Noisy(Dataset):
 
     def __getitem__(self, index):
         self.num_read += 1
-        return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()])
+        drawn = torch.rand((), generator=self.generator)
+        return torch.tensor([index, drawn, random.random(), np.random.rand()])
 
 
 class Stream(IterableDataset):
@@ -53,7 +56,7 @@ def shuffled():
 
 def with_generator():
     generator = torch.Generator().manual_seed(4)
-    return DataLoader(Noisy(), batch_size=3, shuffle=True, generator=generator)
+    return DataLoader(Noisy(10, generator), batch_size=3, shuffle=True, generator=generator)
 
 
 def with_sampler():
@@ -282,6 +285,22 @@ def test_what_crashes_left_is_removed_but_not_what_is_being_written(tmp_path):
         os.close(descriptor)
 
     assert names(tmp_path) == [".saving-y", "000001"]
+
+
+def test_a_folder_that_gets_its_name_while_another_rank_looks_for_it(tmp_path):
+    draft, final = tmp_path / "draft", tmp_path / "final"
+    draft.mkdir()
+    saving = Saving(nn.Linear(1, 1), Target(None, draft, final, rank=1, num_ranks=2, keep=None))
+    looks = []
+
+    def is_there():
+        looks.append(final.is_dir())
+        if len(looks) == 1:
+            draft.rename(final)  # as rank 0 does it, just after we have looked
+        return looks[-1]
+
+    saving._wait_until(is_there, "rank 0")
+    assert looks == [False, True]
 
 
 def test_a_saved_state_that_is_broken_says_which(tmp_path):
