@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from procpipe.launch.checks import Check, Status, check_host, warning
-from procpipe.launch.facts import Facts, gather
-from procpipe.launch.measuring import TIMEOUT_S, check_measured, measure
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from procpipe.launch.checks import Check, Status, check_host, warning
+from procpipe.launch.facts import Facts, gather
+from procpipe.launch.measuring import TIMEOUT_S, check_measured, measure
 
 __all__ = ["main"]
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from procpipe.launch.ranks import Logs
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from procpipe.launch.ranks import Logs
 
 __all__ = ["Job", "Outcome", "Stopped", "can_bind_numa", "run_job"]
 

@@ -23,14 +23,15 @@ from io import TextIOWrapper
 from types import FrameType
 from typing import TextIO
 
+from rich.rule import Rule
+from rich.text import Text
+
 from procpipe.launch.engine import Job, Outcome, Stopped, run_job
 from procpipe.launch.failure import Failure, explain, out_of_memory_kills, short_path
 from procpipe.launch.ranks import Attempt, Logs, Ranks
 from procpipe.launch.rows import Summary
 from procpipe.launch.view import View, time_text
 from procpipe.launch.warden import TOKEN, Leftover, Warden, end_family
-from rich.rule import Rule
-from rich.text import Text
 
 __all__ = ["run"]
 
@@ -92,7 +93,7 @@ def _begin(
     """Note that the agent begins an attempt; say why, if it is not the first."""
     last = ranks.attempt
     if last is not None:
-        if last.failed_s is not None:
+        if last.failed_s is not None and last.num_ranks == num_ranks:
             why = f"restart {number} of {job.max_restarts}, because {explain(last.ends()).headline}"
         else:
             why = f"restart with {num_ranks} ranks, because the set of hosts has changed"

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from procpipe.launch.checks import Check, failure, ok, warning
 
 from procpipe.host.board import Board
+from procpipe.launch.checks import Check, failure, ok, warning
 
 __all__ = ["TIMEOUT_S", "Measured", "check_measured", "measure"]
 

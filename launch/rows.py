@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import psutil
-from procpipe.launch.ranks import Attempt, Rank
 
 from procpipe.host.board import Reading
 from procpipe.host.topology import cpus_text
+from procpipe.launch.ranks import Attempt, Rank
 
 __all__ = ["Meter", "Row", "Summary", "percent_text", "plain_line", "rate_text", "size_text"]
 

@@ -21,14 +21,15 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from procpipe.launch.ranks import Attempt, Ranks
-from procpipe.launch.rows import Meter, Row, percent_text, plain_line, rate_text, size_text
-from procpipe.launch.tail import HeldBack, StallFilter, Tail
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+
+from procpipe.launch.ranks import Attempt, Ranks
+from procpipe.launch.rows import Meter, Row, percent_text, plain_line, rate_text, size_text
+from procpipe.launch.tail import HeldBack, StallFilter, Tail
 
 __all__ = ["View", "time_text"]
 

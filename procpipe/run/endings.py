@@ -36,13 +36,16 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 def end_with_launcher() -> None:
     """Have the kernel kill this process when torchrun's agent dies, which started it.
 
-    A killed launcher cannot end its workers, and they would train on, or wait, for nobody.
+    A killed launcher cannot end its workers, and they would train on, or wait, for nobody. That of
+    ``procpipe run`` has a warden who ends them, and what they have started, which he finds by them;
+    so there the kernel leaves them to him.
 
     Raises:
         ConnectionRefusedError: it has died already, while this process was starting.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if "PROCPIPE_RUN" not in os.environ:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _check_launcher()
 
 

@@ -164,9 +164,7 @@ def test_a_timeout_names_the_channel_and_the_message(meshes):
     with pytest.raises(WaitTimeoutError) as caught:
         receiver.take()
 
-    assert "rank 1 has waited 1.0 s for activation from stage 0 (rank 0)" in str(
-        caught.value
-    )
+    assert "rank 1 has waited 1.0 s for activation from stage 0 (rank 0)" in str(caught.value)
 
 
 def test_a_sender_that_has_left_is_named(meshes):

@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from procpipe.launch import doctor, measuring
-from procpipe.launch.checks import Check, Status, check_host
-from procpipe.launch.facts import Facts, Gpu, Limits, Torch, limits_of
 from rich.console import Console
 
 from procpipe.host import board
 from procpipe.host.placement import Place, places_of_host
+from procpipe.launch import doctor, measuring
+from procpipe.launch.checks import Check, Status, check_host
+from procpipe.launch.facts import Facts, Gpu, Limits, Torch, limits_of
 from procpipe.run import probe
 
 GIB = 1 << 30

@@ -6,11 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
+
+from procpipe.host.board import Board
 from procpipe.launch.failure import explain
 from procpipe.launch.ranks import End, Logs, Recorded
 from procpipe.launch.traceback_text import exception_line, folded, printed_traceback
-
-from procpipe.host.board import Board
 
 TRACEBACK = """\
 Traceback (most recent call last):

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from procpipe.launch.ranks import Attempt, Logs, Rank
-from procpipe.launch.rows import Meter, Summary, plain_line, rate_text, size_text
 
 from procpipe.host.board import Board
+from procpipe.launch.ranks import Attempt, Logs, Rank
+from procpipe.launch.rows import Meter, Summary, plain_line, rate_text, size_text
 
 
 class Clock:

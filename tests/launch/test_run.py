@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
+import psutil
 import pytest
 
 from procpipe.host.board import Board
@@ -50,6 +51,12 @@ exec(sys.argv[1])
 
 #: Grandchildren in sessions of their own.
 LEAVE_SLEEPERS = 'subprocess.Popen(["sleep", "1000"], start_new_session=True)'
+
+#: One whose environment says nothing of the run either.
+LEAVE_A_BARE_SLEEPER = """
+bare = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
+open(f"bare-{RANK}", "w").write(str(bare.pid))
+"""
 
 #: What a rank waits for until the test lets it go on.
 UNTIL_GO = """
@@ -169,9 +176,12 @@ def test_a_killed_rank():
 
 
 def test_a_killed_launcher():
-    with started("-n", "2", script=training(10**9, LEAVE_SLEEPERS)) as run:
+    start = LEAVE_SLEEPERS + LEAVE_A_BARE_SLEEPER
+    with started("-n", "2", script=training(10**9, start)) as run:
         run.wait_for("step 2")
         names = {process.name() for process in run.processes()}
+        bare = [int((run.folder / f"bare-{rank}").read_text()) for rank in (0, 1)]
+        assert all(map(psutil.pid_exists, bare))
         run.process.send_signal(signal.SIGKILL)
         ended = run.wait(end_timeout_s=30.0)
 
@@ -179,6 +189,8 @@ def test_a_killed_launcher():
     assert ended.code == -signal.SIGKILL
     assert ended.left == ()
     assert "procpipe: the launcher was killed" in ended.err
+    left = [psutil.Process(pid).status() for pid in bare if psutil.pid_exists(pid)]
+    assert set(left) <= {psutil.STATUS_ZOMBIE}
 
 
 def test_ctrl_c():

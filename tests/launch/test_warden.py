@@ -12,6 +12,7 @@ import uuid
 
 import psutil
 import pytest
+
 from procpipe.launch import warden
 from procpipe.launch.warden import TOKEN, end_family, family
 
