@@ -43,6 +43,7 @@ bench: .venv/dev.stamp
 
 soak: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.soak --rounds 60 --repeat-correct 100
+	$(BIN)/python -m benchmarks.restarts --kills 20 --nproc 3
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
