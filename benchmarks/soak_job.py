@@ -1,7 +1,7 @@
 """The job of one round of the soak test: trains a small model, and one rank falls ill on the way.
 
     torchrun … -m benchmarks.soak_job '<round>' <folder>    one round, as each of its ranks
-    python -m benchmarks.soak_job --serve                   many: one start of Python, forked ranks
+    python -m benchmarks.soak_job --serve [--frugal]        many: one start of Python, forked ranks
 
 A round comes as JSON (``benchmarks.soak_rounds.Round``). Whatever happens, the script itself
 catches nothing: a rank ends as a user's would. Ranks that get to the end compare all losses with
@@ -239,10 +239,16 @@ def check_losses(this: Round, losses: list[float]) -> None:
 # -- many rounds by one start of Python -----------------------------------------------------------
 
 
-def serve(orders: TextIO) -> None:
-    """Run a round for each line ``[round, folder, port]``; answer with the ranks' exit codes."""
-    gc.collect()
-    gc.freeze()  # or each end of a forked process would walk, and so copy, all that is loaded here
+def serve(orders: TextIO, *, is_frugal: bool) -> None:
+    """Run a round for each line ``[round, folder, port]``; answer with the ranks' exit codes.
+
+    Args:
+        orders: where the lines come from.
+        is_frugal: whether to spare forked processes some of the work of ending.
+    """
+    if is_frugal:
+        gc.collect()
+        gc.freeze()  # else each forked process walks, and so copies, all that is loaded as it ends
     for line in orders:
         fields, folder, port = json.loads(line)
         this = Round(**fields)
@@ -280,6 +286,6 @@ def become_rank(rank: int, num_ranks: int, port: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        serve(sys.stdin)
+        serve(sys.stdin, is_frugal="--frugal" in sys.argv)
     else:
         run_rank(Round(**json.loads(sys.argv[1])), Path(sys.argv[2]))

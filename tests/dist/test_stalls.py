@@ -93,16 +93,30 @@ def train(world, origin, where, num_samples, act):
 
 
 def continue_when_reported(pid, pids):
-    """Let a stopped process go on once any rank has reported that nothing goes on."""
-    wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    """Let a stopped process go on once the stall is reported, and any rank could have done so."""
+    wait_for(lambda: status_of(pid) == psutil.STATUS_STOPPED)
     stopped_s = time.monotonic()
+    others = [other for other in pids if other != pid]
     wait_for(
         lambda: (
-            psutil.Process(pid).status() != psutil.STATUS_STOPPED
-            or any(has_reported(other, stopped_s) for other in pids)
+            status_of(pid) != psutil.STATUS_STOPPED  # another rank has done it
+            or (
+                any(has_reported(other, stopped_s) for other in others)
+                and all(waited_s(other) > 1.3 * STALL_S for other in others)
+            )
         )
     )
     os.kill(pid, signal.SIGCONT)
+
+
+def status_of(pid):
+    return psutil.Process(pid).status()
+
+
+def waited_s(pid):
+    board = Board.of_process(pid)
+    wait = board.read().wait if board is not None else None
+    return wait.seconds if wait is not None else 0.0
 
 
 def has_reported(pid, since_s):

@@ -106,15 +106,14 @@ environment = dict(
     MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.getsockname()[1]),
 )
 code = '''
-import sys
+import signal
 from procpipe.run.endings import end_with_launcher
 end_with_launcher()
 print("ready", flush=True)
-sys.stdin.read()
+signal.alarm(60)
+signal.pause()
 '''
-subprocess.Popen(
-    [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True
-).wait()
+subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True).wait()
 """
 
 
@@ -124,7 +123,8 @@ def test_a_worker_ends_with_its_launcher():
     assert launcher.stdout.readline() == "ready\n"
     (worker,) = psutil.Process(launcher.pid).children()
     os.kill(launcher.pid, signal.SIGKILL)
-    launcher.communicate()  # also the end of the worker's stdout
+    launcher.wait()
+    launcher.stdout.close()
 
     deadline_s = time.monotonic() + DEADLINE_S
     while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
