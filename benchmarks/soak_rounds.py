@@ -259,6 +259,9 @@ def faults_of(this: Round, ending: Ending) -> list[str]:
     num_tracebacks = told.count("Traceback (most recent call last)")
     if num_tracebacks != expected.num_tracebacks and expected.num_tracebacks >= 0:
         faults.append(f"{num_tracebacks} tracebacks, not {expected.num_tracebacks}")
+    on_screen = ending.launcher_output.count("Traceback (most recent call last)")
+    if this.launcher == PROCPIPE_RUN and 0 <= expected.num_tracebacks < on_screen:
+        faults.append(f"{on_screen} tracebacks on the screen, not {expected.num_tracebacks}")
     if this.act.startswith("kill") and this.launcher != FORK:
         # The launcher tells it, and may end the others before they notice.
         expected = Expected(False, None, this.origin)

@@ -6,6 +6,7 @@ Found while 0.1.0 was in development. What is tested elsewhere in full has its s
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from procpipe.channel import wire
-from procpipe.channel.link import LinkReceiver, LinkSender
+from procpipe.channel.link import INLINE_BYTES, LinkReceiver, LinkSender
 from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.meta import allocate
 from procpipe.channel.wire import accept_peers, connect_to, listen
 from procpipe.errors import PeerLostError, RemoteStageError
 from procpipe.host.board import Board
@@ -169,3 +171,68 @@ def test_nobody_told_why_a_rank_had_ended(chain):
 
     line = endings._line(1, caught.value, Board.create(1, 2).read())
     assert line == "procpipe: rank 1 ends, because rank 0 failed in step(): SystemExit: 3"
+
+
+class Standing:
+    """A transport whose transfers stand still until the stall is told."""
+
+    needs_acknowledgement = False
+    max_posted = 1
+
+    def __init__(self, told):
+        self.told = told
+
+    def post_send(self, tensors, peer, kind):
+        return self
+
+    def post_receive(self, meta, peer, kind):
+        return allocate(meta, "cpu"), self
+
+    def wait(self):
+        assert self.told.wait(20.0), "nobody has told of the stall"
+
+    def is_done(self):
+        return False
+
+
+class Listener(Onlooker):
+    """Notes what it is told."""
+
+    def __init__(self):
+        self.heard = []
+        self.told = threading.Event()
+
+    def start_wait(self, what, since_s):
+        self.heard.append(f"waits for {what}")
+
+    def end_wait(self):
+        self.heard.append("goes on")
+
+    def stalled(self, what, waited_s):
+        assert waited_s >= 0.1
+        self.heard.append(f"has waited too long for {what}")
+        self.told.set()
+
+
+def test_a_rank_that_stopped_in_the_middle_of_a_transfer_was_waited_for_in_silence():
+    """A rank was stopped after its token had gone and before all of a large tensor had.
+
+    The receiver was in gloo's ``Work.wait``, out of which nobody looks at the clock.
+    """
+    a, b = socket.socketpair()
+    for sock in (a, b):
+        sock.setblocking(False)
+    listener, cpu = Listener(), torch.device("cpu")
+    ends = Mesh(0, {1: a}, timeout_s=20.0, stall_timeout_s=0.1, onlooker=Onlooker())
+    ours = Mesh(1, {0: b}, timeout_s=20.0, stall_timeout_s=0.1, onlooker=listener)
+    transport: Any = Standing(listener.told)
+    receiver = LinkReceiver(ours, 0, 1, transport, "activation from stage 0 (rank 0)")
+    LinkSender(ends, 1, 1, transport, cpu).send(Flat.of([torch.ones(INLINE_BYTES)]))
+    receiver.expect()
+    receiver.take()
+
+    what = "activation from stage 0 (rank 0)"
+    assert listener.heard == [f"waits for {what}", f"has waited too long for {what}", "goes on"]
+    for mesh_ in (ends, ours):
+        mesh_.close()
+    assert not any(thread.name == "procpipe lookout" for thread in threading.enumerate())

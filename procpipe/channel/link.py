@@ -224,7 +224,8 @@ class LinkReceiver:
         meta, tensors, pending = posted.popleft()
         if pending is not None:
             try:
-                pending.wait()
+                with self._mesh.lookout.watch(self._what):
+                    pending.wait()
             except RuntimeError:  # "Connection closed by peer": the peer itself has more to tell
                 self._mesh.wait_failure()
                 raise

@@ -8,7 +8,8 @@ coordinator, tokens and small tensors of channels, failures, farewells. Frames a
 A process is single-threaded here: frames are read while it waits (``wait``) and between tasks
 (``poll``), and handed to whoever registered for their peer and kind. Since every wait is a wait
 for sockets, every wait ends when a peer fails or dies: its farewell or the end of its stream wakes
-the waiter. Nothing needs a watching thread, a poisoned buffer or a poll of the store.
+the waiter. Nothing needs a poisoned buffer or a poll of the store; and only for transfers that
+block in native code a watching thread (``lookout``), which reports stalls.
 
     rank 1 raises ── FAILURE ──> all peers: RemoteStageError, passed on once more by each
     rank 1 is killed ── end of stream ──> all peers: PeerLostError
@@ -30,6 +31,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from procpipe.channel.lookout import Lookout
 from procpipe.channel.wire import has_vanished
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
@@ -99,6 +101,9 @@ class Mesh:
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._onlooker = onlooker
+        self.lookout = Lookout(
+            stall_timeout_s, onlooker.start_wait, onlooker.end_wait, onlooker.stalled
+        )
         self._handlers: dict[tuple[int, int], Handler] = {}
         self._early: defaultdict[tuple[int, int], list[tuple[int, int, bytearray]]] = defaultdict(
             list
@@ -339,6 +344,7 @@ class Mesh:
         """Say goodbye and close the sockets."""
         if not self._has_told:
             self._tell_all(GOODBYE, b"")
+        self.lookout.close()
         for sock in self._sockets.values():
             self._poller.unregister(sock)
             sock.close()
