@@ -164,8 +164,10 @@ def test_a_body_may_be_written_to(net):
 
     a.send(1, 7, 0, 0, b"small")
     a.send(1, 7, 0, 0, bytes(1 << 20))
-    threading.Thread(target=a.flush).start()
+    flushing = threading.Thread(target=a.flush)
+    flushing.start()
     b.wait(lambda: len(heard) == 2, nothing)
+    flushing.join()
 
     assert heard == [(False, 5), (False, 1 << 20)]
 
