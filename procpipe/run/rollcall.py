@@ -35,10 +35,10 @@ import psutil
 
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
-__all__ = ["KeyValues", "Notes", "agree_on_round"]
+__all__ = ["KeyValues", "Notes", "Pause", "agree_on_round"]
 
-#: How often the store is asked; it answers in about 0.1 ms.
-_POLL_S = 0.02
+#: How long until the store, which answers in about 0.1 ms, is asked again: at first, and at most.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 
 class KeyValues(Protocol):
@@ -58,6 +58,21 @@ class KeyValues(Protocol):
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Replace the expected value; where there is none, expect ""."""
+
+
+class Pause:
+    """Waits between two looks at a store, longer each time.
+
+    Not ``store.wait`` with a short timeout: each that ends writes a warning of its own.
+    """
+
+    def __init__(self) -> None:
+        self._next_s = _FIRST_PAUSE_S
+
+    def __call__(self) -> None:
+        """Wait."""
+        time.sleep(self._next_s)
+        self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
 
 
 def agree_on_round(
@@ -87,7 +102,7 @@ def agree_on_round(
     seats = [f"seat/{seat}" for seat in range(num_ranks)]
     deadline_s = time.monotonic() + timeout_s
     store.set(seats[rank], ours)  # 1
-    said = ""
+    said, pause = "", Pause()
     while True:
         words = store.get("list").decode() if store.check(["list"]) else ""
         if rank == 0 and store.check(seats):  # 2
@@ -109,8 +124,7 @@ def agree_on_round(
         check()
         if time.monotonic() > deadline_s:
             raise WaitTimeoutError(_missing_story(store, rank, here, timeout_s))
-        # Not store.wait with a short timeout: each that ends writes a warning of its own.
-        time.sleep(_POLL_S)
+        pause()
 
 
 def _check_seat(store: KeyValues, rank: int, ours: str) -> None:

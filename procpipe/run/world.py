@@ -45,7 +45,7 @@ from procpipe.host.board import Board
 from procpipe.host.placement import pin_this_process
 from procpipe.run.devices import devices_of, of_this_host, pci_addresses
 from procpipe.run.endings import end_with_launcher, print_victims_briefly
-from procpipe.run.rollcall import Notes, agree_on_round
+from procpipe.run.rollcall import Notes, Pause, agree_on_round
 from procpipe.run.watch import Watch
 
 if TYPE_CHECKING:
@@ -58,9 +58,6 @@ DEFAULT_STALL_TIMEOUT_S = 30.0
 
 #: More than the second to which torchrun rounds, and the tenth in which it looks.
 _HEAD_START_S = 1.5
-
-#: How often the store is asked whether a peer has come; the store answers in about 0.1 ms.
-_STORE_POLL_S = 0.02
 
 #: Every rank makes, and first calls, its pipelines in the same order: so these numbers agree.
 _made = itertools.count()
@@ -221,7 +218,7 @@ class World:
             value = make()
             store.set(key, json.dumps(value))
             return value
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s, pause = time.monotonic() + self._timeout_s, Pause()
         while not store.check([key]):
             if store.check(["host/0"]):  # rank 0 is past this, and connects
                 raise ValueError(
@@ -234,7 +231,7 @@ class World:
                     f"rank {self.rank} has waited {self._timeout_s:.0f} s for the {key} that rank "
                     "0 is to find; if that takes so long, give Stage a larger timeout_s"
                 )
-            time.sleep(_STORE_POLL_S)
+            pause()
         return json.loads(store.get(key))
 
     def give_up(self, story: str) -> None:
@@ -371,7 +368,7 @@ class World:
     def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
         from torch.distributed import DistError
 
-        store = self._shared_store()
+        store, pause = self._shared_store(), Pause()
         try:
             while not store.check([key]):
                 self._check_for_failure()
@@ -380,8 +377,7 @@ class World:
                         f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} "
                         "to start: did every process reach its first step?"
                     )
-                # Not store.wait with a short timeout: each that ends writes a warning of its own.
-                time.sleep(_STORE_POLL_S)
+                pause()
             return str(store.get(key).decode())
         except DistError as error:
             raise self._lost_store(error) from error
