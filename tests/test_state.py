@@ -336,6 +336,19 @@ def test_no_code_in_a_saved_state_runs(tmp_path, monkeypatch, where):
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local", "torch", "collections"])
+def test_no_code_is_reached_by_way_of_what_a_module_has_imported(tmp_path, monkeypatch, module):
+    """A pickle may name what is inside of something in a module: "os.mkdir" of pathlib."""
+    monkeypatch.chdir(tmp_path)
+    names = [text.encode() for text in (module, "os.mkdir", "pwned")]
+    module_, name, argument = (b"\x8c" + bytes([len(text)]) + text for text in names)
+    made_of = [b"\x80\x04", module_, name, b"\x93", argument, b"\x85R."]  # protocol 4, call, stop
+    (tmp_path / ".metadata").write_bytes(b"".join(made_of))
+    with pytest.raises(pickle.UnpicklingError, match=rf"no use for {module}\.os\.mkdir"):
+        state.load(tmp_path, nn.Linear(1, 1))
+    assert not (tmp_path / "pwned").exists()
+
+
 def test_extra_values_are_replaced_and_objects_get_their_state(tmp_path):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -159,7 +159,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == MetadataIndex.__module__ and name in _DATA:
             return super().find_class(module, name)
-        if (module, name) in _OTHERS or module in ("pathlib", "pathlib._local"):
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return super().find_class(module, name)
+        if (module, name) in _OTHERS:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -177,6 +179,8 @@ _DATA = {
     "TensorStorageMetadata",
     "_MEM_FORMAT_ENCODING",
 }
+#: By name, as a pickle may also ask for "os.system" of a module that has imported os.
+_PATHS = {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 _OTHERS = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
