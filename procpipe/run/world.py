@@ -220,7 +220,8 @@ class World:
             return value
         deadline_s, pause = time.monotonic() + self._timeout_s, Pause()
         while not store.check([key]):
-            if store.check(["host/0"]):  # rank 0 is past this, and connects
+            # Rank 0 is past this, and connects; it may have found the value since the last look.
+            if store.check(["host/0"]) and not store.check([key]):
                 raise ValueError(
                     f"rank {self.rank} was told that rank 0 finds the {key}, but rank 0 was not: "
                     "give every rank the same arguments"
