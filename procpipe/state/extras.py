@@ -5,8 +5,9 @@
     extra.epoch  extra.loader  extra.scheduler        rank 0's
     ranks.1.extra.epoch  ranks.1.extra.scheduler      rank 1's; not the loader, which rank 0 reads
 
-On the same number of stages each rank gets its own back. On another, rank 0's numbers count; but
-what has another form on other ranks, or holds other tensors, is a stage's own, and is refused.
+On as many stages with the same balance each rank gets its own back. Else rank 0's numbers count;
+but what has another form on other ranks, or holds other tensors, is a stage's own, and is refused.
+So is a learning rate scheduler with other numbers: it keeps the rates of its own stage's groups.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def key_of(name: str, rank: int) -> str:
     return f"extra.{name}" if rank == 0 else f"ranks.{rank}.extra.{name}"
 
 
-def key_for(name: str, rank: int, saved: Iterable[str], *, is_same_number: bool) -> str:
+def key_for(name: str, rank: int, saved: Iterable[str], *, is_same_split: bool) -> str:
     """Return the key of the value that a rank is to load."""
     own = key_of(name, rank)
-    return own if is_same_number and own in saved else key_of(name, 0)
+    return own if is_same_split and own in saved else key_of(name, 0)
 
 
 def names_in(saved: Iterable[str]) -> list[str]:
@@ -90,18 +91,30 @@ def load_extra(extra: Extra, name: str, value: Any) -> None:
         extra[name] = value
 
 
-def differs(ours: Any, theirs: Any) -> bool:
-    """Tell whether two values are of another form, or hold other tensors; numbers may differ."""
+def differs(ours: Any, theirs: Any, *, may_numbers: bool) -> bool:
+    """Tell whether two values are of another form, or hold other tensors.
+
+    Args:
+        ours: one.
+        theirs: the other.
+        may_numbers: whether numbers, and whatever else is no tensor, may differ.
+    """
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return ours.dtype != theirs.dtype or not torch.equal(ours, theirs)
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return ours.keys() != theirs.keys() or any(differs(ours[k], theirs[k]) for k in ours)
+        return ours.keys() != theirs.keys() or any(
+            differs(ours[key], theirs[key], may_numbers=may_numbers) for key in ours
+        )
     if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        pairs = zip(ours, theirs, strict=False)
-        return len(ours) != len(theirs) or any(differs(one, other) for one, other in pairs)
-    return isinstance(ours, (Tensor, dict, list, tuple)) or isinstance(
+        return len(ours) != len(theirs) or any(
+            differs(one, other, may_numbers=may_numbers)
+            for one, other in zip(ours, theirs, strict=True)
+        )
+    if isinstance(ours, (Tensor, dict, list, tuple)) or isinstance(
         theirs, (Tensor, dict, list, tuple)
-    )
+    ):
+        return True
+    return not may_numbers and bool(ours != theirs)
 
 
 def _copy_through_file(name: str, state: Any) -> Any:

@@ -21,10 +21,18 @@ from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from procpipe.state import extras, generators, optimizers
 from procpipe.state.folders import find, saved_in
-from procpipe.state.together import common_call, device_of, listing, place_of, raise_faults
+from procpipe.state.together import (
+    balance_of,
+    common_call,
+    device_of,
+    listing,
+    place_of,
+    raise_faults,
+)
 from procpipe.state.weights import all_faults, weights_faults
 
 __all__ = ["Saved", "load"]
@@ -84,8 +92,9 @@ def load(
     """Load the newest saved state of a run, saved on this or another number of stages.
 
     Every rank calls it, and reads only what its own stage needs. On the number of stages it was
-    saved on, the run goes on bit by bit as if it had not stopped. On another, random number
-    generators are restored on rank 0 only, and rank 0's ``extra`` counts.
+    saved on, with the same balance, the run goes on bit by bit as if it had not stopped. With
+    another balance rank 0's ``extra`` counts; on another number of stages random number generators
+    are restored on rank 0 only, too.
 
     Args:
         folder: the run's folder, or one saved state in it; rank 0's counts.
@@ -175,6 +184,10 @@ class _Loading:
             about = json.loads(self._index.read(["procpipe"])["procpipe"])
         self.saved = Saved(path, about.get("step", where["step"]), about.get("num_stages"))
         self._is_same_number = self.saved.num_stages == self._num_ranks
+        balances = about.get("balance"), balance_of(module)
+        self._is_same_split = self._is_same_number and (
+            None in balances or balances[0] == balances[1]
+        )
 
     # -- what does not fit ----------------------------------------------------------------------
 
@@ -215,7 +228,7 @@ class _Loading:
             faults += [
                 f"extra {n!r} was saved, but not asked for" for n in saved if n not in self._extra
             ]
-        if not self._is_same_number:
+        if not self._is_same_split:
             asked_for = [name for name in saved if name in self._extra]
             faults += filter(None, map(self._carry_fault, asked_for))
         return faults
@@ -227,12 +240,20 @@ class _Loading:
             return None
         first = extras.key_of(name, 0)
         read = self._index.read([first, *copies.values()])
-        own = [rank for rank, key in copies.items() if extras.differs(read[first], read[key])]
+        assert self._extra is not None, "it was asked for"
+        is_scheduler = isinstance(self._extra[name], LRScheduler)
+        own = [
+            rank
+            for rank, key in copies.items()
+            if extras.differs(read[first], read[key], may_numbers=not is_scheduler)
+        ]
         if not own:
             return None
+        what = "other learning rates" if is_scheduler else "other tensors"
         return (
-            f"extra {name!r} has another form, or other tensors, on rank {own[0]} than on rank 0: "
-            f"saved on {self.saved.num_stages} stages, it cannot be loaded on {self._num_ranks}"
+            f"extra {name!r} has another form, or {what}, on rank {own[0]} than on rank 0, so it "
+            f"can be loaded only on {self.saved.num_stages} stages with the balance they had; "
+            "leave it out, with strict=False"
         )
 
     # -- reading --------------------------------------------------------------------------------
@@ -270,9 +291,7 @@ class _Loading:
         if self._extra is None:
             return
         for name in list(self._extra):
-            key = extras.key_for(
-                name, self._rank, self._shapes, is_same_number=self._is_same_number
-            )
+            key = extras.key_for(name, self._rank, self._shapes, is_same_split=self._is_same_split)
             if key in self._shapes:
                 extras.load_extra(self._extra, name, self._index.read([key])[key])
 

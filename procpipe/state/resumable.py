@@ -30,7 +30,8 @@ class Resumable:
 
     Iterate over it in place of the loader, and name it in the ``extra`` of ``state.save`` and
     ``state.load``. A resumed run goes on with exactly the rest of the epoch; random numbers that
-    the loader takes from torch, Python's ``random`` and numpy are the same as without a stop.
+    the loader takes from torch, Python's ``random`` and numpy are the same as without a stop. (Not
+    those that a dataset draws in processes that outlive an epoch, ``persistent_workers=True``.)
     Rank 0's counts, so on other ranks any loader will do. Does not communicate.
 
     What was given before is not read again where that makes no difference: with a ``DataLoader``

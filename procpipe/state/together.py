@@ -15,6 +15,7 @@ from procpipe.stage import Stage
 
 __all__ = [
     "Agree",
+    "balance_of",
     "calls_of",
     "common_call",
     "device_of",
@@ -43,6 +44,11 @@ def common_call(module: nn.Module, name: str) -> Iterator[Agree]:
 def place_of(module: nn.Module) -> tuple[int, int]:
     """Return this rank and the number of ranks."""
     return (module.rank, len(module.balance)) if isinstance(module, Stage) else (0, 1)
+
+
+def balance_of(module: nn.Module) -> list[int] | None:
+    """Return the number of layers in each stage; None for a plain module."""
+    return module.balance if isinstance(module, Stage) else None
 
 
 def calls_of(module: nn.Module) -> Calls | None:

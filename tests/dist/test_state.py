@@ -431,6 +431,43 @@ def test_each_ranks_own_extra(ranks, tmp_path):
     assert extra == {"seconds": 1.5}
 
 
+def save_own_rates(bare, folder):
+    """A group a rank, each with a rate of its own, which its scheduler keeps."""
+    with stage_of(bare, "rates", small_model(), [1, 2]) as stage:
+        optimizer, scheduler = scheduled(stage, 0.1 * (bare.rank + 1))
+        state.save(folder, stage, optimizer, extra={"scheduler": scheduler})
+
+
+def load_own_rates(bare, folder, balance):
+    with stage_of(bare, f"rates {balance}", small_model(), balance) as stage:
+        optimizer, scheduler = scheduled(stage, 0.3)
+        extra = {"scheduler": scheduler}
+        if balance == [1, 2]:
+            state.load(folder, stage, optimizer, extra=extra)
+            assert scheduler.base_lrs == [0.1 * (bare.rank + 1)]
+        else:
+            with pytest.raises(ValueError, match="or other learning rates, on rank 1 than on rank"):
+                state.load(folder, stage, optimizer, extra=extra)
+
+
+def small_model():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def scheduled(stage, lr):
+    optimizer = torch.optim.SGD(stage.parameters(), lr=lr)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def test_a_schedulers_rates_are_not_taken_to_other_layers(ranks, tmp_path):
+    """They would be set at its next step: those of rank 0's groups, on every stage."""
+    two, three = ranks(2), ranks(3)
+    two.run(save_own_rates, str(tmp_path), world=False).values()
+    two.run(load_own_rates, str(tmp_path), [1, 2], world=False).values()
+    two.run(load_own_rates, str(tmp_path), [2, 1], world=False).values()
+    three.run(load_own_rates, str(tmp_path), [1, 1, 1], world=False).values()
+
+
 # -- in the background ---------------------------------------------------------------------------
 
 
