@@ -272,6 +272,13 @@ def test_the_newest_are_kept_whatever_their_step(tmp_path):
         state.save(tmp_path, model, keep=0)
 
 
+@pytest.mark.parametrize("step", [10.0, -1, "7", torch.tensor(3)])
+def test_a_step_that_no_name_tells_of(tmp_path, step):
+    with pytest.raises(ValueError, match="but must be an int of 0 or more"):
+        state.save(tmp_path, nn.Linear(1, 1), step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_crashes_left_is_removed_but_not_what_is_being_written(tmp_path):
     left, busy, going = (tmp_path / name for name in (".saving-x", ".saving-y", ".removing-z"))
     for folder in (left, busy, going):

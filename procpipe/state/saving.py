@@ -68,7 +68,7 @@ def save(
         RemoteStageError: another rank failed.
         TypeError: something in ``extra`` that could not be loaded again.
         ValueError: a parameter of the optimizer that is not the module's; other names in
-            ``extra``, or other arguments, than on rank 0.
+            ``extra``, or other arguments, than on rank 0; a wrong ``keep`` or ``step``.
 
     Source: ``torch.distributed.checkpoint.save``.
     """
@@ -82,6 +82,9 @@ def save(
             _check_alike(asked_for)
             if keep is not None and (isinstance(keep, bool) or keep < 1):
                 raise ValueError(f"keep is {keep}, but at least the newest saved state is kept")
+            # It becomes part of a name, which nobody would find again.
+            if step is not None and (type(step) is not int or step < 0):
+                raise ValueError(f"step is {step!r}, but must be an int of 0 or more")
             draft = Draft(Path(folder).absolute(), step)
             made.append(draft)
             return [str(draft.path), str(draft.final_path)]
