@@ -197,7 +197,7 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
 
 def _log_to(path: Path) -> None:
     """Have what the agent logs written to a file only."""
-    handler = logging.FileHandler(path, delay=True)
+    handler = logging.FileHandler(path)  # opened now: a script may remove the folder
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("elastic", "launcher", "run"):
         logger = logging.getLogger(f"torch.distributed.{name}")

@@ -182,7 +182,9 @@ class Meter:
 
 
 def size_text(num_bytes: float) -> str:
-    """Write a size in a few characters: "812 MiB" or "1.2 GiB"."""
+    """Write a size in a few characters: "812 MiB" or "1.2 GiB"; "" for none."""
+    if not num_bytes:
+        return ""
     mib = num_bytes / 2**20
     return f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
 
@@ -208,9 +210,9 @@ def plain_line(rows: Iterable[Row], time_text: str) -> str:
         shares = " ".join(percent_text(row.busy) or "-" for row in rows)
         bubbles = " ".join(percent_text(row.bubble) or "-" for row in rows)
         parts += [f"busy {shares}", f"bubble {bubbles}"]
-    parts.append("memory " + " ".join(size_text(row.rss_bytes) for row in rows))
+    parts.append("memory " + " ".join(size_text(row.rss_bytes) or "-" for row in rows))
     if any(row.device_bytes for row in rows):
-        parts.append("GPU " + " ".join(size_text(row.device_bytes) for row in rows))
+        parts.append("GPU " + " ".join(size_text(row.device_bytes) or "-" for row in rows))
     line = ", ".join(parts)
     stuck = [f"stage {row.rank} {row.now}" for row in rows if row.is_stuck]
     return "; ".join([line, *stuck])

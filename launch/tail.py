@@ -20,10 +20,16 @@ _MAX_READ_BYTES = 1 << 20
 _HOLD_S = 5.0
 
 _LAST_WORDS = re.compile(
-    rb'^(?:Traceback \(most recent call last\):|  File "|procpipe: rank \d+ ends, because )',
+    rb'^(?:(?:  \+ Exception Group )?Traceback \(most recent call last\):|  File "|'
+    rb"procpipe: rank \d+ ends, because )",
     re.MULTILINE,
 )
-_STARTS = (b"Traceback (most recent call last):", b'  File "', b"procpipe: rank ")
+_STARTS = (
+    b"Traceback (most recent call last):",
+    b"  + Exception Group Traceback (most recent call last):",
+    b'  File "',
+    b"procpipe: rank ",
+)
 
 _STALL = re.compile(rb"procpipe: (?:no progress for|stage \d+ \(rank \d+\) goes on)")
 

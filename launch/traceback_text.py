@@ -7,13 +7,17 @@ from collections.abc import Iterator
 
 __all__ = ["exception_line", "folded", "printed_traceback"]
 
-_START = re.compile(r"^(?:  [|+] )?Traceback \(most recent call last\):$", re.MULTILINE)
+_START = re.compile(
+    r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):$", re.MULTILINE
+)
 #: What Python says of a file that it cannot read, which has no head line.
 _SYNTAX = re.compile(r'^  File ".*", line \d+\n(?:.*\n)*?\w*Error: ', re.MULTILINE)
 _CHAIN = re.compile(
     r"\n\n(?:The above exception was the direct cause of the following exception|"
     r"During handling of the above exception, another exception occurred):\n\n$"
 )
+#: The line that names an exception, or a group of them.
+_EXCEPTION = re.compile(r"(?:  \| )?([^\s|+].*)")
 _FRAME = re.compile(r'^  File "(.*)", line \d+, in ')
 #: Files whose frames seldom tell a user anything: this package's, installed or not, and torch's.
 _OURS = re.compile(r"[/\\](?:procpipe|torch)[/\\](?!.*[/\\](?:tests|examples)[/\\])")
@@ -37,7 +41,8 @@ def exception_line(trace: str) -> str:
     """Return the line of a traceback that names the exception; "" if there is none."""
     heads = [match.end() for match in _START.finditer(trace)]
     lines = trace[heads[-1] if heads else 0 :].splitlines()
-    return next((line for line in lines if line and line[0] not in " |+"), "")
+    found = (_EXCEPTION.match(line) for line in lines)
+    return next((match.group(1) for match in found if match), "")
 
 
 def folded(trace: str) -> str:

@@ -40,6 +40,11 @@ _REFRESH_S = 0.5
 _PLAIN_TIMES_S = (10, 30)
 _PLAIN_EVERY_S = 60
 
+#: The live table: between columns, the least of "now", and what goes first on a narrow terminal.
+_GAP = 2
+_MIN_NOW = 6
+_DISPENSABLE = ("cores", "m-batch", "device", "bubble", "memory", "GPU", "busy", "samples/s")
+
 
 @dataclass
 class _Feed:
@@ -236,7 +241,7 @@ class View:
         return Group(
             *(Text.from_ansi(line) for line in unfinished),
             Rule(style="dim"),
-            table_of(rows),
+            table_of(rows, self._console.width),
             Text(
                 f"{time_text(self.elapsed_s)}  {self._caption}",
                 style="dim",
@@ -252,31 +257,38 @@ class View:
                 live.stop()
 
 
-def table_of(rows: list[Row]) -> Table:
-    """Return the live table."""
-    has_gpu = any(row.device_bytes or row.device.startswith("cuda") for row in rows)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", expand=True)
-    for name in ("stage", "device", "cores"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "m-batch", "samples/s", "busy", "bubble", "memory"):
-        table.add_column(name, no_wrap=True, justify="right")
-    if has_gpu:
-        table.add_column("GPU", no_wrap=True, justify="right")
+def table_of(rows: list[Row], width: int) -> Table:
+    """Return the live table.
+
+    Args:
+        rows: the stages.
+        width: of the terminal; columns are left out where it has no room for all of them.
+    """
+    columns = {
+        "stage": [str(row.rank) for row in rows],
+        "device": [row.device for row in rows],
+        "cores": [row.cores for row in rows],
+        "step": [f"{row.step:,}" if row.device else "" for row in rows],
+        "m-batch": [row.micro_batch for row in rows],
+        "samples/s": [rate_text(row.samples_per_s) for row in rows],
+        "busy": [percent_text(row.busy) for row in rows],
+        "bubble": [percent_text(row.bubble) for row in rows],
+        "memory": [size_text(row.rss_bytes) for row in rows],
+    }
+    if any(row.device_bytes or row.device.startswith("cuda") for row in rows):
+        columns["GPU"] = [size_text(row.device_bytes) for row in rows]
+    widths = {name: max(map(len, [name, *cells])) + _GAP for name, cells in columns.items()}
+    for name in _DISPENSABLE:
+        if sum(widths.values()) + _MIN_NOW > width and name in columns:
+            del columns[name], widths[name]
+    table = Table(
+        box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", expand=True
+    )
+    for name in columns:
+        is_text = name in ("stage", "device", "cores")
+        table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
     table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
-    for row in rows:
-        cells = [
-            str(row.rank),
-            row.device,
-            row.cores,
-            f"{row.step:,}" if row.device else "",
-            row.micro_batch,
-            rate_text(row.samples_per_s),
-            percent_text(row.busy),
-            percent_text(row.bubble),
-            size_text(row.rss_bytes) if row.rss_bytes else "",
-        ]
-        if has_gpu:
-            cells.append(size_text(row.device_bytes) if row.device_bytes else "")
+    for row, *cells in zip(rows, *columns.values(), strict=True):
         style = "yellow" if row.is_stuck else ""
         table.add_row(*cells, Text(row.now, style=style, overflow="ellipsis"))
     return table

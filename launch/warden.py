@@ -9,8 +9,9 @@ A run's processes carry its token in their environment, PROCPIPE_RUN, wherever t
 data loader's workers, a user's subprocesses, daemons in sessions of their own. Who was started with
 another environment is found as a descendant of one that carries it, or as a member of its session.
 
-The warden runs this file by itself (``python -I -S warden.py TOKEN``): standard library only, so
-that it starts in 20 ms and no package of the user's can keep it from its work.
+The warden runs this file by itself (``python -I -S /dev/fd/N TOKEN``): standard library only, so
+that it starts in 20 ms and no package of the user's can keep it from its work. Its command line
+does not name procpipe: ``pkill -9 -f procpipe`` ends the launcher, not who sees to its ranks.
 """
 
 from __future__ import annotations
@@ -159,12 +160,15 @@ class Warden:
     """
 
     def __init__(self, token: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, token],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            cwd="/",
-        )
+        with open(__file__, "rb") as file:
+            number = file.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", f"/dev/fd/{number}", token],
+                stdin=subprocess.PIPE,
+                pass_fds=[number],
+                start_new_session=True,
+                cwd="/",
+            )
 
     @property
     def pid(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import traceback
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,16 @@ Traceback (most recent call last):
     raise ValueError
 ValueError
 """
+
+
+def test_a_group_of_exceptions():
+    try:
+        raise ExceptionGroup("two", [KeyError("a"), ValueError("b")])
+    except ExceptionGroup as error:
+        trace = "".join(traceback.format_exception(error))
+
+    assert printed_traceback(f"a warning\n{trace}") == trace.rstrip()
+    assert exception_line(trace) == "ExceptionGroup: two (2 sub-exceptions)"
 
 
 def test_inner_frames_are_folded_but_the_last():

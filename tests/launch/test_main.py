@@ -22,6 +22,7 @@ def script(tmp_path, monkeypatch):
     [
         (["-n", "2", "nowhere.py"], "there is no file nowhere.py (seen from "),
         (["-n", "0", "train.py"], "argument -n/--nproc-per-node: 0: give a number of at least 1"),
+        (["-n", "x", "train.py"], "argument -n/--nproc-per-node: x: give a number of at least 1"),
         (["-n", "2", "--max-restarts", "-1", "train.py"], "-1: give 0 or more"),
         (["-n", "2", "--nnodes", "3:2", "train.py"], "--nnodes 3:2: give a number of hosts, or "),
         (["-n", "2", "--nnodes", "two", "train.py"], "--nnodes two: give a number of hosts, or "),

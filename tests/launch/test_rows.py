@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from procpipe.host.board import Board
 from procpipe.launch.ranks import Attempt, Logs, Rank
-from procpipe.launch.rows import Meter, Summary, plain_line, rate_text, size_text
+from procpipe.launch.rows import Meter, Row, Summary, plain_line, rate_text, size_text
+from procpipe.launch.view import table_of
 
 
 class Clock:
@@ -106,6 +108,33 @@ def test_a_plain_line():
     )
 
 
+def test_a_plain_line_while_a_rank_has_ended():
+    boards = [Board.create(rank, 2) for rank in range(2)]
+    for board in boards:
+        board.tell_facts({"device": "cpu", "layers": []})
+    attempt = attempt_of(*boards)
+    attempt.ranks[0].has_ended, attempt.ranks[0].code = True, 0
+
+    line = plain_line(Meter(attempt).rows(), "0:30")
+
+    assert re.fullmatch(r"0:30: step 0, memory - [\d.]+ [MG]iB", line), line
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 40])
+def test_a_narrow_terminal_has_fewer_columns_and_none_is_cut(width):
+    row = Row(
+        0, "cuda:0", "0-15,64-79", 12345, "4/16", 12345.0, 0.58, 0.24, 3 << 30, 20 << 30, "F3", True
+    )
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table_of([row], width))
+    shown = capture.get()
+
+    assert "…" not in shown
+    assert {"stage", "step", "samples/s", "now", "12,345", "F3"} <= set(shown.split())
+    assert ("0-15,64-79" in shown) == (width == 120)
+
+
 def test_a_summary():
     board = Board.create(0, 1)
     attempt = attempt_of(board)
@@ -124,7 +153,7 @@ def test_numbers_in_few_characters():
         "1,234",
     ]
     assert [size_text(2**20 * mib) for mib in (0, 999, 1024, 2560)] == [
-        "0 MiB",
+        "",
         "999 MiB",
         "1.0 GiB",
         "2.5 GiB",

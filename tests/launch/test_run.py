@@ -294,3 +294,12 @@ def test_the_same_exception_on_all_ranks_before_any_stage():
     assert re.match(r"procpipe: rank [01] failed: OSError: no data\n", ended.err)
     assert ended.err.count("Traceback") == 1
     assert re.search(r"\nThe same on rank [01]\.\n", ended.err)
+
+
+def test_a_script_that_removes_its_logs():
+    code = 'import shutil\nshutil.rmtree("procpipe-logs")\nsys.exit(5)'
+    with started("-n", "1", script=plain(code)) as run:
+        ended = run.wait()
+
+    assert ended.code == 5, ended
+    assert ended.err.startswith("procpipe: rank 0 ended with exit code 5\n")

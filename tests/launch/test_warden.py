@@ -120,6 +120,16 @@ def test_the_warden_ends_all_when_its_pipe_ends_and_not_before(token):
         assert not any(map(is_alive, pids))
 
 
+def test_the_command_line_of_the_warden_does_not_name_this_package(token):
+    guard = warden.Warden(token)
+    command = psutil.Process(guard.pid).cmdline()
+    guard.dismiss()
+
+    assert command[1:] == ["-I", "-S", command[3], token]
+    assert command[3].startswith("/dev/fd/")
+    assert not psutil.pid_exists(guard.pid)
+
+
 def wait_until_ignored(pid, signum):
     deadline_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
