@@ -43,6 +43,7 @@ from benchmarks.soak_outside import Outsider
 from benchmarks.soak_rounds import (
     FAULTS,
     FORK,
+    FROM_OUTSIDE,
     HARMLESS,
     LAUNCHERS,
     TORCHRUN,
@@ -238,6 +239,7 @@ class Soak:
             left=left,
             shared_bytes=sum(new.values()),
             files=tuple(_files_left(folder / "tmp")),
+            num_acts=outsider.num_acts,
         )
 
     def _judge(self, this: Round, ending: Ending) -> list[str]:
@@ -262,7 +264,8 @@ class Soak:
         if ending.files:
             sums["temporary files left"] += len(ending.files)
             wrong.append(f"temporary files left: {', '.join(ending.files)}")
-        if not wrong and this.act != "none":
+        has_struck = ending.num_acts > 0 if this.act in FROM_OUTSIDE else this.act != "none"
+        if not wrong and has_struck:
             sums["faults survived"] += 1
         return wrong
 

@@ -48,6 +48,9 @@ class Outsider:
         this: its round.
         folder: where its ranks write their process ids and logs.
         launcher_pid: what started them.
+
+    Attributes:
+        num_acts: how often it has acted.
     """
 
     def __init__(self, this: Round, folder: Path, launcher_pid: int) -> None:
@@ -58,6 +61,7 @@ class Outsider:
         self._strike_s: float | None = None
         self._strangers: list[socket.socket] = []
         self._visited: set[object] = set()
+        self.num_acts = 0
 
     def __enter__(self) -> Outsider:
         return self
@@ -98,6 +102,7 @@ class Outsider:
                 logs = self._folder.glob("logs/**/*.log")
                 if any(f"process {pid} is stopped" in log.read_text() for log in logs):
                     os.kill(pid, signal.SIGCONT)
+                    self.num_acts += 1
 
     def _kill_when_due(self, pid: int | None) -> None:
         if pid is None:
@@ -108,6 +113,7 @@ class Outsider:
             self._strike_s = float("inf")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+                self.num_acts += 1
 
     # -- strangers ------------------------------------------------------------------------------
 
@@ -130,6 +136,7 @@ class Outsider:
             stranger.connect(address)  # type: ignore[arg-type]
         with contextlib.suppress(OSError):
             stranger.send(self._words())
+            self.num_acts += 1
         if address in self._visited:
             stranger.close()  # one stranger stays on each, without another word
         self._visited.add(address)

@@ -49,6 +49,9 @@ NEED_LAUNCHER = ("kill at any time", "kill the launcher")
 #: These are no reason for a run to fail.
 HARMLESS = ("none", "stop", "strangers")
 
+#: These come from outside, if the job is not over before.
+FROM_OUTSIDE = (*NEED_LAUNCHER, "strangers")
+
 TORCHRUN = "torchrun"
 PROCPIPE_RUN = "procpipe run"
 FORK = "fork"
@@ -235,6 +238,7 @@ class Ending:
         left: command lines of processes left.
         shared_bytes: bytes in /dev/shm left.
         files: temporary files left.
+        num_acts: how often something came from outside: signals sent, strangers that spoke.
     """
 
     codes: tuple[int, ...]
@@ -245,6 +249,7 @@ class Ending:
     left: tuple[str, ...]
     shared_bytes: int
     files: tuple[str, ...]
+    num_acts: int
 
 
 def faults_of(this: Round, ending: Ending) -> list[str]:
@@ -272,6 +277,8 @@ def faults_of(this: Round, ending: Ending) -> list[str]:
         faults += [f"rank {rank} is blamed" for rank in blamed - {expected.named}]
         if this.launcher == PROCPIPE_RUN or (this.launcher == TORCHRUN and expected.is_root_cause):
             faults += _faults_of_report(this.launcher, expected.named, ending.launcher_output)
+    if this.act == "strangers" and not ending.num_acts:
+        faults.append("no stranger came")
     if expected.is_well and "procpipe: rank" in told:
         faults.append("a rank of a job that ended well complains")
     return faults

@@ -127,7 +127,7 @@ OUTPUTS = (VICTIM.format(0), STORY, VICTIM.format(2))
 
 
 def ending(codes=(1, 1, 1), outputs=OUTPUTS, launcher=""):
-    return Ending(codes, outputs, launcher, 1.0, 0.1, (), 0, ())
+    return Ending(codes, outputs, launcher, 1.0, 0.1, (), 0, (), 0)
 
 
 def test_a_right_ending_is_right(raised):
@@ -182,6 +182,18 @@ def test_a_job_that_must_end_well_may_not_complain(raised):
     assert faults_of(this, ending((0, -6, 0), quiet)) != []
     assert faults_of(this, ending((0, 0, 0), ("", "procpipe: rank 1 left early", ""))) != []
     assert faults_of(this, ending((0, 0, 0), (STORY, "", ""))) == ["1 tracebacks, not 0"]
+
+
+def test_a_fault_that_never_came_is_not_survived(soak, raised):
+    quiet, strangers = ("", "", ""), dataclasses.replace(raised, act="strangers")
+    assert soak._judge(strangers, ending((0, 0, 0), quiet)) == ["no stranger came"]
+    came = dataclasses.replace(ending((0, 0, 0), quiet), num_acts=2)
+    assert soak._judge(strangers, came) == []
+    assert soak.sums["faults survived"] == 1
+
+    killed = dataclasses.replace(raised, act="kill at any time", launcher=TORCHRUN)
+    assert soak._judge(killed, ending((0,), quiet)) == []  # it was over before
+    assert soak.sums["faults survived"] == 1
 
 
 def test_what_is_left_is_counted(soak, raised, capsys):
