@@ -181,8 +181,11 @@ class Warden:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(_ALL_IS_WELL)
             self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._process.wait(_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # somebody has stopped it
+            self._process.kill()
+            self._process.wait()
 
 
 def _main(token: str) -> None:
