@@ -93,6 +93,8 @@ class Stage(nn.Sequential):
             mini-batch; by default its number of samples.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
+        transport: what carries large tensors: ``"shm"`` (CPUs of one host, the default there),
+            ``"gloo"`` (CPUs, several hosts) or ``"nccl"`` (GPUs).
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
         world: this process's place in the job; by default what the launcher says.
@@ -128,6 +130,7 @@ class Stage(nn.Sequential):
         loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: Callable[[Any], float] | None = None,
         check_loss: bool = False,
+        transport: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
         world: World | None = None,
@@ -152,6 +155,7 @@ class Stage(nn.Sequential):
                 balance, len(module), self._world.num_ranks, is_launched=self._world.is_launched
             )
             recomputed(checkpoint, 1)
+            self._transport = _checked_transport(transport)
             self.checkpoint = checkpoint
             check_shared_parameters(module, self.balance)
             if isinstance(loss_fn, nn.Module) and self.rank == self._last:
@@ -556,11 +560,13 @@ class Stage(nn.Sequential):
             "checkpoint": self.checkpoint,
             "deferred_batch_norm": self._is_deferring,
             "the type of devices": self.device.type,
+            "transport": self._transport,
             "layers": self._layer_facts,
         }
         skips = SkipPorts(self._skip_layout, self.rank)
         partition = Partition(layers, self.device, is_first=self.rank == 0, skips=skips)
-        return Pipeline(self._world, partition, tuple(self._skip_layout.keys), facts)
+        skip_routes = tuple(self._skip_layout.keys)
+        return Pipeline(self._world, partition, skip_routes, facts, self._transport)
 
 
 def _checked_chunks(chunks: int) -> int:
@@ -569,6 +575,12 @@ def _checked_chunks(chunks: int) -> int:
     if chunks < 1:
         raise ValueError(f"chunks is {chunks}, but a mini-batch has at least 1 micro-batch")
     return chunks
+
+
+def _checked_transport(name: str | None) -> str | None:
+    if name not in (None, "shm", "gloo", "nccl"):
+        raise ValueError(f"transport is {name!r}, but must be 'shm', 'gloo', 'nccl' or left out")
+    return name
 
 
 def _holder(value: Any) -> int:

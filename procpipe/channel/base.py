@@ -10,8 +10,8 @@ stage to one other. Its two ends live in different processes:
 A message is a ``Flat``: all tensors of one hop, with their structure and which of them want a
 gradient back. Shapes, dtypes and structure may differ from message to message.
 
-Transports: ``memory`` (one process), ``gloo`` (CPU), ``nccl`` (GPU). One conformance suite,
-``tests/channel``, runs over all of them.
+Transports: ``memory`` (one process), ``shm`` (CPUs of one host), ``gloo`` (CPUs), ``nccl`` (GPUs).
+One conformance suite, ``tests/channel``, runs over all of them.
 """
 
 from __future__ import annotations
@@ -86,14 +86,29 @@ class Transport(Protocol):
     needs_acknowledgement: bool
     """Whether a sender learns only from the receiver that its tensors have arrived."""
 
+    copies_at_once: bool
+    """Whether what is sent may be written to as soon as ``post_send`` returns."""
+
     max_posted: int
     """How many receives of one channel may be posted at a time."""
 
-    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> Pending:
-        """Begin to send; returns at once."""
+    inline_bytes: int
+    """Messages of CPU tensors up to this size travel inside their token instead."""
 
-    def post_receive(self, meta: Meta, peer: int, kind: int) -> tuple[list[Tensor], Pending]:
-        """Allocate the tensors of a message and begin to fill them; returns at once."""
+    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[Pending, bytes]:
+        """Begin to send; returns at once, with what the token is to tell the receiver."""
+
+    def post_receive(
+        self, meta: Meta, peer: int, kind: int, note: bytes
+    ) -> tuple[list[Tensor], Pending]:
+        """Find memory for the tensors of a message and begin to fill it; returns at once.
+
+        Args:
+            meta: what comes.
+            peer: from whom.
+            kind: on which channel.
+            note: what the sender's ``post_send`` had to tell.
+        """
 
     def drain(self) -> None:
         """Wait until no transfer is under way on this rank's device; before a good close."""

@@ -41,6 +41,8 @@ class GlooTransport:
     """
 
     needs_acknowledgement = True
+    copies_at_once = False
+    inline_bytes = 1 << 16
     max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
 
     def __init__(
@@ -56,11 +58,13 @@ class GlooTransport:
         options._devices = [gloo.create_device(**where)]
         self._group: Any = gloo(store, rank, num_ranks, options)
 
-    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> GlooPending:
+    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[GlooPending, bytes]:
         """Begin to send contiguous CPU tensors; returns at once."""
-        return GlooPending([self._group.send([tensor], peer, kind) for tensor in tensors])
+        return GlooPending([self._group.send([tensor], peer, kind) for tensor in tensors]), b""
 
-    def post_receive(self, meta: Meta, peer: int, kind: int) -> tuple[list[Tensor], GlooPending]:
+    def post_receive(
+        self, meta: Meta, peer: int, kind: int, note: bytes
+    ) -> tuple[list[Tensor], GlooPending]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         tensors = allocate(meta, "cpu")
         works = [self._group.recv([tensor], peer, kind) for tensor in tensors]

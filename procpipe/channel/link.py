@@ -2,13 +2,13 @@
 
     sender                                        receiver
     send  ── token [metadata if new | tensors] ──>  tensors are there at once       (small, CPU)
-    send  ── token [metadata if new] ──────────>  post a receive of the right size
+    send  ── token [metadata if new | note] ───>  post a receive of the right size
           ══ tensors by the transport ═════════>                                    (large, GPU)
           <── acknowledgement ─────────────────  taken over (transports that ask for it)
 
 The token is what lets the receiver size its buffers in time on every transport, whatever the
-shape of the next message, without waiting for the device. Up to ``INLINE_BYTES`` the tensors
-travel inside it: one system call at each end, no rendezvous.
+shape of the next message, without waiting for the device. Up to the transport's ``inline_bytes``
+the tensors travel inside it: one system call at each end, no rendezvous.
 
 A receiver reads tokens whenever its process polls or waits, and posts a large receive as soon as
 the token is there and the program allows a buffer (``expect``).
@@ -72,7 +72,10 @@ class LinkSender:
         self._peer = peer
         self._kind = kind
         self._transport = transport
-        self._is_on_cpu = device.type == "cpu"
+        # Without a transport all travels inside tokens.
+        self._inline_bytes: float = math.inf
+        if transport is not None:
+            self._inline_bytes = transport.inline_bytes if device.type == "cpu" else -1
         self._is_told_of_arrival = transport is None or transport.needs_acknowledgement
         self._meta: Meta | None = None
         self._structure_text = ""
@@ -96,20 +99,28 @@ class LinkSender:
             self._structure_text = repr(meta.structure)
         tensors = [_dense(tensor) for tensor in message.tensors]
         transport = self._transport
-        if transport is None or (self._is_on_cpu and self._size_bytes <= INLINE_BYTES):
+        if transport is None or self._size_bytes <= self._inline_bytes:
             flags |= _HAS_TENSORS
             parts += [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
         else:
-            self.reap()
-            try:
-                pending = transport.post_send(tensors, self._peer, self._kind)
-            except RuntimeError:
-                self._mesh.wait_failure()
-                raise
-            self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
+            parts.append(self._post(transport, tensors))
         self._mesh.send(self._peer, self._kind, flags, self.num_messages & 0xFFFFFFFF, *parts)
         self.num_messages += 1
         self.num_bytes += self._size_bytes
+
+    def _post(self, transport: Transport, tensors: list[Tensor]) -> bytes:
+        """Give tensors to the transport; return its note for the receiver."""
+        self.reap()
+        try:
+            pending, note = transport.post_send(tensors, self._peer, self._kind)
+        except RuntimeError:
+            self._mesh.wait_failure()
+            raise
+        if not transport.copies_at_once:
+            self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
+        elif not pending.is_done():
+            self._in_flight.append(_Departure([], None, pending))
+        return note
 
     def settle(self) -> None:
         """Wait until the receiver has all that was sent, or its socket the last of it."""
@@ -173,10 +184,17 @@ class _Departure(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """A message whose token has come: with its tensors, or with a receive to be posted."""
+    """A message whose token has come: with its tensors, or with a receive to be posted.
+
+    Attributes:
+        meta: what it is.
+        tensors: its tensors; None if the transport brings them.
+        note: what the transport's other end has to tell.
+    """
 
     meta: Meta
     tensors: list[Tensor] | None
+    note: bytes
 
 
 class LinkReceiver:
@@ -197,6 +215,7 @@ class LinkReceiver:
         self._peer = peer
         self._kind = kind
         self._transport = transport
+        self._blocks = transport is not None and transport.needs_acknowledgement
         self._what = what
         self._meta: Meta | None = None
         self._num_tokens = 0
@@ -224,9 +243,12 @@ class LinkReceiver:
         meta, tensors, pending = posted.popleft()
         if pending is not None:
             try:
-                with self._mesh.lookout.watch(self._what):
+                if self._blocks:
+                    with self._mesh.lookout.watch(self._what):
+                        pending.wait()
+                else:
                     pending.wait()
-            except RuntimeError:  # "Connection closed by peer": the peer itself has more to tell
+            except (OSError, RuntimeError):  # the peer is gone, and itself has more to tell
                 self._mesh.wait_failure()
                 raise
             assert self._transport is not None
@@ -245,14 +267,17 @@ class LinkReceiver:
             start = _META_SIZE.size + size
             self._meta = decode(bytes(body[_META_SIZE.size : start]))
         assert self._meta is not None, "the first token of a channel carries metadata"
-        tensors = _tensors_from(body[start:], self._meta) if flags & _HAS_TENSORS else None
-        self._arrived.append(_Arrival(self._meta, tensors))
+        if flags & _HAS_TENSORS:
+            arrival = _Arrival(self._meta, _tensors_from(body[start:], self._meta), b"")
+        else:
+            arrival = _Arrival(self._meta, None, bytes(body[start:]))
+        self._arrived.append(arrival)
         self._post()
 
     def _post(self) -> None:
         """Post receives for tokens that are there, as far as program and transport allow."""
         while self._arrived and self._num_allowed:
-            meta, tensors = self._arrived[0]
+            meta, tensors, note = self._arrived[0]
             if tensors is not None:
                 self._posted.append((meta, tensors, None))
             else:
@@ -261,8 +286,8 @@ class LinkReceiver:
                     return
                 self._num_receiving += 1
                 try:
-                    posted = self._transport.post_receive(meta, self._peer, self._kind)
-                except RuntimeError as error:
+                    posted = self._transport.post_receive(meta, self._peer, self._kind, note)
+                except (OSError, RuntimeError) as error:
                     posted = [], _Broken(error)
                 self._posted.append((meta, *posted))
             self._arrived.popleft()
@@ -272,7 +297,7 @@ class LinkReceiver:
 class _Broken:
     """A transfer that could not begin, which is an error where it is waited for."""
 
-    def __init__(self, error: RuntimeError) -> None:
+    def __init__(self, error: OSError | RuntimeError) -> None:
         self._error = error
 
     def wait(self) -> None:

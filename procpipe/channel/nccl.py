@@ -51,6 +51,8 @@ class NcclTransport:
     """
 
     needs_acknowledgement = False
+    copies_at_once = False
+    inline_bytes = 0
     max_posted = 1  # a receive that waits for its sender occupies part of the GPU
 
     def __init__(
@@ -70,13 +72,15 @@ class NcclTransport:
             if rank in channel[:2]:
                 self._groups[channel] = _connected(store, rank, device, channel, timeout_s)
 
-    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> NcclPending:
+    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[NcclPending, bytes]:
         """Begin to send contiguous tensors once the current stream has made them."""
         group = self._groups[self._rank, peer, kind]
         works = [group.send([bytes_], 1, 0) for bytes_ in _as_bytes(tensors)]
-        return NcclPending(works, tensors, None)
+        return NcclPending(works, tensors, None), b""
 
-    def post_receive(self, meta: Meta, peer: int, kind: int) -> tuple[list[Tensor], NcclPending]:
+    def post_receive(
+        self, meta: Meta, peer: int, kind: int, note: bytes
+    ) -> tuple[list[Tensor], NcclPending]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         group = self._groups[peer, self._rank, kind]
         with torch.cuda.stream(self._receive_stream):

@@ -63,6 +63,7 @@ class Pipeline:
         partition: the local layers.
         skips: pairs of stages between which skip tensors travel.
         facts: what must be the same on every rank, by name; plain JSON.
+        transport: "shm", "gloo" or "nccl"; None for the best that every rank can use.
 
     Raises:
         CallMismatchError: another rank is in the first call of another pipeline.
@@ -76,6 +77,7 @@ class Pipeline:
         partition: Partition,
         skips: tuple[tuple[int, int], ...],
         facts: dict[str, Any],
+        transport: str | None = None,
     ) -> None:
         self._world = world
         self._skips = skips
@@ -86,7 +88,7 @@ class Pipeline:
         differences = self.control.agree(facts, compare_facts)
         if differences:
             raise DisagreementError(differences)
-        self._channels = self._open_channels()
+        self._channels = self._open_channels(transport)
         # Who ran its part and left, while another still connected, would break its connection.
         self.control.agree(None, lambda _: None)
         self._values_to, self._values_from = self._open_value_channels()
@@ -200,7 +202,22 @@ class Pipeline:
 
     # -- wiring ---------------------------------------------------------------------------------
 
-    def _open_channels(self) -> Channels:
+    def _agree_transport(self, wanted: str | None) -> str:
+        """Return the best transport that every rank can use, or the one that the user wants."""
+
+        def choose(of_ranks: list[list[str]]) -> str:
+            common = [name for name in of_ranks[0] if all(name in usable for usable in of_ranks)]
+            if wanted is None or wanted in common:
+                return wanted or common[0]
+            without = [rank for rank, usable in enumerate(of_ranks) if wanted not in usable]
+            raise ValueError(
+                f"transport={wanted!r} cannot be used on ranks {without}; all ranks can use "
+                f"{' or '.join(common)}"
+            )
+
+        return str(self.control.agree(self._world.transports(), choose))
+
+    def _open_channels(self, wanted: str | None) -> Channels:
         """Open this rank's ends of every channel a plan may use."""
         rank, last = self._rank, self._num_stages - 1
         routes = [(ACTIVATION, j, j + 1) for j in range(last)]
@@ -210,7 +227,10 @@ class Pipeline:
         if last > 0:
             routes.append((TARGET, 0, last))
         routes += [(LOSS, last, j) for j in range(last)]
-        transport = self._world.open_transport((a, b, _NUMBERS[kind]) for kind, a, b in routes)
+        name = self._agree_transport(wanted)
+        transport = self._world.open_transport(
+            name, ((a, b, _NUMBERS[kind]) for kind, a, b in routes)
+        )
         channels = Channels()
         if transport is None:
             return channels

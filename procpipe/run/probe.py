@@ -147,8 +147,11 @@ def probe(world: World) -> dict[str, Any]:
     mesh = world.connect()
     control = Control(mesh)
     neighbours = [(rank, rank + 1) for rank in range(world.num_ranks - 1)]
+    name = control.agree(
+        world.transports(), lambda of: next(n for n in of[0] if all(n in each for each in of))
+    )
     transport = world.open_transport(
-        end for a, b in neighbours for end in ((a, b, _DOWN), (b, a, _UP))
+        name, (end for a, b in neighbours for end in ((a, b, _DOWN), (b, a, _UP)))
     )
     lines: dict[int, Line] = {}
     if transport is not None:

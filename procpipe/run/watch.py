@@ -43,6 +43,7 @@ class Watch(Onlooker):
         self._board = board
         self._rank = rank
         self._boards: dict[int, Board] = {rank: board}
+        self._pids: dict[int, int] = {}
         self._peers: tuple[int, ...] = ()
         self._has_reported = False
 
@@ -53,9 +54,15 @@ class Watch(Onlooker):
             sock = mesh.socket_of(peer)
             if sock.family == socket.AF_UNIX:
                 told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                board = Board.of_process(_CREDENTIALS.unpack(told)[0])
+                pid, _, _ = _CREDENTIALS.unpack(told)
+                board = Board.of_process(pid)
                 if board is not None:
-                    self._boards[peer] = board
+                    self._boards[peer], self._pids[peer] = board, pid
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes of those peers whose open files this process may open too."""
+        return dict(self._pids)
 
     def start_wait(self, what: str, since_s: float) -> None:
         """Tell what this rank waits for."""

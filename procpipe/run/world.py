@@ -174,19 +174,33 @@ class World:
         self._watch.look_at(self._mesh)
         return self._mesh
 
-    def open_transport(self, channels: Iterable[tuple[int, int, int]]) -> Transport | None:
+    def transports(self) -> list[str]:
+        """Return the names of the transports that this rank can use, the best first."""
+        if self.device.type == "cuda":
+            return ["nccl"]
+        return ["shm", "gloo"] if len(self._watch.pids) == self.num_ranks - 1 else ["gloo"]
+
+    def open_transport(
+        self, name: str, channels: Iterable[tuple[int, int, int]]
+    ) -> Transport | None:
         """Build what carries large tensors; every rank calls it, and it waits for all of them.
 
         Args:
+            name: one of ``transports()``, the same on all ranks.
             channels: ``(source rank, destination rank, kind)`` of all channels of the job, in an
                 order that all ranks share.
         """
         if self.num_ranks == 1:
             return None
+        if name == "shm":
+            from procpipe.channel.shm import ShmTransport
+
+            self._transport = ShmTransport(self._watch.pids)
+            return self._transport
         from torch.distributed import PrefixStore
 
         store = PrefixStore("transport", self._shared_store())
-        if self.device.type == "cuda":
+        if name == "nccl":
             from procpipe.channel.nccl import NcclTransport
 
             self._transport = NcclTransport(

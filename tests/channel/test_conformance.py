@@ -101,7 +101,7 @@ def run_all(world, transport_name):
     world.device = device
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
-    transport = world.open_transport(routes)
+    transport = world.open_transport(transport_name, routes)
     told: dict[str, str | None] = {}
     for case in CASES:
         side = Side(
@@ -149,6 +149,16 @@ def nccl_stories(ranks):
 @pytest.mark.parametrize("name", NAMES)
 def test_gloo(gloo_stories, name):
     assert [story.get(name, "did not run") for story in gloo_stories] == [None, None]
+
+
+@pytest.fixture(scope="module")
+def shm_stories(ranks):
+    return ranks(2).run(run_all, "shm").values()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shm(shm_stories, name):
+    assert [story.get(name, "did not run") for story in shm_stories] == [None, None]
 
 
 @pytest.mark.gpu

@@ -21,15 +21,17 @@ class Slow:
     """A transport that does nothing, and is done when it has been asked three times."""
 
     needs_acknowledgement = False
+    copies_at_once = False
     max_posted = 1000
+    inline_bytes = INLINE_BYTES
 
     def __init__(self):
         self.num_posted = 0
 
     def post_send(self, tensors, peer, kind):
-        return Transfer(iter([False, False, True, True]))
+        return Transfer(iter([False, False, True, True])), b""
 
-    def post_receive(self, meta, peer, kind):
+    def post_receive(self, meta, peer, kind, note):
         self.num_posted += 1
         tensors = [torch.zeros(t.shape, dtype=t.dtype) for t in meta.tensors]
         return tensors, Transfer(iter([True]))
@@ -61,9 +63,9 @@ class Broken(Slow):
         if self.num_posted:
             raise RuntimeError("Socket closed")
         self.num_posted += 1
-        return Transfer(iter([False, False, False]))
+        return Transfer(iter([False, False, False])), b""
 
-    def post_receive(self, meta, peer, kind):
+    def post_receive(self, meta, peer, kind, note):
         return [], BrokenTransfer()
 
 
