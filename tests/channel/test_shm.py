@@ -1,0 +1,210 @@
+"""Slots of shared memory: used in place, used again, bounded, and gone without a trace."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+from procpipe.channel.meta import describe
+from procpipe.channel.shm import ShmTransport
+from procpipe.tree import Flat
+
+KIND = 1
+
+
+class Ends:
+    """Both ends of the channels between two ranks, in one process."""
+
+    def __init__(self):
+        self.sender = ShmTransport({1: os.getpid()})
+        self.receiver = ShmTransport({0: os.getpid()})
+
+    def transfer(self, tensors, kind=KIND):
+        pending, note = self.sender.post_send(tensors, 1, kind)
+        received, _ = self.receiver.post_receive(describe(Flat.of(tensors)), 0, kind, note)
+        return pending, received
+
+    @property
+    def slots(self):
+        return [slot for slots in self.sender._slots.values() for slot in slots]
+
+    @property
+    def num_mapped(self):
+        return len(self.receiver._mapped)
+
+
+@pytest.fixture
+def ends():
+    made = Ends()
+    yield made
+    made.sender.close()
+    made.receiver.close()
+
+
+def numbers(size):
+    return torch.arange(size, dtype=torch.float64)
+
+
+def test_what_arrives_is_a_copy_of_what_was_sent_and_lies_in_the_slot(ends):
+    sent = numbers(1000)
+
+    _, (received,) = ends.transfer([sent])
+    sent.zero_()
+
+    assert torch.equal(received, numbers(1000))
+    (slot,) = ends.slots
+    slot.header.obj[64:72] = b"\0\0\0\0\0\0\xf0\x3f"  # the slot's first element becomes 1.0
+    assert received[0] == 1.0
+
+
+def test_all_kinds_of_tensors_arrive(ends):
+    sent = [
+        torch.tensor([True, False, True]),
+        torch.zeros(0, 3),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.randn(3, 4, dtype=torch.complex64),
+        torch.arange(7, dtype=torch.uint8),
+        torch.randn(2, 3, 5, dtype=torch.float16),
+    ]
+
+    _, received = ends.transfer(sent)
+
+    assert len(received) == len(sent)
+    for ours, theirs in zip(received, sent, strict=True):
+        assert ours.shape == theirs.shape
+        assert torch.equal(ours, theirs)
+        assert ours.data_ptr() % 64 == 0
+
+
+def test_a_slot_is_used_again_once_all_its_tensors_are_gone(ends):
+    _, received = ends.transfer([numbers(10), numbers(20)])
+    view = received[1][3:5]
+    assert len(ends.slots) == 1
+
+    received.pop(0)
+    received.clear()
+    ends.transfer([numbers(10), numbers(20)])
+    assert len(ends.slots) == 2  # a view keeps the first
+
+    assert torch.equal(view, numbers(20)[3:5])
+    del view
+    for _ in range(50):
+        ends.transfer([numbers(10), numbers(20)])
+    assert len(ends.slots) == ends.num_mapped == 2
+
+
+def test_there_are_as_many_slots_as_messages_in_use(ends):
+    held = []
+    for _ in range(3):
+        for k in range(8):
+            held.append(ends.transfer([numbers(100 + k)])[1])
+        assert len(ends.slots) == ends.num_mapped == 8
+        held.clear()
+
+
+def test_autograd_keeps_what_it_saved(ends):
+    weight = torch.ones(4, requires_grad=True, dtype=torch.float64)
+    _, (received,) = ends.transfer([numbers(4)])
+    loss = (weight * received).sum()
+    del received
+
+    ends.transfer([torch.full((4,), 9.0, dtype=torch.float64)])
+    loss.backward()
+
+    assert torch.equal(weight.grad, numbers(4))
+
+
+def test_slots_that_have_become_too_small_are_dropped_on_both_sides(ends):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for exponent in range(6):
+        for _ in range(3):
+            ends.transfer([numbers(1000 * 4**exponent)])
+        assert len(ends.slots) == 1
+        assert ends.num_mapped == 1
+
+    ends.transfer([numbers(10)])  # goes into the large one
+    assert len(ends.slots) == 1
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 3
+
+
+def test_channels_do_not_share_slots(ends):
+    _, first = ends.transfer([numbers(10)], kind=1)
+    _, second = ends.transfer([numbers(10) + 1], kind=2)
+
+    assert torch.equal(first[0] + 1, second[0])
+    assert len(ends.slots) == 2
+
+
+def test_a_message_is_done_when_the_receiver_can_do_without_the_sender(ends):
+    pending, note = ends.sender.post_send([numbers(10)], 1, KIND)
+    assert not pending.is_done()
+
+    (received,), _ = ends.receiver.post_receive(describe(Flat.of([numbers(10)])), 0, KIND, note)
+    assert pending.is_done()
+    ends.sender.close()
+    ends.receiver.close()
+    del pending
+    gc.collect()
+
+    assert torch.equal(received, numbers(10))
+
+
+def test_tensors_are_ordinary_in_inference_mode(ends):
+    with torch.inference_mode():
+        _, (received,) = ends.transfer([numbers(3)])
+
+    assert not received.is_inference()
+    received.requires_grad_().sum().backward()
+
+
+def test_nothing_has_a_name(ends):
+    before = set(os.listdir("/dev/shm"))
+    _, received = ends.transfer([numbers(100_000)])
+    assert received
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_memory_goes_with_the_transports():
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        ends = Ends()
+        ends.transfer([torch.ones(4 << 20, dtype=torch.uint8)])
+        ends.sender.close()
+        ends.receiver.close()
+        del ends
+    gc.collect()
+
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    maps = psutil.Process().memory_maps(grouped=False)
+    assert not [each for each in maps if "procpipe-slot" in each.path]
+
+
+NO_MEMORY = f"""
+import resource, torch
+from tests.channel.test_shm import Ends, numbers
+ends = Ends()
+soft = 1 << 20
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, soft))
+ends.transfer([numbers(100)])
+try:
+    ends.transfer([numbers({1 << 20})])
+except MemoryError as error:
+    print(error)
+"""
+
+
+def test_a_slot_for_which_there_is_no_memory_is_a_clear_error():
+    """``posix_fallocate`` fails where a write into the mapping would be a SIGBUS."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert done.stdout.startswith("there is no shared memory for a message of 8.0 MiB (")
+    assert "transport='gloo'" in done.stdout
