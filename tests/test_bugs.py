@@ -179,15 +179,18 @@ class Standing:
     """A transport whose transfers stand still until the stall is told."""
 
     needs_acknowledgement = False
+    blocks = True
+    copies_at_once = False
     max_posted = 1
+    inline_bytes = 0
 
     def __init__(self, told):
         self.told = told
 
     def post_send(self, tensors, peer, kind):
-        return self
+        return self, b""
 
-    def post_receive(self, meta, peer, kind):
+    def post_receive(self, meta, peer, kind, note):
         return allocate(meta, "cpu"), self
 
     def wait(self):

@@ -86,6 +86,9 @@ class Transport(Protocol):
     needs_acknowledgement: bool
     """Whether a sender learns only from the receiver that its tensors have arrived."""
 
+    blocks: bool
+    """Whether waiting for a received message blocks this process in native code."""
+
     copies_at_once: bool
     """Whether what is sent may be written to as soon as ``post_send`` returns."""
 

@@ -41,6 +41,7 @@ class GlooTransport:
     """
 
     needs_acknowledgement = True
+    blocks = True
     copies_at_once = False
     inline_bytes = 1 << 16
     max_posted = sys.maxsize  # a posted receive costs nothing but its buffer

@@ -215,7 +215,7 @@ class LinkReceiver:
         self._peer = peer
         self._kind = kind
         self._transport = transport
-        self._blocks = transport is not None and transport.needs_acknowledgement
+        self._blocks = transport is not None and transport.blocks
         self._what = what
         self._meta: Meta | None = None
         self._num_tokens = 0

@@ -51,6 +51,7 @@ class NcclTransport:
     """
 
     needs_acknowledgement = False
+    blocks = False  # it is the stream that waits
     copies_at_once = False
     inline_bytes = 0
     max_posted = 1  # a receive that waits for its sender occupies part of the GPU

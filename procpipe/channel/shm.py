@@ -56,6 +56,7 @@ class ShmTransport:
     """
 
     needs_acknowledgement = False
+    blocks = False
     copies_at_once = True
     max_posted = sys.maxsize
     inline_bytes = 1 << 13  # larger ones are copied less often through a slot

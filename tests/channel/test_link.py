@@ -21,6 +21,7 @@ class Slow:
     """A transport that does nothing, and is done when it has been asked three times."""
 
     needs_acknowledgement = False
+    blocks = False
     copies_at_once = False
     max_posted = 1000
     inline_bytes = INLINE_BYTES

@@ -18,7 +18,7 @@ from procpipe.channel.link import INLINE_BYTES
 world_module: Any = procpipe.run.world
 
 
-def listening(world):
+def listening(world, transport):
     """Run a step; return what the sockets are on which a peer, or a stranger, could connect."""
     listen = world_module.listen
     kinds: list[str] = []
@@ -31,7 +31,7 @@ def listening(world):
     before = addresses()
     world_module.listen = note
     try:
-        stage = Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], world=world)
+        stage = Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], world=world, transport=transport)
         with torch.no_grad():
             stage(torch.ones(2, INLINE_BYTES))
         return kinds, {ip for ip, _ in addresses() - before}
@@ -45,11 +45,12 @@ def addresses():
     return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def test_a_job_on_one_host_is_not_on_the_network(ranks):
+@pytest.mark.parametrize(("transport", "expected"), [(None, set()), ("gloo", {"127.0.0.1"})])
+def test_a_job_on_one_host_is_not_on_the_network(ranks, transport, expected):
     """Gloo listens on the address of the host's name, if it is not told otherwise."""
-    for kinds, gloo_listens_on in ranks(2).run(listening).values():
+    for kinds, listens_on in ranks(2).run(listening, transport).values():
         assert kinds == ["AF_UNIX"]
-        assert gloo_listens_on == {"127.0.0.1"}
+        assert listens_on == expected
 
 
 def test_gloo_listens_where_it_is_told(monkeypatch):

@@ -92,10 +92,10 @@ def model_of(num_stages):
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(num_stages)])
 
 
-def stage_of(world):
-    return Stage(
-        model_of(world.num_ranks), [1] * world.num_ranks, chunks=2, loss_fn=F.mse_loss, world=world
-    )
+def stage_of(world, transport=None):
+    model, balance = model_of(world.num_ranks), [1] * world.num_ranks
+    options = {"chunks": 2, "loss_fn": F.mse_loss, "transport": transport}
+    return Stage(model, balance, world=world, **options)
 
 
 def plain_loss(num_stages, num_samples=8):
@@ -156,7 +156,7 @@ def test_strangers_come_while_the_ranks_connect(ranks, tmp_path, n, family):
 def run_among_strangers(world, path):
     """Between two calls rank 0 lets strangers visit the store and what gloo listens on."""
     strangers = Strangers()
-    stage = stage_of(world)
+    stage = stage_of(world, "gloo")
     x = torch.ones(BULK, WIDTH)
     with torch.no_grad():
         stage(x)  # by gloo
