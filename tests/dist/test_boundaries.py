@@ -404,18 +404,18 @@ def loss_of(output: Any) -> Tensor:
     return torch.stack([(k + 1) * t.square().sum() for k, t in enumerate(tensors)]).sum()
 
 
-def check_group(bare, group, chunks_of):
+def check_group(bare, group, chunks_of, **options):
     torch.set_default_dtype(torch.float64)
     for name, case in GROUPS[group]().items():
         for mode in MODES:
             for chunks in chunks_of:
-                check_case(bare, f"{name}, {mode}, {chunks} chunks", case, mode, chunks)
+                check_case(bare, f"{name}, {mode}, {chunks} chunks", case, mode, chunks, **options)
 
 
-def check_case(bare, name, case, mode, chunks):
+def check_case(bare, name, case, mode, chunks, **more):
     inputs, tolerance = case.inputs, case.tolerance
     model = nn.Sequential(*case.layers)
-    options: Any = {"chunks": chunks, "checkpoint": mode, "loss_fn": loss_of}
+    options: Any = {"chunks": chunks, "checkpoint": mode, "loss_fn": loss_of, **more}
     with stage_of(bare, name, model, [1, 1, 1], **options) as stage:
         # The stage has a copy, so the layers themselves are the plain model.
         for _ in range(2):
@@ -575,6 +575,10 @@ EXPECTED_TRAFFIC = [
 def test_parity(ranks, group):
     chunks_of = [3] if group == "sizes" else [1, 3]
     ranks(3).run(check_group, group, chunks_of, world=False).values()
+
+
+def test_parity_of_large_messages_over_gloo(ranks):
+    ranks(3).run(check_group, "sizes", [3], transport="gloo", world=False).values()
 
 
 def test_a_layer_may_change_its_input_in_place_where_nothing_is_recomputed(ranks):

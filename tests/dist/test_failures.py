@@ -95,11 +95,11 @@ def batch(size=6):
     return torch.ones(size, WIDTH), torch.zeros(size, WIDTH)
 
 
-def train(world, faulty_stage, where, act=boom, api="step", size=6):
+def train(world, faulty_stage, where, act=boom, api="step", size=6, transport=None):
     """Train until something goes wrong on one stage."""
     options = {where: lambda *_: act()} if where in ("loss_fn", "loss_weight") else {}
     model = model_of(world.num_ranks, faulty_stage, where, act)
-    stage = stage_of(world, model, **options)
+    stage = stage_of(world, model, transport=transport, **options)
     for input, target in stage.batches(loader(act if where == "loader" else None, size)):
         if api == "step":
             stage.step(input, target)
@@ -213,9 +213,10 @@ def test_rank_0_raises_before_there_is_a_plan(ranks, n, where):
         (4, 3, "backward"),
     ],
 )
-def test_a_layer_raises_while_large_tensors_are_under_way(ranks, n, origin, where):
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_layer_raises_while_large_tensors_are_under_way(ranks, n, origin, where, transport):
     """Gloo breaks the peers' transfers too, with errors that must not hide the story."""
-    outcomes = ranks(n).run(train, origin, where, size=BULK)
+    outcomes = ranks(n).run(train, origin, where, size=BULK, transport=transport)
 
     check(outcomes, origin, "BoomError", "boom, says the layer")
 
@@ -355,9 +356,9 @@ def test_a_rank_is_killed(ranks, origin):
         assert outcomes[rank].error.type == "PeerLostError"
 
 
-@pytest.mark.parametrize("origin", [0, 1])
-def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks, origin):
-    outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK)
+@pytest.mark.parametrize(("origin", "transport"), [(0, "shm"), (0, "gloo"), (1, "gloo")])
+def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks, origin, transport):
+    outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK, transport=transport)
 
     seen = f"it was last seen in F1, layer 'l{2 * origin + 1}' (Faulty), for "
     check_lost(outcomes, origin, f"rank {origin} ended without a word", seen)

@@ -80,6 +80,7 @@ def train(world, origin, where, num_samples, act):
         chunks=2,
         checkpoint="never",
         loss_fn=F.mse_loss,
+        transport="gloo" if world.num_ranks == 2 else None,
         world=world,
     )
     losses = []
