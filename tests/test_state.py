@@ -272,6 +272,18 @@ def test_the_newest_are_kept_whatever_their_step(tmp_path):
         state.save(tmp_path, model, keep=0)
 
 
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_another_kind_of_optimizer_is_refused(tmp_path, other):
+    model = nn.Linear(2, 2)
+    state.save(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+    with pytest.raises(
+        ValueError, match=rf"another kind of optimizer than {other.__name__}: it has"
+    ):
+        state.load(tmp_path, model, other(model.parameters(), lr=0.1))
+    state.load(tmp_path, model, torch.optim.Adam(model.parameters()))  # its options are the same
+
+
 @pytest.mark.parametrize("step", [10.0, -1, "7", torch.tensor(3)])
 def test_a_step_that_no_name_tells_of(tmp_path, step):
     with pytest.raises(ValueError, match="but must be an int of 0 or more"):

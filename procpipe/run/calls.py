@@ -37,6 +37,9 @@ __all__ = ["Calls"]
 #: Characters of an exception's text that are told in a line.
 _LINE_LENGTH = 200
 
+#: Characters of a story, traceback and all, that are told to other ranks.
+_STORY_LENGTH = 1 << 16
+
 #: The pipelines of this process: a rank may wait in one while rank 0 is in another.
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()
 
@@ -122,7 +125,7 @@ class Calls:
             return
         self._world.board.fail()
         self._has_failed = True
-        self._ended = f"{name} failed on this rank with {type(error).__name__}: {error}"
+        self._ended = f"{name} failed on this rank with {type(error).__name__}: {_text_of(error)}"
         # The mesh has passed on the failure of another rank; a disagreement is found by each.
         if isinstance(error, RemoteStageError):
             self._is_victim = True
@@ -173,11 +176,22 @@ class Calls:
     def _story(self, where: str, error: BaseException) -> str:
         rank = self._world.rank
         told = "".join(traceback.format_exception(error))
+        if len(told) > _STORY_LENGTH:  # all peers are to have it before this process ends
+            half = _STORY_LENGTH // 2
+            told = f"{told[:half]}\n… {len(told) - 2 * half} characters …\n{told[-half:]}"
         return f"stage {rank} (rank {rank}), {where}: {_in_a_line(error)}\n{told}"
+
+
+def _text_of(error: BaseException) -> str:
+    """Return what an exception says; a user's may fail at that."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(what it says is not known: its __str__ raised {type(another).__name__})"
 
 
 def _in_a_line(error: BaseException) -> str:
     """Return an exception's type and the first line of what it says."""
-    lines = str(error).splitlines() or [""]
+    lines = _text_of(error).splitlines() or [""]
     line = lines[0] if len(lines[0]) <= _LINE_LENGTH else f"{lines[0][:_LINE_LENGTH]}…"
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

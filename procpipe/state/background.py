@@ -201,7 +201,7 @@ class Saving:
             # Gone, it has got its name since we looked; some file systems tell the two apart late.
             if not self._raise_marked_failure():
                 gone_s = gone_s or time.monotonic()
-                if time.monotonic() > gone_s + _GONE_AFTER_S:
+                if time.monotonic() > gone_s + min(_GONE_AFTER_S, self._timeout_s / 2):
                     raise FileNotFoundError(
                         f"{self._target.path} was removed while rank {self._target.rank} waited "
                         f"for {what}: does another run save to this folder?"

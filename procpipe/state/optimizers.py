@@ -129,11 +129,21 @@ def state_keys(names: Names, optimizers: Sequence[Optimizer], saved: Iterable[st
 
 
 def conflicts(names: Names, optimizers: Sequence[Optimizer], read: dict[str, Any]) -> list[str]:
-    """Say which groups hold parameters that were saved with different options."""
+    """Say what does not fit: options of another optimizer, or different ones in one group."""
     ordered, faults = sorted(read), []
-    for _, g, group in _groups(optimizers):
+    for k, g, group in _groups(optimizers):
         members = [name for name in names.in_group(group) if name is not None]
         options = [_options_of(name, ordered, read) for name in members]
+        # Either may have more: schedulers add options, and so do newer versions of torch.
+        unknown = [option for option in (options[0] if options else ()) if option not in group]
+        missing = [o for o in optimizers[k].defaults if options and o not in options[0]]
+        if options[0:1] != [{}] and unknown and missing:
+            faults.append(
+                f"the state of {members[0]} was saved by another kind of optimizer than "
+                f"{type(optimizers[k]).__name__}: it has {', '.join(sorted(unknown))}, but not "
+                f"{', '.join(sorted(missing))}"
+            )
+            continue
         for name, theirs in zip(members, options, strict=True):
             for option in options[0].keys() | theirs.keys():
                 one, other = options[0].get(option), theirs.get(option)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections import OrderedDict
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from procpipe import Stage, is_recomputing
 from procpipe.channel.link import INLINE_BYTES
+from procpipe.host.board import Board
 from tests.dist.report import Failure, Outcomes
 
 #: Every rank must have ended by then, on a machine whose cores are shared with others.
@@ -221,6 +223,46 @@ def test_a_layer_raises_while_large_tensors_are_under_way(ranks, n, origin, wher
     check(outcomes, origin, "BoomError", "boom, says the layer")
 
 
+class MuteError(Exception):
+    """What it says cannot be told."""
+
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+def mute():
+    raise MuteError
+
+
+def talk():
+    raise BoomError("start" + "x" * (50 << 20) + "end")
+
+
+def train_with_a_mute(world):
+    try:
+        train(world, 1, "forward", mute)
+    except MuteError:
+        return "caught"  # or the harness would ask it what it says
+
+
+def test_an_exception_that_cannot_say_what_it_is_about(ranks):
+    victim, origin = ranks(2).run(train_with_a_mute)
+
+    assert origin.value == "caught"
+    assert isinstance(victim.error, Failure)
+    told = "in step(): MuteError: (what it says is not known: its __str__ raised ZeroDivisionError)"
+    assert told in victim.error.text
+
+
+def test_an_exception_that_says_too_much_is_told_in_part(ranks):
+    victim, _ = ranks(2).run(train, 1, "forward", talk).errors()
+
+    assert "rank 1 failed:" in victim.text
+    assert "BoomError: startxxx" in victim.text
+    assert "task F1@1 (micro-batch 1)" in victim.text
+    assert len(victim.text) < 1 << 18
+
+
 def allocate():
     torch.empty(1 << 50)
 
@@ -345,15 +387,60 @@ def test_after_a_failure_every_call_is_refused(ranks):
 # -- processes that end --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("origin", [0, 1, 2])
-def test_a_rank_is_killed(ranks, origin):
-    outcomes = ranks(3).run(train, origin, "backward", kill)
+def is_killed(world, origin, when):
+    """Train until a rank is killed: in a layer, between two steps, or while it waits for a peer."""
+    store = world._shared_store()
+    store.set(f"pid/{world.rank}", str(os.getpid()))
+    pid = int(store.get(f"pid/{origin}"))
+    slow = origin + 1 if origin + 1 < world.num_ranks else origin - 1
+
+    def kill_once_it_waits():
+        deadline_s = time.monotonic() + 10.0
+        while True:
+            board = Board.of_process(pid)
+            assert board is not None
+            wait = board.read().wait
+            if wait is not None and wait.what.endswith(f"from stage {slow} (rank {slow})"):
+                os.kill(pid, signal.SIGKILL)
+                return
+            assert time.monotonic() < deadline_s, "it has not come to wait"
+            time.sleep(0.01)
+
+    if when == "waiting":
+        model = model_of(world.num_ranks, slow, "forward", kill_once_it_waits)
+    else:
+        model = model_of(world.num_ranks, origin, when, kill)
+    stage = stage_of(world, model)
+    for number, (input, target) in enumerate(stage.batches([batch()] * 3)):
+        if when == "between" and number == 1 and world.rank == origin:
+            kill()
+        stage.step(input, target)
+
+
+@pytest.mark.parametrize(
+    ("n", "origin", "when", "seen"),
+    [
+        (2, 0, "forward", r"in F1, layer 'l1' \(Faulty\), for "),
+        (2, 1, "backward", "in B2, for "),
+        (2, 1, "between", "between calls, in the user's code, for "),
+        (3, 0, "between", "between calls, in the user's code, for "),
+        (3, 1, "forward", r"in F1, layer 'l3' \(Faulty\), for "),
+        (3, 2, "backward", "in B2, for "),
+        (4, 0, "backward", "in B2, for "),
+        (4, 3, "recompute", r"in R2, layer 'l7' \(Faulty\), for "),
+        (2, 0, "waiting", r"in B2, waiting \d+\.\d s for gradient from stage 1 \(rank 1\)"),
+        (3, 1, "waiting", r"in B2, waiting \d+\.\d s for gradient from stage 2 \(rank 2\)"),
+        (4, 3, "waiting", r"in F1, waiting \d+\.\d s for activation from stage 2 \(rank 2\)"),
+    ],
+)
+def test_a_rank_is_killed(ranks, n, origin, when, seen):
+    outcomes = ranks(n).run(is_killed, origin, when)
 
     assert outcomes[origin].error.type == "ProcessDied"
-    seen = "it was last seen in B2, for "
-    check_lost(outcomes, origin, f"rank {origin} ended without a word", "out of memory?", seen)
-    for rank in {0, 1, 2} - {origin}:
+    check_lost(outcomes, origin, f"rank {origin} ended without a word", "out of memory?")
+    for rank in set(range(n)) - {origin}:
         assert outcomes[rank].error.type == "PeerLostError"
+        assert re.search(f"it was last seen {seen}", outcomes[rank].error.text), outcomes[rank]
 
 
 @pytest.mark.parametrize(("origin", "transport"), [(0, "shm"), (0, "gloo"), (1, "gloo")])
