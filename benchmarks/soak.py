@@ -319,7 +319,7 @@ def main() -> int:
             )
             soak.run(number, this)
         correct = draw(asked.seed, 0, max_ranks=3, launchers=(FORK,), faults=(FAULTS[0],))
-        correct = dataclasses.replace(correct, num_ranks=2, samples=2048)  # by gloo
+        correct = dataclasses.replace(correct, num_ranks=2, samples=2048, transport="gloo")
         for number in range(asked.repeat_correct):
             repeated.run(number, correct)
     finally:

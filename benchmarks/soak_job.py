@@ -165,6 +165,7 @@ def run_rank(this: Round, folder: Path) -> None:
         loss_fn=loss_of,
         check_loss=True,
         stall_timeout_s=this.stall_timeout_s,
+        transport=this.transport,
     )
     losses = []
     for step, (input, target) in enumerate(stage.batches(batches_of(this, illness))):

@@ -80,6 +80,7 @@ class Round:
         checkpoint: what is recomputed.
         method: "step", or "forward" and backward.
         stall_timeout_s: when a stall is reported.
+        transport: what carries large tensors.
     """
 
     seed: int
@@ -99,10 +100,11 @@ class Round:
     checkpoint: str
     method: str
     stall_timeout_s: float
+    transport: str
 
     def __str__(self) -> str:
         where = f" in {self.where}" if self.where else ""
-        size = "large" if self.samples > 100 else "small"
+        size = f"large ({self.transport})" if self.samples > 100 else "small"
         who = f" on rank {self.origin}, step {self.step}" if self.act != "none" else ""
         return (
             f"{self.act}{where}{who}; {self.num_ranks} ranks by {self.launcher}, {self.method}, "
@@ -164,6 +166,7 @@ def draw(
         else "always",
         method="step" if needs_step else chance.choice(["step", "step", "forward"]),
         stall_timeout_s=0.5 if act == "stop" else 60.0,
+        transport=chance.choice(["shm", "gloo"]),
     )
 
 
