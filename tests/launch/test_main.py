@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 import torch
 
 from procpipe.launch.main import main
+
+
+@pytest.fixture(autouse=True)
+def own_environment():
+    """Give back the environment: ``main`` sets that of the launcher's process, here the tests'."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture
