@@ -32,7 +32,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-__all__ = ["METADATA", "Index", "merge_parts", "read_index", "sync_folder", "write_part"]
+from procpipe.state.folders import sync_folder
+
+__all__ = ["METADATA", "Index", "merge_parts", "read_index", "write_part"]
 
 METADATA = ".metadata"
 
@@ -118,15 +120,6 @@ def read_index(folder: Path) -> Index:
         for key, entry in metadata.state_dict_metadata.items()
     }
     return Index(folder, shapes, metadata)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _LoadPlanner(DefaultLoadPlanner):

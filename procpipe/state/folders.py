@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Draft", "Entry", "find", "saved_in"]
+__all__ = ["Draft", "Entry", "find", "saved_in", "sync_folder"]
 
 _NAME = re.compile(r"(\d{6,})(?:-step-(\d+))?")
 _SAVING, _REMOVING = ".saving-", ".removing-"
@@ -84,7 +84,7 @@ class Draft:
         """Give it its name, and remove all but the newest ``keep``."""
         root = self.final_path.parent
         os.rename(self.path, self.final_path)
-        _sync(root)
+        sync_folder(root)
         self.let_go()
         for entry in saved_in(root)[:-keep] if keep is not None else ():
             _remove(entry.path)
@@ -129,7 +129,8 @@ def _remove(path: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
