@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -63,11 +62,6 @@ class Job:
     grace_s: int
     numa_binding: str
     folder: Path
-
-    @property
-    def command_text(self) -> str:
-        """The command as one would type it."""
-        return shlex.join(self.command)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
+from procpipe.channel.link import INLINE_BYTES
 from procpipe.channel.meta import Meta, allocate
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class GlooTransport:
     needs_acknowledgement = True
     blocks = True
     copies_at_once = False
-    inline_bytes = 1 << 16
+    inline_bytes = INLINE_BYTES
     max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
 
     def __init__(
