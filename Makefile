@@ -37,9 +37,8 @@ lint: .venv/dev.stamp
 types: .venv/dev.stamp
 	$(BIN)/mypy
 
-bench: .venv/dev.stamp
-	$(BIN)/python -m benchmarks.host_cost
-	$(BIN)/python -m benchmarks.overlap
+bench: .venv/peers.stamp
+	$(BIN)/python -m benchmarks all
 
 soak: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.soak --rounds 60 --repeat-correct 100

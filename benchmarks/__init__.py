@@ -1,1 +1,1 @@
-"""Side-by-side measurements, one table a command: ``python -m benchmarks.<name>``."""
+"""Side by side with peers: each part is ``python -m benchmarks PART``."""

@@ -1,96 +1,62 @@
-"""What a pipeline costs the host: tiny layers, so that nearly all time is overhead.
-
-    python -m benchmarks.host_cost [--rounds 7] [--micro-batches 16 64]
-
-8 x Linear(16, 16) in float32, 2 stages, micro-batches of 4 samples, no recomputation. Compared
-in one run: procpipe, ``torch.distributed.pipelining``'s ScheduleGPipe over gloo, and one process
-that runs the same micro-batches one after the other.
-"""
+"""What a pipeline costs the host: tiny layers, so that nearly all time is overhead."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
+import statistics
+from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from benchmarks.contenders import CONTENDERS, COPIES, ONE_PROCESS
+from benchmarks.report import Report, Table
+from benchmarks.rounds import Times, launch, ratio
+from benchmarks.workloads import WORKLOADS, Job
 
-from benchmarks.rounds import is_worker, launch, machine, measure, table
-from procpipe import Stage
+__all__ = ["configure", "run"]
 
-SAMPLES_A_MICRO_BATCH = 4
+_NUM_STAGES = 2
+_PEER = "torch GPipe"
 
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)])
+#: Those that run as many tasks as there are micro-batches, forward and backward, on each process.
+_NAMES = [name for name in CONTENDERS if name != COPIES]
 
 
-def procpipe_step(input: Tensor, target: Tensor, m: int) -> Callable[[], object]:
-    stage = Stage(model(), [4, 4], chunks=m, checkpoint="never", loss_fn=F.mse_loss)
-    return lambda: stage.step(input, target)
-
-
-def torch_step(input: Tensor, target: Tensor, m: int) -> Callable[[], object]:
-    rank = dist.get_rank()
-    layers = model()[:4] if rank == 0 else model()[4:]
-    part = PipelineStage(layers, rank, 2, torch.device("cpu"))
-    schedule = ScheduleGPipe(part, n_microbatches=m, loss_fn=F.mse_loss)
-    if rank == 0:
-        return lambda: schedule.step(input)
-    return lambda: schedule.step(target=target)
-
-
-def one_process_step(input: Tensor, target: Tensor, m: int) -> Callable[[], object]:
-    whole = model()
-
-    def step() -> None:
-        if dist.get_rank() == 0:
-            losses = [
-                F.mse_loss(whole(x), y) / m
-                for x, y in zip(input.chunk(m), target.chunk(m), strict=True)
-            ]
-            for loss in reversed(losses):
-                loss.backward()
-
-    return step
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20)
+def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[16, 64])
-    arguments = parser.parse_args()
-    if not is_worker():
-        return launch("benchmarks.host_cost", 2, sys.argv[1:])
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        print(machine())
-    for m in arguments.micro_batches:
-        input = torch.randn(SAMPLES_A_MICRO_BATCH * m, 16)
-        target = torch.randn(SAMPLES_A_MICRO_BATCH * m, 16)
-        times = measure(
-            {
-                "procpipe": procpipe_step(input, target, m),
-                "torch.distributed.pipelining ScheduleGPipe": torch_step(input, target, m),
-                "one process": one_process_step(input, target, m),
-            },
-            num_rounds=arguments.rounds,
-            num_steps=arguments.steps,
+    parser.add_argument("--rounds", type=int, default=7)
+
+
+def run(options: argparse.Namespace) -> Report:
+    figures: dict[int, Times] = {}
+    tables = []
+    for m in options.micro_batches:
+        job = Job(WORKLOADS["tiny"], _NUM_STAGES, m)
+        absent = {name: CONTENDERS[name].why_not(job) for name in _NAMES}
+        figures[m] = launch(
+            "benchmarks.throughput:measure_workload",
+            _NUM_STAGES,
+            workload="tiny",
+            m=m,
+            names=[name for name in _NAMES if absent[name] is None],
+            num_rounds=options.rounds,
+            num_steps=max(1, 320 // m),
         )
-        if dist.get_rank() == 0:
-            print(f"\nm = {m}")
-            baseline = "torch.distributed.pipelining ScheduleGPipe"
-            unit = "microseconds a task: step time / (2 tasks x m)"
-            print(table(times, unit=unit, scale=1e6 / (2 * m), baseline=baseline))
-    dist.destroy_process_group()
-    return 0
+        tables.append(_tabulate(job, figures[m], absent))
+    return Report("host_cost", tables, figures, {"rounds": options.rounds})
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _tabulate(job: Job, times: Times, absent: dict[str, str | None]) -> Table:
+    m, workload = job.num_micro_batches, job.workload
+    rows: list[list[Any]] = []
+    for name, seconds in times.items():
+        micros = [s * 1e6 / (2 * m) for s in seconds]
+        rows.append(
+            [name, statistics.median(micros), min(micros), max(micros)]
+            + [ratio(seconds, times[other]) for other in (_PEER, ONE_PROCESS)]
+        )
+    return Table(
+        f"host cost: {workload.sizes}; {job.num_stages} stages, m = {m}, no recomputation",
+        ["", "us a task", "min", "max", f"of {_PEER}", f"of {ONE_PROCESS}"],
+        rows,
+        [".0f", ".0f", ".0f", ".2f", ".2f"],
+        ["a task: step time / 2m", *(f"not run: {n}: {why}" for n, why in absent.items() if why)],
+    )

@@ -1,21 +1,15 @@
-"""Whether transfers run beside compute: large boundaries between stages that compute for a while.
+"""Whether transfers run beside compute: large messages between stages that compute for a while.
 
-    python -m benchmarks.overlap [--rounds 5] [--mib 64] [--task-ms 50]
-
-3 stages, 8 micro-batches, forward only. A task waits for a fixed time without using a core, so that
-what is measured is the transport and the order of transfers, also on a machine with fewer cores
-than stages. Compared in one run: procpipe, ``torch.distributed.pipelining``'s ScheduleGPipe, bare
-gloo with one receive posted ahead (the best one can write by hand on this transport), and the tasks
-alone: (m + n - 1) x task time.
+A task waits for a fixed time without using a core, so that what is measured is the transport and
+the order of transfers, also on a machine with fewer cores than stages.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +17,62 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from benchmarks.rounds import is_worker, launch, machine, measure, table
+from benchmarks.report import Report, Table
+from benchmarks.rounds import Step, Times, launch, measure, ratio
 from procpipe import Stage
 
+__all__ = ["configure", "run"]
+
 NUM_STAGES, NUM_MICRO_BATCHES = 3, 8
+
+_ALONE = "tasks alone"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 16], help="sizes of a message")
+    parser.add_argument("--task-ms", type=float, default=50.0)
+    parser.add_argument("--rounds", type=int, default=5)
+
+
+def run(options: argparse.Namespace) -> Report:
+    figures: dict[int, Times] = {}
+    tables = []
+    for mib in options.mib:
+        times = figures[mib] = launch(
+            "benchmarks.overlap:measure_size",
+            NUM_STAGES,
+            mib=mib,
+            task_s=options.task_ms / 1e3,
+            num_rounds=options.rounds,
+        )
+        rows: list[list[Any]] = []
+        for name, seconds in times.items():
+            milliseconds = [s * 1e3 for s in seconds]
+            median = statistics.median(milliseconds)
+            rows.append([name, median, min(milliseconds), max(milliseconds)])
+            rows[-1].append(ratio(seconds, times[_ALONE]))
+        title = (
+            f"overlap: {NUM_STAGES} stages, {NUM_MICRO_BATCHES} micro-batches of {mib} MiB, tasks "
+            f"of {options.task_ms:.0f} ms, forward"
+        )
+        headings = ["", "ms a step", "min", "max", f"of {_ALONE}"]
+        tables.append(Table(title, headings, rows, [".0f", ".0f", ".0f", ".2f"], [_NOTE]))
+    return Report("overlap", tables, figures, {"task_ms": options.task_ms})
+
+
+_NOTE = f"{_ALONE}: (m + n - 1) x the time of a task; bare gloo posts one receive ahead"
+
+
+def measure_size(mib: int, task_s: float, num_rounds: int) -> Times:
+    """Measure each contender; every rank calls it."""
+    input = torch.zeros(NUM_MICRO_BATCHES, mib << 18)
+    steps = {
+        "procpipe": procpipe_step(input, task_s),
+        "torch GPipe": torch_step(input, task_s),
+        "bare gloo": bare_step(input, task_s),
+        _ALONE: tasks_alone(task_s),
+    }
+    return measure(steps, num_rounds=num_rounds, num_steps=1)
 
 
 class Wait(nn.Module):
@@ -42,7 +88,7 @@ class Wait(nn.Module):
         return x.view_as(x)
 
 
-def procpipe_step(input: Tensor, task_s: float) -> Callable[[], object]:
+def procpipe_step(input: Tensor, task_s: float) -> Step:
     model = nn.Sequential(*[Wait(task_s) for _ in range(NUM_STAGES)])
     stage = Stage(model, [1] * NUM_STAGES, chunks=NUM_MICRO_BATCHES)
     stage.eval()
@@ -54,7 +100,7 @@ def procpipe_step(input: Tensor, task_s: float) -> Callable[[], object]:
     return step
 
 
-def torch_step(input: Tensor, task_s: float) -> Callable[[], object]:
+def torch_step(input: Tensor, task_s: float) -> Step:
     rank = dist.get_rank()
     part = PipelineStage(Wait(task_s), rank, NUM_STAGES, torch.device("cpu"))
     schedule = ScheduleGPipe(part, n_microbatches=NUM_MICRO_BATCHES)
@@ -66,7 +112,7 @@ def torch_step(input: Tensor, task_s: float) -> Callable[[], object]:
     return step
 
 
-def bare_step(input: Tensor, task_s: float) -> Callable[[], object]:
+def bare_step(input: Tensor, task_s: float) -> Step:
     rank, part = dist.get_rank(), input.chunk(NUM_MICRO_BATCHES)
 
     def step() -> None:
@@ -97,42 +143,5 @@ def bare_step(input: Tensor, task_s: float) -> Callable[[], object]:
     return step
 
 
-def tasks_alone(task_s: float) -> Callable[[], object]:
+def tasks_alone(task_s: float) -> Step:
     return lambda: time.sleep(task_s * (NUM_MICRO_BATCHES + NUM_STAGES - 1))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--task-ms", type=float, default=50.0)
-    arguments = parser.parse_args()
-    if not is_worker():
-        return launch("benchmarks.overlap", NUM_STAGES, sys.argv[1:])
-    dist.init_process_group("gloo")
-    task_s = arguments.task_ms / 1e3
-    input = torch.zeros(NUM_MICRO_BATCHES, arguments.mib << 18)
-    times = measure(
-        {
-            "procpipe": procpipe_step(input, task_s),
-            "torch.distributed.pipelining ScheduleGPipe": torch_step(input, task_s),
-            "bare gloo, one receive posted ahead": bare_step(input, task_s),
-            "tasks alone": tasks_alone(task_s),
-        },
-        num_rounds=arguments.rounds,
-        num_steps=arguments.steps,
-    )
-    if dist.get_rank() == 0:
-        print(machine())
-        print(
-            f"{NUM_STAGES} stages, {NUM_MICRO_BATCHES} micro-batches of {arguments.mib} MiB, tasks "
-            f"of {arguments.task_ms:.0f} ms, forward\n"
-        )
-        print(table(times, unit="milliseconds a step", scale=1e3, baseline="tasks alone"))
-    dist.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

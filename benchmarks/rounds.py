@@ -1,61 +1,86 @@
 """Interleaved rounds: A B C A B C …, so that a machine whose speed drifts treats all alike.
 
-Every benchmark starts itself again under torchrun, measures all contenders in the same processes,
-and prints medians and ratios. Timings of one run are comparable; those of two runs are not.
+All contenders run in the same processes, in turns. Timings of one run are comparable, those of two
+runs are not. So what is compared is a ratio of two contenders in the same round, and what is told
+is the median of the rounds' ratios.
+
+    command ── launch("benchmarks.throughput:measure_workload", 2, …) ──> torchrun
+                                                                            └ worker.py, rank 0, 1
+            <────────────────── what the function returned on rank 0 ──────────┘
 """
 
 from __future__ import annotations
 
+import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-__all__ = ["is_worker", "launch", "machine", "measure", "table"]
+__all__ = ["Step", "Times", "launch", "measure", "ratio"]
+
+#: One mini-batch of a contender; every rank calls it, whether or not it has a part in it.
+Step = Callable[[], object]
+
+#: Seconds a step, of each contender in each round.
+Times = dict[str, list[float]]
 
 
-def is_worker() -> bool:
-    """Tell whether this process was started by ``launch``."""
-    return "RANK" in os.environ
-
-
-def launch(module: str, num_processes: int, arguments: list[str]) -> int:
-    """Start a benchmark again under torchrun, one thread a process; return its exit code."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
-        f"--nproc_per_node={num_processes}", "-m", module, *arguments,
-    ]  # fmt: skip
-    return subprocess.call(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-def machine() -> str:
-    """Name the machine and the versions, for the head of a table."""
-    return (
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
-    )
-
-
-def measure(
-    contenders: Mapping[str, Callable[[], object]], *, num_rounds: int, num_steps: int
-) -> dict[str, list[float]]:
-    """Time each contender's step, all ranks together.
+def launch(
+    function: str,
+    num_processes: int,
+    environment: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Any:
+    """Run a function in processes that torchrun starts, with one thread each.
 
     Args:
-        contenders: by name, a step; every rank calls it.
+        function: ``"module:function"``; every rank calls it with ``options``, in a gloo group.
+        num_processes: how many.
+        environment: variables to add.
+        options: plain JSON.
+
+    Returns:
+        What it returned on rank 0, plain JSON.
+
+    Raises:
+        RuntimeError: a process failed; what it said is on standard error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--local-addr=127.0.0.1", f"--nproc_per_node={num_processes}",
+            "-m", "benchmarks.worker", function, json.dumps(options), str(result),
+        ]  # fmt: skip
+        variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
+        code = subprocess.call(command, env=variables, cwd=Path(__file__).parents[1])
+        if code != 0:
+            raise RuntimeError(
+                f"{function} on {num_processes} processes ended with exit code {code}"
+            )
+        return json.loads(result.read_text())
+
+
+def measure(contenders: Mapping[str, Step], *, num_rounds: int, num_steps: int) -> Times:
+    """Time each contender's step, all ranks together; every rank calls it.
+
+    Args:
+        contenders: by name, a step.
         num_rounds: how often each contender gets its turn, after one turn that is not counted.
         num_steps: steps a turn.
 
     Returns:
         By name, the seconds a step of each turn, from the first rank's start to the last's end.
     """
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    times: Times = {name: [] for name in contenders}
     for round_ in range(num_rounds + 1):
         for name, step in contenders.items():
             dist.barrier()
@@ -68,14 +93,6 @@ def measure(
     return times
 
 
-def table(times: Mapping[str, list[float]], *, unit: str, scale: float, baseline: str) -> str:
-    """Lay out medians, ranges, and the median of the round-by-round ratios to a baseline."""
-    lines = [f"{'':<44} {'median':>9} {'min':>9} {'max':>9}   ratio to {baseline}"]
-    for name, of_rounds in times.items():
-        values = [seconds * scale for seconds in of_rounds]
-        ratios = [a / b for a, b in zip(of_rounds, times[baseline], strict=True)]
-        lines.append(
-            f"{name:<44} {statistics.median(values):>9.1f} {min(values):>9.1f} "
-            f"{max(values):>9.1f}   {statistics.median(ratios):.2f}"
-        )
-    return "\n".join([*lines, f"({unit})"])
+def ratio(these: list[float], those: list[float]) -> float:
+    """Return the median of the round-by-round ratios of two contenders."""
+    return statistics.median(a / b for a, b in zip(these, those, strict=True))

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
@@ -208,7 +209,7 @@ class Partition:
         if pairs:
             roots, given = zip(*pairs, strict=True)
             with without_autocast(self.device):
-                torch.autograd.backward(roots, given)
+                _run_backward(roots, given)
         num_wanted = sum(this.inputs.requires_grad)
         return list(this.entry.gradients) or [None] * num_wanted
 
@@ -356,6 +357,24 @@ class Partition:
             f"shape {tuple(output.shape)}: what leaves a stage must be a strided tensor on the "
             f"stage's device, {self.device}"
         )
+
+
+def _run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add the gradients of all that ``roots`` were computed from.
+
+    As ``torch.autograd.backward`` does after a look at each gradient's shape, for which it imports
+    sympy (0.6 s of the first step, in torch 2.13). The engine checks the shapes itself.
+    """
+    keep_graph = create_graph = False
+    _engine_run_backward(
+        roots,
+        gradients,
+        keep_graph,
+        create_graph,
+        (),  # all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 _CHANGED_PAST_AUTOGRAD = (

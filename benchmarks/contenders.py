@@ -1,0 +1,79 @@
+"""Who takes part: each contender by name, with what it cannot do.
+
+All are steps of one mini-batch in the same processes (see ``rounds.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.peers import alone, bare, ours, torch_pipelining, torchgpipe_peer
+from benchmarks.rounds import Step
+from benchmarks.workloads import Job
+
+__all__ = ["BARE", "CONTENDERS", "COPIES", "ONE_PROCESS", "PROCPIPE", "Contender", "limit_s"]
+
+PROCPIPE, ONE_PROCESS, COPIES = "procpipe", "one process", "independent copies at once"
+BARE = "bare gloo"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train.
+
+    Attributes:
+        name: as in the tables.
+        make: makes its step, on every rank.
+        why_not: tells why it cannot do a job; None if it can.
+        is_bubble_free: whether its schedule may come near the limit without a bubble.
+    """
+
+    name: str
+    make: Callable[[Job], Step]
+    why_not: Callable[[Job], str | None] = lambda job: None
+    is_bubble_free: bool = False
+
+
+def _no_skips(job: Job) -> str | None:
+    if job.workload.has_skips:
+        return "torch.distributed.pipelining has no skips in schedules of several stages a process"
+    return None
+
+
+def _same_shapes(job: Job) -> str | None:
+    if job.workload.input_shape != job.workload.target_shape:
+        return "written for boundaries that have the input's shape"
+    return None
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender(PROCPIPE, ours.procpipe),
+        Contender("torch GPipe", torch_pipelining.gpipe),
+        Contender("torch 1F1B", torch_pipelining.one_f_one_b),
+        Contender("torch Interleaved1F1B", torch_pipelining.interleaved, _no_skips, True),
+        Contender("torch ZBV", torch_pipelining.zero_bubble_v, _no_skips, True),
+        Contender("torchgpipe", torchgpipe_peer.torchgpipe, lambda job: torchgpipe_peer.why_not()),
+        Contender(BARE, bare.bare_gloo, _same_shapes),
+        Contender(ONE_PROCESS, alone.one_process),
+        Contender("one process, n threads", alone.one_process_with_threads),
+        Contender(COPIES, alone.copies_at_once),
+    )
+}
+
+
+def limit_s(copies_s: float, m: int, n: int, *, is_bubble_free: bool = False) -> float:
+    """Return the least seconds a step that a pipeline can take on this machine.
+
+    m: number of micro-batches    n: number of stages
+
+    Args:
+        copies_s: seconds in which ``n`` independent one-thread copies of the model each do a
+            mini-batch at once. A pipeline does one of those ``n`` mini-batches.
+        m: see above.
+        n: see above.
+        is_bubble_free: leave out the bubble of fill-and-drain, ``(m + n - 1) / m``.
+    """
+    return copies_s / n * (1.0 if is_bubble_free else (m + n - 1) / m)

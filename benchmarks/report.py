@@ -1,0 +1,144 @@
+"""What a part tells: tables on standard output, and the same with every raw figure in a folder.
+
+build/benchmarks/<part>.txt     the tables
+build/benchmarks/<part>.json    machine, versions, options, tables and raw figures
+build/benchmarks/<part>.png     the plot, where matplotlib is installed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Cell", "Report", "Table", "machine", "publish"]
+
+#: A number is laid out by its column's format; None shows as a dash.
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under headings.
+
+    Attributes:
+        title: what was measured, with sizes.
+        headings: a name and a unit for each column; the first column is text.
+        rows: a cell for each column.
+        formats: how to write the numbers of each column but the first, as ``format`` takes it.
+        notes: lines under the table: what a figure means, what was left out and why.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    formats: Sequence[str]
+    notes: Sequence[str] = ()
+
+    def to_text(self) -> str:
+        """Lay the table out."""
+        cells = [list(self.headings), *(self._written(row) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0])]
+                + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            ).rstrip()
+            for row in cells
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([self.title, "", lines[0], rule, *lines[1:], *self._note_lines()])
+
+    def _written(self, row: Sequence[Cell]) -> list[str]:
+        return [str(row[0])] + [
+            "-" if cell is None else cell if isinstance(cell, str) else format(cell, form)
+            for cell, form in zip(row[1:], self.formats, strict=True)
+        ]
+
+    def _note_lines(self) -> list[str]:
+        return ["", *self.notes] if self.notes else []
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that one part tells.
+
+    Attributes:
+        part: its name, also of its files.
+        tables: what is printed.
+        figures: raw figures, plain JSON.
+        options: what it was run with, plain JSON.
+        draw: draws the plot on a new matplotlib figure.
+    """
+
+    part: str
+    tables: Sequence[Table]
+    figures: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    draw: Callable[[Any], None] | None = None
+
+
+def machine() -> dict[str, str]:
+    """Name the machine and the versions."""
+    return {
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "GPUs": ", ".join(torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count()))
+        or "none",
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchgpipe": _version("torchgpipe"),
+        "procpipe": _version("procpipe"),
+    }
+
+
+def publish(report: Report, folder: Path) -> None:
+    """Print a report and write its files."""
+    head = ", ".join(f"{name} {value}" for name, value in machine().items())
+    text = "\n\n\n".join([head, *(table.to_text() for table in report.tables)]) + "\n"
+    print(f"\n{text}", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.joinpath(f"{report.part}.txt").write_text(text)
+    told = {
+        "part": report.part,
+        "machine": machine(),
+        "options": report.options,
+        "tables": [asdict(table) for table in report.tables],
+        "figures": report.figures,
+    }
+    folder.joinpath(f"{report.part}.json").write_text(json.dumps(told, indent=1) + "\n")
+    if report.draw is not None:
+        _plot(report.draw, folder / f"{report.part}.png")
+    print(f"(also in {folder}/{report.part}.*)", flush=True)
+
+
+def _plot(draw: Callable[[Any], None], path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("(no plot: matplotlib is not installed)")
+        return
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    draw(figure)
+    figure.savefig(path, dpi=110)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
