@@ -24,6 +24,7 @@ from torch import Tensor
 from procpipe.errors import BoundaryError
 
 __all__ = [
+    "TENSOR",
     "Flat",
     "Structure",
     "cut",

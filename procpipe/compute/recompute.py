@@ -11,7 +11,7 @@ backward are three tasks of a plan, with other micro-batches' tasks between them
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -70,18 +70,19 @@ def recomputing(ambient: Ambient) -> Iterator[None]:
         _phase.reset(token)
 
 
-@contextmanager
-def without_autocast(device: torch.device) -> Iterator[None]:
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Run a backward pass that a user's autocast around a whole ``step`` must not reach.
 
     Autograd repeats the dtypes of the forward pass by itself; under autocast it would also cast
     what the forward pass did not.
     """
-    with ExitStack() as stack:
-        for kind in _kinds(device):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    enabled = [kind for kind in _kinds(device) if torch.is_autocast_enabled(kind)]
+    if not enabled:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in enabled:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 @dataclass(frozen=True)

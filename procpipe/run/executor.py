@@ -40,7 +40,7 @@ from procpipe.plan.routes import (
 )
 from procpipe.plan.task import BACKWARD, FORWARD, Task
 from procpipe.run.trace import Trace
-from procpipe.tree import Flat, cut, joined, parted
+from procpipe.tree import TENSOR, Flat, cut, joined, parted
 
 __all__ = ["Channels", "Executor", "MiniBatch"]
 
@@ -216,7 +216,7 @@ class Executor:
         self.trace.ran(task, start_ns)
         pieces = cut(input_gradients, self._num_wanted.pop(i))
         for (kind, to), piece in zip(self._up, pieces, strict=True):
-            self._made[kind, to, i] = Flat.of(tuple(piece))
+            self._made[kind, to, i] = _message_of(piece)
         if self._is_first:
             batch.input_gradients[i] = list(self._made.pop((GRADIENT, -1, i)).value)
         self._release_inputs(i)
@@ -352,6 +352,13 @@ class Executor:
             f"{held}. Give the stage fewer layers (balance), split the mini-batch further "
             "(chunks), or recompute more (checkpoint='always')"
         )
+
+
+def _message_of(gradients: list[Tensor | None]) -> Flat:
+    """Make a message of gradients: the tuple of them, and None where there is none."""
+    tensors = [gradient for gradient in gradients if gradient is not None]
+    structure = tuple(("v", None) if gradient is None else TENSOR for gradient in gradients)
+    return Flat(tensors, ("t", structure), (False,) * len(tensors))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
