@@ -44,6 +44,8 @@ from procpipe.partition import (
     split,
 )
 from procpipe.plan.gpipe import recomputed
+from procpipe.plan.schedules import schedule_of
+from procpipe.plan.task import Plan
 from procpipe.remote import Remote
 from procpipe.run.calls import Calls
 from procpipe.run.executor import MiniBatch
@@ -85,6 +87,11 @@ class Stage(nn.Sequential):
         devices: one device a rank; by default this host's GPUs in order, or CPUs.
         checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
             micro-batch but the last that there really is) or ``"never"``.
+        schedule: in which order the stages of a ``step`` work: ``"gpipe"`` (all micro-batches
+            forward, then all backward) or ``"1f1b"`` (a backward as soon as there can be one: as
+            fast, but a stage holds no more micro-batches than there are stages); or a function
+            ``(m, n) -> procpipe.plan.task.Plan`` of the number of micro-batches and of stages,
+            whose plan also says what is recomputed. ``stage(input)`` always is in two parts.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of
@@ -126,6 +133,7 @@ class Stage(nn.Sequential):
         chunks: int = 1,
         devices: Sequence[torch.device | str | int] | None = None,
         checkpoint: str = "except_last",
+        schedule: str | Callable[[int, int], Plan] = "gpipe",
         deferred_batch_norm: bool = False,
         loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: Callable[[Any], float] | None = None,
@@ -155,6 +163,8 @@ class Stage(nn.Sequential):
                 balance, len(module), self._world.num_ranks, is_launched=self._world.is_launched
             )
             recomputed(checkpoint, 1)
+            self._schedule = schedule_of(schedule)
+            self._schedule_name = schedule if isinstance(schedule, str) else "a function"
             self._transport = _checked_transport(transport)
             self.checkpoint = checkpoint
             check_shared_parameters(module, self.balance)
@@ -558,6 +568,7 @@ class Stage(nn.Sequential):
             "balance": self.balance,
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
+            "schedule": self._schedule_name,
             "deferred_batch_norm": self._is_deferring,
             "the type of devices": self.device.type,
             "transport": self._transport,
@@ -566,7 +577,7 @@ class Stage(nn.Sequential):
         skips = SkipPorts(self._skip_layout, self.rank)
         partition = Partition(layers, self.device, is_first=self.rank == 0, skips=skips)
         skip_routes = tuple(self._skip_layout.keys)
-        return Pipeline(self._world, partition, skip_routes, facts, self._transport)
+        return Pipeline(self._world, partition, skip_routes, facts, self._transport, self._schedule)
 
 
 def _checked_chunks(chunks: int) -> int:

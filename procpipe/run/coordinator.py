@@ -16,21 +16,14 @@ from dataclasses import replace
 from procpipe.errors import CallMismatchError
 from procpipe.plan.check import verify
 from procpipe.plan.fence import Program, program
-from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.gpipe import backward_plan, forward_plan
 from procpipe.plan.routes import Routes
+from procpipe.plan.schedules import SCHEDULES, Schedule
 from procpipe.plan.task import Plan
 from procpipe.run.control import Control
 from procpipe.run.messages import ROUTED, Order, decode_order, encode
 
 __all__ = ["Coordinator"]
-
-#: The plan of a call, from the number of micro-batches, of stages, and what is recomputed.
-_PLANS: dict[str, Callable[[int, int, frozenset[int]], Plan]] = {
-    "step": lambda m, n, recompute: gpipe(m, n, recompute=recompute),
-    "step without backward": lambda m, n, recompute: forward_plan(m, n),
-    "forward": lambda m, n, recompute: forward_plan(m, n),
-    "backward": lambda m, n, recompute: backward_plan(m, n, recompute),
-}
 
 
 class Coordinator:
@@ -41,6 +34,7 @@ class Coordinator:
         rank: this rank, which is also its stage.
         num_stages: the number of stages.
         skips: pairs of stages between which skip tensors travel.
+        schedule: the plan of a ``step`` with its backward; that of rank 0 counts.
     """
 
     def __init__(
@@ -49,11 +43,13 @@ class Coordinator:
         rank: int,
         num_stages: int,
         skips: tuple[tuple[int, int], ...] = (),
+        schedule: Schedule = SCHEDULES["gpipe"],
     ) -> None:
         self._control = control
         self._rank = rank
         self._num_stages = num_stages
         self._skips = skips
+        self._schedule = schedule
         self._chosen: dict[tuple[str, int, frozenset[int]], Plan] = {}
         self._plans: dict[str, Plan] = {}
         self._programs: dict[tuple[str, Routes], Program] = {}
@@ -120,12 +116,20 @@ class Coordinator:
     def _choose(self, order: Order) -> Plan:
         kind = order.call
         if kind == "step" and not order.keeps_graph:
-            kind = "step without backward"
+            kind = "forward"
         key = kind, len(order.sizes), frozenset(order.recompute)
         if key not in self._chosen:
-            plan = _PLANS[kind](len(order.sizes), self._num_stages, frozenset(order.recompute))
+            plan = self._make(*key)
             self._chosen[key] = self._plans[plan.digest] = plan
         return self._chosen[key]
+
+    def _make(self, kind: str, m: int, recompute: frozenset[int]) -> Plan:
+        n = self._num_stages
+        if kind == "forward":
+            return forward_plan(m, n)
+        if kind == "backward":
+            return backward_plan(m, n, recompute)
+        return self._schedule(m, n, recompute)
 
     def _check(self, ours: Order, order: Order) -> None:
         if ours.stage_number != order.stage_number:

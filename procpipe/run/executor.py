@@ -38,7 +38,7 @@ from procpipe.plan.routes import (
     TARGET,
     Transfer,
 )
-from procpipe.plan.task import BACKWARD, FORWARD, Task
+from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Task
 from procpipe.run.trace import Trace
 from procpipe.tree import TENSOR, Flat, cut, joined, parted
 
@@ -65,7 +65,8 @@ class MiniBatch:
         loss_of: on the last stage of a ``step``: ``(output, target) -> 0-dim loss``.
         shares: each micro-batch's share in the loss of the mini-batch.
         keep: whether backward tasks follow, in this program or a later one.
-        recompute: the micro-batches to be recomputed.
+        recompute: the micro-batches that a later program recomputes; one that holds backward
+            tasks itself says itself what is recomputed.
         output_gradients: on the last stage, for a program that begins with backward tasks: each
             micro-batch's gradients of the output tensors that want one.
         outputs: on the last stage, each micro-batch's output (or loss), detached.
@@ -142,6 +143,9 @@ class Executor:
         self._has_target_route = any(
             isinstance(step, Receive) and step.transfer.kind == TARGET for step in program
         )
+        tasks = [step.task for step in program if isinstance(step, Run)]
+        if any(task.kind == BACKWARD for task in tasks):
+            batch.recompute = frozenset(task.i for task in tasks if task.kind == RECOMPUTE)
         awaits_loss = False
         self.trace.begin()
         try:

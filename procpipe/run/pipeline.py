@@ -26,6 +26,7 @@ from procpipe.errors import (
     RemoteStageError,
 )
 from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, SKIP, SKIP_GRADIENT, TARGET
+from procpipe.plan.schedules import SCHEDULES, Schedule
 from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.executor import Channels, Executor, MiniBatch
@@ -64,6 +65,7 @@ class Pipeline:
         skips: pairs of stages between which skip tensors travel.
         facts: what must be the same on every rank, by name; plain JSON.
         transport: "shm", "gloo" or "nccl"; None for the best that every rank can use.
+        schedule: the plan of a ``step`` with its backward; rank 0's counts.
 
     Raises:
         CallMismatchError: another rank is in the first call of another pipeline.
@@ -78,6 +80,7 @@ class Pipeline:
         skips: tuple[tuple[int, int], ...],
         facts: dict[str, Any],
         transport: str | None = None,
+        schedule: Schedule = SCHEDULES["gpipe"],
     ) -> None:
         self._world = world
         self._skips = skips
@@ -98,7 +101,7 @@ class Pipeline:
         self.executor = Executor(
             self._rank, self._num_stages, partition, self._channels, self._board
         )
-        self.coordinator = Coordinator(self.control, self._rank, self._num_stages, skips)
+        self.coordinator = Coordinator(self.control, self._rank, self._num_stages, skips, schedule)
 
     def run(self, order: Order, batch: MiniBatch) -> None:
         """Run this stage's program under an order."""

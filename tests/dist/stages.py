@@ -77,6 +77,8 @@ def plain_step(
     chunks: int,
     loss_fn: Callable[..., Tensor],
     shares: Sequence[float] | None = None,
+    *,
+    is_backward_reversed: bool = True,
 ) -> Tensor:
     """Run a plain model forward and backward in the plan's order; return the mini-batch's loss."""
     outputs, sizes = plain_forward(model, inputs, chunks)
@@ -87,7 +89,7 @@ def plain_step(
         for output, target in zip(outputs, targets, strict=True)
     ]
     parts = [loss * share for loss, share in zip(losses, shares, strict=True)]
-    for part in reversed(parts):
+    for part in reversed(parts) if is_backward_reversed else parts:
         if part.requires_grad:
             part.backward()
     total = parts[0].detach()

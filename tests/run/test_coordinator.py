@@ -224,14 +224,14 @@ def test_another_call_than_rank_0s_is_refused(ranks, ours, words):
     assert words in str(caught.value)
 
 
-def test_a_plan_that_cannot_run_is_not_issued(ranks, meshes, monkeypatch):
+def test_a_plan_that_cannot_run_is_not_issued(controls, meshes):
     broken = Plan.from_text("plan m=1 n=3\nF0@0\nF0@2\nF0@1\n")
-    monkeypatch.setitem(coordinator_module._PLANS, "forward", lambda m, n, recompute: broken)
+    coordinator = Coordinator(controls[0], 0, 3, schedule=lambda m, n, recompute: broken)
     heard = []
     meshes[1].on(0, CONTROL, lambda *frame: heard.append(frame))
 
     with pytest.raises(PlanError):
-        ranks[0].issue(Order("forward", 0, sizes=(2,)))
+        coordinator.issue(Order("step", 0, sizes=(2,)))
     meshes[1].poll()
 
     assert heard == []

@@ -1,0 +1,180 @@
+"""Every schedule computes what the plain model does, bit for bit, and holds what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from procpipe.errors import PlanError
+from procpipe.plan.check import verify
+from procpipe.plan.routes import Routes
+from procpipe.plan.rows import plan_of_rows
+from procpipe.plan.schedules import schedule_of
+from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
+from procpipe.skip import Namespace, pop, skippable, stash
+from tests.dist.stages import (
+    MODES,
+    assert_same,
+    assert_same_gradients,
+    assert_same_state,
+    plain_step,
+    stage_of,
+)
+
+BALANCES = {1: [8], 2: [3, 5], 3: [2, 3, 3], 4: [1, 3, 2, 2]}
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
+        yield stash("skip", torch.tanh(x))
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
+        skip = yield pop("skip")
+        return x + skip
+
+
+def isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
+    return layer.isolate(namespace)  # type: ignore[operator, no-any-return]
+
+
+def make_model() -> nn.Sequential:
+    """Layers with buffers, in-place changes and two crossing skips."""
+    torch.manual_seed(1)
+    near, far = Namespace(), Namespace()
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(5, 8), isolated(Stash(), far)),
+        nn.BatchNorm1d(8),
+        isolated(Stash(), near),
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)),
+        isolated(Pop(), far),
+        nn.Linear(8, 8),
+        isolated(Pop(), near),
+        nn.Linear(8, 3),
+    ).double()
+
+
+def two_at_a_time(m: int, n: int) -> Plan:
+    """A user's plan: two micro-batches forward and backward, then the next two.
+
+    The last stage recomputes each first one, no other stage any.
+    """
+
+    def row(j: int) -> list[Task]:
+        tasks = []
+        for first in range(0, m, 2):
+            pair = range(first, min(first + 2, m))
+            tasks += [Task(FORWARD, i, j) for i in pair]
+            for i in pair:
+                if i == first and j == n - 1:
+                    tasks.append(Task(RECOMPUTE, i, j))
+                tasks.append(Task(BACKWARD, i, j))
+        return tasks
+
+    return plan_of_rows(m, [row(j) for j in range(n)])
+
+
+def check_parity(
+    bare: Any, schedule: str | Callable[[int, int], Plan], modes: Collection[str]
+) -> None:
+    for mode in modes:
+        for chunks, size in ((1, 5), (2, 9), (3, 11), (8, 23)):
+            plain = make_model()
+            with stage_of(
+                bare,
+                f"{mode} {chunks}",
+                plain,
+                BALANCES[bare.num_ranks],
+                chunks=chunks,
+                checkpoint=mode,
+                schedule=schedule,
+                loss_fn=F.cross_entropy,
+            ) as stage:
+                for seed in (2, 3):
+                    generator = torch.Generator().manual_seed(seed)
+                    inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+                    target = torch.randint(3, (size,), generator=generator)
+                    expected = plain_step(
+                        plain,
+                        (inputs,),
+                        target,
+                        chunks,
+                        F.cross_entropy,
+                        is_backward_reversed=False,
+                    )
+                    assert_same(stage.step(inputs, target), expected, "loss")
+                    assert_same_gradients(stage, plain)
+                    assert_same_state(stage, plain)
+                assert stage.statistics().held_bytes == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_one_forward_one_backward_is_the_plain_model(ranks, num_ranks):
+    ranks(num_ranks).run(check_parity, "1f1b", MODES, world=False).values()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_users_plan_is_the_plain_model(ranks, num_ranks):
+    ranks(num_ranks).run(check_parity, two_at_a_time, ["always"], world=False).values()
+
+
+def check_memory(bare: Any) -> None:
+    """A stage holds as much of 32 micro-batches as of 8, where fill-and-drain holds all."""
+    peaks = {}
+    for schedule in ("gpipe", "1f1b"):
+        for chunks in (8, 32):
+            model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(bare.num_ranks)])
+            with stage_of(
+                bare,
+                f"{schedule} {chunks}",
+                model,
+                [1] * bare.num_ranks,
+                chunks=chunks,
+                checkpoint="never",
+                schedule=schedule,
+                loss_fn=F.mse_loss,
+            ) as stage:
+                data = torch.randn(2 * chunks, 16), torch.randn(2 * chunks, 16)
+                stage.step(*data)
+                peaks[schedule, chunks] = stage.statistics().peak_held_bytes
+    assert peaks["1f1b", 32] == peaks["1f1b", 8]
+    assert peaks["gpipe", 32] > 3 * peaks["gpipe", 8] > 3 * peaks["1f1b", 8]
+
+
+def test_one_forward_one_backward_holds_no_more_for_more_micro_batches(ranks):
+    ranks(2).run(check_memory, world=False).values()
+
+
+def backward_first(m: int, n: int) -> Plan:
+    return Plan(m, n, [(Task(BACKWARD, i, j),) for i in range(m) for j in range(n)])
+
+
+def upside_down(m: int, n: int) -> Plan:
+    rows = [(Task(FORWARD, i, j),) for i in range(m) for j in reversed(range(n))]
+    return Plan(m, n, [*rows, *[(Task(BACKWARD, i, j),) for i in range(m) for j in range(n)]])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "told"),
+    [
+        (upside_down, PlanError, "F0@1 in cycle 0 needs 'activation 0: 0->1'"),
+        (backward_first, PlanError, "without forward or backward"),
+        (lambda m, n: two_at_a_time(m + 1, n), PlanError, "a plan of 3 micro-batches and 1 stages"),
+        (lambda m, n: "F0@0", TypeError, "returned 'F0@0', but must return a procpipe.plan"),
+        ("zb", ValueError, "schedule is 'zb', but must be one of 'gpipe', '1f1b', or a function"),
+        (7, TypeError, "schedule is 7, but must be a str or a function"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(schedule, error, told):
+    n = 2 if schedule is upside_down else 1
+    with pytest.raises(error, match=told):
+        verify(schedule_of(schedule)(2, n, ()), Routes(n))
