@@ -52,6 +52,7 @@ from procpipe.run.executor import MiniBatch
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.trace import StageStatistics, TimedTask, table
+from procpipe.run.transports import NAMES
 from procpipe.run.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.skippable import verify_skippables
@@ -84,7 +85,8 @@ class Stage(nn.Sequential):
         sample: on rank 0, what a balance is found from: a mini-batch's input, or
             :class:`~procpipe.balance.Inputs` of several.
         chunks: number of micro-batches a mini-batch is split into.
-        devices: one device a rank; by default this host's GPUs in order, or CPUs.
+        devices: one device a rank; by default this host's GPUs in order, or CPUs. Several ranks may
+            share a GPU: ``["cuda:0", "cuda:0"]``.
         checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
             micro-batch but the last that there really is) or ``"never"``.
         schedule: in which order the stages of a ``step`` work: ``"gpipe"`` (all micro-batches
@@ -101,7 +103,9 @@ class Stage(nn.Sequential):
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         transport: what carries large tensors: ``"shm"`` (CPUs of one host, the default there),
-            ``"gloo"`` (CPUs, several hosts) or ``"nccl"`` (GPUs).
+            ``"gloo"`` (CPUs, several hosts), ``"nccl"`` (different GPUs) or ``"cuda_ipc"`` (all
+            stages on one GPU). By default each pair of ranks uses what suits it, so that on GPUs
+            there may be both.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
         world: this process's place in the job; by default what the launcher says.
@@ -589,8 +593,9 @@ def _checked_chunks(chunks: int) -> int:
 
 
 def _checked_transport(name: str | None) -> str | None:
-    if name not in (None, "shm", "gloo", "nccl"):
-        raise ValueError(f"transport is {name!r}, but must be 'shm', 'gloo', 'nccl' or left out")
+    if name not in (None, *NAMES):
+        names = ", ".join(map(repr, NAMES))
+        raise ValueError(f"transport is {name!r}, but must be one of {names}, or left out")
     return name
 
 

@@ -10,8 +10,9 @@ stage to one other. Its two ends live in different processes:
 A message is a ``Flat``: all tensors of one hop, with their structure and which of them want a
 gradient back. Shapes, dtypes and structure may differ from message to message.
 
-Transports: ``memory`` (one process), ``shm`` (CPUs of one host), ``gloo`` (CPUs), ``nccl`` (GPUs).
-One conformance suite, ``tests/channel``, runs over all of them.
+Transports: ``memory`` (one process), ``shm`` (CPUs of one host), ``gloo`` (CPUs), ``nccl``
+(different GPUs), ``cuda_ipc`` (one GPU). One conformance suite, ``tests/channel``, runs over all of
+them.
 """
 
 from __future__ import annotations

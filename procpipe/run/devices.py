@@ -31,8 +31,8 @@ def devices_of(
     if local_rank >= torch.cuda.device_count():
         raise IndexError(
             f"rank {rank} is process {local_rank} of this host, which has only "
-            f"{torch.cuda.device_count()} GPUs: start fewer processes, or give "
-            "devices=['cpu'] * num_processes"
+            f"{torch.cuda.device_count()} GPUs: start fewer processes, or give each its device: "
+            "devices=['cuda:0', 'cuda:0', …] to share GPUs, devices=['cpu'] * num_processes"
         )
     guessed = [torch.device("cuda", other % num_local) for other in range(num_ranks)]
     guessed[rank] = torch.device("cuda", local_rank)  # sure, whatever the hosts' sizes

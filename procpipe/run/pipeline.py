@@ -4,7 +4,7 @@
       └─ Pipeline
            ├─ Coordinator   which plan             (orders from rank 0, over Control)
            ├─ Executor      this stage's program   (tasks of the Partition)
-           └─ Channels      tokens over the Mesh, large tensors by the Transport
+           └─ Channels      tokens over the Mesh, large tensors by a Transport
 
 Building one connects to every other rank and compares what must agree.
 """
@@ -32,6 +32,7 @@ from procpipe.run.coordinator import Coordinator
 from procpipe.run.executor import Channels, Executor, MiniBatch
 from procpipe.run.messages import Order, compare_facts
 from procpipe.run.trace import StageStatistics
+from procpipe.run.transports import agree_on_transports
 from procpipe.run.world import World
 from procpipe.tree import Flat, map_tensors
 
@@ -64,7 +65,7 @@ class Pipeline:
         partition: the local layers.
         skips: pairs of stages between which skip tensors travel.
         facts: what must be the same on every rank, by name; plain JSON.
-        transport: "shm", "gloo" or "nccl"; None for the best that every rank can use.
+        transport: one of ``transports.NAMES``; None for the best that every rank can use.
         schedule: the plan of a ``step`` with its backward; rank 0's counts.
 
     Raises:
@@ -205,21 +206,6 @@ class Pipeline:
 
     # -- wiring ---------------------------------------------------------------------------------
 
-    def _agree_transport(self, wanted: str | None) -> str:
-        """Return the best transport that every rank can use, or the one that the user wants."""
-
-        def choose(of_ranks: list[list[str]]) -> str:
-            common = [name for name in of_ranks[0] if all(name in usable for usable in of_ranks)]
-            if wanted is None or wanted in common:
-                return wanted or common[0]
-            without = [rank for rank, usable in enumerate(of_ranks) if wanted not in usable]
-            raise ValueError(
-                f"transport={wanted!r} cannot be used on ranks {without}; all ranks can use "
-                f"{' or '.join(common)}"
-            )
-
-        return str(self.control.agree(self._world.transports(), choose))
-
     def _open_channels(self, wanted: str | None) -> Channels:
         """Open this rank's ends of every channel a plan may use."""
         rank, last = self._rank, self._num_stages - 1
@@ -230,12 +216,12 @@ class Pipeline:
         if last > 0:
             routes.append((TARGET, 0, last))
         routes += [(LOSS, last, j) for j in range(last)]
-        name = self._agree_transport(wanted)
-        transport = self._world.open_transport(
-            name, ((a, b, _NUMBERS[kind]) for kind, a, b in routes)
+        choice = agree_on_transports(self.control, self._world.offer(), wanted)
+        transports = self._world.open_transports(
+            choice, ((a, b, _NUMBERS[kind]) for kind, a, b in routes)
         )
         channels = Channels()
-        if transport is None:
+        if not transports:
             return channels
         channels.poll = self._poll
         for kind, source, destination in routes:
@@ -245,13 +231,13 @@ class Pipeline:
                     self._mesh,
                     destination,
                     number,
-                    transport,
+                    transports[destination],
                     self._world.device,
                     f"{kind} to stage {destination} (rank {destination})",
                 )
             if destination == rank:
                 channels.receivers[kind, source] = LinkReceiver(
-                    self._mesh, source, number, transport, _described(kind, source)
+                    self._mesh, source, number, transports[source], _described(kind, source)
                 )
         return channels
 

@@ -33,6 +33,7 @@ from procpipe.channel.mesh import Mesh
 from procpipe.errors import RemoteStageError
 from procpipe.host.topology import cpus_text
 from procpipe.run.control import Control
+from procpipe.run.transports import agree_on_transports
 from procpipe.run.world import World
 from procpipe.tree import Flat
 
@@ -147,16 +148,13 @@ def probe(world: World) -> dict[str, Any]:
     mesh = world.connect()
     control = Control(mesh)
     neighbours = [(rank, rank + 1) for rank in range(world.num_ranks - 1)]
-    name = control.agree(
-        world.transports(), lambda of: next(n for n in of[0] if all(n in each for each in of))
+    choice = agree_on_transports(control, world.offer(), None)
+    transports = world.open_transports(
+        choice, (end for a, b in neighbours for end in ((a, b, _DOWN), (b, a, _UP)))
     )
-    transport = world.open_transport(
-        name, (end for a, b in neighbours for end in ((a, b, _DOWN), (b, a, _UP)))
-    )
-    lines: dict[int, Line] = {}
-    if transport is not None:
-        peers = {world.rank - 1, world.rank + 1} & set(mesh.peers)
-        lines = {peer: Line(mesh, peer, transport, world.device) for peer in peers}
+    lines = {
+        peer: Line(mesh, peer, transport, world.device) for peer, transport in transports.items()
+    }
     connect_s = time.perf_counter() - start_s
     found = measure(world, lines, control)
     ours = {

@@ -8,7 +8,7 @@ calls once:
     1  say which host we are on           host/<rank>      (are TCP listeners needed?)
     2  listen, and say where              address/<rank>
     3  connect to every lower rank, accept every higher one; the job's key proves both sides
-    4  build the transport for large tensors
+    4  build the transports for large tensors
 
 Steps 0 to 3 go through the job's store, which the launcher holds, or rank 0. A rank that cannot
 come leaves a note there (``give_up``), so that nobody waits for it.
@@ -46,6 +46,7 @@ from procpipe.host.placement import pin_this_process
 from procpipe.run.devices import devices_of, of_this_host, pci_addresses
 from procpipe.run.endings import end_with_launcher, print_victims_briefly
 from procpipe.run.rollcall import Notes, Pause, agree_on_round
+from procpipe.run.transports import Choice, Offer
 from procpipe.run.watch import Watch
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class World:
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
-        self._transport: Transport | None = None
+        self._transports: list[Transport] = []
         self._network_address: str | None = None
 
     @classmethod
@@ -174,44 +175,38 @@ class World:
         self._watch.look_at(self._mesh)
         return self._mesh
 
-    def transports(self) -> list[str]:
-        """Return the names of the transports that this rank can use, the best first."""
+    def offer(self) -> Offer:
+        """Return what this rank can use to exchange large tensors."""
+        sees = sorted(self._watch.pids)
         if self.device.type == "cuda":
-            return ["nccl"]
-        return ["shm", "gloo"] if len(self._watch.pids) == self.num_ranks - 1 else ["gloo"]
+            gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+            return Offer(["nccl", "cuda_ipc"], gpu, sees)
+        return Offer(["shm", "gloo"] if len(sees) == self.num_ranks - 1 else ["gloo"])
 
-    def open_transport(
-        self, name: str, channels: Iterable[tuple[int, int, int]]
-    ) -> Transport | None:
+    def open_transports(
+        self, choice: Choice, channels: Iterable[tuple[int, int, int]]
+    ) -> dict[int, Transport]:
         """Build what carries large tensors; every rank calls it, and it waits for all of them.
 
         Args:
-            name: one of ``transports()``, the same on all ranks.
+            choice: what all ranks have agreed on.
             channels: ``(source rank, destination rank, kind)`` of all channels of the job, in an
                 order that all ranks share.
+
+        Returns:
+            The transport to and from each rank with which this one has a channel.
         """
-        if self.num_ranks == 1:
-            return None
-        if name == "shm":
-            from procpipe.channel.shm import ShmTransport
-
-            self._transport = ShmTransport(self._watch.pids)
-            return self._transport
-        from torch.distributed import PrefixStore
-
-        store = PrefixStore("transport", self._shared_store())
-        if name == "nccl":
-            from procpipe.channel.nccl import NcclTransport
-
-            self._transport = NcclTransport(
-                store, self.rank, self.device, channels, self._timeout_s
-            )
-        else:
-            from procpipe.channel.gloo import GlooTransport
-
-            host = self._network_address or "127.0.0.1"
-            self._transport = GlooTransport(store, self.rank, self.num_ranks, self._timeout_s, host)
-        return self._transport
+        by_name: dict[str, list[tuple[int, int, int]]] = {}
+        for channel in channels:
+            by_name.setdefault(choice.between(*channel[:2]), []).append(channel)
+        found: dict[int, Transport] = {}
+        for name in sorted(by_name):  # all ranks build them in one order
+            transport = self._new_transport(name, by_name[name])
+            self._transports.append(transport)
+            for source, destination, _ in by_name[name]:
+                if self.rank in (source, destination):
+                    found[source + destination - self.rank] = transport
+        return found
 
     def agreed(self, key: str, make: Callable[[], Any]) -> Any:
         """Make a value on rank 0 and return it on every rank; every rank calls it.
@@ -291,18 +286,18 @@ class World:
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
-        if self._transport is not None:
-            self._transport.drain()
+        for transport in self._transports:
+            transport.drain()
 
     def close(self) -> None:
         """Say goodbye to the peers and let go of every connection."""
         if self._mesh is not None:
             self._mesh.close()
-        if self._transport is not None:
-            self._transport.close()
-        self._mesh = self._transport = self._store = self._opened = None
+        while self._transports:
+            self._transports.pop().close()
+        self._mesh = self._store = self._opened = None
 
-    # -- steps 0 to 3 ---------------------------------------------------------------------------
+    # -- steps 0 to 4 ---------------------------------------------------------------------------
 
     def _connect_sockets(self) -> dict[int, socket.socket]:
         store = self._shared_store()
@@ -345,6 +340,29 @@ class World:
             for listener in listeners:
                 listener.close()
         return sockets
+
+    def _new_transport(self, name: str, channels: Iterable[tuple[int, int, int]]) -> Transport:
+        """Build one transport for the channels that it is to carry."""
+        if name == "shm":
+            from procpipe.channel.shm import ShmTransport
+
+            return ShmTransport(self._watch.pids)
+        if name == "cuda_ipc":
+            from procpipe.channel.cuda_ipc import CudaIpcTransport
+            from procpipe.channel.gpu import Gpu
+
+            return CudaIpcTransport(Gpu(self.device), self._watch.pids)
+        from torch.distributed import PrefixStore
+
+        store = PrefixStore("transport", self._shared_store())
+        if name == "nccl":
+            from procpipe.channel.nccl import NcclTransport
+
+            return NcclTransport(store, self.rank, self.device, channels, self._timeout_s)
+        from procpipe.channel.gloo import GlooTransport
+
+        host = self._network_address or "127.0.0.1"
+        return GlooTransport(store, self.rank, self.num_ranks, self._timeout_s, host)
 
     def _shared_store(self) -> Store:
         """Return the store of this round of the job; the first call waits for all ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -11,10 +12,13 @@ from datetime import timedelta
 import pytest
 import torch
 
+from procpipe.channel.cuda_ipc import CudaIpcTransport
 from procpipe.channel.link import LinkReceiver, LinkSender
 from procpipe.channel.memory import MemoryChannel
 from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.run.transports import Choice
 from tests.channel.conformance import CASES, KINDS
+from tests.channel.simulated import Device, Process
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 5.0
@@ -41,13 +45,21 @@ def memory_sides():
     return [Side(0, (down, up), barrier.wait), Side(1, (up, down), barrier.wait)], lambda: None
 
 
-def link_sides():
+def link_sides(transports=(None, None)):
     """Two meshes in one process, a thread each; everything travels inside tokens."""
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
     ours, theirs = socket.socketpair()
     meshes = [mesh_over(0, {1: ours}), mesh_over(1, {0: theirs})]
-    sides = [Side(rank, links(meshes[rank], None, CPU), barrier.wait) for rank in (0, 1)]
+    sides = [
+        Side(rank, links(meshes[rank], transports[rank], CPU), barrier.wait) for rank in (0, 1)
+    ]
     return sides, lambda: [mesh.close() for mesh in meshes]
+
+
+def simulated_gpu_sides():
+    """The same, but tensors travel by slots of a simulated GPU: of CUDA IPC, all but CUDA."""
+    gpu, pids = Device(), dict.fromkeys((0, 1), os.getpid())
+    return link_sides([CudaIpcTransport(Process(gpu), pids) for _ in pids])
 
 
 def mesh_over(rank, sockets):
@@ -70,7 +82,7 @@ def links(mesh, transport, device):
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-@pytest.mark.parametrize("make", [memory_sides, link_sides])
+@pytest.mark.parametrize("make", [memory_sides, link_sides, simulated_gpu_sides])
 def test_in_one_process(make, case):
     sides, close = make()
     failures: queue.Queue[str] = queue.Queue()
@@ -95,13 +107,13 @@ def test_in_one_process(make, case):
 def run_all(world, transport_name):
     """Run every case over one transport, in real processes; say what each one raised."""
     device = CPU
-    if transport_name == "nccl":
-        device = torch.device("cuda", world.rank % torch.cuda.device_count())
+    if transport_name in ("nccl", "cuda_ipc"):
+        device = torch.device("cuda", world.rank if transport_name == "nccl" else 0)
         torch.cuda.set_device(device)
     world.device = device
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
-    transport = world.open_transport(transport_name, routes)
+    (transport,) = world.open_transports(Choice(transport_name, ["", ""]), routes).values()
     told: dict[str, str | None] = {}
     for case in CASES:
         side = Side(
@@ -118,6 +130,8 @@ def run_all(world, transport_name):
             told[case.__name__] = traceback.format_exc()
             break  # the channels are in an unknown state
         side.meet()
+    else:
+        world.drain()
     return told
 
 
@@ -159,6 +173,18 @@ def shm_stories(ranks):
 @pytest.mark.parametrize("name", NAMES)
 def test_shm(shm_stories, name):
     assert [story.get(name, "did not run") for story in shm_stories] == [None, None]
+
+
+@pytest.fixture(scope="module")
+def cuda_ipc_stories(ranks):
+    return ranks(2).run(run_all, "cuda_ipc").values()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_cuda_ipc(cuda_ipc_stories, name):
+    """Both ranks on one GPU. Not yet run: no machine with a GPU was at hand."""
+    assert [story.get(name, "did not run") for story in cuda_ipc_stories] == [None, None]
 
 
 @pytest.mark.gpu

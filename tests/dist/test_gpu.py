@@ -1,9 +1,11 @@
-"""Pipelines on GPUs: what differs from CPUs is NCCL, streams, and the device's random states.
+"""Pipelines on GPUs: what differs from CPUs is NCCL, CUDA IPC, streams, and random states.
 
 Not yet run: no machine with a GPU was at hand. Each test says how many GPUs it needs.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -28,7 +30,9 @@ torch.manual_seed(1)
 input, target = torch.randn(11, 8).double(), torch.randint(5, (11,))
 results = {{}}
 for mode in ("never", "except_last", "always"):
-    stage = Stage(build(), balance, chunks=4, checkpoint=mode, loss_fn=F.cross_entropy)
+    stage = Stage(
+        build(), balance, chunks=4, devices={devices}, checkpoint=mode, loss_fn=F.cross_entropy
+    )
     assert stage.device.type == "cuda", stage.device
     torch.manual_seed(2)
     loss = stage.step(input, target)
@@ -69,28 +73,71 @@ class Spin(nn.Module):
             x = x + 1
         return x
 
-stage = Stage(nn.Sequential(*[Spin() for _ in range({n})]), [1] * {n}, chunks=4)
+spins = [Spin() for _ in range({n})]
+stage = Stage(nn.Sequential(*spins), [1] * {n}, chunks=4, devices={devices})
 stage.eval()
 for size in (1 << 22, 5, 1 << 20):
     x = torch.arange(4 * size, dtype=torch.float64).reshape(4, size)
     with torch.no_grad():
         output = stage.fetch(stage(x))
     assert torch.equal(output.cpu(), x + 20 * {n})
+stage.close()
 print("large messages arrive")
+"""
+
+KILLED = """
+import os, signal, torch
+from torch import nn
+from procpipe import Stage
+
+class Kill(nn.Module):
+    def forward(self, x):
+        if stage.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+model = nn.Sequential(nn.Linear(8, 1 << 16), Kill())
+stage = Stage(model, [1, 1], chunks=4, devices=["cuda:0"] * 2, loss_fn=torch.mean)
+stage.step(torch.randn(8, 8))
+"""
+
+AGAIN = """
+import time, torch
+from torch import nn
+from procpipe import Stage
+
+def used_bytes():
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+used = []
+for _ in range(4):
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    stage = Stage(model, [1, 1], chunks=4, devices=["cuda:0"] * 2)
+    stage.eval()
+    with torch.no_grad():
+        stage(torch.zeros(4, 1 << 24))
+    stage.close()
+    used.append(used_bytes())
+deadline_s = time.monotonic() + 10
+while used_bytes() > used[0] + (64 << 20):  # the other rank may not be here yet
+    assert time.monotonic() < deadline_s, (used, used_bytes())
+    time.sleep(0.05)
+print("nothing is kept")
 """
 
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(
-        torch.cuda.device_count() < count, reason=f"needs {count} GPUs with NCCL"
-    )
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("n", [pytest.param(k, marks=needs_gpus(k)) for k in (1, 2, 4)])
 def test_parity_on_gpus(n: int, dropout: float) -> None:
-    done = run_script(TRAINING.format(n=n, dropout=dropout), nproc=n if n > 1 else None)
+    script = TRAINING.format(n=n, dropout=dropout, devices=None)
+    done = run_script(script, nproc=n if n > 1 else None)
     done.check()
     assert "parity holds" in done.stdout
 
@@ -98,6 +145,52 @@ def test_parity_on_gpus(n: int, dropout: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [pytest.param(k, marks=needs_gpus(k)) for k in (2, 4)])
 def test_large_and_changing_messages_over_nccl(n: int) -> None:
-    done = run_script(LARGE.format(n=n), nproc=n)
+    done = run_script(LARGE.format(n=n, devices=None), nproc=n)
     done.check()
     assert "large messages arrive" in done.stdout
+
+
+#: Ranks that share GPUs: over CUDA IPC, and over NCCL too where there are two.
+SHARED = [
+    pytest.param(["cuda:0"] * 2, marks=needs_gpus(1)),
+    pytest.param(["cuda:0"] * 4, marks=needs_gpus(1)),
+    pytest.param(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], marks=needs_gpus(2)),
+    pytest.param(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], marks=needs_gpus(2)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("devices", SHARED)
+def test_parity_where_ranks_share_a_gpu(devices: list[str], dropout: float) -> None:
+    n = len(devices)
+    done = run_script(TRAINING.format(n=n, dropout=dropout, devices=devices), nproc=n)
+    done.check()
+    assert "parity holds" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", SHARED)
+def test_large_and_changing_messages_where_ranks_share_a_gpu(devices: list[str]) -> None:
+    n = len(devices)
+    done = run_script(LARGE.format(n=n, devices=devices), nproc=n)
+    done.check()
+    assert "large messages arrive" in done.stdout
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_a_killed_rank_on_a_shared_gpu_ends_the_others() -> None:
+    before = set(os.listdir("/dev/shm"))
+    done = run_script(KILLED, nproc=2)
+    assert done.returncode != 0
+    assert "rank 1 ended without a word" in done.stderr
+    assert set(os.listdir("/dev/shm")) == before
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_memory_of_one_pipeline_is_there_for_the_next() -> None:
+    done = run_script(AGAIN, nproc=2)
+    done.check()
+    assert "nothing is kept" in done.stdout

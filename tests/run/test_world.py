@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from procpipe.run.transports import Choice
 from procpipe.run.world import World
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def test_without_a_launcher_the_job_is_this_process(environment):
     assert (world.rank, world.num_ranks, world.is_launched) == (0, 1, False)
     assert (world.device, world.devices) == (CPU, (CPU,))
     assert world.connect().peers == ()
-    assert world.open_transport("gloo", []) is None
+    assert world.open_transports(Choice("gloo", [""]), []) == {}
     world.give_up("nobody hears it")
     world.close()
 
@@ -90,8 +91,17 @@ def test_devices_that_cannot_be_used_are_refused(environment, devices, error, wo
 def test_more_processes_than_gpus_are_refused(environment):
     environment(num_gpus=1, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
 
-    with pytest.raises(IndexError, match="process 1 of this host, which has only 1 GPUs"):
+    with pytest.raises(IndexError, match="process 1 of this host, which has only 1 GPUs") as caught:
         World.from_environment()
+    assert "devices=['cuda:0', 'cuda:0', …] to share GPUs" in str(caught.value)
+
+
+def test_several_ranks_may_share_a_gpu(environment):
+    environment(num_gpus=1, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+
+    world = World.from_environment(["cuda:0", 0])
+
+    assert list(map(str, world.devices)) == ["cuda:0", "cuda:0"]
 
 
 def test_hosts_of_different_sizes(environment):

@@ -1,0 +1,369 @@
+"""GPU tensors through CUDA IPC: between processes that share one GPU.
+
+A message's tensors are copied into a slot, memory of the sender that the receiver opens too, and
+out of it into tensors of the receiver's own. Both copies run on side streams:
+
+    sender                                  slot                       receiver
+    waits for the tensors to be made
+    waits until taken = k - 1
+    copies them in         ─────────────>  tensors
+    writes                 ─────────────>  filled = k  ──────────────>  waits until filled = k
+                                           tensors     ──────────────>  copies them out
+    may use the slot again <─────────────  taken = k   <──────────────  writes
+
+All of this is queued on the GPU; the hosts go on. What they tell one another is a token, "slot n
+holds message k", and a flag, a byte a slot in a page that both have mapped: in use until the
+receiver has queued its part, then free. So work waits only for work that was queued before it, by
+whatever process, and no circle of waits can come about.
+
+A channel has as many slots as it ever had messages in use at a time. A slot that has become too
+small is dropped: the receiver closes it, and says so in its flag; only then is its memory given
+back, as at the end (``drain``). A process that fails gives back nothing, since others may be
+reading: its memory goes with it.
+
+Not yet run on a GPU: no machine with one was at hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import struct
+import sys
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from procpipe.channel.gpu import HANDLE_BYTES, Gpu
+from procpipe.channel.meta import Meta
+
+__all__ = ["CudaIpcTransport", "Note"]
+
+_NAME = "procpipe-flags"
+
+#: A note begins with the slot's number, its message's, the file of flags, and how many dropped
+#: slots' numbers follow.
+_NOTE = struct.Struct("<IQIH")
+_NUMBER = struct.Struct("<I")
+_MAX_DROPPED = 1000
+
+#: States of a slot, told by a byte.
+_FREE, _IN_USE, _CLOSED = 0, 1, 2
+
+#: Slots of a process, those it has dropped too: far more than it comes to have.
+_MAX_SLOTS = 1 << 20
+
+#: A slot begins with its two numbers.
+_FILLED, _TAKEN, _TENSORS = 0, 128, 256
+
+#: Tensors begin at multiples of this, which is good for copies.
+_ALIGNMENT = 256
+
+#: The driver cuts what is smaller out of a block that it would share as a whole.
+_GRANULE = 2 << 20
+
+#: How long a rank that leaves waits for others to close its memory, and how often it looks.
+_CLOSE_TIMEOUT_S = 1.0
+_LOOK_EVERY_S = 0.001
+
+
+class Note(NamedTuple):
+    """What a token says of a slot.
+
+    Attributes:
+        number: the slot's number, among all of its sender.
+        serial: which message of this slot it is, from 1.
+        dropped: numbers of slots that the receiver is to close.
+        descriptor: the sender's file of flags.
+        handle: opens the slot; empty if the receiver has it open.
+    """
+
+    number: int
+    serial: int
+    dropped: tuple[int, ...]
+    descriptor: int
+    handle: bytes
+
+    def pack(self) -> bytes:
+        """Write the note as bytes."""
+        start = _NOTE.pack(self.number, self.serial, self.descriptor, len(self.dropped))
+        return start + b"".join(map(_NUMBER.pack, self.dropped)) + self.handle
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Note:
+        """Read what :meth:`pack` wrote.
+
+        Raises:
+            ValueError: the bytes are no note.
+        """
+        try:
+            number, serial, descriptor, num_dropped = _NOTE.unpack_from(data)
+            end = _NOTE.size + num_dropped * _NUMBER.size
+            dropped = tuple(each for (each,) in _NUMBER.iter_unpack(data[_NOTE.size : end]))
+        except struct.error as error:
+            raise ValueError(f"not the note of a slot: {data[:80]!r}") from error
+        handle = data[end:]
+        if len(dropped) != num_dropped or len(handle) not in (0, HANDLE_BYTES):
+            raise ValueError(f"not the note of a slot: {data[:80]!r}")
+        return cls(number, serial, dropped, descriptor, handle)
+
+
+class CudaIpcTransport:
+    """Slots of one GPU's memory between this rank and those that share the GPU.
+
+    Args:
+        gpu: the GPU.
+        pids: the process of each peer.
+    """
+
+    needs_acknowledgement = False
+    blocks = False  # it is the stream that waits
+    copies_at_once = False
+    max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
+    inline_bytes = 0
+
+    def __init__(self, gpu: Gpu, pids: Mapping[int, int]) -> None:
+        self._gpu = gpu
+        self._pids = dict(pids)
+        self._flags = _Flags.create()
+        self._numbers = itertools.count()
+        self._slots: defaultdict[tuple[int, int], list[_Slot]] = defaultdict(list)
+        self._dropped: list[_Slot] = []
+        # A stream each: what one of them waits for is no other channel's concern.
+        self._sending: defaultdict[tuple[int, int], torch.cuda.Stream]
+        self._sending = defaultdict(gpu.new_stream)
+        self._receiving: defaultdict[tuple[int, int], torch.cuda.Stream]
+        self._receiving = defaultdict(gpu.new_stream)
+        self._making = gpu.new_stream()
+        self._flags_of: dict[int, _Flags] = {}
+        self._opened: dict[tuple[int, int], _Opened] = {}
+        self._closing: list[_Opened] = []
+
+    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[CudaIpcSent, bytes]:
+        """Queue the copies of contiguous tensors into a slot, once the current stream made them.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has no memory for a slot.
+        """
+        gpu = self._gpu
+        sizes = [_num_bytes(tensor) for tensor in tensors]
+        slot, dropped = self._free_slot(peer, kind, sum(map(_aligned, sizes)))
+        stream = self._sending[peer, kind]
+        stream.wait_stream(gpu.current_stream())
+        gpu.wait(stream, slot.address + _TAKEN, slot.serial)
+        address = slot.address + _TENSORS
+        for tensor, size in zip(tensors, sizes, strict=True):
+            if size:
+                gpu.copy(stream, address, tensor.data_ptr(), size)
+            address += _aligned(size)
+        slot.serial += 1
+        gpu.write(stream, slot.address + _FILLED, slot.serial)
+        self._flags[slot.number] = _IN_USE
+        handle = gpu.export(slot.address) if slot.serial == 1 else b""
+        note = Note(slot.number, slot.serial, dropped, self._flags.descriptor, handle)
+        return CudaIpcSent(gpu, slot, stream.record_event()), note.pack()
+
+    def post_receive(
+        self, meta: Meta, peer: int, kind: int, note: bytes
+    ) -> tuple[list[Tensor], CudaIpcReceived]:
+        """Queue the copies of a message out of its slot, into new tensors."""
+        gpu, told = self._gpu, Note.unpack(note)
+        self._closing += [self._opened.pop((peer, number)) for number in told.dropped]
+        self._close_unused()
+        if told.handle:
+            self._opened[peer, told.number] = self._open(peer, told)
+        slot = self._opened[peer, told.number]
+        stream = self._receiving[peer, kind]
+        tensors = gpu.new_tensors(meta, stream)
+        gpu.wait(stream, slot.address + _FILLED, told.serial)
+        address = slot.address + _TENSORS
+        for tensor, size in zip(tensors, map(_num_bytes, tensors), strict=True):
+            if size:
+                gpu.copy(stream, tensor.data_ptr(), address, size)
+            address += _aligned(size)
+        gpu.write(stream, slot.address + _TAKEN, told.serial)
+        slot.copied = stream.record_event()
+        slot.flags[slot.number] = _FREE  # after the write is queued, not before
+        return tensors, CudaIpcReceived(gpu, tensors, slot.copied)
+
+    def drain(self) -> None:
+        """Wait until no transfer is under way, to peers either; close and give back all memory.
+
+        Memory that a peer has not closed within a second stays until this process ends.
+        """
+        gpu = self._gpu
+        slots = [*self._dropped, *itertools.chain.from_iterable(self._slots.values())]
+        for slot in slots:
+            gpu.wait(self._making, slot.address + _TAKEN, slot.serial)
+        gpu.synchronize()
+        self._closing += self._opened.values()
+        self._opened.clear()
+        self._close_unused()
+        self._dropped = slots
+        self._slots.clear()
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        while self._free_closed() and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_EVERY_S)
+
+    def close(self) -> None:
+        """Let go of all slots; memory that ``drain`` did not give back goes with the process."""
+        for held in (self._slots, self._dropped, self._opened, self._closing, self._flags_of):
+            held.clear()
+
+    # -- slots of this rank, to send from -------------------------------------------------------
+
+    def _free_slot(self, peer: int, kind: int, size: int) -> tuple[_Slot, tuple[int, ...]]:
+        """Return a slot that can be used, and the numbers of those dropped since too small."""
+        slots = self._slots[peer, kind]
+        free = [slot for slot in slots if self._flags[slot.number] == _FREE]
+        fitting = [slot for slot in free if slot.size_bytes >= size]
+        if fitting:
+            slots.remove(fitting[0])
+            slots.append(fitting[0])  # who was free for longest is next: its copy waits least
+            return fitting[0], ()
+        dropped = free[:_MAX_DROPPED]
+        for slot in dropped:
+            slots.remove(slot)
+        self._dropped += dropped
+        self._free_closed()
+        slots.append(self._new_slot(size))
+        return slots[-1], tuple(slot.number for slot in dropped)
+
+    def _new_slot(self, size: int) -> _Slot:
+        gpu, stream = self._gpu, self._making
+        total = -(-(_TENSORS + size) // _GRANULE) * _GRANULE
+        slot = _Slot(next(self._numbers), gpu.allocate(total), total - _TENSORS, self._flags)
+        gpu.write(stream, slot.address + _FILLED, 0)
+        gpu.write(stream, slot.address + _TAKEN, 0)
+        stream.synchronize()  # what was there before must not be taken for a message's number
+        return slot
+
+    def _free_closed(self) -> bool:
+        """Give back dropped slots that nobody has open; return whether there are others."""
+        closed = [slot for slot in self._dropped if self._flags[slot.number] == _CLOSED]
+        for slot in closed:
+            self._dropped.remove(slot)
+            self._gpu.free(slot.address)
+        return bool(self._dropped)
+
+    # -- slots of peers, to receive from --------------------------------------------------------
+
+    def _open(self, peer: int, told: Note) -> _Opened:
+        if peer not in self._flags_of:
+            self._flags_of[peer] = _Flags.open(self._pids[peer], told.descriptor)
+        return _Opened(told.number, self._gpu.open(told.handle), self._flags_of[peer])
+
+    def _close_unused(self) -> None:
+        """Close dropped slots whose copies are done; the others with a later message."""
+        for slot in [slot for slot in self._closing if slot.copied is None or slot.copied.query()]:
+            self._closing.remove(slot)
+            with contextlib.suppress(RuntimeError):  # its process may have ended long ago
+                self._gpu.close(slot.address)
+            slot.flags[slot.number] = _CLOSED
+
+
+class _Flags:
+    """A byte for each slot of one process, in a file without a name, which its peers map too."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._page = mmap.mmap(descriptor, _MAX_SLOTS)
+
+    @classmethod
+    def create(cls) -> _Flags:
+        """Return this process's own, all free."""
+        descriptor = os.memfd_create(_NAME)
+        os.ftruncate(descriptor, _MAX_SLOTS)
+        flags = cls(descriptor)
+        weakref.finalize(flags, os.close, descriptor)
+        return flags
+
+    @classmethod
+    def open(cls, pid: int, descriptor: int) -> _Flags:
+        """Return those of another process."""
+        ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+        try:
+            return cls(ours)
+        finally:
+            os.close(ours)
+
+    def __getitem__(self, number: int) -> int:
+        return self._page[number]
+
+    def __setitem__(self, number: int, state: int) -> None:
+        self._page[number] = state
+
+
+class _Slot:
+    """A slot of this process, to send from."""
+
+    def __init__(self, number: int, address: int, size_bytes: int, flags: _Flags) -> None:
+        self.number = number
+        self.address = address
+        self.size_bytes = size_bytes
+        self.flags = flags
+        self.serial = 0  # of its last message
+
+
+class _Opened:
+    """A slot of another process, to receive from."""
+
+    def __init__(self, number: int, address: int, flags: _Flags) -> None:
+        self.number = number
+        self.address = address
+        self.flags = flags
+        self.copied: torch.cuda.Event | None = None  # its last message
+
+
+class CudaIpcSent:
+    """A message on its way into a slot, or out of it."""
+
+    def __init__(self, gpu: Gpu, slot: _Slot, copied: torch.cuda.Event) -> None:
+        self._gpu = gpu
+        self._slot = slot
+        self._serial = slot.serial
+        self._copied = copied
+
+    def wait(self) -> None:
+        """Let the current stream wait until the tensors are in the slot; the host goes on."""
+        self._gpu.current_stream().wait_event(self._copied)
+
+    def is_done(self) -> bool:
+        """Tell whether the tensors are in the slot, and the receiver has queued its part."""
+        slot = self._slot
+        is_taken = slot.serial > self._serial or slot.flags[slot.number] != _IN_USE
+        return is_taken and bool(self._copied.query())
+
+
+class CudaIpcReceived:
+    """A message on its way out of a slot."""
+
+    def __init__(self, gpu: Gpu, tensors: Sequence[Tensor], copied: torch.cuda.Event) -> None:
+        self._gpu = gpu
+        self._tensors = tensors
+        self._copied = copied
+
+    def wait(self) -> None:
+        """Let the current stream wait until the tensors are filled; the host goes on."""
+        compute = self._gpu.current_stream()
+        compute.wait_event(self._copied)
+        self._gpu.keep_for(self._tensors, compute)
+
+    def is_done(self) -> bool:
+        """Tell whether the tensors are filled."""
+        return bool(self._copied.query())
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

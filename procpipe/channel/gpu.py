@@ -1,0 +1,212 @@
+"""One GPU as the ``cuda_ipc`` transport uses it: torch's streams, and memory that processes share.
+
+Torch can share tensors between processes, but not here: it counts their users in a file of
+/dev/shm, which stays when a process is killed, and shares whole blocks of its allocator, with
+expandable segments by a way that not every system allows. So shared memory comes from CUDA's
+driver itself, by the few calls that torch does not offer.
+
+The driver keeps interprocess events in files of /dev/shm too. What orders work across processes
+here are numbers in the shared memory ("stream memory operations"): a stream writes one when it
+gets there, another process's stream waits for it.
+
+Knows nothing of messages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from procpipe.channel.meta import Meta, allocate
+
+__all__ = ["HANDLE_BYTES", "Gpu"]
+
+#: Size of what names memory to other processes (``CU_IPC_HANDLE_SIZE``).
+HANDLE_BYTES = 64
+
+_LIBRARY = "libcuda.so.1"
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_LAZY_ENABLE_PEER_ACCESS = 1  # the only flag there is to open memory with
+_WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_WRITE_AFTER_ALL_BEFORE = 0  # CU_STREAM_WRITE_VALUE_DEFAULT
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+_Address = ctypes.c_uint64
+_Pointer = ctypes.c_void_p
+_AddressOut = ctypes.POINTER(_Address)
+_PointerOut = ctypes.POINTER(_Pointer)
+_MemoryOperation = (_Pointer, _Address, ctypes.c_uint64, ctypes.c_uint)
+
+#: The calls and the types of their arguments, as in ``cuda.h``; each returns an error's number.
+_CALLS = {
+    "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (_PointerOut, ctypes.c_int),
+    "cuCtxPushCurrent_v2": (_Pointer,),
+    "cuCtxPopCurrent_v2": (_PointerOut,),
+    "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuMemAlloc_v2": (_AddressOut, ctypes.c_size_t),
+    "cuMemFree_v2": (_Address,),
+    "cuIpcGetMemHandle": (ctypes.POINTER(_Handle), _Address),
+    "cuIpcOpenMemHandle_v2": (_AddressOut, _Handle, ctypes.c_uint),
+    "cuIpcCloseMemHandle": (_Address,),
+    "cuMemcpyDtoDAsync_v2": (_Address, _Address, ctypes.c_size_t, _Pointer),
+    "cuStreamWriteValue64_v2": _MemoryOperation,
+    "cuStreamWaitValue64_v2": _MemoryOperation,
+}
+
+#: Where these fail, it is mostly because a driver, or what it runs in, does not have them.
+_MAY_BE_MISSING = (
+    "cuIpcGetMemHandle",
+    "cuIpcOpenMemHandle_v2",
+    "cuStreamWriteValue64_v2",
+    "cuStreamWaitValue64_v2",
+)
+_ADVICE = (
+    "ranks that share a GPU need CUDA IPC and 64-bit stream memory operations; if they are not to "
+    "be had here, give each rank a GPU of its own"
+)
+
+
+class Gpu:
+    """A GPU of this process; what works on a stream is only queued there.
+
+    Args:
+        device: the GPU, with its index.
+
+    Raises:
+        RuntimeError: NVIDIA's driver is not there, or too old.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()
+        self._device = device
+        self._driver = _loaded_driver()
+        number, context = ctypes.c_int(), _Pointer()
+        self._check("cuDeviceGet", self._driver.cuDeviceGet(ctypes.byref(number), device.index))
+        # Torch's own context, which the thread that calls may not have made current yet.
+        status = self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+        self._check("cuDevicePrimaryCtxRetain", status)
+        self._context = context
+
+    # -- torch's --------------------------------------------------------------------------------
+
+    def new_stream(self) -> torch.cuda.Stream:
+        """Return a stream beside the current one."""
+        return torch.cuda.Stream(self._device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """Return the stream of what this thread computes."""
+        return torch.cuda.current_stream(self._device)
+
+    def new_tensors(self, meta: Meta, stream: torch.cuda.Stream) -> list[Tensor]:
+        """Return memory for the tensors of a message, to be filled on a stream."""
+        with torch.cuda.stream(stream):
+            return allocate(meta, self._device)
+
+    def keep_for(self, tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
+        """Let tensors' memory be used again only after what a stream does until they go."""
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def synchronize(self) -> None:
+        """Wait until all that is queued has been done."""
+        torch.cuda.synchronize(self._device)
+
+    # -- shared memory --------------------------------------------------------------------------
+
+    def allocate(self, num_bytes: int) -> int:
+        """Return the address of new memory, which other processes can open as a whole.
+
+        Raises:
+            torch.OutOfMemoryError: there is none, even where torch gives back what it keeps.
+        """
+        address = _Address()
+        status = self._status("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
+        if status == _OUT_OF_MEMORY:
+            torch.cuda.empty_cache()
+            status = self._status("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
+        if status == _OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(
+                f"{self._device} has no {num_bytes / 2**20:.0f} MiB for a message to a rank that "
+                "shares it: give smaller micro-batches (chunks), or fewer ranks a GPU"
+            )
+        self._check("cuMemAlloc_v2", status)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Give memory back that no process has open any more; may wait for the GPU."""
+        self._call("cuMemFree_v2", address)
+
+    def export(self, address: int) -> bytes:
+        """Return the handle by which another process can open memory of this one."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Return the address here of another process's memory."""
+        address = _Address()
+        theirs = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, _LAZY_ENABLE_PEER_ACCESS)
+        return address.value
+
+    def close(self, address: int) -> None:
+        """Close memory of another process; may wait for the GPU."""
+        self._call("cuIpcCloseMemHandle", address)
+
+    def copy(self, stream: torch.cuda.Stream, to: int, source: int, num_bytes: int) -> None:
+        """Copy within the GPU."""
+        self._call("cuMemcpyDtoDAsync_v2", to, source, num_bytes, stream.cuda_stream)
+
+    def write(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
+        """Write a number to 8 bytes once all that is queued on the stream before is done."""
+        self._call(
+            "cuStreamWriteValue64_v2", stream.cuda_stream, address, number, _WRITE_AFTER_ALL_BEFORE
+        )
+
+    def wait(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
+        """Let a stream wait until the number there is at least this one."""
+        self._call(
+            "cuStreamWaitValue64_v2", stream.cuda_stream, address, number, _WAIT_UNTIL_AT_LEAST
+        )
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def _call(self, name: str, *arguments: object) -> None:
+        self._check(name, self._status(name, *arguments))
+
+    def _status(self, name: str, *arguments: object) -> int:
+        """Make a call in the GPU's context, whatever this thread's current device is."""
+        driver = self._driver
+        self._check("cuCtxPushCurrent_v2", driver.cuCtxPushCurrent_v2(self._context))
+        try:
+            return int(getattr(driver, name)(*arguments))
+        finally:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(_Pointer()))
+
+    def _check(self, name: str, status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(text))
+            story = text.value.decode() if text.value else "an error without a text"
+            advice = f"; {_ADVICE}" if name in _MAY_BE_MISSING else ""
+            raise RuntimeError(f"{name} failed on {self._device}: {story} ({status}){advice}")
+
+
+def _loaded_driver() -> ctypes.CDLL:
+    """Return the driver's library, the one that torch has loaded, with its calls declared."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        for name, types in _CALLS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, ctypes.c_int
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"NVIDIA's driver is missing, or too old ({error}): {_ADVICE}") from None
+    return library

@@ -1,0 +1,117 @@
+"""Which transport carries tensors between two ranks: agreed by all, from what each one can use.
+
+    CPUs of one host        shm, or gloo where a process may not look into another's files
+    CPUs of several hosts   gloo
+    different GPUs          nccl
+    one GPU                 cuda_ipc, since NCCL refuses two ranks on one GPU (before 2.30; from
+                            then on unless NCCL_MULTI_RANK_GPU_ENABLE is set)
+
+So in a job of four ranks on two GPUs, each rank may use two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from procpipe.run.control import Control
+
+__all__ = ["NAMES", "Choice", "Offer", "agree_on_transports", "choose"]
+
+#: All there are.
+NAMES = ("shm", "gloo", "nccl", "cuda_ipc")
+
+
+class Offer(NamedTuple):
+    """What one rank can use; plain JSON.
+
+    Attributes:
+        names: the transports, the best first.
+        gpu: what tells its GPU from all others; "" on a CPU.
+        sees: the ranks whose open files it may open.
+    """
+
+    names: list[str]
+    gpu: str = ""
+    sees: Sequence[int] = ()
+
+
+class Choice(NamedTuple):
+    """What was agreed; plain JSON.
+
+    Attributes:
+        name: the transport of all ranks that do not share a GPU.
+        gpus: each rank's GPU.
+    """
+
+    name: str
+    gpus: Sequence[str]
+
+    def between(self, a: int, b: int) -> str:
+        """Return the name of the transport between two ranks."""
+        return "cuda_ipc" if self.gpus[a] and self.gpus[a] == self.gpus[b] else self.name
+
+
+def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> Choice:
+    """Tell the others what this rank can use; return what all use.
+
+    Every rank calls it, and it waits for all of them.
+
+    Args:
+        control: the line to the other ranks.
+        ours: this rank's offer.
+        wanted: the transport that the user asks for, or None for the best.
+
+    Raises:
+        ValueError: on rank 0, see :func:`choose`.
+    """
+    told = control.agree(ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all], wanted))
+    return Choice(*told)
+
+
+def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
+    """Return the best transports that every rank can use, or the one that the user wants; pure.
+
+    Args:
+        offers: each rank's.
+        wanted: the name of a transport, or None.
+
+    Raises:
+        ValueError: ranks cannot use the one that is wanted, or none.
+    """
+    common = [name for name in offers[0].names if all(name in offer.names for offer in offers)]
+    if wanted not in (None, *common):
+        without = [rank for rank, offer in enumerate(offers) if wanted not in offer.names]
+        raise ValueError(
+            f"transport={wanted!r} cannot be used on ranks {without}; all ranks can use "
+            f"{' or '.join(common)}"
+        )
+    gpus = [offer.gpu for offer in offers]
+    ranks_on: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        ranks_on.setdefault(gpu or str(rank), []).append(rank)
+    if wanted == "cuda_ipc" and len(ranks_on) > 1:
+        raise ValueError(
+            f"transport='cuda_ipc' is for ranks that share one GPU, and these are on "
+            f"{len(ranks_on)}: leave transport out, and different GPUs use NCCL"
+        )
+    for ranks in ranks_on.values():
+        _check_shared(ranks, offers, wanted)
+    return Choice(wanted or common[0], gpus)
+
+
+def _check_shared(ranks: Sequence[int], offers: Sequence[Offer], wanted: str | None) -> None:
+    """Check that these ranks can use one GPU together."""
+    if len(ranks) > 1 and wanted == "nccl":
+        raise ValueError(
+            f"transport='nccl' cannot be used between ranks {ranks}, which share a GPU: leave "
+            "transport out, and they use CUDA IPC"
+        )
+    for rank in ranks:
+        unseen = [other for other in ranks if other != rank and other not in offers[rank].sees]
+        if unseen:
+            raise ValueError(
+                f"ranks {ranks} share a GPU, for which each must be allowed to open the others' "
+                f"files (/proc/<pid>/fd), but rank {rank} may not open those of ranks {unseen}: "
+                "run them as one user in one container, or give each a GPU of its own"
+            )

@@ -1,0 +1,398 @@
+"""CUDA IPC without CUDA: notes, slots and the order of work, on a simulated GPU.
+
+What only a GPU can show is in ``test_conformance.py`` and ``tests/dist/test_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections import defaultdict, deque
+
+import pytest
+import torch
+
+from procpipe.channel import cuda_ipc
+from procpipe.channel.cuda_ipc import CudaIpcTransport, Note
+from procpipe.channel.meta import describe
+from procpipe.tree import Flat
+from tests.channel.simulated import Device, Event, Process
+
+KIND = 1
+MIB = 1 << 20
+
+
+class Ends:
+    """Two processes that share a GPU, both in this one."""
+
+    def __init__(self, chance=None):
+        self.device = Device(chance)
+        self.gpus = [Process(self.device), Process(self.device)]
+        self.transports = [CudaIpcTransport(gpu, {0: PID, 1: PID}) for gpu in self.gpus]
+        self.sender, self.receiver = self.transports
+
+    def send(self, tensors, kind=KIND):
+        return self.sender.post_send(tensors, 1, kind)
+
+    def receive(self, tensors, note, kind=KIND):
+        return self.receiver.post_receive(describe(Flat.of(tensors)), 0, kind, note)
+
+    def transfer(self, tensors, kind=KIND):
+        pending, note = self.send(tensors, kind)
+        received, _ = self.receive(tensors, note, kind)
+        return pending, received
+
+    def drain(self):
+        """Let both drain at the same time."""
+        threads = [threading.Thread(target=each.drain) for each in self.transports]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10.0)
+
+    @property
+    def slots(self):
+        return [slot for slots in self.sender._slots.values() for slot in slots]
+
+    @property
+    def num_opened(self):
+        return len(self.receiver._opened)
+
+
+PID = os.getpid()
+
+
+@pytest.fixture
+def ends():
+    return Ends()
+
+
+def numbers(size, first=0):
+    return torch.arange(first, first + size, dtype=torch.float64)
+
+
+# -- notes --------------------------------------------------------------------------------------
+
+NOTES = [
+    Note(0, 1, (), 7, bytes(range(64))),
+    Note(2**32 - 1, 2**64 - 1, (), 2**31, b""),
+    Note(5, 3, (1, 2, 2**32 - 1), 9, b"\0" * 64),
+    Note(5, 3, tuple(range(1000)), 9, b""),
+]
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_a_note_is_read_as_it_was_written(note):
+    assert Note.unpack(note.pack()) == note
+
+
+def test_a_note_is_short():
+    assert len(Note(3, 9, (), 7, b"").pack()) == 18
+
+
+@pytest.mark.parametrize("note", NOTES)
+@pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"\0", lambda b: b[:10]])
+def test_what_is_no_note_is_refused(note, change):
+    with pytest.raises(ValueError, match="not the note of a slot: b'"):
+        Note.unpack(change(note.pack()))
+
+
+# -- slots --------------------------------------------------------------------------------------
+
+
+def test_all_kinds_of_tensors_arrive(ends):
+    sent = [
+        torch.tensor([True, False, True]),
+        torch.zeros(0, 3),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.randn(3, 4, dtype=torch.complex64),
+        torch.arange(257, dtype=torch.uint8),
+        torch.randn(2, 3, 5, dtype=torch.float16),
+    ]
+
+    _, received = ends.transfer(sent)
+
+    assert len(received) == len(sent)
+    for ours, theirs in zip(received, sent, strict=True):
+        assert ours.shape == theirs.shape
+        assert torch.equal(ours, theirs)
+
+
+def test_a_message_without_elements_arrives(ends):
+    assert ends.transfer([])[1] == []
+    assert ends.transfer([torch.zeros(0, 2)])[1][0].shape == (0, 2)
+
+
+def test_a_slot_is_used_again_once_the_receiver_has_queued_its_copies(ends):
+    for k in range(5):
+        _, (received,) = ends.transfer([numbers(10, k)])
+        assert torch.equal(received, numbers(10, k))
+    assert len(ends.slots) == ends.num_opened == 1
+
+    _, note = ends.send([numbers(10)])
+    ends.send([numbers(10)])
+    assert len(ends.slots) == 2
+
+    ends.receive([numbers(10)], note)
+    ends.send([numbers(10)])
+    assert len(ends.slots) == 2
+
+
+def test_slots_are_used_in_turn(ends):
+    """So that the copy into one waits for a copy that was queued as long ago as can be."""
+    notes = [ends.send([numbers(10)])[1] for _ in range(3)]
+    for note in notes:
+        ends.receive([numbers(10)], note)
+
+    told = []
+    for _ in range(4):
+        _, note = ends.send([numbers(10)])
+        ends.receive([numbers(10)], note)
+        told.append(Note.unpack(note))
+
+    assert [note.number for note in told] == [0, 1, 2, 0]
+    assert [note.serial for note in told] == [2, 2, 2, 3]
+
+
+def test_the_handle_travels_once(ends):
+    for k in range(3):
+        _, note = ends.send([numbers(10)])
+        assert bool(Note.unpack(note).handle) == (k == 0)
+        ends.receive([numbers(10)], note)
+
+
+def test_channels_do_not_share_slots(ends):
+    ends.transfer([numbers(10)], kind=1)
+    ends.transfer([numbers(10)], kind=2)
+
+    assert len(ends.slots) == ends.num_opened == 2
+
+
+def test_slots_are_whole_granules(ends):
+    """The driver would share with a smaller one what it has cut out of the same block."""
+    ends.transfer([numbers(1)])
+    ends.transfer([torch.zeros(4 * MIB, dtype=torch.uint8)], kind=2)
+
+    assert [len(block.content) for block in ends.device.blocks.values()] == [2 * MIB, 6 * MIB]
+
+
+def test_slots_that_have_become_too_small_are_given_back(ends):
+    for size in (MIB, 3 * MIB, 5 * MIB):
+        for k in range(3):
+            sent = [torch.full((size,), k, dtype=torch.uint8)]
+            assert torch.equal(ends.transfer(sent)[1][0], sent[0])
+        assert len(ends.slots) == ends.num_opened == 1
+
+    ends.transfer([numbers(1)])  # goes into the large one
+    ends.sender._free_closed()
+    assert [len(block.content) for block in ends.device.blocks.values()] == [6 * MIB]
+
+
+def test_a_dropped_slot_is_closed_only_when_its_copies_are_done(ends):
+    small, large = torch.zeros(MIB, dtype=torch.uint8), torch.zeros(3 * MIB, dtype=torch.uint8)
+    ends.device.is_paused = True
+    kept = [ends.transfer([small]), ends.transfer([large])]
+
+    assert len(ends.receiver._closing) == 1
+    ends.gpus[1].synchronize()
+    kept.append(ends.transfer([large]))
+    assert not ends.receiver._closing
+    assert len(ends.device.blocks) == 2
+    assert not ends.sender._free_closed()
+    assert len(ends.device.blocks) == 1
+    ends.gpus[1].synchronize()
+
+
+def test_the_host_waits_for_nothing_but_the_making_of_a_slot(ends):
+    ends.transfer([numbers(10)])
+    ends.device.is_paused = True
+    sent = numbers(10)
+
+    pending, (received,) = ends.transfer([sent])
+    pending.wait()
+
+    assert not torch.equal(received, numbers(10))
+    assert not pending.is_done()
+    ends.gpus[1].synchronize()
+    assert torch.equal(received, numbers(10))
+    assert pending.is_done()
+
+
+def test_the_next_copy_into_a_slot_waits_for_the_copy_out_of_it(ends):
+    ends.transfer([numbers(10)])
+    ends.device.is_paused = True
+
+    sent = [numbers(10, 1)], [numbers(10, 2)]
+
+    received = [ends.transfer(each)[1] for each in sent]
+    for gpu in ends.gpus:
+        gpu.synchronize()
+
+    assert len(ends.slots) == 1
+    assert torch.equal(received[0][0], sent[0][0])
+    assert torch.equal(received[1][0], sent[1][0])
+
+
+def test_a_message_does_not_wait_for_one_of_another_rank():
+    device = Device()
+    gpus = [Process(device) for _ in range(3)]
+    transports = [CudaIpcTransport(gpu, {0: PID, 1: PID, 2: PID}) for gpu in gpus]
+    never = Event()
+    gpus[0].current_stream().wait_event(never)  # is still computing what it sends
+    sent = [numbers(10)], [numbers(10, 1)]
+    meta = describe(Flat.of(sent[0]))
+
+    received = []
+    for rank in (0, 1):
+        _, note = transports[rank].post_send(sent[rank], 2, KIND)
+        received.append(transports[2].post_receive(meta, rank, KIND, note))
+
+    assert [pending.is_done() for _, pending in received] == [False, True]
+    assert torch.equal(received[1][0][0], sent[1][0])
+
+
+def test_a_message_is_done_when_the_tensors_are_free_and_the_receiver_needs_nothing(ends):
+    pending, note = ends.send([numbers(10)])
+    assert not pending.is_done()
+
+    ends.receive([numbers(10)], note)
+    assert pending.is_done()
+
+    ends.send([numbers(10)])  # in the same slot
+    assert len(ends.slots) == 1
+    assert pending.is_done()
+
+
+# -- endings ------------------------------------------------------------------------------------
+
+
+def test_all_memory_is_given_back_when_both_drain(ends):
+    for k in range(3):
+        ends.transfer([numbers(10)])
+        ends.transfer([torch.zeros(3 * k * MIB, dtype=torch.uint8)], kind=2)
+        _, note = ends.receiver.post_send([numbers(k)], 0, KIND)
+        ends.sender.post_receive(describe(Flat.of([numbers(k)])), 1, KIND, note)
+    assert len(ends.device.blocks) >= 3
+
+    ends.drain()
+
+    assert not ends.device.blocks
+    for transport in ends.transports:
+        transport.close()
+
+
+def test_who_drains_waits_until_the_receiver_has_its_copies(ends, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "_CLOSE_TIMEOUT_S", 0.01)
+    ends.device.is_paused = True
+    sent = numbers(10)
+    _, (received,) = ends.transfer([sent])
+
+    ends.sender.drain()
+
+    assert torch.equal(received, sent)
+
+
+def test_memory_that_a_peer_has_open_is_not_given_back(ends, monkeypatch):
+    """What ``cuMemFree`` does then is undefined; the process's end does it well."""
+    monkeypatch.setattr(cuda_ipc, "_CLOSE_TIMEOUT_S", 0.01)
+    ends.transfer([numbers(10)])
+
+    ends.sender.drain()
+    ends.sender.close()
+
+    assert len(ends.device.blocks) == 1
+
+
+def test_nothing_is_given_back_after_a_failure(ends):
+    """Whoever closes without ``drain`` does not know what others are still reading."""
+    ends.transfer([numbers(10)])
+    for transport in ends.transports:
+        transport.close()
+
+    assert [block.num_open for block in ends.device.blocks.values()] == [1]
+
+
+def test_descriptors_go_with_the_transports():
+    before = set(os.listdir("/dev/shm"))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        ends = Ends()
+        ends.transfer([numbers(10)])
+        ends.drain()
+        del ends
+
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert set(os.listdir("/dev/shm")) == before
+
+
+# -- any order of work --------------------------------------------------------------------------
+
+
+class Story:
+    """Two processes that send, take, compute and overwrite at random, and what has arrived."""
+
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
+        self.ends = Ends(random.Random(seed))
+        self.sent = defaultdict(list)
+        self.under_way = defaultdict(deque)
+        self.arrived = defaultdict(list)
+        self.kept = []  # a GPU's allocator keeps what a stream still uses
+
+    def play(self, num_steps):
+        for _ in range(num_steps):
+            self.chance.choice((self.send, self.send, self.take))()
+        while any(self.under_way.values()):
+            self.take()
+        for gpu in self.ends.gpus:
+            gpu.synchronize()
+
+    def send(self):
+        source, kind = self.chance.randrange(2), self.chance.choice((1, 2))
+        sizes = [self.chance.choice((0, 1, 33, 1000)) for _ in range(self.chance.randint(1, 3))]
+        if self.chance.random() < 0.1:
+            sizes.append(self.chance.choice((300_000, 600_000)))  # needs a larger slot
+        values = [self.chance.randrange(1, 1 << 40) for _ in sizes]
+        gpu = self.ends.gpus[source]
+        tensors = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+        self.kept.append(tensors)
+        gpu.compute(lambda: [t.fill_(value) for t, value in zip(tensors, values, strict=True)])
+        pending, note = self.ends.transports[source].post_send(tensors, 1 - source, kind)
+        self.sent[source, kind].append(list(zip(sizes, values, strict=True)))
+        self.under_way[source, kind].append((describe(Flat.of(tensors)), note))
+        if self.chance.random() < 0.5:
+            pending.wait()
+            gpu.compute(lambda: [tensor.fill_(-1) for tensor in tensors])
+
+    def take(self):
+        channels = [channel for channel, messages in self.under_way.items() if messages]
+        if not channels:
+            return
+        source, kind = self.chance.choice(channels)
+        meta, note = self.under_way[source, kind].popleft()
+        gpu = self.ends.gpus[1 - source]
+        tensors, pending = self.ends.transports[1 - source].post_receive(meta, source, kind, note)
+        self.kept.append(tensors)
+        arrived: list[tuple[int, int]] = []
+        self.arrived[source, kind].append(arrived)
+        pending.wait()
+        gpu.compute(lambda: arrived.extend((len(t), content(t)) for t in tensors))
+
+
+def content(tensor):
+    """Return the values in a tensor, as far as a look here and there tells."""
+    return set(tensor[:: max(1, len(tensor) // 50)].tolist())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_order_of_work_what_arrives_is_what_was_sent(seed):
+    story = Story(seed)
+
+    story.play(60)
+
+    for channel, sent in story.sent.items():
+        for ours, theirs in zip(story.arrived[channel], sent, strict=True):
+            assert ours == [(size, {value} if size else set()) for size, value in theirs]
+    story.ends.drain()
+    assert not story.ends.device.blocks

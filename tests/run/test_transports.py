@@ -1,0 +1,98 @@
+"""Which transport two ranks use: every kind of job, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from procpipe.run.transports import NAMES, Choice, Offer, choose
+
+SHM = Offer(["shm", "gloo"])
+GLOO = Offer(["gloo"])
+
+
+def on_gpus(text, sees=None):
+    """Return the offers of ranks on GPUs, a letter each, all on one host unless said otherwise."""
+    everybody = range(len(text))
+    return [
+        Offer(["nccl", "cuda_ipc"], gpu, [*everybody] if sees is None else sees[rank])
+        for rank, gpu in enumerate(text)
+    ]
+
+
+def table(choice):
+    """Write a choice as a letter for each pair: n for nccl, c for cuda_ipc, …"""
+    num_ranks = len(choice.gpus)
+    return [
+        "".join("." if a == b else choice.between(a, b)[0] for b in range(num_ranks))
+        for a in range(num_ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("offers", "wanted", "expected"),
+    [
+        ([SHM, SHM], None, [".s", "s."]),
+        ([SHM, SHM], "gloo", [".g", "g."]),
+        ([SHM, GLOO, SHM], None, [".gg", "g.g", "gg."]),
+        ([SHM], None, ["."]),
+        (on_gpus("AB"), None, [".n", "n."]),
+        (on_gpus("AB"), "nccl", [".n", "n."]),
+        (on_gpus("AA"), None, [".c", "c."]),
+        (on_gpus("AAA"), "cuda_ipc", [".cc", "c.c", "cc."]),
+        (on_gpus("A"), None, ["."]),
+        (on_gpus("A"), "cuda_ipc", ["."]),
+        (on_gpus("AABB"), None, [".cnn", "c.nn", "nn.c", "nnc."]),
+        (on_gpus("ABAB"), None, [".ncn", "n.nc", "cn.n", "ncn."]),
+        # Two hosts, two ranks a GPU: nobody sees the other host's processes.
+        (on_gpus("AABB", [[1], [0], [3], [2]]), None, [".cnn", "c.nn", "nn.c", "nnc."]),
+    ],
+)
+def test_each_pair_uses_what_suits_it(offers, wanted, expected):
+    assert table(choose(offers, wanted)) == expected
+
+
+def test_offers_and_choices_are_plain_json():
+    offers = [Offer(*each) for each in json.loads(json.dumps(on_gpus("AAB")))]
+
+    told = json.loads(json.dumps(choose(offers, None)))
+
+    assert table(Choice(*told)) == [".cn", "c.n", "nn."]
+
+
+@pytest.mark.parametrize(
+    ("offers", "wanted", "words"),
+    [
+        (
+            [SHM, GLOO, SHM],
+            "shm",
+            r"^transport='shm' cannot be used on ranks \[1\]; all ranks can use gloo$",
+        ),
+        ([SHM, SHM], "cuda_ipc", r"cannot be used on ranks \[0, 1\]; all ranks can use shm or gl"),
+        (
+            on_gpus("ABCB"),
+            "nccl",
+            r"^transport='nccl' cannot be used between ranks \[1, 3\], which share a GPU: leave",
+        ),
+        (
+            on_gpus("AAB"),
+            "cuda_ipc",
+            r"^transport='cuda_ipc' is for ranks that share one GPU, and these are on 2: leave",
+        ),
+        (
+            on_gpus("AAB", [[1], [], []]),
+            None,
+            r"^ranks \[0, 1\] share a GPU, .* but rank 1 may not open those of ranks \[0\]: run",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(offers, wanted, words):
+    with pytest.raises(ValueError, match=words):
+        choose(offers, wanted)
+
+
+def test_what_is_chosen_has_a_name():
+    chosen = {choose(offers, None).name for offers in ([SHM], [GLOO], on_gpus("A"))}
+
+    assert chosen | {"cuda_ipc"} == set(NAMES)
