@@ -19,7 +19,6 @@ __all__ = ["Check", "Status", "check_host", "failure", "ok", "warning"]
 _MIB, _GIB = 1 << 20, 1 << 30
 
 _MIN_TORCH = (2, 6)
-_MIN_NCCL_TO_SHARE = (2, 30)
 
 #: NCCL takes about 10 MiB a pair of GPUs that cannot reach one another, a loader more.
 _MIN_SHM_BYTES = 256 * _MIB
@@ -161,20 +160,12 @@ def _check_sharing(facts: Facts) -> Iterator[Check]:
     """More processes than GPUs."""
     if not 0 < len(facts.gpus) < facts.num_processes:
         return
-    told = f"{facts.num_processes} processes for {_counted(len(facts.gpus), 'GPU')}"
-    if facts.torch.nccl < _MIN_NCCL_TO_SHARE:
-        yield failure(
-            "sharing GPUs",
-            f"{told}, and NCCL {'.'.join(map(str, facts.torch.nccl))}, which refuses that",
-            f"start {_processes(len(facts.gpus))}, or install a torch with NCCL 2.30 or newer",
-        )
-    else:
-        yield warning(
-            "sharing GPUs",
-            told,
-            f"start {_processes(len(facts.gpus))}, or say which GPU each one uses: "
-            "Stage(..., devices=['cuda:0', 'cuda:0', ...])",
-        )
+    yield warning(
+        "sharing GPUs",
+        f"{facts.num_processes} processes for {_counted(len(facts.gpus), 'GPU')}",
+        f"start {_processes(len(facts.gpus))}, or say which GPU each one uses: "
+        "Stage(..., devices=['cuda:0', 'cuda:0', ...])",
+    )
 
 
 def _check_peer_access(facts: Facts) -> Iterator[Check]:

@@ -105,15 +105,9 @@ BAD = [
     ),
     (
         {**WITH_GPUS, "gpus": gpus(1)},
-        "sharing GPUs: failure",
-        "2 processes for 1 GPU, and NCCL 2.28.9, which refuses that",
-        "start 1 process, or install a torch with NCCL 2.30 or newer",
-    ),
-    (
-        {**WITH_GPUS, "torch": Torch("2.14.0", True, "13.0", (2, 30, 1)), "gpus": gpus(1)},
         "sharing GPUs: warning",
         "2 processes for 1 GPU",
-        "devices=['cuda:0', 'cuda:0', ...]",
+        "start 1 process, or say which GPU each one uses: Stage(..., devices=['cuda:0', ",
     ),
     (
         {**WITH_GPUS, "gpus": gpus(2, peers=())},
@@ -361,7 +355,7 @@ def test_with_fewer_gpus_than_processes_nothing_is_measured(capsys):
     code = doctor._examine(facts, Console(), doctor._parser().parse_args([]))
 
     lines = capsys.readouterr().out.splitlines()
-    assert code == 1
+    assert code == 0
     assert lines[-2].startswith("warning  start          not tried: there are fewer GPUs than")
     assert lines[-1].endswith("-> procpipe doctor -n 1 measures")
 
