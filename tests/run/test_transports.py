@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from torch import nn
 
+from procpipe import Stage
 from procpipe.run.transports import NAMES, Choice, Offer, choose
 
 SHM = Offer(["shm", "gloo"])
@@ -96,3 +98,9 @@ def test_what_is_chosen_has_a_name():
     chosen = {choose(offers, None).name for offers in ([SHM], [GLOO], on_gpus("A"))}
 
     assert chosen | {"cuda_ipc"} == set(NAMES)
+
+
+def test_a_stage_knows_the_names():
+    with pytest.raises(ValueError, match="transport is 'tcp', but must be one of 'shm', 'gloo'"):
+        Stage(nn.Sequential(nn.ReLU()), [1], transport="tcp")
+    Stage(nn.Sequential(nn.ReLU()), [1], transport="cuda_ipc")  # whether it can be used shows later
