@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.peers import alone, bare, ours, torch_pipelining, torchgpipe_peer
 from benchmarks.rounds import Step
@@ -51,6 +52,7 @@ CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender(PROCPIPE, ours.procpipe),
+        Contender("procpipe 1F1B", partial(ours.procpipe, schedule="1f1b")),
         Contender("torch GPipe", torch_pipelining.gpipe),
         Contender("torch 1F1B", torch_pipelining.one_f_one_b),
         Contender("torch Interleaved1F1B", torch_pipelining.interleaved, _no_skips, True),

@@ -22,7 +22,7 @@ _NAMES = [name for name in CONTENDERS if name != COPIES]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
 
 
 def run(options: argparse.Namespace) -> Report:

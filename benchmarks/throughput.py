@@ -18,7 +18,7 @@ from benchmarks.workloads import WORKLOADS, Job
 __all__ = ["configure", "run"]
 
 #: Steps a turn: about half a second, so that a turn's start and end do not count.
-_NUM_STEPS = {"tiny": 40, "transformer": 1, "mlp": 2, "unet": 4}
+_NUM_STEPS = {"tiny": 40, "transformer": 1, "mlp": 1, "unet": 3}
 
 #: The limit is measured beside every result, and all is compared with one process.
 _ALWAYS = (PROCPIPE, ONE_PROCESS, COPIES)
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
 
 
 def run(options: argparse.Namespace) -> Report:

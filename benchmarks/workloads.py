@@ -132,10 +132,10 @@ WORKLOADS = {
         Workload(
             "mlp",
             "large activations, less compute",
-            "8 x Linear(2048, 2048) and ReLU, micro-batch 256",
+            "8 x Linear(2048, 2048) and ReLU, micro-batch 128",
             _mlp,
-            (256, 2048),
-            (256, 2048),
+            (128, 2048),
+            (128, 2048),
         ),
         Workload(
             "unet",
