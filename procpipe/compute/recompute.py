@@ -71,9 +71,9 @@ def recomputing(ambient: Ambient) -> Iterator[None]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Run a backward pass that a user's autocast around a whole ``step`` must not reach.
+    """Turn a user's autocast around a whole ``step`` off, until the end of the ``with`` block.
 
-    Autograd repeats the dtypes of the forward pass by itself; under autocast it would also cast
+    For a backward pass: autograd repeats the dtypes of the forward pass by itself; under autocast it would also cast
     what the forward pass did not.
     """
     enabled = [kind for kind in _kinds(device) if torch.is_autocast_enabled(kind)]

@@ -208,6 +208,7 @@ class Partition:
         ]
         if pairs:
             roots, given = zip(*pairs, strict=True)
+            _check_shapes(i, roots, given)
             with without_autocast(self.device):
                 _run_backward(roots, given)
         num_wanted = sum(this.inputs.requires_grad)
@@ -359,11 +360,22 @@ class Partition:
         )
 
 
-def _run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def _check_shapes(i: int, roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Check gradients against their roots: autograd would sum what can be broadcast."""
+    for root, gradient in zip(roots, gradients, strict=True):
+        if root.shape != gradient.shape:
+            raise RecomputeError(
+                f"the gradient of an output of micro-batch {i} has shape {tuple(gradient.shape)}, "
+                f"as its first forward had, but recomputing it gave {tuple(root.shape)}: a layer "
+                "takes another way the second time (see is_recomputing()); use checkpoint='never'"
+            )
+
+
+def _run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
     """Add the gradients of all that ``roots`` were computed from.
 
-    As ``torch.autograd.backward`` does after a look at each gradient's shape, for which it imports
-    sympy (0.6 s of the first step, in torch 2.13). The engine checks the shapes itself.
+    As ``torch.autograd.backward`` does after a look at each gradient's shape, for which torch 2.13
+    imports sympy (``_make_grads`` in ``torch/autograd/__init__.py``): 0.6 s of the first step.
     """
     keep_graph = create_graph = False
     _engine_run_backward(

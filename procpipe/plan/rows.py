@@ -14,7 +14,8 @@ stage runs its next task if what the task uses was made in an earlier cycle, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from procpipe.plan.task import BACKWARD, FORWARD, Cycle, Plan, Task
 
@@ -29,8 +30,11 @@ def plan_of_rows(m: int, rows: Sequence[Sequence[Task]]) -> Plan:
         rows: the tasks of each stage.
 
     Raises:
-        ValueError: the stages would wait for each other for ever; says for what.
+        ValueError: a task is in another stage's row, or twice in one; or the stages would wait for
+            each other for ever. Lists all such tasks, or says where each stage stands.
     """
+    if faults := list(_faults(rows)):
+        raise ValueError(f"these rows are no plan: {'; '.join(faults)}")
     done: set[Task] = set()
     planned = {task for row in rows for task in row}
     places = [0] * len(rows)
@@ -53,6 +57,15 @@ def plan_of_rows(m: int, rows: Sequence[Sequence[Task]]) -> Plan:
         done.update(cycle)
         cycles.append(cycle)
     return Plan(m, len(rows), tuple(cycles))
+
+
+def _faults(rows: Sequence[Sequence[Task]]) -> Iterator[str]:
+    for stage, row in enumerate(rows):
+        for task, count in Counter(row).items():
+            if task.j != stage:
+                yield f"{task} is in the row of stage {stage}"
+            if count > 1:
+                yield f"{task} comes {count} times"
 
 
 def _makers(task: Task, n: int) -> set[Task]:

@@ -56,8 +56,9 @@ def _written(function: Callable[[int, int], Plan]) -> Schedule:
                     f"and {plan.num_stages} stages"
                 ]
             )
-        if not (plan.has_forward and plan.has_backward):
-            raise PlanError([f"schedule({m}, {n}) returned a plan without forward or backward"])
+        for name, is_there in (("forward", plan.has_forward), ("backward", plan.has_backward)):
+            if not is_there:
+                raise PlanError([f"schedule({m}, {n}) returned a plan without {name} tasks"])
         return plan
 
     return schedule

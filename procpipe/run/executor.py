@@ -16,7 +16,7 @@ Knows nothing of the user's call: ``stage.py`` fills in a ``MiniBatch`` and read
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,8 +65,8 @@ class MiniBatch:
         loss_of: on the last stage of a ``step``: ``(output, target) -> 0-dim loss``.
         shares: each micro-batch's share in the loss of the mini-batch.
         keep: whether backward tasks follow, in this program or a later one.
-        recompute: the micro-batches that a later program recomputes; one that holds backward
-            tasks itself says itself what is recomputed.
+        recompute: the micro-batches that a later program recomputes. A program that holds the
+            backward tasks says itself what is recomputed.
         output_gradients: on the last stage, for a program that begins with backward tasks: each
             micro-batch's gradients of the output tensors that want one.
         outputs: on the last stage, each micro-batch's output (or loss), detached.
@@ -124,6 +124,7 @@ class Executor:
         self._wants: dict[int, list[tuple[bool, ...]]] = {}
         self._num_wanted: dict[int, list[int]] = {}
         self._has_target_route = False
+        self._recomputed: Collection[int] = ()
 
     def begin(self) -> None:
         """Start a mini-batch; whatever an unfinished one left is let go."""
@@ -143,9 +144,7 @@ class Executor:
         self._has_target_route = any(
             isinstance(step, Receive) and step.transfer.kind == TARGET for step in program
         )
-        tasks = [step.task for step in program if isinstance(step, Run)]
-        if any(task.kind == BACKWARD for task in tasks):
-            batch.recompute = frozenset(task.i for task in tasks if task.kind == RECOMPUTE)
+        self._recomputed = _recomputed(program, batch)
         awaits_loss = False
         self.trace.begin()
         try:
@@ -190,7 +189,7 @@ class Executor:
         inputs = [self._first_input(i, batch)]
         inputs += [self._take(SKIP, a, i) for a in self.partition.skips.sources]
         finish = self._finish(i, batch) if self._is_last else None
-        recompute = i in batch.recompute
+        recompute = i in self._recomputed
         start_ns = time.perf_counter_ns()
         output = self.partition.forward(
             i, joined(inputs), keep=batch.keep, recompute=recompute, finish=finish
@@ -356,6 +355,14 @@ class Executor:
             f"{held}. Give the stage fewer layers (balance), split the mini-batch further "
             "(chunks), or recompute more (checkpoint='always')"
         )
+
+
+def _recomputed(program: Program, batch: MiniBatch) -> Collection[int]:
+    """Return the micro-batches that are recomputed after a program's forward tasks."""
+    tasks = [step.task for step in program if isinstance(step, Run)]
+    if any(task.kind == BACKWARD for task in tasks):
+        return {task.i for task in tasks if task.kind == RECOMPUTE}
+    return batch.recompute
 
 
 def _message_of(gradients: list[Tensor | None]) -> Flat:

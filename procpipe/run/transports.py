@@ -80,6 +80,11 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
         ValueError: ranks cannot use the one that is wanted, or none.
     """
     common = [name for name in offers[0].names if all(name in offer.names for offer in offers)]
+    if not common:
+        told = "; ".join(
+            f"rank {rank} {' or '.join(offer.names)}" for rank, offer in enumerate(offers)
+        )
+        raise ValueError(f"no transport can be used by all ranks: {told}")
     if wanted not in (None, *common):
         without = [rank for rank, offer in enumerate(offers) if wanted not in offer.names]
         raise ValueError(

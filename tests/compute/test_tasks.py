@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.tasks import Partition
+from procpipe.compute.tasks import Partition, _run_backward
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.tree import Flat
 
@@ -214,6 +214,39 @@ def test_recomputation_that_goes_another_way_is_told():
         RecomputeError, match=r"\(True, True\), but its first forward was taken to give \(True, F"
     ):
         partition.recompute(0)
+
+
+def test_a_recomputed_output_of_another_shape_is_told():
+    calls: list[int] = []
+
+    def another_shape(t: Tensor) -> Tensor:
+        calls.append(1)
+        return t if len(calls) == 1 else t[:1]
+
+    partition = partition_of(Do(another_shape))
+    partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
+    partition.recompute(0)
+    with pytest.raises(RecomputeError, match=r"shape \(4, 3\), .*recomputing it gave \(1, 3\)"):
+        partition.backward(0, [torch.ones(4, 3)])
+
+
+def test_backward_is_that_of_torch():
+    """The engine is called past torch.autograd.backward: it must do the same, hooks included."""
+    found = []
+    for run in (torch.autograd.backward, _run_backward):
+        torch.manual_seed(1)
+        layer = nn.Linear(3, 2)
+        heard: list[Tensor] = []
+        layer.weight.register_hook(heard.append)
+        x = torch.ones(4, 3, requires_grad=True)
+        y = layer(x)
+        roots, gradients = (y, y.exp()), (torch.ones(4, 2), torch.rand(4, 2))
+        run(roots, gradients)
+        found.append((x.grad, layer.weight.grad, layer.bias.grad, len(heard)))
+        with pytest.raises(RuntimeError, match="second time"):
+            run(roots[1:], gradients[1:])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
 
 def test_what_leaves_must_be_of_tensors_on_the_device():

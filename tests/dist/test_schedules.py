@@ -167,7 +167,7 @@ def upside_down(m: int, n: int) -> Plan:
     ("schedule", "error", "told"),
     [
         (upside_down, PlanError, "F0@1 in cycle 0 needs 'activation 0: 0->1'"),
-        (backward_first, PlanError, "without forward or backward"),
+        (backward_first, PlanError, "a plan without forward tasks"),
         (lambda m, n: two_at_a_time(m + 1, n), PlanError, "a plan of 3 micro-batches and 1 stages"),
         (lambda m, n: "F0@0", TypeError, "returned 'F0@0', but must return a procpipe.plan"),
         ("zb", ValueError, "schedule is 'zb', but must be one of 'gpipe', '1f1b', or a function"),

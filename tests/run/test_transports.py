@@ -71,6 +71,11 @@ def test_offers_and_choices_are_plain_json():
             "shm",
             r"^transport='shm' cannot be used on ranks \[1\]; all ranks can use gloo$",
         ),
+        (
+            [SHM, *on_gpus("A")],
+            None,
+            r"^no transport can be used by all ranks: rank 0 shm or gloo; rank 1 nccl or cuda_ipc$",
+        ),
         ([SHM, SHM], "cuda_ipc", r"cannot be used on ranks \[0, 1\]; all ranks can use shm or gl"),
         (
             on_gpus("ABCB"),
