@@ -7,8 +7,8 @@ import statistics
 from typing import Any
 
 from benchmarks.peers.ours import procpipe
-from benchmarks.peers.torchgpipe_peer import torchgpipe, why_not
-from benchmarks.report import Report, Table
+from benchmarks.peers.torchgpipe_peer import NOTE, torchgpipe, why_not
+from benchmarks.report import Report, Table, bars
 from benchmarks.rounds import Times, launch, measure, ratio
 from benchmarks.workloads import WORKLOADS, Job
 
@@ -32,11 +32,18 @@ def run(options: argparse.Namespace) -> Report:
         never = times[f"{name.split()[0]} never"]
         rows.append([name, statistics.median(seconds) * 1e3, ratio(seconds, never)])
     notes = ["a forward is about a third of forward and backward: 1.33 if all is recomputed"]
-    if reason := why_not():
-        notes.append(f"not run: torchgpipe: {reason}")
+    notes.append(f"not run: torchgpipe: {reason}" if (reason := why_not()) else NOTE)
     title = f"checkpoint: {WORKLOADS[_WORKLOAD].sizes}; {n} stages, m = {m}"
     table = Table(title, ["", "ms a step", "of never"], rows, [".0f", ".2f"], notes)
-    return Report("checkpoint", [table], times, {"stages": n, "micro_batches": m})
+    return Report(
+        "checkpoint",
+        [table],
+        times,
+        {"stages": n, "micro_batches": m},
+        draw=lambda figure: bars(
+            figure, {_WORKLOAD: times}, "procpipe never", "time of a step, of procpipe's 'never'"
+        ),
+    )
 
 
 def measure_modes(m: int, num_rounds: int) -> Times:

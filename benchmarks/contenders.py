@@ -5,7 +5,7 @@ All are steps of one mini-batch in the same processes (see ``rounds.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,16 @@ from benchmarks.peers import alone, bare, ours, torch_pipelining, torchgpipe_pee
 from benchmarks.rounds import Step
 from benchmarks.workloads import Job
 
-__all__ = ["BARE", "CONTENDERS", "COPIES", "ONE_PROCESS", "PROCPIPE", "Contender", "limit_s"]
+__all__ = [
+    "BARE",
+    "CONTENDERS",
+    "COPIES",
+    "ONE_PROCESS",
+    "PROCPIPE",
+    "Contender",
+    "limit_s",
+    "notes",
+]
 
 PROCPIPE, ONE_PROCESS, COPIES = "procpipe", "one process", "independent copies at once"
 BARE = "bare gloo"
@@ -27,7 +36,8 @@ class Contender:
         name: as in the tables.
         make: makes its step, on every rank.
         why_not: tells why it cannot do a job; None if it can.
-        is_bubble_free: whether its schedule may come near the limit without a bubble.
+        is_bubble_free: whether its limit has no bubble of fill and drain. Interleaved1F1B has a
+            smaller one, so it cannot come as near.
     """
 
     name: str
@@ -64,6 +74,24 @@ CONTENDERS = {
         Contender(COPIES, alone.copies_at_once),
     )
 }
+
+
+def notes(names: Iterable[str], absent: Mapping[str, str | None]) -> list[str]:
+    """Return what a table of contenders has to say under it.
+
+    Args:
+        names: the contenders in the table.
+        absent: by name, why a contender is not.
+    """
+    told = [
+        "all run in the same processes, pinned to their cores by procpipe where there is one each",
+        "limit: independent copies / n, times (m + n - 1) / m; that of Interleaved1F1B and ZBV has "
+        "no bubble",
+        "ratios are medians of those of each round",
+    ]
+    if "torchgpipe" in names:
+        told.append(torchgpipe_peer.NOTE)
+    return told + [f"not run: {name}: {reason}" for name, reason in absent.items() if reason]
 
 
 def limit_s(copies_s: float, m: int, n: int, *, is_bubble_free: bool = False) -> float:

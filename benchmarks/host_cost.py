@@ -6,18 +6,15 @@ import argparse
 import statistics
 from typing import Any
 
-from benchmarks.contenders import CONTENDERS, COPIES, ONE_PROCESS
-from benchmarks.report import Report, Table
-from benchmarks.rounds import Times, launch, ratio
+from benchmarks.contenders import CONTENDERS, COPIES, ONE_PROCESS, limit_s, notes
+from benchmarks.report import Report, Table, bars
+from benchmarks.rounds import Times, launch, spread
 from benchmarks.workloads import WORKLOADS, Job
 
 __all__ = ["configure", "run"]
 
 _NUM_STAGES = 2
 _PEER = "torch GPipe"
-
-#: Those that run as many tasks as there are micro-batches, forward and backward, on each process.
-_NAMES = [name for name in CONTENDERS if name != COPIES]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,33 +27,46 @@ def run(options: argparse.Namespace) -> Report:
     tables = []
     for m in options.micro_batches:
         job = Job(WORKLOADS["tiny"], _NUM_STAGES, m)
-        absent = {name: CONTENDERS[name].why_not(job) for name in _NAMES}
-        figures[m] = launch(
+        absent = {name: CONTENDERS[name].why_not(job) for name in CONTENDERS}
+        measured = launch(
             "benchmarks.throughput:measure_workload",
             _NUM_STAGES,
             workload="tiny",
             m=m,
-            names=[name for name in _NAMES if absent[name] is None],
+            names=[name for name in CONTENDERS if absent[name] is None],
             num_rounds=options.rounds,
             num_steps=max(1, 320 // m),
         )
+        figures[m] = measured["times"]
         tables.append(_tabulate(job, figures[m], absent))
-    return Report("host_cost", tables, figures, {"rounds": options.rounds})
+    return Report(
+        "host_cost",
+        tables,
+        figures,
+        {"rounds": options.rounds},
+        draw=lambda figure: bars(
+            figure,
+            {f"m = {m}": times for m, times in figures.items()},
+            ONE_PROCESS,
+            "time of a step, of that of one process",
+        ),
+    )
 
 
 def _tabulate(job: Job, times: Times, absent: dict[str, str | None]) -> Table:
     m, workload = job.num_micro_batches, job.workload
     rows: list[list[Any]] = []
-    for name, seconds in times.items():
+    limit = [limit_s(seconds, m, job.num_stages) for seconds in times[COPIES]]
+    for name, seconds in [*times.items(), ("limit", limit)]:
         micros = [s * 1e6 / (2 * m) for s in seconds]
         rows.append(
             [name, statistics.median(micros), min(micros), max(micros)]
-            + [ratio(seconds, times[other]) for other in (_PEER, ONE_PROCESS)]
+            + [spread(seconds, times[other]) for other in (_PEER, ONE_PROCESS)]
         )
     return Table(
         f"host cost: {workload.sizes}; {job.num_stages} stages, m = {m}, no recomputation",
         ["", "us a task", "min", "max", f"of {_PEER}", f"of {ONE_PROCESS}"],
         rows,
-        [".0f", ".0f", ".0f", ".2f", ".2f"],
-        ["a task: step time / 2m", *(f"not run: {n}: {why}" for n, why in absent.items() if why)],
+        [".0f", ".0f", ".0f", "s", "s"],
+        ["us a task: step time / 2m", *notes(times, absent)],
     )

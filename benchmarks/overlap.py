@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from benchmarks.report import Report, Table
+from benchmarks.report import Report, Table, bars
 from benchmarks.rounds import Step, Times, launch, measure, ratio
 from procpipe import Stage
 
@@ -57,10 +57,24 @@ def run(options: argparse.Namespace) -> Report:
         )
         headings = ["", "ms a step", "min", "max", f"of {_ALONE}"]
         tables.append(Table(title, headings, rows, [".0f", ".0f", ".0f", ".2f"], [_NOTE]))
-    return Report("overlap", tables, figures, {"task_ms": options.task_ms})
+    return Report(
+        "overlap",
+        tables,
+        figures,
+        {"task_ms": options.task_ms},
+        draw=lambda figure: bars(
+            figure,
+            {f"{mib} MiB": times for mib, times in figures.items()},
+            _ALONE,
+            f"time of a step, of {_ALONE}",
+        ),
+    )
 
 
-_NOTE = f"{_ALONE}: (m + n - 1) x the time of a task; bare gloo posts one receive ahead"
+_NOTE = (
+    f"{_ALONE}: (m + n - 1) x the time of a task; bare gloo posts one receive ahead; the last "
+    "stage gives one number a sample"
+)
 
 
 def measure_size(mib: int, task_s: float, num_rounds: int) -> Times:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Cell", "Report", "Table", "machine", "publish"]
+__all__ = ["Cell", "Report", "Table", "bars", "machine", "publish"]
 
 #: A number is laid out by its column's format; None shows as a dash.
 Cell = str | float | int | None
@@ -117,6 +118,39 @@ def publish(report: Report, folder: Path) -> None:
     if report.draw is not None:
         _plot(report.draw, folder / f"{report.part}.png")
     print(f"(also in {folder}/{report.part}.*)", flush=True)
+
+
+def bars(
+    figure: Any, groups: Mapping[str, Mapping[str, list[float]]], baseline: str, label: str
+) -> None:
+    """Draw groups of bars: each contender's time as a ratio to the baseline's, with its range.
+
+    Args:
+        figure: a matplotlib figure.
+        groups: by title, the seconds of each contender's rounds.
+        baseline: the contender whose time is 1.
+        label: of the axis.
+    """
+    all_axes = figure.subplots(1, len(groups), squeeze=False)[0]
+    for axes, (title, times) in zip(all_axes, groups.items(), strict=True):
+        names = list(times)
+        ratios = [
+            sorted(a / b for a, b in zip(times[name], times[baseline], strict=True))
+            for name in names
+        ]
+        medians = [statistics.median(of_rounds) for of_rounds in ratios]
+        ranges = [
+            [median - of_rounds[0] for median, of_rounds in zip(medians, ratios, strict=True)],
+            [of_rounds[-1] - median for median, of_rounds in zip(medians, ratios, strict=True)],
+        ]
+        colours = ["tab:blue" if name.startswith("procpipe") else "lightgrey" for name in names]
+        axes.barh(names, medians, xerr=ranges, color=colours, error_kw={"linewidth": 1})
+        axes.axvline(1.0, color="black", linewidth=1, linestyle="--")
+        axes.invert_yaxis()
+        axes.set_title(title)
+        if axes is not all_axes[0] and names == list(next(iter(groups.values()))):
+            axes.tick_params(labelleft=False)
+    figure.supxlabel(label)
 
 
 def _plot(draw: Callable[[Any], None], path: Path) -> None:

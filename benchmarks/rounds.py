@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Step", "Times", "launch", "measure", "ratio"]
+__all__ = ["Step", "Times", "launch", "measure", "ratio", "spread"]
 
 #: One mini-batch of a contender; every rank calls it, whether or not it has a part in it.
 Step = Callable[[], object]
@@ -91,6 +91,12 @@ def measure(contenders: Mapping[str, Step], *, num_rounds: int, num_steps: int) 
             if round_ > 0:
                 times[name].append((time.perf_counter() - start_s) / num_steps)
     return times
+
+
+def spread(these: list[float], those: list[float]) -> str:
+    """Write the median of the round-by-round ratios of two contenders, and their range."""
+    ratios = sorted(a / b for a, b in zip(these, those, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
 
 
 def ratio(these: list[float], those: list[float]) -> float:

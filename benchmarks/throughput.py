@@ -10,9 +10,9 @@ import argparse
 import statistics
 from typing import Any
 
-from benchmarks.contenders import CONTENDERS, COPIES, ONE_PROCESS, PROCPIPE, limit_s
+from benchmarks.contenders import CONTENDERS, COPIES, ONE_PROCESS, PROCPIPE, limit_s, notes
 from benchmarks.report import Report, Table
-from benchmarks.rounds import Times, launch, measure, ratio
+from benchmarks.rounds import Times, launch, measure, ratio, spread
 from benchmarks.workloads import WORKLOADS, Job
 
 __all__ = ["configure", "run"]
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> Report:
     for workload in options.workloads:
         job = Job(WORKLOADS[workload], n, m)
         absent = {name: CONTENDERS[name].why_not(job) for name in names}
-        figures[workload] = launch(
+        measured = launch(
             "benchmarks.throughput:measure_workload",
             n,
             workload=workload,
@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> Report:
             num_rounds=options.rounds,
             num_steps=_NUM_STEPS[workload],
         )
-        tables.append(tabulate(job, figures[workload], absent))
+        figures[workload] = measured["times"]
+        tables.append(tabulate(job, figures[workload], absent, measured["balance"]))
     return Report(
         "throughput",
         tables,
@@ -61,16 +62,21 @@ def run(options: argparse.Namespace) -> Report:
 
 def measure_workload(
     workload: str, m: int, names: list[str], num_rounds: int, num_steps: int
-) -> Times:
-    """Measure contenders on this job's processes; every rank calls it."""
+) -> dict[str, Any]:
+    """Measure contenders on this job's processes; every rank calls it.
+
+    Returns:
+        ``times``; and ``balance``, that of those with one partition a process.
+    """
     import torch.distributed as dist
 
     job = Job(WORKLOADS[workload], dist.get_world_size(), m)
     steps = {name: CONTENDERS[name].make(job) for name in names}
-    return measure(steps, num_rounds=num_rounds, num_steps=num_steps)
+    times = measure(steps, num_rounds=num_rounds, num_steps=num_steps)
+    return {"times": times, "balance": job.balance(job.num_stages)}
 
 
-def tabulate(job: Job, times: Times, absent: dict[str, str | None]) -> Table:
+def tabulate(job: Job, times: Times, absent: dict[str, str | None], balance: list[int]) -> Table:
     """Lay out a workload's times, with speed-ups over one process and shares of the limit."""
     m, n, workload = job.num_micro_batches, job.num_stages, job.workload
     limits_s = {
@@ -90,22 +96,19 @@ def tabulate(job: Job, times: Times, absent: dict[str, str | None]) -> Table:
                 min(milliseconds),
                 max(milliseconds),
                 None if name == COPIES else ratio(alone_s, seconds),
-                ratio(limit, seconds) if is_pipeline else None,
+                spread(limit, seconds) if is_pipeline else None,
             ]
         )
     for name, limit in (("limit", limits_s[False]), ("limit without a bubble", limits_s[True])):
         rows.append([name, statistics.median(limit) * 1e3, *([None] * 4)])
         rows[-1][4] = ratio(alone_s, limit)
-    notes = [f"not run: {name}: {reason}" for name, reason in absent.items() if reason]
-    if "torchgpipe" in times:
-        notes.append("torchgpipe has one worker for all CPU devices: no rival in speed on CPUs")
     return Table(
         f"{workload.name} ({workload.tells}): {workload.sizes}; {n} stages, m = {m}, no "
         "recomputation",
         ["", "ms a step", "min", "max", "speed-up", "share of limit"],
         rows,
-        [".2f", ".2f", ".2f", ".2f", ".2f"],
-        notes,
+        [".2f", ".2f", ".2f", ".2f", "s"],
+        [f"balance: {balance}", *notes(times, absent)],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -47,11 +47,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """A workload on ``num_stages`` processes, in ``num_micro_batches``."""
+    """A workload on ``num_stages`` processes, in ``num_micro_batches``.
+
+    All contenders of one launch share a job, and so one balance.
+    """
 
     workload: Workload
     num_stages: int
     num_micro_batches: int
+    _balances: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def input(self) -> Tensor:
@@ -75,6 +79,11 @@ class Job:
 
     def balance(self, num_parts: int) -> list[int]:
         """Divide the layers among parts, the same on every rank, which all call it."""
+        if num_parts not in self._balances:
+            self._balances[num_parts] = self._find_balance(num_parts)
+        return self._balances[num_parts]
+
+    def _find_balance(self, num_parts: int) -> list[int]:
         model = self.model()
         if self.workload.is_even:
             each, more = divmod(len(model), num_parts)

@@ -71,10 +71,10 @@ def recomputing(ambient: Ambient) -> Iterator[None]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Turn a user's autocast around a whole ``step`` off, until the end of the ``with`` block.
+    """Turn off a user's autocast around a whole ``step``, until the end of the ``with`` block.
 
-    For a backward pass: autograd repeats the dtypes of the forward pass by itself; under autocast it would also cast
-    what the forward pass did not.
+    For backward: autograd repeats the dtypes of the forward pass by itself; under autocast it would
+    also cast what the forward pass did not.
     """
     enabled = [kind for kind in _kinds(device) if torch.is_autocast_enabled(kind)]
     if not enabled:
