@@ -11,7 +11,17 @@ from pathlib import Path
 from benchmarks.report import publish
 
 #: Parts by name; those of "all" take a few minutes together.
-QUICK = ["host_cost", "throughput", "checkpoint", "overlap"]
+QUICK = [
+    "host_cost",
+    "throughput",
+    "checkpoint",
+    "overlap",
+    "memory",
+    "start",
+    "growth",
+    "boundary",
+    "scaling",
+]
 LONG: list[str] = []
 
 

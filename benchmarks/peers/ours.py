@@ -8,12 +8,17 @@ from benchmarks.rounds import Step
 from benchmarks.workloads import Job
 from procpipe import Stage
 
-__all__ = ["procpipe"]
+__all__ = ["procpipe", "stage_of", "step_of"]
 
 
 def procpipe(job: Job, checkpoint: str = "never", **options: Any) -> Step:
     """Train as a pipeline of all ranks."""
-    stage = Stage(
+    return step_of(stage_of(job, checkpoint, **options), job)
+
+
+def stage_of(job: Job, checkpoint: str = "never", **options: Any) -> Stage:
+    """Make this rank's stage, for those who ask it for more than steps."""
+    return Stage(
         job.model(),
         job.balance(job.num_stages),
         chunks=job.num_micro_batches,
@@ -21,5 +26,9 @@ def procpipe(job: Job, checkpoint: str = "never", **options: Any) -> Step:
         loss_fn=job.workload.loss_fn,
         **options,
     )
+
+
+def step_of(stage: Stage, job: Job) -> Step:
+    """Make a stage's step."""
     input, target = job.input, job.target
     return lambda: stage.step(input, target)

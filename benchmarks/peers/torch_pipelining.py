@@ -85,6 +85,8 @@ def _stages(job: Job, num_parts: int, indices: tuple[int, ...]) -> list[Pipeline
 
 
 def _plain(layers: list[tuple[str, nn.Module]]) -> nn.Module:
+    if len(layers) == 1:  # it may take the tensors of a tuple one by one, nn.Sequential may not
+        return layers[0][1]
     return nn.Sequential(*(layer for _, layer in layers))
 
 

@@ -1,0 +1,139 @@
+"""Seconds from the launch to the end of the first step, and where they go.
+
+Each launch is torchrun itself, timed from outside, and starts the script of one contender (see
+``start_worker.py``); contenders take turns. A point counts when the last process is there:
+
+    launch ── process ── torch ── library ── built ── first step ── second step ── end
+           torchrun    import torch    |     model,      connects   |               all processes
+           starts      import the contender  group       and trains | trains        have ended
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Report, Table
+from benchmarks.rounds import ratio
+from benchmarks.start_worker import CONTENDERS
+
+__all__ = ["configure", "run"]
+
+_FLOOR = "bare gloo"
+
+_POINTS = ("process", "torch", "library", "built", "first step", "second step", "end")
+
+_LAUNCH_LIMIT_S = 120.0
+
+#: Seconds from the launch to each point, of each launch.
+Launches = Sequence[Mapping[str, float]]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--processes", type=int, nargs="+", choices=(2, 4, 8), default=[2])
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+def run(options: argparse.Namespace) -> Report:
+    figures: dict[int, dict[str, list[dict[str, float]]]] = {}
+    for n in options.processes:
+        figures[n] = {name: [] for name in CONTENDERS}
+        for _ in range(options.rounds):
+            for name, launches in figures[n].items():
+                launches.append(_launch(name, n))
+    tables = [tabulate(n, by_name) for n, by_name in figures.items()]
+    told = vars(options) | {"out": str(options.out)}
+    return Report("start", tables, figures, told, lambda figure: _draw(figure, figures))
+
+
+def tabulate(n: int, by_name: Mapping[str, Launches]) -> Table:
+    """Lay out the time to the end of the first step, and its parts."""
+    rows: list[list[Any]] = []
+    for name, launches in by_name.items():
+        first_s = _to_first_step_s(launches)
+        parts = [part for part in parts_s(launches).items() if part[0] != "end"]
+        rows.append(
+            [name, statistics.median(first_s), min(first_s), max(first_s)]
+            + [ratio(first_s, _to_first_step_s(by_name[_FLOOR]))]
+            + [seconds for _, seconds in parts]
+        )
+    return Table(
+        f"start: seconds from torchrun's launch to the end of the first step, {n} processes "
+        f"on {os.cpu_count()} cores",
+        ["", "s", "min", "max", f"of {_FLOOR}", *(f"+ {point}" for point in _POINTS[:-1])],
+        rows,
+        [".2f"] * 10,
+        [
+            "+: seconds to each point from the one before it, at the last process there; medians",
+            "process: torchrun starts Python; procpipe connects in the first step, the others "
+            "before they are built",
+            f"{_FLOOR}, first step: backward(gradient) has torch.autograd import sympy, which "
+            "torch GPipe's library has imported already and procpipe does without",
+        ],
+    )
+
+
+def parts_s(launches: Launches) -> dict[str, float]:
+    """Return the median seconds to each point from the one before it."""
+    before = {point: previous for previous, point in pairwise(_POINTS)}
+    return {
+        point: statistics.median(
+            launch[point] - (launch[before[point]] if point in before else 0.0)
+            for launch in launches
+        )
+        for point in _POINTS
+    }
+
+
+def _launch(name: str, n: int) -> dict[str, float]:
+    """Launch one contender, and return the seconds to each point, at the last process there."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--local-addr=127.0.0.1", f"--nproc_per_node={n}",
+            "-m", "benchmarks.start_worker", name, folder,
+        ]  # fmt: skip
+        variables = os.environ | {"OMP_NUM_THREADS": "1"}
+        root = Path(__file__).parents[1]
+        start_s = time.time()
+        subprocess.run(command, env=variables, cwd=root, timeout=_LAUNCH_LIMIT_S, check=True)
+        end_s = time.time()
+        stamps = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
+    points = {point: max(of_rank[point] for of_rank in stamps) for point in _POINTS[:-1]}
+    return {point: at_s - start_s for point, at_s in (points | {"end": end_s}).items()}
+
+
+def _to_first_step_s(launches: Launches) -> list[float]:
+    return [launch["first step"] for launch in launches]
+
+
+def _draw(figure: Any, figures: Mapping[int, Mapping[str, Launches]]) -> None:
+    """Draw each contender's way as a bar, one piece a point."""
+    axes = figure.subplots(len(figures), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, (n, by_name) in zip(axes, figures.items(), strict=True):
+        for name, launches in by_name.items():
+            left_s = 0.0
+            for place, (point, seconds) in enumerate(parts_s(launches).items()):
+                axis.barh(name, seconds, left=left_s, color=f"C{place}", label=point)
+                left_s += seconds
+        axis.invert_yaxis()
+        axis.set_title(f"{n} processes", fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles[: len(_POINTS)],
+        labels[: len(_POINTS)],
+        loc="outside lower center",
+        ncols=len(_POINTS),
+        fontsize=8,
+    )
+    axes[-1].set_xlabel("seconds from the launch, each up to the point that it names")
