@@ -425,7 +425,8 @@ def check_skips_that_are_left_out(world: World) -> None:
     layers = [nn.Linear(4, 4), OnlyInTraining(Stash()), OnlyInTraining(Pop())]
     plain = nn.Sequential(*layers).eval()
     x = torch.ones(4, 4)
-    expected = plain(x).detach()
+    # By micro-batches: on some CPUs the last digits depend on the number of rows.
+    expected = torch.cat([plain(part).detach() for part in x.chunk(2)])
     stage = Stage(plain, [2, 1], chunks=2, world=world)
     stage.eval()
     assert torch.equal(stage.fetch(stage(x)), expected)
