@@ -1,4 +1,4 @@
-"""ResNet-101 in sequential form: every module is a layer, so it can be cut inside a block too.
+"""ResNets in sequential form: every module is a layer, so they can be cut inside a block too.
 
 What passes by the convolutions of a block is a skip tensor:
 
@@ -13,13 +13,13 @@ has it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 from torch import Tensor, nn
 
 from procpipe.skip import Namespace, pop, skippable, stash
 
-__all__ = ["resnet101"]
+__all__ = ["resnet", "resnet101"]
 
 EXPANSION = 4  # output channels of a block over the channels within
 
@@ -33,15 +33,30 @@ def resnet101(num_classes: int = 1000) -> nn.Sequential:
     Args:
         num_classes: classes to tell apart.
     """
+    return resnet(num_classes, (3, 4, 23, 3), 64)
+
+
+def resnet(num_classes: int, num_blocks: Sequence[int], base_channels: int) -> nn.Sequential:
+    """Build a ResNet of bottleneck blocks.
+
+    Input: ``(batch, 3, height, width)`` float. Output: ``(batch, num_classes)`` float.
+
+    Args:
+        num_classes: classes to tell apart.
+        num_blocks: blocks in each section; a section has half the height and width of the one
+            before, and twice the channels.
+        base_channels: channels of the first convolution, and within the first section's blocks.
+    """
     layers: OrderedDict[str, nn.Module] = OrderedDict(
-        conv=Convolution(3, 64, 7, stride=2),
-        norm=nn.BatchNorm2d(64),
+        conv=Convolution(3, base_channels, 7, stride=2),
+        norm=nn.BatchNorm2d(base_channels),
         relu=nn.ReLU(),
         pool=nn.MaxPool2d(3, stride=2, padding=1),
     )
-    in_channels = 64
-    for section, (num_blocks, channels) in enumerate([(3, 64), (4, 128), (23, 256), (3, 512)], 1):
-        for block in range(num_blocks):
+    in_channels = base_channels
+    for section, num_blocks_here in enumerate(num_blocks, 1):
+        channels = base_channels << (section - 1)
+        for block in range(num_blocks_here):
             stride = 2 if block == 0 and section > 1 else 1
             name = f"block{section}_{block}"
             layers.update(_bottleneck(name, in_channels, channels, stride))
