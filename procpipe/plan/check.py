@@ -31,13 +31,16 @@ __all__ = ["verify"]
 _Cycles = Mapping[Task, Sequence[int]]
 
 
-def verify(plan: Plan, routes: Routes, programs: Sequence[Program] | None = None) -> None:
+def verify(
+    plan: Plan, routes: Routes, programs: Sequence[Program] | None = None, *, ahead: int = 1
+) -> None:
     """Prove that a plan runs to its end on any transport.
 
     Args:
         plan: what is to be run.
         routes: where its tensors go.
         programs: the program of each stage, if not those that the plan makes.
+        ahead: how many tasks ahead those post a receive.
 
     Raises:
         PlanError: the plan or its programs have faults; lists all of them.
@@ -48,7 +51,7 @@ def verify(plan: Plan, routes: Routes, programs: Sequence[Program] | None = None
     cycles = _cycles_of(plan)
     faults = [*_task_faults(plan, cycles), *_order_faults(routes, cycles)]
     if programs is None and not faults:
-        programs = make_programs(plan, routes)
+        programs = make_programs(plan, routes, ahead=ahead)
     if programs is not None:
         faults += _program_faults(plan, routes, programs)
         faults = faults or deadlocks(programs, routes)

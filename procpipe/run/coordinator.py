@@ -35,6 +35,10 @@ class Coordinator:
         num_stages: the number of stages.
         skips: pairs of stages between which skip tensors travel.
         schedule: the plan of a ``step`` with its backward; that of rank 0 counts.
+
+    Attributes:
+        ahead: how many tasks ahead a receive is posted, the same on every rank; there to be set by
+            who measures what it is worth.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Coordinator:
         skips: tuple[tuple[int, int], ...] = (),
         schedule: Schedule = SCHEDULES["gpipe"],
     ) -> None:
+        self.ahead = 1
         self._control = control
         self._rank = rank
         self._num_stages = num_stages
@@ -109,8 +114,8 @@ class Coordinator:
         if key not in self._programs:
             plan = self._plans[order.plan]
             if self._rank == 0:
-                verify(plan, routes)
-            self._programs[key] = program(plan, routes, self._rank)
+                verify(plan, routes, ahead=self.ahead)
+            self._programs[key] = program(plan, routes, self._rank, ahead=self.ahead)
         return self._programs[key]
 
     def _choose(self, order: Order) -> Plan:

@@ -92,7 +92,7 @@ class Pipeline:
         differences = self.control.agree(facts, compare_facts)
         if differences:
             raise DisagreementError(differences)
-        self._channels = self._open_channels(transport)
+        self.channels = self._open_channels(transport)
         # Who ran its part and left, while another still connected, would break its connection.
         self.control.agree(None, lambda _: None)
         self._values_to, self._values_from = self._open_value_channels()
@@ -100,7 +100,7 @@ class Pipeline:
         self._device_told_s = 0.0
         self._board.tell_facts({"device": str(world.device), "layers": partition.places})
         self.executor = Executor(
-            self._rank, self._num_stages, partition, self._channels, self._board
+            self._rank, self._num_stages, partition, self.channels, self._board
         )
         self.coordinator = Coordinator(self.control, self._rank, self._num_stages, skips, schedule)
 
@@ -145,7 +145,7 @@ class Pipeline:
         trace, ledger = self.executor.trace, self.executor.ledger
         sent_bytes: dict[str, int] = {}
         num_messages: dict[str, int] = {}
-        for (kind, _), sender in self._channels.senders.items():
+        for (kind, _), sender in self.channels.senders.items():
             sent_bytes[kind] = sent_bytes.get(kind, 0) + sender.num_bytes
             num_messages[kind] = num_messages.get(kind, 0) + sender.num_messages
         return StageStatistics(
@@ -167,7 +167,7 @@ class Pipeline:
         Until its next call a rank may do anything: wait for a peer by other means, write into the
         mini-batch it gave, or into parameters that a layer returned.
         """
-        for sender in self._channels.senders.values():
+        for sender in self.channels.senders.values():
             sender.wait_reusable()
         self._mesh.flush()
 
@@ -179,7 +179,7 @@ class Pipeline:
     def close(self) -> None:
         """Wait until what was sent has arrived, say goodbye and disconnect."""
         try:
-            for sender in self._channels.senders.values():
+            for sender in self.channels.senders.values():
                 sender.settle()
             self._mesh.flush()
             self._world.drain()
@@ -188,8 +188,8 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Disconnect without waiting for anybody."""
-        self._channels.senders.clear()
-        self._channels.receivers.clear()
+        self.channels.senders.clear()
+        self.channels.receivers.clear()
         self._values_to.clear()
         self._values_from.clear()
         self._world.close()
@@ -244,7 +244,7 @@ class Pipeline:
     def _poll(self) -> None:
         """Read what has come, and let go of what has arrived elsewhere."""
         self._mesh.poll()
-        for sender in self._channels.senders.values():
+        for sender in self.channels.senders.values():
             sender.reap()
 
     def _open_value_channels(self) -> tuple[dict[int, LinkSender], dict[int, LinkReceiver]]:

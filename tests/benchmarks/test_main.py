@@ -32,6 +32,8 @@ def parts(monkeypatch):
     make("one")
     make("two")
     monkeypatch.setattr(command, "QUICK", ["one", "two"])
+    monkeypatch.setattr(command, "PUBLISHED", [])
+    monkeypatch.setattr(command, "GROUPS", {"all": ["one", "two"]})
     return ran
 
 
@@ -50,6 +52,17 @@ def test_all_parts_as_they_are(parts, tmp_path):
     assert (tmp_path / "two.json").exists()
 
 
+def test_a_part_that_fails_does_not_end_the_others(parts, tmp_path, capsys, monkeypatch):
+    def fail(options):
+        raise RuntimeError("a process failed")
+
+    monkeypatch.setattr(sys.modules["benchmarks.one"], "run", fail)
+
+    assert command.main(["all", "--out", str(tmp_path)]) == 1
+    assert parts == [("two", 3)]
+    assert capsys.readouterr().err == "one: a process failed\nfailed: one\n"
+
+
 def test_an_unknown_part_is_refused(capsys):
     with pytest.raises(SystemExit):
         command.main(["sped"])
@@ -57,7 +70,7 @@ def test_an_unknown_part_is_refused(capsys):
     assert "throughput" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("part", [*command.QUICK, *command.LONG])
+@pytest.mark.parametrize("part", [*command.QUICK, *command.PUBLISHED])
 def test_every_part_explains_itself(part, capsys):
     with pytest.raises(SystemExit, match="0"):
         command.main([part, "--help"])

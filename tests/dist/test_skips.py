@@ -338,7 +338,7 @@ def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int], 
         assert torch.equal(ours, truth), (mode, name)
     pipeline = stage._calls.pipeline
     assert pipeline is not None
-    senders = pipeline._channels.senders
+    senders = pipeline.channels.senders
     return balance, {channel: sender.num_bytes for channel, sender in senders.items()}
 
 
