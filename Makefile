@@ -2,7 +2,7 @@
 # make test    run all tests
 # make lint    check style and format
 # make types   check types
-# make bench   run all benchmarks
+# make bench   compare with peers, side by side
 # make soak    inject random faults into real runs for some minutes
 # make clean   remove everything that make has made
 #
