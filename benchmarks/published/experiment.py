@@ -15,7 +15,7 @@ __all__ = ["BASELINE", "Experiment", "Scale", "Setting"]
 BASELINE = "baseline"
 
 #: Micro-batches of the baseline where it is scaled: enough that an optimizer's step counts little.
-_BASELINE_MICRO_BATCHES = 4
+_BASELINE_MICRO_BATCHES = 8
 
 
 @dataclass(frozen=True)

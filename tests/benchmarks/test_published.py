@@ -82,6 +82,8 @@ def test_published_models_have_the_published_numbers_of_layers_and_parameters(ex
 def test_published_memory_is_the_sum_of_its_parts():
     for figure in figures.AMOEBANET_MEMORY.values():
         if figure.total_gib is not None:
+            assert figure.model_gib is not None
+            assert figure.activation_gib is not None
             assert figure.total_gib == pytest.approx(figure.model_gib + figure.activation_gib)
 
 
@@ -251,11 +253,15 @@ class Recorder:
 
     num_bytes = 8
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
 
-    def __getattr__(self, name):
-        return lambda *arguments: self.calls.append((name, *arguments)) or name
+    def __getattr__(self, name: str) -> Any:
+        def note(*arguments: Any) -> str:
+            self.calls.append((name, *arguments))
+            return name
+
+        return note
 
 
 def test_waiting_ends_wait_at_once():
