@@ -16,6 +16,7 @@ come leaves a note there (``give_up``), so that nobody waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -282,7 +283,8 @@ class World:
         is cut off. Usually torchrun ends this process here.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(_HEAD_START_S)
+            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C reaches all ranks
+                time.sleep(_HEAD_START_S)
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""

@@ -145,8 +145,8 @@ def test_the_board_that_was_written_last_counts(writer):
     assert board_of(writer).read().call == "step"
 
 
-def test_a_process_without_a_board():
-    assert Board.of_process(os.getpid()) is None
+def test_a_process_without_a_board(writer):
+    assert Board.of_process(writer.pid) is None
     assert Board.of_process(2**22 + 1) is None
 
 
