@@ -13,24 +13,9 @@ from procpipe.plan.gpipe import (
     recomputed,
 )
 from procpipe.plan.task import Plan, Task
+from tests.plan.grids import SIZES, grid, read
 
-SIZES = [(m, n) for m in range(1, 9) for n in range(1, 9)]
 MODES = ["always", "except_last", "never"]
-
-
-def grid(plan: Plan) -> list[list[str]]:
-    """One row a cycle, one column a stage, ``--`` where the stage rests."""
-    rows = []
-    for cycle in plan.cycles:
-        row = ["--"] * plan.num_stages
-        for kind, i, j in cycle:
-            row[j] = f"{kind}{i}"
-        rows.append(row)
-    return rows
-
-
-def read(drawing: str) -> list[list[str]]:
-    return [line.split() for line in drawing.strip().splitlines()]
 
 
 def test_forward_is_a_triangle_that_fills_and_drains() -> None:

@@ -10,25 +10,10 @@ from procpipe.plan.one_f_one_b import one_f_one_b
 from procpipe.plan.routes import Routes
 from procpipe.plan.rows import plan_of_rows
 from procpipe.plan.simulate import Costs, simulate
-from procpipe.plan.task import BACKWARD, FORWARD, Plan, Task
+from procpipe.plan.task import BACKWARD, FORWARD, Task
+from tests.plan.grids import SIZES, grid, read
 
-SIZES = [(m, n) for m in range(1, 9) for n in range(1, 9)]
 MODES = ["always", "except_last", "never"]
-
-
-def grid(plan: Plan) -> list[list[str]]:
-    """One row a cycle, one column a stage, ``--`` where the stage rests."""
-    rows = []
-    for cycle in plan.cycles:
-        row = ["--"] * plan.num_stages
-        for kind, i, j in cycle:
-            row[j] = f"{kind}{i}"
-        rows.append(row)
-    return rows
-
-
-def read(drawing: str) -> list[list[str]]:
-    return [line.split() for line in drawing.strip().splitlines()]
 
 
 def test_the_figure() -> None:

@@ -1,0 +1,25 @@
+"""Plans as grids that a reader can check by eye."""
+
+from __future__ import annotations
+
+from procpipe.plan.task import Plan
+
+__all__ = ["SIZES", "grid", "read"]
+
+#: Every small number of micro-batches and of stages.
+SIZES = [(m, n) for m in range(1, 9) for n in range(1, 9)]
+
+
+def grid(plan: Plan) -> list[list[str]]:
+    """One row a cycle, one column a stage, ``--`` where the stage rests."""
+    rows = []
+    for cycle in plan.cycles:
+        row = ["--"] * plan.num_stages
+        for kind, i, j in cycle:
+            row[j] = f"{kind}{i}"
+        rows.append(row)
+    return rows
+
+
+def read(drawing: str) -> list[list[str]]:
+    return [line.split() for line in drawing.strip().splitlines()]
