@@ -18,7 +18,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from benchmarks.boundary import measure_size
 from benchmarks.report import Report, Table
 from benchmarks.rounds import Step, Times, launch, measure
 from benchmarks.workloads import WORKLOADS, Job
-from procpipe import Stage, StageStatistics
+from procpipe import Stage, StageStatistics, TimedTask
 from procpipe.plan.check import verify
 from procpipe.plan.gpipe import gpipe
 from procpipe.plan.routes import Routes
@@ -42,7 +42,7 @@ _WORKLOAD = "transformer"
 _NUM_STAGES = 2
 
 #: Micro-batches of the run that gives the costs, and of those that are predicted.
-_M_OF_COSTS, _MS_OF_CHECK = 4, (2, 4, 12)
+_M_OF_COSTS, _MS_OF_CHECK = 12, (2, 4, 12)
 
 #: Proving more takes minutes.
 _MAX_PROOF_TASKS = 1 << 16
@@ -114,10 +114,10 @@ def run(options: argparse.Namespace) -> Report:
         n: launch("benchmarks.scaling:measure_runs", n, rounds=options.rounds)
         for n in (1, _NUM_STAGES)
     }
-    measured = Measured(**found[_NUM_STAGES]["measured"])
+    measured = {n: Measured(**of_n["measured"]) for n, of_n in found.items()}
     runs = {n: of_n["times"] for n, of_n in found.items()}
     curves = {
-        name: [predict(measured, number(n), n) for n in options.stages]
+        name: [predict(measured[_NUM_STAGES], number(n), n) for n in options.stages]
         for name, number in _NUM_MICRO_BATCHES.items()
     }
     tables = [tabulate_costs(measured), tabulate_check(measured, runs)]
@@ -146,29 +146,34 @@ def predict(measured: Measured, m: int, n: int) -> Prediction:
     return Prediction(m, n, timeline.total_s, throughput, timeline.bubble, simulate_s, verify_s)
 
 
-def tabulate_costs(measured: Measured) -> Table:
-    """Lay out what was measured."""
+def tabulate_costs(measured: Mapping[int, Measured]) -> Table:
+    """Lay out what was measured, by number of stages."""
     layer = WORKLOADS[_WORKLOAD].sizes.replace("8 layers", "1 layer a stage")
+    rows: list[list[Any]] = [
+        [what, *(vars(of_n)[name] * 1e3 for of_n in measured.values())]
+        for name, what in (
+            ("forward_s", "forward task"),
+            ("backward_s", "backward task"),
+            ("host_s", "of each, the host's work beside the task"),
+            ("transfer_s", "transfer to the next stage"),
+        )
+    ]
     return Table(
-        f"scaling: costs of one micro-batch, measured on 2 stages: {layer}",
-        ["", "ms"],
-        [
-            ["forward task", measured.forward_s * 1e3],
-            ["backward task", measured.backward_s * 1e3],
-            ["of each, the host's work beside the task", measured.host_s * 1e3],
-            ["transfer to the next stage", measured.transfer_s * 1e3],
-        ],
-        [".3f"],
+        f"scaling: costs of one micro-batch, m = {_M_OF_COSTS}: {layer}",
+        ["", *(f"n = {n}, ms" for n in measured)],
+        rows,
+        [".3f"] * len(measured),
+        [f"the curves below have those of n = {_NUM_STAGES}, where stages share this machine"],
     )
 
 
-def tabulate_check(measured: Measured, runs: dict[int, Times]) -> Table:
+def tabulate_check(measured: Mapping[int, Measured], runs: Mapping[int, Times]) -> Table:
     """Lay out measured steps beside simulated ones."""
     rows: list[list[Any]] = []
     for n, times in runs.items():
         for m, seconds in times.items():
             step_s = statistics.median(seconds)
-            simulated_s = simulate(gpipe(int(m), n), measured.costs(n)).total_s
+            simulated_s = simulate(gpipe(int(m), n), measured[n].costs(n)).total_s
             rows.append([f"n = {n}, m = {m}", step_s * 1e3, simulated_s * 1e3])
             rows[-1].append(step_s / simulated_s)
     return Table(
@@ -177,8 +182,8 @@ def tabulate_check(measured: Measured, runs: dict[int, Times]) -> Table:
         rows,
         [".1f", ".1f", ".3f"],
         [
-            f"costs are of the run with n = 2, m = {_M_OF_COSTS}, where both stages use the memory "
-            "at once; one stage has it for itself"
+            f"costs are of the run with the same n and m = {_M_OF_COSTS}: what is predicted is "
+            "other m"
         ],
     )
 
@@ -219,10 +224,11 @@ def measure_runs(rounds: int) -> dict[str, Any]:
     jobs = {m: _job(m, n) for m in _MS_OF_CHECK}
     stages = {m: stage_of(job) for m, job in jobs.items()}
     steps = {m: step_of(stages[m], job) for m, job in jobs.items()}
-    noted: list[tuple[str, float]] = []
+    noted: list[list[TimedTask]] = []
     steps[_M_OF_COSTS] = _noting_tasks(stages[_M_OF_COSTS], steps[_M_OF_COSTS], noted)
     times = measure({str(m): step for m, step in steps.items()}, num_rounds=rounds, num_steps=1)
-    ours = [*_task_seconds(noted), _host_s(stages[_M_OF_COSTS].statistics())]
+    noted = noted[1:]  # the first turn is not counted
+    ours = [task_s(noted, "F"), task_s(noted, "B"), _host_s(stages[_M_OF_COSTS].statistics())]
     for stage in stages.values():
         stage.close()
     ranks: list[Any] = [None] * n
@@ -234,19 +240,22 @@ def measure_runs(rounds: int) -> dict[str, Any]:
     return {"times": times, "measured": asdict(measured)}
 
 
-def _noting_tasks(stage: Stage, step: Step, noted: list[tuple[str, float]]) -> Step:
-    """Note the kind and the seconds of each task of every step."""
+def task_s(steps: Sequence[Sequence[TimedTask]], kind: str) -> float:
+    """Return the median over steps of the mean task of a kind: a step's time is their sum."""
+    return statistics.median(
+        statistics.fmean(timed.end_s - timed.start_s for timed in step if timed.task.kind == kind)
+        for step in steps
+    )
+
+
+def _noting_tasks(stage: Stage, step: Step, noted: list[list[TimedTask]]) -> Step:
+    """Note the tasks of every step."""
 
     def noting() -> None:
         step()
-        noted.extend((timed.task.kind, timed.end_s - timed.start_s) for timed in stage.last_step())
+        noted.append(stage.last_step())
 
     return noting
-
-
-def _task_seconds(noted: Sequence[tuple[str, float]]) -> list[float]:
-    """Return the median seconds of a forward and of a backward task."""
-    return [statistics.median(s for kind, s in noted if kind == wanted) for wanted in ("F", "B")]
 
 
 def _host_s(used: StageStatistics) -> float:

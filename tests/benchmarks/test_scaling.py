@@ -10,7 +10,10 @@ from benchmarks.scaling import (
     tabulate_check,
     tabulate_costs,
     tabulate_curve,
+    task_s,
 )
+from procpipe import TimedTask
+from procpipe.plan.task import Task
 
 FREE = Measured(forward_s=1.0, backward_s=2.0, host_s=0.0, transfer_s=0.0)
 COSTLY = Measured(forward_s=1.0, backward_s=2.0, host_s=0.0, transfer_s=0.5)
@@ -43,7 +46,21 @@ def test_tables():
 
     text = tabulate_curve("m = 4", curve).to_text()
     assert "1.00       1.000" in text
-    check = tabulate_check(COSTLY, {1: {"4": [12.0, 12.0, 90.0]}, 2: {"4": [8.0]}})
-    assert check.rows[0] == ["n = 1, m = 4", 12e3, 12e3, 1.0]
+    slow = Measured(forward_s=2.0, backward_s=4.0, host_s=0.0, transfer_s=0.0)
+    check = tabulate_check({1: slow, 2: COSTLY}, {1: {"4": [24.0, 24.0, 90.0]}, 2: {"4": [8.0]}})
+    assert check.rows[0] == ["n = 1, m = 4", 24e3, 24e3, 1.0]
     assert check.rows[1] == ["n = 2, m = 4", 8e3, 16e3, 0.5]
-    assert "forward task" in tabulate_costs(COSTLY).to_text()
+    costs = tabulate_costs({1: FREE, 2: COSTLY})
+    assert costs.rows[1] == ["backward task", 2000.0, 2000.0]
+    assert costs.rows[3] == ["transfer to the next stage", 0.0, 500.0]
+
+
+def test_the_cost_of_a_task_is_the_mean_within_a_step_and_the_median_of_steps():
+    def step(*ends_s):
+        forward = [TimedTask(Task("F", i, 0), 1.0, end_s) for i, end_s in enumerate(ends_s)]
+        return [*forward, TimedTask(Task("B", 0, 0), 0.0, 50.0)]
+
+    steps = [step(2.0, 4.0), step(2.0, 3.0), step(90.0, 90.0)]
+
+    assert task_s(steps, "F") == 2.0
+    assert task_s(steps, "B") == 50.0
