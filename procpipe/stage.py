@@ -44,6 +44,8 @@ from procpipe.partition import (
     split,
 )
 from procpipe.plan.gpipe import recomputed
+from procpipe.plan.placement import partitions_of
+from procpipe.plan.routes import Routes
 from procpipe.plan.schedules import schedule_of
 from procpipe.plan.task import Plan
 from procpipe.remote import Remote
@@ -161,24 +163,34 @@ class Stage(nn.Sequential):
             self.chunks = _checked_chunks(chunks)
             if not isinstance(checkpoint, str):
                 raise TypeError(f"checkpoint is {checkpoint!r}, but must be a str")
-            if isinstance(balance, str):
-                balance = agreed_balance(balance, module, sample, self.chunks, self._world)
-            self.balance = fit_balance(
-                balance, len(module), self._world.num_ranks, is_launched=self._world.is_launched
-            )
             recomputed(checkpoint, 1)
             self._schedule = schedule_of(schedule)
-            self._schedule_name = schedule if isinstance(schedule, str) else "a function"
+            num_ranks = self._world.num_ranks
+            if isinstance(balance, str):
+                num_parts = self._schedule.count(num_ranks)
+                balance = agreed_balance(
+                    balance, module, sample, self.chunks, self._world, num_parts
+                )
+            self.balance = fit_balance(
+                balance,
+                len(module),
+                num_ranks,
+                is_launched=self._world.is_launched,
+                num_parts=self._schedule.num_parts,
+            )
+            self._placement = self._schedule.place(len(self.balance), num_ranks)
             self._transport = _checked_transport(transport)
             self.checkpoint = checkpoint
             check_shared_parameters(module, self.balance)
-            if isinstance(loss_fn, nn.Module) and self.rank == self._last:
+            if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
                 loss_fn.to(self.device)  # class weights, for one, belong where the output is
             self._loss = Loss(loss_fn, loss_weight, check_loss)
             self._layer_facts = layer_facts(module)
             self._is_deferring = bool(deferred_batch_norm)
             self._adopt_layers(module, deferred_batch_norm)
-            self._batches = Batches(self._calls, self._order, self.rank, self._last, self.device)
+            self._batches = Batches(
+                self._calls, self._order, self.rank, self._output_rank, self.device
+            )
         except BaseException as error:
             self._calls.fail("Stage", error)
             raise
@@ -261,8 +273,8 @@ class Stage(nn.Sequential):
             self._run_backward(this, order, batch, ingoing)
 
         may_follow = run_backward if batch.keep else None
-        if self.rank != self._last:
-            return Remote(self._last, "the output of stage(input)", may_follow)
+        if self.rank != self._output_rank:
+            return Remote(self._output_rank, "the output of stage(input)", may_follow)
         return join_outputs([batch.outputs.pop(i) for i in range(len(order.sizes))], may_follow)
 
     def batches(self, loader: Loader) -> Iterator[Any]:
@@ -303,7 +315,7 @@ class Stage(nn.Sequential):
             holder = self._order("fetch", detail=holder).detail
             if self.rank != holder:
                 return pipeline.take_value(holder)
-            for peer in range(self._last + 1):
+            for peer in range(self._world.num_ranks):
                 if peer != holder:
                     pipeline.send_value(peer, value)
             return map_tensors(lambda tensor: tensor.detach(), value)
@@ -458,8 +470,9 @@ class Stage(nn.Sequential):
     # -- one call, step by step -----------------------------------------------------------------
 
     @property
-    def _last(self) -> int:
-        return len(self.balance) - 1
+    def _output_rank(self) -> int:
+        """The stage of the last partition, which has the output and the loss."""
+        return self._placement[-1]
 
     def _order(self, call: str, **decided: Any) -> Order:
         return self._calls.order(call, is_training=self.training, **decided)
@@ -496,14 +509,14 @@ class Stage(nn.Sequential):
 
     def _way_of(self, target: Any) -> str:
         """Tell how the target of a step gets to the last stage."""
-        if target is None or self._last == 0:
+        if target is None or self._output_rank == 0:
             return LOCAL
         return DELIVERED if self._batches.has_delivered(target) else ROUTED
 
     def _give_target(self, batch: MiniBatch, order: Order, target: Any) -> None:
         """Give a batch the target, on the ranks that have a use for it, and the loss's shares."""
         is_sender = self.rank == 0 and order.target == ROUTED
-        is_user = self.rank == self._last and order.target != ROUTED
+        is_user = self.rank == self._output_rank and order.target != ROUTED
         if is_user and order.target == DELIVERED:
             target = self._batches.delivered_target
         if (is_sender or is_user) and target is not None:
@@ -547,24 +560,26 @@ class Stage(nn.Sequential):
         """Take this stage's layers out of the full model, onto this stage's device."""
         parts = split(module, self.balance)
         self._skip_layout = SkipLayout.of(parts)
-        ours = parts[self.rank]
-        first_index = sum(self.balance[: self.rank])
-        materialize(ours, self.device, first_index=first_index, seed=torch.initial_seed())
-        for name, layer in ours.items():
-            if hasattr(self, name):
-                raise ValueError(
-                    f"a layer of the model is named {name!r}, which is also an attribute of Stage: "
-                    "name the layer otherwise"
-                )
-            if deferred_batch_norm:
-                layer = DeferredBatchNorm.convert_deferred_batch_norm(layer)
-            self.add_module(name, layer)
+        ours_by_index = {j: parts[j] for j in partitions_of(self._placement, self.rank)}
+        self._names = {j: tuple(ours) for j, ours in ours_by_index.items()}
+        for j, ours in ours_by_index.items():
+            first_index = sum(self.balance[:j])
+            materialize(ours, self.device, first_index=first_index, seed=torch.initial_seed())
+            for name, layer in ours.items():
+                if hasattr(self, name):
+                    raise ValueError(
+                        f"a layer of the model is named {name!r}, which is also an attribute of "
+                        "Stage: name the layer otherwise"
+                    )
+                if deferred_batch_norm:
+                    layer = DeferredBatchNorm.convert_deferred_batch_norm(layer)
+                self.add_module(name, layer)
         self.training = module.training
-        self._layers_elsewhere = {name for part in parts if part is not ours for name in part}
+        elsewhere = (part for j, part in enumerate(parts) if j not in ours_by_index)
+        self._layers_elsewhere = {name for part in elsewhere for name in part}
         self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]
 
     def _connect(self) -> Pipeline:
-        layers = dict(self.named_children())
         facts = {
             "procpipe": __version__,
             "torch": torch.__version__,
@@ -572,16 +587,25 @@ class Stage(nn.Sequential):
             "balance": self.balance,
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
-            "schedule": self._schedule_name,
+            "schedule": self._schedule.name,
             "deferred_batch_norm": self._is_deferring,
             "the type of devices": self.device.type,
             "transport": self._transport,
             "layers": self._layer_facts,
         }
-        skips = SkipPorts(self._skip_layout, self.rank)
-        partition = Partition(layers, self.device, is_first=self.rank == 0, skips=skips)
-        skip_routes = tuple(self._skip_layout.keys)
-        return Pipeline(self._world, partition, skip_routes, facts, self._transport, self._schedule)
+        partitions = {
+            j: Partition(
+                {name: self._modules[name] for name in names},
+                self.device,
+                is_first=j == 0,
+                skips=SkipPorts(self._skip_layout, j),
+            )
+            for j, names in self._names.items()
+        }
+        routes = Routes(
+            self._world.num_ranks, tuple(self._skip_layout.keys), placement=self._placement
+        )
+        return Pipeline(self._world, partitions, routes, facts, self._transport, self._schedule)
 
 
 def _checked_chunks(chunks: int) -> int:

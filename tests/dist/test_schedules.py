@@ -26,7 +26,15 @@ from tests.dist.stages import (
     stage_of,
 )
 
-BALANCES = {1: [8], 2: [3, 5], 3: [2, 3, 3], 4: [1, 3, 2, 2]}
+#: By number of partitions.
+BALANCES = {
+    1: [9],
+    2: [3, 6],
+    3: [2, 3, 4],
+    4: [1, 3, 2, 3],
+    6: [1, 2, 1, 2, 1, 2],
+    8: [1, 1, 1, 1, 1, 1, 1, 2],
+}
 
 
 @skippable(stash=["skip"])
@@ -43,12 +51,21 @@ class Pop(nn.Module):
         return x + skip
 
 
+class SeededDropout(nn.Module):
+    """Dropout whose mask follows from the micro-batch, and so is the plain model's too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(int(x.detach().abs().sum() * 1e6) % 2**31)
+            return F.dropout(x, 0.3, self.training)
+
+
 def isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
     return layer.isolate(namespace)  # type: ignore[operator, no-any-return]
 
 
 def make_model() -> nn.Sequential:
-    """Layers with buffers, in-place changes and two crossing skips."""
+    """Layers with buffers, random numbers, in-place changes and two crossing skips."""
     torch.manual_seed(1)
     near, far = Namespace(), Namespace()
     return nn.Sequential(
@@ -59,6 +76,7 @@ def make_model() -> nn.Sequential:
         isolated(Pop(), far),
         nn.Linear(8, 8),
         isolated(Pop(), near),
+        SeededDropout(),
         nn.Linear(8, 3),
     ).double()
 
@@ -84,7 +102,10 @@ def two_at_a_time(m: int, n: int) -> Plan:
 
 
 def check_parity(
-    bare: Any, schedule: str | Callable[[int, int], Plan], modes: Collection[str]
+    bare: Any,
+    schedule: str | Callable[[int, int], Plan],
+    modes: Collection[str],
+    num_parts: int = 1,
 ) -> None:
     for mode in modes:
         for chunks, size in ((1, 5), (2, 9), (3, 11), (8, 23)):
@@ -93,7 +114,7 @@ def check_parity(
                 bare,
                 f"{mode} {chunks}",
                 plain,
-                BALANCES[bare.num_ranks],
+                BALANCES[bare.num_ranks * num_parts],
                 chunks=chunks,
                 checkpoint=mode,
                 schedule=schedule,
@@ -120,6 +141,26 @@ def check_parity(
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_one_forward_one_backward_is_the_plain_model(ranks, num_ranks):
     ranks(num_ranks).run(check_parity, "1f1b", MODES, world=False).values()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_parts"), [(1, 4), (2, 2), (2, 3), (2, 4), (3, 2), (4, 2)]
+)
+def test_interleaved_is_the_plain_model(ranks, num_ranks, num_parts):
+    modes = MODES if num_ranks == 2 else ["except_last"]
+    ranks(num_ranks).run(check_parity, "interleaved", modes, num_parts, world=False).values()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_zb_h1_is_the_plain_model(ranks, num_ranks):
+    modes = MODES if num_ranks == 2 else ["except_last"]
+    ranks(num_ranks).run(check_parity, "zb-h1", modes, world=False).values()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_zb_v_is_the_plain_model(ranks, num_ranks):
+    modes = MODES if num_ranks == 2 else ["except_last"]
+    ranks(num_ranks).run(check_parity, "zb-v", modes, 2, world=False).values()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -170,11 +211,15 @@ def upside_down(m: int, n: int) -> Plan:
         (backward_first, PlanError, "a plan without forward tasks"),
         (lambda m, n: two_at_a_time(m + 1, n), PlanError, "a plan of 3 micro-batches and 1 stages"),
         (lambda m, n: "F0@0", TypeError, "returned 'F0@0', but must return a procpipe.plan"),
-        ("zb", ValueError, "schedule is 'zb', but must be one of 'gpipe', '1f1b', or a function"),
+        (
+            "zb",
+            ValueError,
+            "schedule is 'zb', but must be one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v', or",
+        ),
         (7, TypeError, "schedule is 7, but must be a str or a function"),
     ],
 )
 def test_what_is_no_schedule_is_refused(schedule, error, told):
     n = 2 if schedule is upside_down else 1
     with pytest.raises(error, match=told):
-        verify(schedule_of(schedule)(2, n, ()), Routes(n))
+        verify(schedule_of(schedule).plan(2, tuple(range(n)), ()), Routes(n))
