@@ -214,7 +214,7 @@ def upside_down(m: int, n: int) -> Plan:
         (
             "zb",
             ValueError,
-            "schedule is 'zb', but must be one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v', or",
+            "schedule is 'zb', but must be one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v'",
         ),
         (7, TypeError, "schedule is 7, but must be a str or a function"),
     ],
