@@ -113,7 +113,9 @@ class Stage(nn.Sequential):
         world: this process's place in the job; by default what the launcher says.
 
     Attributes:
-        balance: number of layers in each stage, a list of int.
+        balance: number of layers in each partition, a list of int.
+        placement: the stage of each partition, a list of int; ``[0, 1, …]`` unless a schedule has
+            several partitions a stage.
         devices: each stage's device, a list of ``torch.device``.
         chunks: see above; rank 0's counts.
         checkpoint: see above; rank 0's counts.
@@ -209,6 +211,11 @@ class Stage(nn.Sequential):
     def devices(self) -> list[torch.device]:
         """Each stage's device."""
         return list(self._world.devices)
+
+    @property
+    def placement(self) -> list[int]:
+        """The stage of each partition."""
+        return list(self._placement)
 
     # -- running --------------------------------------------------------------------------------
 
@@ -344,8 +351,12 @@ class Stage(nn.Sequential):
         """
         with self._calls.together("clip_grad_norm_") as pipeline:
             self._order("clip_grad_norm_")
-            gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            ours = norms(gradients, norm_type)
+            by_partition = {
+                j: [p.grad for p in part.parameters() if p.grad is not None]
+                for j, part in self._by_partition().items()
+            }
+            gradients = [gradient for part in by_partition.values() for gradient in part]
+            ours = [(j, norms(part, norm_type)) for j, part in by_partition.items()]
             total = pipeline.control.agree(ours, lambda of_all: total_norm(of_all, norm_type))
             norm = as_tensor(total).to(self.device)
             if error_if_nonfinite and not torch.isfinite(norm):
@@ -578,6 +589,13 @@ class Stage(nn.Sequential):
         elsewhere = (part for j, part in enumerate(parts) if j not in ours_by_index)
         self._layers_elsewhere = {name for part in elsewhere for name in part}
         self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]
+
+    def _by_partition(self) -> dict[int, nn.ModuleList]:
+        """Return this stage's layers by the indices of its partitions."""
+        return {
+            j: nn.ModuleList(self._modules[name] for name in names)
+            for j, names in self._names.items()
+        }
 
     def _connect(self) -> Pipeline:
         facts = {

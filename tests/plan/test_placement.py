@@ -73,7 +73,7 @@ def test_the_channels_are_those_that_plans_use() -> None:
         assert len(routes.channels()) == len(used)
         kinds = {kind for kind, _, _ in used}
         assert LOSS in kinds
-        assert (TARGET in kinds) == (placement[-1] != 0)
+        assert (TARGET in kinds) == (routes.placement[-1] != 0)
 
 
 def test_all_micro_batches_through_one_partition_before_the_next() -> None:
