@@ -606,6 +606,7 @@ class Stage(nn.Sequential):
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
             "schedule": self._schedule.name,
+            "placement": self.placement,
             "deferred_batch_norm": self._is_deferring,
             "the type of devices": self.device.type,
             "transport": self._transport,

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import Stage
-from procpipe.errors import PlanError
+from procpipe.errors import DisagreementError, PlanError, RemoteStageError
 from procpipe.plan.check import verify
 from procpipe.plan.costs import Costs
-from procpipe.plan.gpipe import recomputed
+from procpipe.plan.gpipe import gpipe, recomputed
+from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.rows import plan_of_rows
 from procpipe.plan.schedules import schedule_of
@@ -317,6 +318,79 @@ def check_misfits(bare: Any) -> None:
 
 def test_a_balance_that_does_not_fit_the_schedule_is_told(ranks):
     ranks(2).run(check_misfits, world=False).values()
+
+
+def well_for_one(m: int, n: int) -> Plan:
+    """A user's plan that is right for one micro-batch only."""
+    if m == 2:
+        raise ZeroDivisionError("no plan for two")
+    plan = two_at_a_time(m, n)
+    return plan if m == 1 else Plan(m, n, tuple(reversed(plan.cycles)))
+
+
+def fail_later(bare: Any, size: int) -> tuple[str, str]:
+    data = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
+    options: Any = {"schedule": well_for_one, "loss_fn": F.cross_entropy}
+    stage = Stage(make_model(), [3, 6], world=world_of(bare, f"{size}"), **options)
+    stage.step(*data)
+    stage.chunks = size
+    with pytest.raises((ZeroDivisionError, PlanError, RemoteStageError)) as caught:
+        stage.step(*data)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "told"),
+    [
+        (2, "ZeroDivisionError", "no plan for two"),
+        (3, "PlanError", "F0@1 in cycle"),
+    ],
+)
+def test_a_users_schedule_that_fails_later_ends_all_ranks(ranks, size, error, told):
+    (own, text), (others, others_text) = ranks(2).run(fail_later, size, world=False).values()
+    assert (own, others) == (error, "RemoteStageError")
+    assert told in text
+    assert f"stage 0 (rank 0), in step(): {error}" in others_text
+    assert told in others_text
+
+
+def differ(bare: Any) -> str:
+    """Ranks whose functions place the layers otherwise."""
+    schedule = two_in_a_loop if bare.rank == 0 else two_in_a_fold
+    options: Any = {"schedule": schedule, "loss_fn": F.cross_entropy}
+    stage = Stage(make_model(), BALANCES[4], world=world_of(bare, "differ"), **options)
+    with pytest.raises(DisagreementError) as caught:
+        stage.step(torch.randn(5, 5, dtype=torch.float64), torch.randint(3, (5,)))
+    return str(caught.value)
+
+
+def two_in_a_loop(m: int, n: int) -> Plan:
+    return gpipe(m, n, placement=looped(2 * n, n))
+
+
+def two_in_a_fold(m: int, n: int) -> Plan:
+    return gpipe(m, n, placement=folded(2 * n, n))
+
+
+def test_users_schedules_that_differ_between_ranks_are_told_on_all(ranks):
+    for told in ranks(2).run(differ, world=False).values():
+        assert "placement is [0, 1, 0, 1] on rank 0 and [0, 1, 1, 0] on rank 1" in told
+
+
+def test_a_users_plan_with_several_partitions_a_stage_is_the_plain_model(ranks):
+    for schedule in (two_in_a_loop, two_in_a_fold):
+        ranks(2).run(check_reversed, schedule, world=False).values()
+
+
+def check_reversed(bare: Any, schedule: Callable[[int, int], Plan]) -> None:
+    plain = make_model()
+    options: Any = {"schedule": schedule, "loss_fn": F.cross_entropy, "chunks": 3}
+    torch.manual_seed(3)
+    inputs, target = torch.randn(8, 5, dtype=torch.float64), torch.randint(3, (8,))
+    with stage_of(bare, schedule.__name__, plain, BALANCES[4], **options) as stage:
+        expected = plain_step(plain, (inputs,), target, 3, F.cross_entropy)
+        assert_same(stage.step(inputs, target), expected, "loss")
+        assert_same_gradients(stage, plain)
 
 
 def backward_first(m: int, n: int) -> Plan:
