@@ -98,7 +98,7 @@ def test_the_split_size_is_swept_and_drawn(tmp_path):
     ],
 )
 def test_what_cannot_be_measured_is_refused(args, fault):
-    done = run_script(RESNET, args=args)
+    done = run_forked(RESNET, args=args)
 
     assert done.returncode == 2
     assert fault in done.stderr
