@@ -15,6 +15,7 @@ a session (and so a process group) of its own. None outlives the call.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -24,7 +25,7 @@ import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,7 +33,7 @@ from pathlib import Path
 import psutil
 
 from tests.dist.forks import fork_server
-from tests.dist.pool import abort_all, job_environment
+from tests.dist.pool import job_environment
 from tests.dist.report import RanksFailedError, RanksHungError
 
 TOKEN = "PROCPIPE_TEST_JOB"
@@ -45,6 +46,9 @@ END_TIMEOUT_S = 5.0
 
 #: How long the kernel may take to end a killed process.
 KILL_TIMEOUT_S = 10.0
+
+#: Finds the processes of a job that are there now.
+Find = Callable[[], Iterator[psutil.Process]]
 
 
 @dataclass(frozen=True)
@@ -124,39 +128,39 @@ def run_forked(
         timeout_s: hard limit.
 
     Raises:
-        RanksHungError: the time limit has passed; the stacks are in what the ranks wrote.
+        RanksHungError: the time limit has passed; as for :func:`run_script`.
     """
     with _script_in_a_folder(path_or_code) as (script, cwd, folder):
         out, err = folder / "stdout", folder / "stderr"
-        start = time.monotonic()
         with open(os.devnull) as stdin, out.open("ab") as stdout, err.open("ab") as stderr:
             files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
             processes = [
                 fork_server().start([script, *args], env=env, cwd=cwd, files=files)
                 for env in _environments(num_ranks)
             ]
+        start = time.monotonic()
+        find = functools.partial(_in_sessions, {process.pid for process in processes})
         try:
             codes = [
                 process.wait(max(0.0, start + timeout_s - time.monotonic()))
                 for process in processes
             ]
+            duration_s = time.monotonic() - start
+            left_behind = _end_leftovers(find())
         except subprocess.TimeoutExpired:
-            abort_all(process.pid for process in processes if process.poll() is None)
-            for process in processes:
-                process.wait(END_TIMEOUT_S)
+            texts = out.read_text(errors="replace"), err.read_text(errors="replace")
+            stacks = _stacks(find, processes[0].pid, err)
             raise RanksHungError(
                 f"{script} on {len(processes)} ranks did not end in {timeout_s} s\n"
-                f"--- stdout\n{out.read_text()}\n--- stderr\n{err.read_text()}"
+                f"--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}\n{stacks}"
             ) from None
         finally:
+            _kill(find)
             for process in processes:
-                if process.poll() is None:
-                    os.kill(process.pid, signal.SIGKILL)
-                    process.wait(KILL_TIMEOUT_S)
-        duration_s = time.monotonic() - start
-        left_behind = _end_leftovers(_in_sessions({process.pid for process in processes}))
+                process.wait(KILL_TIMEOUT_S)
         code = next((code for code in codes if code != 0), 0)
-        return Completed(out.read_text(), err.read_text(), code, duration_s, left_behind)
+        texts = out.read_text(errors="replace"), err.read_text(errors="replace")
+        return Completed(*texts, code, duration_s, left_behind)
 
 
 def _environments(num_ranks: int | None) -> list[dict[str, str]]:
@@ -207,16 +211,13 @@ def _run(
         return Completed(*texts, returncode, duration_s, left_behind)
     except subprocess.TimeoutExpired:
         texts = out.read_text(errors="replace"), err.read_text(errors="replace")
-        stacks = _stacks(token, process.pid, err)
+        stacks = _stacks(functools.partial(_job, token), process.pid, err)
         raise RanksHungError(
             f"{' '.join(argv)} did not end in {timeout_s} s\n"
             f"--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}\n{stacks}"
         ) from None
     finally:
-        for survivor in _frozen_job(token):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                survivor.kill()
-                _wait_end(survivor.pid, KILL_TIMEOUT_S)
+        _kill(functools.partial(_job, token))
         process.wait()
 
 
@@ -233,14 +234,14 @@ def _end_leftovers(job: Iterator[psutil.Process]) -> tuple[str, ...]:
     return tuple(commands)
 
 
-def _stacks(token: str, launcher_pid: int, err: Path) -> str:
+def _stacks(find: Find, launcher_pid: int, err: Path) -> str:
     """Abort the processes of a job one by one, the launcher last; return where each was.
 
     One by one, so that their stacks do not mix in the stderr they share; all others are stopped
     meanwhile, so that the end of one does not wake them.
     """
     stories = []
-    for process in sorted(_frozen_job(token), key=lambda process: process.pid == launcher_pid):
+    for process in sorted(_frozen(find), key=lambda process: process.pid == launcher_pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             rank = process.environ().get("RANK")
             who = f"rank {rank}" if rank is not None else " ".join(process.cmdline())
@@ -268,14 +269,25 @@ def _in_sessions(ids: set[int]) -> Iterator[psutil.Process]:
 
 
 def _frozen_job(token: str) -> list[psutil.Process]:
+    return _frozen(functools.partial(_job, token))
+
+
+def _frozen(find: Find) -> list[psutil.Process]:
     """Stop all processes of a job, those too that are started meanwhile."""
     stopped: dict[int, psutil.Process] = {}
-    while new := [process for process in _job(token) if process.pid not in stopped]:
+    while new := [process for process in find() if process.pid not in stopped]:
         for process in new:
             stopped[process.pid] = process
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()
     return list(stopped.values())
+
+
+def _kill(find: Find) -> None:
+    for survivor in _frozen(find):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
+            _wait_end(survivor.pid, KILL_TIMEOUT_S)
 
 
 def _wait_end(pid: int, timeout_s: float) -> bool:
