@@ -13,7 +13,7 @@ import pytest
 from procpipe.plan.interleaved import interleaved
 from procpipe.plan.render import render_text
 from procpipe.plan.zero_bubble import zb_v
-from tests.dist.script import run_script
+from tests.dist.script import run_forked, run_script
 
 TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"
@@ -37,7 +37,7 @@ def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
     code += "input, target = loader[0]\noptimizer.zero_grad()\n" + with_own_loss
     code += "optimizer.step()\n" + saving.replace("runs/digits", str(tmp_path)) * 2
     code += "stage.print('done')\n"
-    done = run_script(code, nproc=nproc)
+    done = run_forked(code) if nproc is None else run_script(code, nproc=nproc)
     done.check()
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
     assert len(losses) == 20
@@ -62,7 +62,7 @@ def test_each_peer_has_a_program_before_and_after() -> None:
 def test_the_programs_of_those_who_come_print_the_same_on_any_number_of_stages(
     program: str,
 ) -> None:
-    alone, together = (run_script(program, nproc=nproc).check() for nproc in (None, 2))
+    alone, together = (run_forked(program, num_ranks=n).check() for n in (None, 2))
     assert alone.stdout == together.stdout
     assert re.fullmatch(r"(loss \d+\.\d{4}\n)+", alone.stdout)
 
