@@ -5,7 +5,7 @@ graph through a node that catches its gradient; what goes out is detached and ke
 
               F or R, left to right                B, right to left
 
-    inputs ──(1) _Enter ──(2) layers ──(3) roots ──(4) detached, sent on
+    inputs ──(1) Enter ───(2) layers ──(3) roots ──(4) detached, sent on
                   ^                         |
                   |                         v
            (6) gradients  <──(5) torch.autograd.backward(roots, gradients received)
@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from procpipe.compute.buffers import BufferCopies, Buffers
+from procpipe.compute.graph import Enter, Entry, run_backward
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
 from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
@@ -44,13 +44,6 @@ Finish = Callable[[Any], Any]
 
 
 @dataclass(slots=True)
-class _Entry:
-    """Where the gradients of a micro-batch's inputs are put by the backward pass."""
-
-    gradients: tuple[Tensor | None, ...] = ()
-
-
-@dataclass(slots=True)
 class _Pass:
     """One micro-batch between its forward and its backward task."""
 
@@ -58,7 +51,7 @@ class _Pass:
     finish: Finish | None
     requires_grad: tuple[bool, ...] = ()
     roots: list[Tensor] = field(default_factory=list)
-    entry: _Entry = field(default_factory=_Entry)
+    entry: Entry = field(default_factory=Entry)
     ambient: Ambient | None = None
     buffers: BufferCopies | None = None
     versions: list[int] = field(default_factory=list)
@@ -210,7 +203,7 @@ class Partition:
             roots, given = zip(*pairs, strict=True)
             _check_shapes(i, roots, given)
             with without_autocast(self.device):
-                _run_backward(roots, given)
+                run_backward(roots, given)
         num_wanted = sum(this.inputs.requires_grad)
         return list(this.entry.gradients) or [None] * num_wanted
 
@@ -236,7 +229,7 @@ class Partition:
                     tensors, structure = self._run_with_graph(this)
                 if not all(map(_are_same, before, inputs.tensors)):
                     raise RecomputeError(_CHANGED_PAST_AUTOGRAD)
-                this.roots, this.entry = [], _Entry()
+                this.roots, this.entry = [], Entry()
                 learned = _Learned(
                     _form(tensors, structure), tuple(t.requires_grad for t in tensors)
                 )
@@ -261,7 +254,7 @@ class Partition:
         inputs = self._unshared(tensors) if is_kept else list(tensors)
         entering = [k for k, wants in enumerate(flags) if wants]
         if entering:
-            entered = _Enter.apply(  # type: ignore[no-untyped-call]
+            entered = Enter.apply(  # type: ignore[no-untyped-call]
                 this.entry, self._anchor, *(inputs[k] for k in entering)
             )
             for k, tensor in zip(entering, entered, strict=True):
@@ -371,24 +364,6 @@ def _check_shapes(i: int, roots: tuple[Tensor, ...], gradients: tuple[Tensor, ..
             )
 
 
-def _run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Add the gradients of all that ``roots`` were computed from.
-
-    As ``torch.autograd.backward`` does after a look at each gradient's shape, for which torch 2.13
-    imports sympy (``_make_grads`` in ``torch/autograd/__init__.py``): 0.6 s of the first step.
-    """
-    keep_graph = create_graph = False
-    _engine_run_backward(
-        roots,
-        gradients,
-        keep_graph,
-        create_graph,
-        (),  # all leaves
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
-
-
 _CHANGED_PAST_AUTOGRAD = (
     "a layer of this stage changed the stage's input past autograd (through x.data or NumPy), so "
     "recomputing it would start from the wrong values: change a copy, or use checkpoint='never'"
@@ -402,22 +377,3 @@ def _form(tensors: list[Tensor], structure: Structure) -> tuple[Structure, tuple
 def _are_same(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors hold the same values; NaN is as NaN."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-class _Enter(torch.autograd.Function):
-    """Step (1): received tensors become results of this node, which catches their gradients.
-
-    ``detach`` makes aliases that are no views, so that layers may change them in place as they may
-    in the plain model; and that share their version with what came in, so that it is noticed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, entry: _Entry, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.entry = entry
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.entry.gradients = gradients
-        return (None,) * (2 + len(gradients))
