@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-__all__ = ["Enter", "Entry", "run_backward"]
+from procpipe.errors import RecomputeError
+
+__all__ = ["Enter", "Entry", "check_shapes", "run_backward"]
 
 
 @dataclass(slots=True)
@@ -42,6 +44,21 @@ class Enter(torch.autograd.Function):
         """Put the gradients into the entry."""
         ctx.entry.gradients = gradients
         return (None,) * (2 + len(gradients))
+
+
+def check_shapes(i: int, roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Check gradients against their roots: autograd would sum what can be broadcast.
+
+    Raises:
+        RecomputeError: they differ, which only recomputation can bring about.
+    """
+    for root, gradient in zip(roots, gradients, strict=True):
+        if root.shape != gradient.shape:
+            raise RecomputeError(
+                f"the gradient of an output of micro-batch {i} has shape {tuple(gradient.shape)}, "
+                f"as its first forward had, but recomputing it gave {tuple(root.shape)}: a layer "
+                "takes another way the second time (see is_recomputing()); use checkpoint='never'"
+            )
 
 
 def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
