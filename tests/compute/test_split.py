@@ -346,8 +346,10 @@ def received(x: Tensor) -> Flat:
 
 
 @BOTH
-def test_a_layer_called_twice(recompute):
-    model = nn.Sequential(Do(lambda layer, x: layer(layer(x).tanh()), nn.Linear(6, 6)))
+def test_a_layer_called_three_times(recompute):
+    model = nn.Sequential(
+        Do(lambda layer, x: layer(layer(layer(x).tanh()).tanh()), nn.Linear(6, 6))
+    )
     check(model, ramp(4, 6), put_off=2, recompute=recompute)
 
 
@@ -414,6 +416,15 @@ def test_autocast(recompute):
     check(model, x, put_off=6, recompute=recompute, autocast=lambda: torch.autocast("cpu"))
     model, x = model.double(), x.double().detach()
     check(model, x, put_off=6, recompute=recompute, autocast=lambda: torch.autocast("cpu"))
+
+
+def test_a_layer_that_turns_autocast_off():
+    def forward(layer, x):
+        with torch.autocast("cpu", enabled=False):
+            return layer(x)
+
+    model = Do(forward, nn.Linear(6, 6))
+    check(model, ramp(4, 6), put_off=2, autocast=lambda: torch.autocast("cpu"))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
