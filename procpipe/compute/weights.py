@@ -102,7 +102,7 @@ class Convolution:
         output: Tensor = convolve(
             x, weight, bias, self.stride, self.padding, self.dilation, self.groups
         )
-        return output.detach() if output._is_view() else output
+        return output
 
     def input_gradient(self, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of ``x``, whose values do not matter."""

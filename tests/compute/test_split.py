@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from procpipe.compute.tasks import Partition
+from procpipe.compute.weights import LINEAR
 from procpipe.tree import Flat
 
 CPU = torch.device("cpu")
@@ -208,6 +210,37 @@ def test_a_weight_by_columns(dtype):
     check(layer, ramp(33, 7, dtype=dtype), put_off=2)
 
 
+@pytest.mark.parametrize("weight", [ramp(12, 33), ramp(33, 12).t()])
+@pytest.mark.parametrize("x", [ramp(33, 7).t(), ramp(7, 33), ramp(3, 7, 33)])
+def test_the_layouts_of_gradients_are_autograds(x, weight):
+    output = F.linear(x.requires_grad_(), weight.requires_grad_())
+    given = x.detach(), ramp(*output.shape), weight.detach()
+    of_x, of_weight = torch.autograd.grad(output, (x, weight), given[1])
+    assert equal(LINEAR.input_gradient(*given), of_x)
+    assert equal(LINEAR.weight_gradients(*given, None)[0], of_weight)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 1)])
+def test_the_models_first_layer_does_nothing_in_the_first_task(layer):
+    ran: list[str] = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            ran.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    partition = partition_of(nn.Sequential(layer))
+    inputs = Flat([ramp(3, 6)], Flat.of(ramp(3, 6)).structure, (False,))
+    partition.forward(0, inputs, keep=True, recompute=False, split=True)
+    gradient = ramp(3, 6)
+    with Listen():
+        partition.backward_input(0, [gradient])
+        assert set(ran) <= {"aten.detach.default", "aten.unsqueeze.default"}
+        ran.clear()
+        partition.backward_weight(0)
+    assert {"aten.mm.default", "aten.convolution_backward.default"} & set(ran)
+
+
 # -- convolutions --------------------------------------------------------------------------------
 
 CONVOLUTIONS = {
@@ -313,8 +346,10 @@ def received(x: Tensor) -> Flat:
 
 
 @BOTH
-def test_a_layer_called_twice(recompute):
-    model = nn.Sequential(Do(lambda layer, x: layer(layer(x).tanh()), nn.Linear(6, 6)))
+def test_a_layer_called_three_times(recompute):
+    model = nn.Sequential(
+        Do(lambda layer, x: layer(layer(layer(x).tanh()).tanh()), nn.Linear(6, 6))
+    )
     check(model, ramp(4, 6), put_off=2, recompute=recompute)
 
 
@@ -381,6 +416,15 @@ def test_autocast(recompute):
     check(model, x, put_off=6, recompute=recompute, autocast=lambda: torch.autocast("cpu"))
     model, x = model.double(), x.double().detach()
     check(model, x, put_off=6, recompute=recompute, autocast=lambda: torch.autocast("cpu"))
+
+
+def test_a_layer_that_turns_autocast_off():
+    def forward(layer, x):
+        with torch.autocast("cpu", enabled=False):
+            return layer(x)
+
+    model = Do(forward, nn.Linear(6, 6))
+    check(model, ramp(4, 6), put_off=2, autocast=lambda: torch.autocast("cpu"))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
