@@ -95,6 +95,7 @@ class Executor:
         partition: the local layers.
         channels: this stage's ends of all channels.
         board: where to say which task and layer is running.
+        trace: times the tasks.
     """
 
     def __init__(
@@ -104,12 +105,13 @@ class Executor:
         partition: Partition,
         channels: Channels,
         board: Board,
+        trace: Trace | None = None,
     ) -> None:
         self.partition = partition
-        partition.on_layer = board.enter_layer
+        self.trace = trace or Trace()
+        partition.on_layer = self.trace.on_layer(board.enter_layer)
         self._board = board
         self.ledger = Ledger()
-        self.trace = Trace()
         self.current_task: Task | None = None
         self._stage = stage
         self._is_first = stage == 0
@@ -178,7 +180,7 @@ class Executor:
         elif kind == BACKWARD:
             self._backward(task, batch)
         else:
-            start_ns = time.perf_counter_ns()
+            start_ns = self.trace.start()
             self.ledger.hold(("output", i), self.partition.recompute(i))
             self.trace.ran(task, start_ns)
         self.current_task = None
@@ -190,7 +192,7 @@ class Executor:
         inputs += [self._take(SKIP, a, i) for a in self.partition.skips.sources]
         finish = self._finish(i, batch) if self._is_last else None
         recompute = i in self._recomputed
-        start_ns = time.perf_counter_ns()
+        start_ns = self.trace.start()
         output = self.partition.forward(
             i, joined(inputs), keep=batch.keep, recompute=recompute, finish=finish
         )
@@ -214,7 +216,7 @@ class Executor:
     def _backward(self, task: Task, batch: MiniBatch) -> None:
         i, ledger = task.i, self.ledger
         gradients = self._output_gradients(i, batch)
-        start_ns = time.perf_counter_ns()
+        start_ns = self.trace.start()
         input_gradients = self.partition.backward(i, gradients)
         self.trace.ran(task, start_ns)
         pieces = cut(input_gradients, self._num_wanted.pop(i))
@@ -311,13 +313,16 @@ class Executor:
             message = self._made.pop((kind, destination, i))
             if kind in (GRADIENT, SKIP_GRADIENT) and message.structure == ("t", ()):
                 return  # nothing requires it; the receiver knows
+        start_ns = time.perf_counter_ns()
         self._channels.senders[kind, destination].send(message)
+        if self.trace.records_messages:
+            self.trace.sent(kind, i, destination, message.tensors, start_ns)
 
     def _take(self, kind: str, source: int, i: int) -> Flat:
         """Wait for a message, and count it from where its buffer was allowed."""
         start_ns = time.perf_counter_ns()
         message = self._channels.receivers[kind, source].take()
-        self.trace.waiting_ns += time.perf_counter_ns() - start_ns
+        self.trace.took(kind, i, source, message.tensors, start_ns)
         self.ledger.size((kind, source, i), num_bytes(message.tensors))
         return message
 
