@@ -189,6 +189,15 @@ class Recording:
             )
         return self._by_number[number]
 
+    def like(self, step: Step) -> list[Step]:
+        """Return the steps that did the same as one; not the first of a run if there are others."""
+        same = [
+            other
+            for other in self.steps
+            if (other.plan, other.call, other.sizes) == (step.plan, step.call, step.sizes)
+        ]
+        return same[1:] if len(same) > 1 and same[0].number == 0 else same
+
     def kept_text(self) -> str:
         """Say which steps are kept: "steps 0 to 4 and 20 to 119"."""
         ranges: list[list[int]] = []
