@@ -21,32 +21,33 @@ from procpipe.plan.idle import median_seconds, replay
 from procpipe.plan.measured import Recording, Step
 from procpipe.plan.palette import LOOKS
 from procpipe.plan.task import Task
+from procpipe.plan.words import seconds_text
 
-__all__ = ["Drawing", "draw", "seconds_text", "step_bars"]
+__all__ = ["Drawing", "draw", "step_bars"]
 
 _LANE, _BOX, _WAIT, _HEAD, _AXIS = 38, 24, 6, 26, 30  # pixels: heights
 _MARGIN, _NAMES = 6, 126  # widths
 _LEAST_WIDTH, _MOST_WIDTH = 1000, 12000
 
 #: A usual box is made so wide that what is in it can be read.
-_BOX_WIDTH = 17
+_BOX_WIDTH = 19
 
 _CHARACTER = 7.2
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """The picture in two parts, as SVG, and how long the plan would have taken.
+    """The picture in two parts, as SVG.
 
     Attributes:
         names: the names of the rows.
         lanes: the rows.
-        planned_s: seconds of the plan with the median seconds of its tasks.
+        is_wide: whether the rows are wider than a usual page.
     """
 
     names: str
     lanes: str
-    planned_s: float
+    is_wide: bool
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def draw(recording: Recording, step: Step) -> Drawing:
     ]
     canvas = _Canvas(step, max(plan.total_s, step.seconds), measured)
     lanes = canvas.svg(planned, measured, plan.total_s)
-    return Drawing(canvas.names(plan.total_s), lanes, plan.total_s)
+    return Drawing(canvas.names(plan.total_s), lanes, canvas.width > 1.2 * _LEAST_WIDTH)
 
 
 class _Canvas:
@@ -91,6 +92,10 @@ class _Canvas:
     @property
     def height(self) -> int:
         return self._bottom + _AXIS
+
+    @property
+    def width(self) -> float:
+        return self._inner + 2 * _MARGIN
 
     def x(self, seconds: float) -> float:
         return _MARGIN + (seconds / self._total_s * self._inner if self._total_s else 0.0)
@@ -117,10 +122,10 @@ class _Canvas:
 
     def svg(self, planned: Sequence[_Box], measured: Sequence[_Box], planned_s: float) -> str:
         """Draw the rows."""
-        width = self._inner + 2 * _MARGIN
         title = f"Step {self._step.number}: the plan above, what was measured below"
         parts = [
-            f"<svg class='lanes' width='{width:.0f}' height='{self.height}' role='img'>",
+            f"<svg class='lanes' width='{self.width:.0f}' height='{self.height}' "
+            f"viewBox='0 0 {self.width:.0f} {self.height}' preserveAspectRatio='none' role='img'>",
             f"<title>{title}</title>",
             *self._axis(),
             *self._lanes(),
@@ -246,14 +251,6 @@ def step_bars(recording: Recording, shown: Step) -> str:
         f"<svg class='bars' width='{x}' height='{height}' role='img'>"
         f"<title>The length of each step</title>{''.join(bars)}</svg>"
     )
-
-
-def seconds_text(seconds: float) -> str:
-    """Write a length of time with three digits and a unit: "54.3 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= size * 0.9995:
-            return f"{seconds / size:.3g} {unit}" if seconds < 999.5 * size else f"{seconds:.0f} s"
-    return f"{seconds * 1e6:.3g} µs" if seconds else "0"
 
 
 def _round_distance(least: float) -> float:

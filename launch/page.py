@@ -1,7 +1,7 @@
 """The timeline page: one HTML file with its picture, table and advice, and nothing to load.
 
-No script: what a box is shows when it is pointed at, and one switch (messages) is a checkbox. Light
-and dark follow the reader's system. Everything that comes from the file is escaped.
+No script: what a box is shows when it is pointed at, and the switches are checkboxes. Light and
+dark follow the reader's system. Everything that comes from the file is escaped.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from procpipe.launch.drawing import draw, seconds_text, step_bars
+from procpipe.launch.drawing import draw, step_bars
 from procpipe.plan.idle import Split
 from procpipe.plan.measured import Recording, Step
 from procpipe.plan.palette import LOOKS
+from procpipe.plan.words import seconds_text
 
 __all__ = ["page"]
 
@@ -71,6 +72,7 @@ def page(
         f"<p class='facts'>{escape(_facts_text(recording, step))}</p>",
         *_warnings(recording),
         "<input type='checkbox' id='messages'>",
+        f"<input type='checkbox' id='fit'{' checked' if drawing.is_wide else ''}>",
         f"<div class='legend'>{''.join(_legend(step))}</div>",
         f"<div class='picture'>{drawing.names}<div class='scroll'>{drawing.lanes}</div></div>",
         "<p class='note'>The plan is the stages' tasks in the order in which they ran, with the "
@@ -116,7 +118,7 @@ def _facts_text(recording: Recording, step: Step) -> str:
         f"on {facts.get('the type of devices')}",
         f"procpipe {facts.get('procpipe')}",
         f"torch {facts.get('torch')}",
-        f"written {facts.get('written')}",
+        f"written {str(facts.get('written'))[:16].replace('T', ' ')}",
     ]
     return " · ".join(told)
 
@@ -137,7 +139,8 @@ def _legend(step: Step) -> Iterator[str]:
             yield f"<span><i class='swatch {kind}'></i>{look.name}</span>"
     yield "<span><i class='swatch wait'></i>waiting for a message</span>"
     yield "<span><i class='swatch lane'></i>idle</span>"
-    yield "<label for='messages'>messages</label>"
+    yield "<span class='switches'><label for='fit'>fit to the page</label>"
+    yield "<label for='messages'>messages</label></span>"
 
 
 def _table(recording: Recording, splits: Sequence[Split]) -> str:
@@ -271,15 +274,20 @@ svg .head{font-weight:600;font-size:13px}svg .faint{fill:var(--faint);font-size:
 .end{stroke:var(--faint);stroke-width:1.5;stroke-dasharray:4 3}
 .hops{display:none}.hops line{stroke:var(--ink);stroke-width:1.2;opacity:.55}
 .hops line:hover{opacity:1;stroke-width:3}
-#messages{position:absolute;opacity:0}#messages:checked~.picture .hops{display:inline}
+#messages,#fit{position:absolute;opacity:0}#messages:checked~.picture .hops{display:inline}
+#fit:checked~.picture .lanes{width:100%}#fit:checked~.picture .lanes text,
+#fit:checked~.picture .grid{display:none}
+.picture .scroll{flex:1}.task rect,.end,.hops line,.grid{vector-effect:non-scaling-stroke}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 8px;font-size:13px;align-items:center}
 .swatch{display:inline-block;width:13px;height:13px;border-radius:2px;margin-right:6px;
-vertical-align:-2px}.swatch.lane{outline:1px solid var(--line)}.swatch.wait{height:6px;vertical-align:2px}
-.legend label{margin-left:auto;border:1px solid var(--line);border-radius:6px;padding:2px 10px;
-cursor:pointer}.legend label::before{content:"show "}
-#messages:checked~.legend label{background:var(--ink);color:var(--paper)}
-#messages:checked~.legend label::before{content:"hide "}
-#messages:focus-visible~.legend label{outline:2px solid #0072b2;outline-offset:2px}
+vertical-align:-2px}.swatch.lane{outline:1px solid var(--line)}
+.swatch.wait{height:6px;vertical-align:2px}
+.switches{margin-left:auto;display:flex;gap:8px}
+.legend label{border:1px solid var(--line);border-radius:6px;padding:2px 10px;cursor:pointer}
+#messages:checked~.legend [for=messages],#fit:checked~.legend [for=fit]{
+background:var(--ink);color:var(--paper)}
+#messages:focus-visible~.legend [for=messages],#fit:focus-visible~.legend [for=fit]{
+outline:2px solid #0072b2;outline-offset:2px}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;width:100%}
 th,td{padding:6px 12px 6px 0;text-align:right;border-bottom:1px solid var(--line);
 white-space:nowrap}thead th{color:var(--faint);font-weight:500;white-space:normal}

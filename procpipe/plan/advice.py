@@ -21,6 +21,7 @@ from procpipe.plan.idle import Split, median_seconds, replay, split
 from procpipe.plan.measured import Recording, Step
 from procpipe.plan.schedules import SCHEDULES
 from procpipe.plan.task import Task
+from procpipe.plan.words import seconds_text
 
 __all__ = ["Divide", "advise"]
 
@@ -95,14 +96,14 @@ class _Look:
         beyond = busy_s[slowest] / mean_s - 1
         told = (
             f"{self._named(slowest)} is {beyond:.0%} slower than the mean "
-            f"({_ms(busy_s[slowest])} busy, the mean is {_ms(mean_s)})"
+            f"({seconds_text(busy_s[slowest])} busy, the mean is {seconds_text(mean_s)})"
         )
         if better != self._balance and saved >= _WORTH:
             return f"{told}: balance {better} would give about {saved:.0%} ({source})."
         imbalance = fmean(one.imbalance_s for one in self._splits) / self._step.seconds
         if imbalance < 2 * _WORTH:
             return ""
-        return f"{told}, but no other balance of whole layers would be better ({source})."
+        return f"{told}, but no other balance of whole layers would give {_WORTH:.0%} ({source})."
 
     def chunks(self) -> str:
         """Say what twice as many micro-batches would make of the bubble."""
@@ -158,8 +159,8 @@ class _Look:
         return (
             f"Communication and overhead are {share:.0%} of the step: {len(self._step.hops)} "
             f"messages of {mib:.1f} MiB in all. The longest waits were stage {destination}'s for "
-            f"the {kind} of stage {source}: {_ms(most_s)}. Fewer or larger micro-batches make "
-            "fewer messages."
+            f"the {kind} of stage {source}: {seconds_text(most_s)}. Fewer or larger "
+            "micro-batches make fewer messages."
         )
 
     # -- what they look at ----------------------------------------------------------------------
@@ -214,7 +215,3 @@ def _peak_held(row: Sequence[Task]) -> int:
     """Return the most micro-batches that are between forward and backward at a time."""
     held = accumulate({"F": 1, "B": -1, "W": -1}.get(task.kind, 0) for task in row)
     return max(held, default=0)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

@@ -32,6 +32,9 @@ FORMAT = "procpipe timeline 1"
 _ROWS = ("steps", "tasks", "waits", "transfers")
 _STEPS, _TASKS, _WAITS, _TRANSFERS = range(4)
 
+#: An arrow ends in the slice that it points into, so a moment before that ends.
+_INSIDE_US = 0.001
+
 Event = dict[str, Any]
 
 
@@ -137,13 +140,15 @@ def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
     )  # fmt: skip
     yield _slice(
         f"{hop.kind} {hop.i} from stage {hop.source}", "wait",
-        hop.destination, _WAITS, hop.asked_s, hop.taken_s, **told,
+        hop.destination, _WAITS, hop.asked_s, hop.taken_s,
+        **{"step": step, "transfer": number, "micro_batch": hop.i, "from": hop.source},
     )  # fmt: skip
     arrow = {"name": hop.kind, "cat": "flow", "id": number}
     yield {**arrow, "ph": "s", "pid": hop.source, "tid": _TRANSFERS,
            "ts": _microseconds(hop.posted_s)}  # fmt: skip
+    inside_us = max(_microseconds(hop.asked_s), _microseconds(hop.taken_s) - _INSIDE_US)
     yield {**arrow, "ph": "f", "bp": "e", "pid": hop.destination, "tid": _WAITS,
-           "ts": _microseconds(hop.taken_s)}  # fmt: skip
+           "ts": round(inside_us, 3)}  # fmt: skip
 
 
 def _boundaries(step: Step) -> dict[str, Any]:
