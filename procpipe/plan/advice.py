@@ -155,12 +155,13 @@ class _Look:
             key = hop.kind, hop.source, hop.destination
             waited_s[key] = waited_s.get(key, 0.0) + hop.waited_s
         (kind, source, destination), most_s = max(waited_s.items(), key=lambda item: item[1])
+        num_hops = len(self._step.hops)
         mib = sum(hop.num_bytes for hop in self._step.hops) / 2**20
         return (
-            f"Communication and overhead are {share:.0%} of the step: {len(self._step.hops)} "
-            f"messages of {mib:.1f} MiB in all. The longest waits were stage {destination}'s for "
-            f"the {kind} of stage {source}: {seconds_text(most_s)}. Fewer or larger "
-            "micro-batches make fewer messages."
+            f"Communication and overhead are {share:.0%} of the step: {num_hops} "
+            f"message{'' if num_hops == 1 else 's'} of {mib:.3g} MiB in all. The longest waits "
+            f"were stage {destination}'s for the {kind} of stage {source}: {seconds_text(most_s)}. "
+            "Fewer or larger micro-batches make fewer messages."
         )
 
     # -- what they look at ----------------------------------------------------------------------
