@@ -258,7 +258,7 @@ _STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}
+main{max-width:1340px;margin:0 auto;padding:28px 20px 60px}
 h1{font-size:22px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:17px;margin:34px 0 10px}
 .lead{font-size:17px;margin:0 0 4px}.facts,.note{color:var(--faint);font-size:13px}
 .facts{margin:0 0 18px}.note{margin:8px 0}
