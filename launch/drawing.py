@@ -23,7 +23,7 @@ from procpipe.plan.palette import LOOKS
 from procpipe.plan.task import Task
 from procpipe.plan.words import seconds_text
 
-__all__ = ["Drawing", "draw", "step_bars"]
+__all__ = ["Drawing", "draw", "later_partitions", "step_bars"]
 
 _LANE, _BOX, _WAIT, _HEAD, _AXIS = 38, 24, 6, 26, 30  # pixels: heights
 _MARGIN, _NAMES = 6, 126  # widths
@@ -85,6 +85,7 @@ class _Canvas:
         usual_s = lengths[len(lengths) // 3] if lengths else 0.0
         wanted = _BOX_WIDTH * total_s / usual_s if usual_s else 0.0
         self._inner = min(max(_LEAST_WIDTH, wanted), _MOST_WIDTH) - 2 * _MARGIN
+        self._later = later_partitions(step)
         self._plan_top = _HEAD
         self._measured_top = 2 * _HEAD + step.num_stages * _LANE
         self._bottom = self._measured_top + step.num_stages * _LANE
@@ -162,7 +163,8 @@ class _Canvas:
                 f"{seconds_text(box.end_s - box.start_s)}, from {seconds_text(box.start_s)} "
                 f"to {seconds_text(box.end_s)}"
             )
-            yield f"<g class='task {kind}'><title>{told}</title>"
+            later = " later" if j in self._later else ""
+            yield f"<g class='task {kind}{later}'><title>{told}</title>"
             yield (f"<rect x='{x:.2f}' y='{y:g}' width='{width:.2f}' height='{_BOX}' rx='2'/>")
             label = next((text for text in (f"{kind}{i}", f"{i}")
                           if len(text) * _CHARACTER + 3 < width), "")  # fmt: skip
@@ -227,6 +229,14 @@ class _Canvas:
             f"<line class='end' x1='{x:.1f}' y1='{_HEAD - 4}' x2='{x:.1f}' y2='{self._bottom}'>"
             f"<title>{what}: {seconds_text(seconds)}</title></line>"
         )
+
+
+def later_partitions(step: Step) -> set[int]:
+    """Return the partitions that are not their stage's first."""
+    first: dict[int, int] = {}
+    for ran in step.tasks:
+        first[ran.stage] = min(ran.task.j, first.get(ran.stage, ran.task.j))
+    return {ran.task.j for ran in step.tasks} - set(first.values())
 
 
 def step_bars(recording: Recording, shown: Step) -> str:

@@ -11,7 +11,7 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from procpipe.launch.drawing import draw, step_bars
+from procpipe.launch.drawing import draw, later_partitions, step_bars
 from procpipe.plan.idle import Split
 from procpipe.plan.measured import Recording, Step
 from procpipe.plan.palette import LOOKS
@@ -137,6 +137,8 @@ def _legend(step: Step) -> Iterator[str]:
     for kind, look in LOOKS.items():
         if kind in kinds:
             yield f"<span><i class='swatch {kind}'></i>{look.name}</span>"
+    if later_partitions(step):
+        yield "<span><i class='swatch F later'></i>paler: not the stage's first partition</span>"
     yield "<span><i class='swatch wait'></i>waiting for a message</span>"
     yield "<span><i class='swatch lane'></i>idle</span>"
     yield "<span class='switches'><label for='fit'>fit to the page</label>"
@@ -270,7 +272,7 @@ svg .head{font-weight:600;font-size:13px}svg .faint{fill:var(--faint);font-size:
 .task text{text-anchor:middle;font-size:11px;pointer-events:none}
 .task rect{stroke:var(--paper);stroke-width:.6}.task:hover rect{stroke:var(--ink);stroke-width:2}
 .lane{fill:var(--lane);background:var(--lane)}.wait{fill:var(--wait);background:var(--wait)}
-.grid{stroke:var(--line);stroke-width:1}
+.later rect,.swatch.later{opacity:.7}.grid{stroke:var(--line);stroke-width:1}
 .end{stroke:var(--faint);stroke-width:1.5;stroke-dasharray:4 3}
 .hops{display:none}.hops line{stroke:var(--ink);stroke-width:1.2;opacity:.55}
 .hops line:hover{opacity:1;stroke-width:3}

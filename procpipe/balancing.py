@@ -19,7 +19,7 @@ __all__ = ["agreed_balance"]
 
 
 def agreed_balance(
-    kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World
+    kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World, num_parts: int
 ) -> list[int]:
     """Find a balance on rank 0; every rank calls it, and the others wait.
 
@@ -30,9 +30,10 @@ def agreed_balance(
             ``balance.Inputs`` of several.
         chunks: micro-batches in a mini-batch.
         world: this process's place in the job.
+        num_parts: the number of partitions.
 
     Raises:
-        BalanceError: another kind, no sample on rank 0, or fewer layers than processes.
+        BalanceError: another kind, no sample on rank 0, or fewer layers than partitions.
     """
     if kind not in ("time", "size"):
         raise BalanceError(
@@ -41,11 +42,15 @@ def agreed_balance(
         )
     if not world.is_launched:
         return [len(module)]
-    found: list[int] = world.agreed("balance", lambda: _found(kind, module, sample, chunks, world))
+    found: list[int] = world.agreed(
+        "balance", lambda: _found(kind, module, sample, chunks, world, num_parts)
+    )
     return found
 
 
-def _found(kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World) -> list[int]:
+def _found(
+    kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World, num_parts: int
+) -> list[int]:
     if sample is None:
         raise BalanceError(
             f"balance={kind!r} needs a sample on rank 0: Stage(model, balance={kind!r}, sample=x), "
@@ -54,4 +59,4 @@ def _found(kind: str, module: nn.Sequential, sample: Any, chunks: int, world: Wo
     inputs = sample.values if isinstance(sample, Inputs) else (sample,)
     first = Inputs(*scatter(inputs, chunks)[0][0])
     find = balance_by_time if kind == "time" else balance_by_size
-    return find(world.num_ranks, module, first, device=world.device)
+    return find(num_parts, module, first, device=world.device)

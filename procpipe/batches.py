@@ -42,7 +42,7 @@ class Batches:
         calls: the pipeline's calls.
         order: issues an order on rank 0 and follows it elsewhere.
         rank: this rank.
-        last: the rank of the last stage.
+        output_rank: the rank of the last stage, or of the one that has the last partition.
         device: this stage's device.
 
     Attributes:
@@ -55,7 +55,7 @@ class Batches:
         calls: Calls,
         order: Callable[..., Order],
         rank: int,
-        last: int,
+        output_rank: int,
         device: torch.device,
     ) -> None:
         self.delivered_target: Any = _NOTHING
@@ -63,7 +63,7 @@ class Batches:
         self._calls = calls
         self._order = order
         self._rank = rank
-        self._last = last
+        self._output_rank = output_rank
         self._device = device
 
     def read(self, loader: Loader) -> Iterator[Any]:
@@ -81,12 +81,12 @@ class Batches:
                     return
                 delivered = _deliverable(item)
                 self._order("batches", detail=[_form_of(item), delivered is not None])
-                if self._last == 0 and delivered is not None:  # this stage is the one to use it
+                if self._output_rank == 0 and delivered is not None:  # this stage will use it
                     if self._device.type != "cpu":
                         item = _with_rest_on(self._device, item, delivered)
                     delivered = None
                 if delivered is not None:
-                    pipeline.send_value(self._last, delivered)
+                    pipeline.send_value(self._output_rank, delivered)
                 self._note(delivered)
             yield item
 
@@ -99,7 +99,7 @@ class Batches:
                     return
                 form, is_delivered = detail
                 delivered = None
-                if is_delivered and self._rank == self._last:
+                if is_delivered and self._rank == self._output_rank:
                     delivered = pipeline.take_value(0)
                 self._note(delivered)
                 item = _placeholders(form, delivered)

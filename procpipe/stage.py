@@ -45,6 +45,8 @@ from procpipe.partition import (
     split,
 )
 from procpipe.plan.gpipe import recomputed
+from procpipe.plan.placement import partitions_of
+from procpipe.plan.routes import Routes
 from procpipe.plan.schedules import schedule_of
 from procpipe.plan.task import Plan
 from procpipe.remote import Remote
@@ -80,9 +82,10 @@ class Stage(nn.Sequential):
         module: the full model, a flat ``nn.Sequential``. If it was built on the meta device, only
             this stage's layers get memory; they are initialised by their ``reset_parameters()``,
             with values that no balance changes.
-        balance: number of layers in each stage; or ``"time"`` or ``"size"`` to have rank 0 find it
-            from a sample (then every rank waits for rank 0 here). Without a launcher it is
-            checked, but all layers are in one stage.
+        balance: number of layers in each partition, of which each stage runs one, or as many as
+            ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
+            (then every rank waits for rank 0 here). Without a launcher it is checked, but all
+            layers are in one partition.
         sample: on rank 0, what a balance is found from: a mini-batch's input, or
             :class:`~procpipe.balance.Inputs` of several.
         chunks: number of micro-batches a mini-batch is split into.
@@ -91,10 +94,13 @@ class Stage(nn.Sequential):
         checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
             micro-batch but the last that there really is) or ``"never"``.
         schedule: in which order the stages of a ``step`` work: ``"gpipe"`` (all micro-batches
-            forward, then all backward) or ``"1f1b"`` (a backward as soon as there can be one: as
-            fast, but a stage holds no more micro-batches than there are stages); or a function
+            forward, then all backward); ``"1f1b"`` (a backward as soon as there can be one: as
+            fast, but a stage holds no more micro-batches than there are stages); ``"interleaved"``
+            (1F1B with several partitions a stage); ``"zb-h1"`` and ``"zb-v"`` (backward in two
+            tasks, with one or two partitions a stage); or a function
             ``(m, n) -> procpipe.plan.task.Plan`` of the number of micro-batches and of stages,
-            whose plan also says what is recomputed. ``stage(input)`` always is in two parts.
+            whose plan also says what is recomputed. ``stage(input)`` always is in two parts. See
+            docs/schedules.md.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of
@@ -116,7 +122,9 @@ class Stage(nn.Sequential):
         world: this process's place in the job; by default what the launcher says.
 
     Attributes:
-        balance: number of layers in each stage, a list of int.
+        balance: number of layers in each partition, a list of int.
+        placement: the stage of each partition, a list of int; ``[0, 1, …]`` unless a schedule has
+            several partitions a stage. Below, "the last stage" is that of the last partition.
         devices: each stage's device, a list of ``torch.device``.
         chunks: see above; rank 0's counts.
         checkpoint: see above; rank 0's counts.
@@ -167,25 +175,35 @@ class Stage(nn.Sequential):
             self.chunks = _checked_chunks(chunks)
             if not isinstance(checkpoint, str):
                 raise TypeError(f"checkpoint is {checkpoint!r}, but must be a str")
-            if isinstance(balance, str):
-                balance = agreed_balance(balance, module, sample, self.chunks, self._world)
-            self.balance = fit_balance(
-                balance, len(module), self._world.num_ranks, is_launched=self._world.is_launched
-            )
             recomputed(checkpoint, 1)
             self._schedule = schedule_of(schedule)
-            self._schedule_name = schedule if isinstance(schedule, str) else "a function"
+            num_ranks = self._world.num_ranks
+            if isinstance(balance, str):
+                num_parts = self._schedule.count(num_ranks)
+                balance = agreed_balance(
+                    balance, module, sample, self.chunks, self._world, num_parts
+                )
+            self.balance = fit_balance(
+                balance,
+                len(module),
+                num_ranks,
+                is_launched=self._world.is_launched,
+                num_parts=self._schedule.num_parts,
+            )
+            self._placement = self._schedule.place(len(self.balance), num_ranks)
             self._transport = _checked_transport(transport)
             self._trace = trace if self.rank else _checked_trace(trace)
             self.checkpoint = checkpoint
             check_shared_parameters(module, self.balance)
-            if isinstance(loss_fn, nn.Module) and self.rank == self._last:
+            if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
                 loss_fn.to(self.device)  # class weights, for one, belong where the output is
             self._loss = Loss(loss_fn, loss_weight, check_loss)
             self._layer_facts = layer_facts(module)
             self._is_deferring = bool(deferred_batch_norm)
             self._adopt_layers(module, deferred_batch_norm)
-            self._batches = Batches(self._calls, self._order, self.rank, self._last, self.device)
+            self._batches = Batches(
+                self._calls, self._order, self.rank, self._output_rank, self.device
+            )
         except BaseException as error:
             self._calls.fail("Stage", error)
             raise
@@ -204,6 +222,11 @@ class Stage(nn.Sequential):
     def devices(self) -> list[torch.device]:
         """Each stage's device."""
         return list(self._world.devices)
+
+    @property
+    def placement(self) -> list[int]:
+        """The stage of each partition."""
+        return list(self._placement)
 
     # -- running --------------------------------------------------------------------------------
 
@@ -268,8 +291,8 @@ class Stage(nn.Sequential):
             self._run_backward(this, order, batch, ingoing)
 
         may_follow = run_backward if batch.keep else None
-        if self.rank != self._last:
-            return Remote(self._last, "the output of stage(input)", may_follow)
+        if self.rank != self._output_rank:
+            return Remote(self._output_rank, "the output of stage(input)", may_follow)
         return join_outputs([batch.outputs.pop(i) for i in range(len(order.sizes))], may_follow)
 
     def batches(self, loader: Loader) -> Iterator[Any]:
@@ -310,7 +333,7 @@ class Stage(nn.Sequential):
             holder = self._order("fetch", detail=holder).detail
             if self.rank != holder:
                 return pipeline.take_value(holder)
-            for peer in range(self._last + 1):
+            for peer in range(self._world.num_ranks):
                 if peer != holder:
                     pipeline.send_value(peer, value)
             return map_tensors(lambda tensor: tensor.detach(), value)
@@ -339,8 +362,12 @@ class Stage(nn.Sequential):
         """
         with self._calls.together("clip_grad_norm_") as pipeline:
             self._order("clip_grad_norm_")
-            gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            ours = norms(gradients, norm_type)
+            by_partition = {
+                j: [p.grad for p in part.parameters() if p.grad is not None]
+                for j, part in self._by_partition().items()
+            }
+            gradients = [gradient for part in by_partition.values() for gradient in part]
+            ours = [(j, norms(part, norm_type)) for j, part in by_partition.items()]
             total = pipeline.control.agree(ours, lambda of_all: total_norm(of_all, norm_type))
             norm = as_tensor(total).to(self.device)
             if error_if_nonfinite and not torch.isfinite(norm):
@@ -472,8 +499,9 @@ class Stage(nn.Sequential):
     # -- one call, step by step -----------------------------------------------------------------
 
     @property
-    def _last(self) -> int:
-        return len(self.balance) - 1
+    def _output_rank(self) -> int:
+        """The stage of the last partition, which has the output and the loss."""
+        return self._placement[-1]
 
     def _order(self, call: str, **decided: Any) -> Order:
         return self._calls.order(call, is_training=self.training, **decided)
@@ -510,14 +538,14 @@ class Stage(nn.Sequential):
 
     def _way_of(self, target: Any) -> str:
         """Tell how the target of a step gets to the last stage."""
-        if target is None or self._last == 0:
+        if target is None or self._output_rank == 0:
             return LOCAL
         return DELIVERED if self._batches.has_delivered(target) else ROUTED
 
     def _give_target(self, batch: MiniBatch, order: Order, target: Any) -> None:
         """Give a batch the target, on the ranks that have a use for it, and the loss's shares."""
         is_sender = self.rank == 0 and order.target == ROUTED
-        is_user = self.rank == self._last and order.target != ROUTED
+        is_user = self.rank == self._output_rank and order.target != ROUTED
         if is_user and order.target == DELIVERED:
             target = self._batches.delivered_target
         if (is_sender or is_user) and target is not None:
@@ -561,24 +589,33 @@ class Stage(nn.Sequential):
         """Take this stage's layers out of the full model, onto this stage's device."""
         parts = split(module, self.balance)
         self._skip_layout = SkipLayout.of(parts)
-        ours = parts[self.rank]
-        first_index = sum(self.balance[: self.rank])
-        materialize(ours, self.device, first_index=first_index, seed=torch.initial_seed())
-        for name, layer in ours.items():
-            if hasattr(self, name):
-                raise ValueError(
-                    f"a layer of the model is named {name!r}, which is also an attribute of Stage: "
-                    "name the layer otherwise"
-                )
-            if deferred_batch_norm:
-                layer = DeferredBatchNorm.convert_deferred_batch_norm(layer)
-            self.add_module(name, layer)
+        ours_by_index = {j: parts[j] for j in partitions_of(self._placement, self.rank)}
+        self._names = {j: tuple(ours) for j, ours in ours_by_index.items()}
+        for j, ours in ours_by_index.items():
+            first_index = sum(self.balance[:j])
+            materialize(ours, self.device, first_index=first_index, seed=torch.initial_seed())
+            for name, layer in ours.items():
+                if hasattr(self, name):
+                    raise ValueError(
+                        f"a layer of the model is named {name!r}, which is also an attribute of "
+                        "Stage: name the layer otherwise"
+                    )
+                if deferred_batch_norm:
+                    layer = DeferredBatchNorm.convert_deferred_batch_norm(layer)
+                self.add_module(name, layer)
         self.training = module.training
-        self._layers_elsewhere = {name for part in parts if part is not ours for name in part}
+        elsewhere = (part for j, part in enumerate(parts) if j not in ours_by_index)
+        self._layers_elsewhere = {name for part in elsewhere for name in part}
         self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]
 
+    def _by_partition(self) -> dict[int, nn.ModuleList]:
+        """Return this stage's layers by the indices of its partitions."""
+        return {
+            j: nn.ModuleList(self._modules[name] for name in names)
+            for j, names in self._names.items()
+        }
+
     def _connect(self) -> Pipeline:
-        layers = dict(self.named_children())
         facts = {
             "procpipe": __version__,
             "torch": torch.__version__,
@@ -586,24 +623,28 @@ class Stage(nn.Sequential):
             "balance": self.balance,
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
-            "schedule": self._schedule_name,
+            "schedule": self._schedule.name,
+            "placement": self.placement,
             "deferred_batch_norm": self._is_deferring,
             "the type of devices": self.device.type,
             "transport": self._transport,
             "trace": self._trace is not None,
             "layers": self._layer_facts,
         }
-        skips = SkipPorts(self._skip_layout, self.rank)
-        partition = Partition(layers, self.device, is_first=self.rank == 0, skips=skips)
-        skip_routes = tuple(self._skip_layout.keys)
+        partitions = {
+            j: Partition(
+                {name: self._modules[name] for name in names},
+                self.device,
+                is_first=j == 0,
+                skips=SkipPorts(self._skip_layout, j),
+            )
+            for j, names in self._names.items()
+        }
+        routes = Routes(
+            self._world.num_ranks, tuple(self._skip_layout.keys), placement=self._placement
+        )
         return Pipeline(
-            self._world,
-            partition,
-            skip_routes,
-            facts,
-            self._transport,
-            self._schedule,
-            self._trace,
+            self._world, partitions, routes, facts, self._transport, self._schedule, self._trace
         )
 
 

@@ -129,7 +129,14 @@ class Partition:
     # -- the tasks ------------------------------------------------------------------------------
 
     def forward(
-        self, i: int, inputs: Flat, *, keep: bool, recompute: bool, finish: Finish | None = None
+        self,
+        i: int,
+        inputs: Flat,
+        *,
+        keep: bool,
+        recompute: bool,
+        finish: Finish | None = None,
+        split: bool = False,
     ) -> Flat:
         """Run micro-batch ``i`` through the layers.
 
@@ -213,6 +220,11 @@ class Partition:
                 _run_backward(roots, given)
         num_wanted = sum(this.inputs.requires_grad)
         return list(this.entry.gradients) or [None] * num_wanted
+
+    backward_input = backward
+
+    def backward_weight(self, i: int) -> None:
+        pass
 
     # -- running the layers ---------------------------------------------------------------------
 

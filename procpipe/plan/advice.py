@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 
+from procpipe.errors import BalanceError
 from procpipe.plan.gpipe import recomputed
 from procpipe.plan.idle import Split, median_seconds, replay, split
 from procpipe.plan.measured import Recording, Step
@@ -201,14 +202,18 @@ class _Look:
         return layers_s, source
 
     def _rows_of(self, schedule: str, m: int) -> Rows | None:
-        """Return what each stage would do; None if that is not known."""
-        n, mode = self._step.num_stages, self._recording.facts.get("checkpoint")
+        """Return what each stage would do with its partitions; None if that is not known."""
+        n, facts = self._step.num_stages, self._recording.facts
+        mode, at = facts.get("checkpoint"), tuple(facts.get("placement", range(n)))
         is_known = schedule in SCHEDULES and mode in ("always", "except_last", "never")
         if not is_known or not self._step.trains or self._step.call != "step":
             return None
-        if self._num_partitions != n:
+        try:
+            if SCHEDULES[schedule].place(len(at), n) != at:
+                return None
+        except BalanceError:  # it is for another number of partitions
             return None
-        plan = SCHEDULES[schedule](m, n, recomputed(str(mode), m))
+        plan = SCHEDULES[schedule].plan(m, at, recomputed(str(mode), m))
         return [plan.tasks_of(stage) for stage in range(n)]
 
 

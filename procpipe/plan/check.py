@@ -1,8 +1,8 @@
 """Proof that a plan can run, before it does: every fault at once, or none.
 
-    1. tasks        each task once, on a stage and for a micro-batch that there is, one a stage and
-                    cycle; every forward has its backward, so that nothing stays held when the
-                    plan ends (unless the plan holds no backward at all)
+    1. tasks        each task once, for a partition and a micro-batch that there are, one a stage
+                    and cycle; every forward has its backward, whole or in two, so that nothing
+                    stays held when the plan ends (unless the plan holds no backward at all)
     2. order        what a task uses was made in an earlier cycle
     3. transfers    the programs run the plan's tasks; every tensor that leaves is sent once and
                     received once, in the same order at both ends of its channel
@@ -21,9 +21,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from procpipe.errors import PlanError
 from procpipe.plan.fence import Program, Receive, Run, Send, fences
 from procpipe.plan.fence import programs as make_programs
+from procpipe.plan.placement import placement_faults
 from procpipe.plan.rendezvous import deadlocks
 from procpipe.plan.routes import Channel, Routes, Transfer
-from procpipe.plan.task import BACKWARD, FORWARD, KINDS, RECOMPUTE, Plan, Task
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    KINDS,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Plan,
+    Task,
+)
 
 __all__ = ["verify"]
 
@@ -48,6 +58,11 @@ def verify(
     if routes.num_stages != plan.num_stages:
         counts = f"{plan.num_stages} stages and the routes {routes.num_stages}"
         raise PlanError([f"the plan has {counts}; both must be of the same model"])
+    if routes.placement != plan.placement:
+        places = f"{list(plan.placement)} and the routes of {list(routes.placement)}"
+        raise PlanError([f"the plan has the placement {places}; both must be of the same model"])
+    if misplaced := list(placement_faults(plan.placement, plan.num_stages)):
+        raise PlanError(misplaced)
     cycles = _cycles_of(plan)
     faults = [*_task_faults(plan, cycles), *_order_faults(routes, cycles)]
     if programs is None and not faults:
@@ -76,8 +91,8 @@ def _task_faults(plan: Plan, cycles: _Cycles) -> Iterator[str]:
             yield f"{task} is of the unknown kind {task.kind!r}; known: {', '.join(KINDS)}"
         if not 0 <= task.i < plan.num_micro_batches:
             yield f"{task} is of a micro-batch that is not there: {plan.num_micro_batches}, from 0"
-        if not 0 <= task.j < plan.num_stages:
-            yield f"{task} is on a stage that is not there: {plan.num_stages}, from 0"
+        if not 0 <= task.j < plan.num_partitions:
+            yield f"{task} is of a partition that is not there: {plan.num_partitions}, from 0"
         if len(when) > 1:
             yield f"{task} comes {len(when)} times, in cycles {', '.join(map(str, when))}"
     yield from _crowded(plan)
@@ -85,27 +100,50 @@ def _task_faults(plan: Plan, cycles: _Cycles) -> Iterator[str]:
 
 
 def _crowded(plan: Plan) -> Iterator[str]:
+    stages = dict(enumerate(plan.placement))
     for k, cycle in enumerate(plan.cycles):
-        if len({task.j for task in cycle}) == len(cycle):
+        busy = [stages.get(task.j) for task in cycle]
+        if len(set(busy)) == len(cycle):
             continue
-        for stage, count in sorted(Counter(task.j for task in cycle).items()):
-            if count > 1:
-                tasks = " and ".join(str(task) for task in cycle if task.j == stage)
+        for stage in sorted({stage for stage in busy if stage is not None}):
+            if (count := busy.count(stage)) > 1:
+                tasks = " and ".join(str(task) for task in cycle if stages.get(task.j) == stage)
                 yield f"stage {stage} has {count} tasks in cycle {k}: {tasks}"
 
 
 def _missing(plan: Plan, cycles: _Cycles) -> Iterator[str]:
     kinds = {task.kind for task in cycles}
-    if not kinds & {FORWARD, BACKWARD}:
+    backward = kinds & {BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT}
+    if not backward and FORWARD not in kinds:
         yield "the plan takes nothing forward and nothing backward"
-    for kind in sorted(kinds & {FORWARD, BACKWARD}, reverse=True):
-        for i in range(plan.num_micro_batches):
-            for j in range(plan.num_stages):
-                if (kind, i, j) not in cycles:
-                    yield f"{Task(kind, i, j)} is missing"
+    for i in range(plan.num_micro_batches):
+        for j in range(plan.num_partitions):
+            if FORWARD in kinds and (FORWARD, i, j) not in cycles:
+                yield f"{Task(FORWARD, i, j)} is missing"
+            if backward:
+                yield from _backward_faults(i, j, cycles)
     for task in cycles:
-        if task.kind == RECOMPUTE and (BACKWARD, task.i, task.j) not in cycles:
+        if task.kind == RECOMPUTE and not {t for t in _backwards(task.i, task.j) if t in cycles}:
             yield f"{task} recomputes for {Task(BACKWARD, task.i, task.j)}, which is missing"
+
+
+def _backwards(i: int, j: int) -> tuple[Task, Task]:
+    return Task(BACKWARD, i, j), Task(INPUT_GRADIENT, i, j)
+
+
+def _backward_faults(i: int, j: int, cycles: _Cycles) -> Iterator[str]:
+    """Find a micro-batch that goes backward not at all, by half, or twice."""
+    whole, first = _backwards(i, j)
+    second = Task(WEIGHT_GRADIENT, i, j)
+    if whole in cycles:
+        if halves := [task for task in (first, second) if task in cycles]:
+            yield f"{whole} and {' and '.join(map(str, halves))} are both there"
+    elif first not in cycles and second not in cycles:
+        yield f"{whole} is missing"
+    else:
+        for half, other in ((first, second), (second, first)):
+            if half not in cycles:
+                yield f"{half} is missing, but {other} is there"
 
 
 # 2. Order -----------------------------------------------------------------------------------
@@ -116,22 +154,24 @@ def _order_faults(routes: Routes, cycles: _Cycles) -> Iterator[str]:
         for before in _local_needs(task):
             if before in cycles and cycles[before][0] >= when:
                 yield f"{task} in cycle {when} needs {before}, in cycle {cycles[before][0]}"
-        for transfer in routes.needed(task):
-            maker = transfer.maker
-            if maker in cycles and cycles[maker][0] >= when:
-                yield (
-                    f"{task} in cycle {when} needs '{transfer}',"
-                    f" which {maker} makes in cycle {cycles[maker][0]}"
-                )
+        for transfer in routes.used_by(task):
+            for maker in transfer.makers:
+                if maker in cycles and cycles[maker][0] >= when:
+                    yield (
+                        f"{task} in cycle {when} needs '{transfer}',"
+                        f" which {maker} makes in cycle {cycles[maker][0]}"
+                    )
 
 
 def _local_needs(task: Task) -> Sequence[Task]:
     """List what must have run before on the same stage, if the plan holds it."""
     _, i, j = task
-    if task.kind == BACKWARD:
+    if task.kind in (BACKWARD, INPUT_GRADIENT):
         return Task(FORWARD, i, j), Task(RECOMPUTE, i, j)
     if task.kind == RECOMPUTE:
         return (Task(FORWARD, i, j),)
+    if task.kind == WEIGHT_GRADIENT:
+        return (Task(INPUT_GRADIENT, i, j),)
     return ()
 
 
@@ -145,8 +185,9 @@ def _program_faults(plan: Plan, routes: Routes, programs: Sequence[Program]) -> 
     out, into = defaultdict(list), defaultdict(list)
     for fence in fences(plan, routes):
         for transfer in fence:
-            out[transfer.source].append(transfer)
-            into[transfer.destination].append(transfer)
+            source, destination = routes.stages_of(transfer)
+            out[source].append(transfer)
+            into[destination].append(transfer)
     for stage, program in enumerate(programs):
         yield from _run_faults(stage, program, plan.tasks_of(stage))
         yield from _differences(stage, "send", out[stage], _sends(program))
@@ -182,8 +223,10 @@ def _place_faults(stage: int, program: Program, routes: Routes) -> Iterator[str]
     """Find sends before the task that makes the tensor, and receives after the one that uses it."""
     place = {step: index for index, step in reversed([*enumerate(program)])}  # the first place
     for step, index in place.items():
-        if isinstance(step, Send) and index < place.get(Run(step.transfer.maker), -1):
-            yield f"stage {stage} sends '{step.transfer}' before {step.transfer.maker} has made it"
+        if isinstance(step, Send):
+            for maker in step.transfer.makers:
+                if index < place.get(Run(maker), -1):
+                    yield f"stage {stage} sends '{step.transfer}' before {maker} has made it"
         if isinstance(step, Run):
             for transfer in routes.needed(step.task):
                 if index < place.get(Receive(transfer), -1):

@@ -1,34 +1,42 @@
-"""What a model costs on each stage: the numbers that a simulation needs, and no more.
+"""What a model costs in each partition: the numbers that a simulation needs, and no more.
 
 They come from a measurement, from a guess, or from ``Costs.uniform`` to compare schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 __all__ = ["Costs"]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds and bytes of one micro-batch on each stage.
+    """Seconds and bytes of one micro-batch in each partition (on each stage, if it has but one).
 
     Attributes:
-        forward_s: seconds of a forward task, for each stage.
-        backward_s: seconds of a backward task, for each stage.
-        recompute_s: seconds of a recomputation, for each stage.
-        transfer_s: seconds from the end of a task until the next stage has what it made, either
-            one number or one for each of the ``n - 1`` boundaries. The way back takes as long.
+        forward_s: seconds of a forward task, for each partition.
+        backward_s: seconds of a backward task, for each partition.
+        recompute_s: seconds of a recomputation, for each partition.
+        input_gradient_s: seconds of the first half of a backward in two, for each partition; half
+            of the backward if left out.
+        weight_gradient_s: seconds of the second half; what is left of the backward if left out.
+        transfer_s: seconds from the end of a task until the next partition has what it made,
+            either one number or one for each of the boundaries. The way back takes as long.
+            Between partitions of one stage it counts as nothing.
         input_bytes: one micro-batch of the model's input, as stage 0 keeps it.
-        output_bytes: one micro-batch of each stage's output: the message to the next stage, which
+        output_bytes: one micro-batch of each partition's output: the message to the next, which
             keeps it as its input, and of the gradient that comes back.
-        skip_bytes: for each pair of stages, the skip tensors of one micro-batch between them.
+        skip_bytes: for each pair of partitions, the skip tensors of one micro-batch between them.
         target_bytes: one micro-batch of the target.
+        saved_bytes: what autograd keeps inside each partition's layers for the backward of one
+            micro-batch, if it is to count.
+        put_off_bytes: what each partition keeps of it between the two halves of a backward.
 
     Raises:
-        ValueError: the numbers are not for the same number of stages.
+        ValueError: the numbers are not for the same number of partitions.
     """
 
     forward_s: tuple[float, ...]
@@ -39,29 +47,42 @@ class Costs:
     output_bytes: tuple[int, ...] = ()
     skip_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
     target_bytes: int = 0
+    input_gradient_s: tuple[float, ...] = ()
+    weight_gradient_s: tuple[float, ...] = ()
+    saved_bytes: tuple[int, ...] = ()
+    put_off_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        n = self.num_stages
-        if not self.output_bytes:
-            object.__setattr__(self, "output_bytes", (0,) * n)
-        lengths = {
-            "backward_s": (len(self.backward_s), n),
-            "recompute_s": (len(self.recompute_s), n),
-            "output_bytes": (len(self.output_bytes), n),
+        p = self.num_partitions
+        halves_s = self.input_gradient_s or tuple(seconds / 2 for seconds in self.backward_s)
+        rests_s = tuple(
+            max(0.0, whole - half) for whole, half in zip(self.backward_s, halves_s, strict=False)
+        )
+        defaults: dict[str, tuple[float, ...]] = {
+            "output_bytes": (0,) * p,
+            "input_gradient_s": halves_s,
+            "weight_gradient_s": rests_s,
+            "saved_bytes": (0,) * p,
+            "put_off_bytes": (0,) * p,
         }
+        for name, default in defaults.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, default)
+        lengths = {name: (len(getattr(self, name)), p) for name in ("backward_s", "recompute_s")}
+        lengths |= {name: (len(getattr(self, name)), p) for name in defaults}
         if isinstance(self.transfer_s, tuple):
-            lengths["transfer_s"] = (len(self.transfer_s), n - 1)
+            lengths["transfer_s"] = (len(self.transfer_s), p - 1)
         for name, (length, expected) in lengths.items():
             if length != expected:
                 raise ValueError(
-                    f"{name} has {length} numbers, but forward_s has {n},"
-                    f" one for each stage, so it must have {expected}"
+                    f"{name} has {length} numbers, but forward_s has {p},"
+                    f" one for each partition, so it must have {expected}"
                 )
 
     @classmethod
     def uniform(
         cls,
-        n: int,
+        num_partitions: int,
         *,
         forward_s: float = 1.0,
         backward_s: float = 2.0,
@@ -71,26 +92,41 @@ class Costs:
         output_bytes: int = 0,
         skip_bytes: Mapping[tuple[int, int], int] | None = None,
         target_bytes: int = 0,
+        input_gradient_s: float | None = None,
+        saved_bytes: int = 0,
+        put_off_bytes: int = 0,
     ) -> Costs:
-        """Make the costs of ``n`` equal stages; a recomputation takes as long as a forward."""
+        """Make the costs of equal partitions.
+
+        A recomputation takes as long as a forward if nothing else is said, and the two halves of a
+        backward as long as each other.
+        """
+        p = num_partitions
         return cls(
-            forward_s=(forward_s,) * n,
-            backward_s=(backward_s,) * n,
-            recompute_s=(forward_s if recompute_s is None else recompute_s,) * n,
+            forward_s=(forward_s,) * p,
+            backward_s=(backward_s,) * p,
+            recompute_s=(forward_s if recompute_s is None else recompute_s,) * p,
             transfer_s=transfer_s,
             input_bytes=input_bytes,
-            output_bytes=(output_bytes,) * n,
+            output_bytes=(output_bytes,) * p,
             skip_bytes=skip_bytes or {},
             target_bytes=target_bytes,
+            input_gradient_s=() if input_gradient_s is None else (input_gradient_s,) * p,
+            saved_bytes=(saved_bytes,) * p,
+            put_off_bytes=(put_off_bytes,) * p,
         )
 
     @property
-    def num_stages(self) -> int:
-        """The number of stages that the costs are for."""
+    def num_partitions(self) -> int:
+        """The number of partitions that the costs are for."""
         return len(self.forward_s)
 
-    def hops_s(self) -> tuple[float, ...]:
-        """List the seconds over each of the ``n - 1`` boundaries."""
-        if isinstance(self.transfer_s, tuple):
-            return self.transfer_s
-        return (self.transfer_s,) * (self.num_stages - 1)
+    def hops_s(self, placement: Sequence[int]) -> tuple[float, ...]:
+        """List the seconds over each boundary, for partitions on these stages."""
+        hops_s = self.transfer_s
+        if not isinstance(hops_s, tuple):
+            hops_s = (hops_s,) * (self.num_partitions - 1)
+        return tuple(
+            0.0 if here == there else hop_s
+            for hop_s, (here, there) in zip(hops_s, pairwise(placement), strict=True)
+        )

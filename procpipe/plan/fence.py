@@ -32,7 +32,7 @@ nothing. All receives move up by the same number of tasks, so each channel keeps
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from procpipe.plan.routes import Routes, Transfer
@@ -86,7 +86,7 @@ def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
     return [
         tuple(
             transfer
-            for task in sorted(cycle, key=lambda task: task.j)
+            for task in sorted(cycle, key=lambda task: plan.placement[task.j])
             for transfer in routes.leaving(task, plan)
         )
         for cycle in plan.cycles
@@ -110,10 +110,10 @@ def program(plan: Plan, routes: Routes, stage: int, *, ahead: int = 1) -> Progra
         for maker in makers
         for k, task in plan.row(maker)
         for transfer in routes.leaving(task, plan)
-        if stage in (transfer.source, transfer.destination)
+        if stage in routes.stages_of(transfer)
     ]
     touching.sort(key=lambda fenced: fenced[0])  # stable: within a fence by maker, as in fences()
-    return _arranged(stage, plan.row(stage), touching, ahead)
+    return _arranged(plan.row(stage), _split(stage, touching, routes), ahead)
 
 
 def programs(plan: Plan, routes: Routes, *, ahead: int = 1) -> tuple[Program, ...]:
@@ -121,16 +121,23 @@ def programs(plan: Plan, routes: Routes, *, ahead: int = 1) -> tuple[Program, ..
     touching: list[list[_Fenced]] = [[] for _ in range(plan.num_stages)]
     for k, fence in enumerate(fences(plan, routes)):
         for transfer in fence:
-            touching[transfer.source].append((k, transfer))
-            touching[transfer.destination].append((k, transfer))
+            for stage in routes.stages_of(transfer):
+                touching[stage].append((k, transfer))
     return tuple(
-        _arranged(stage, plan.row(stage), touching[stage], ahead)
+        _arranged(plan.row(stage), _split(stage, touching[stage], routes), ahead)
         for stage in range(plan.num_stages)
     )
 
 
-def _arranged(stage: int, row: Row, touching: Iterable[_Fenced], ahead: int) -> Program:
-    """Put one stage's tasks, and the transfers that touch it in fence order, into a program.
+def _split(stage: int, touching: Iterable[_Fenced], routes: Routes) -> Iterator[tuple[int, Step]]:
+    """Make the steps of one stage's transfers, each with its cycle."""
+    for k, transfer in touching:
+        is_sender = routes.placement[transfer.source] == stage
+        yield k, Send(transfer) if is_sender else Receive(transfer)
+
+
+def _arranged(row: Row, transfers: Iterable[tuple[int, Step]], ahead: int) -> Program:
+    """Put one stage's tasks, and its transfers in fence order, into a program.
 
     Each step gets a place ``(p, rank)`` and a stable sort does the rest. For the p-th task:
 
@@ -146,14 +153,10 @@ def _arranged(stage: int, row: Row, touching: Iterable[_Fenced], ahead: int) -> 
         ((p, 1), Run(task)) for p, (_, task) in enumerate(row)
     ]
     num_done = 0  # tasks of this stage in the cycles up to the fence
-    for k, transfer in touching:
+    for k, step in transfers:
         while num_done < len(row) and row[num_done][0] <= k:
             num_done += 1
-        if transfer.source == stage:
-            placed.append(((num_done - 1, 2), Send(transfer)))
-        elif ahead == 0:
-            placed.append(((num_done - 1, 2), Receive(transfer)))
-        else:
-            placed.append(((num_done - ahead, 0), Receive(transfer)))
+        is_hoisted = isinstance(step, Receive) and ahead > 0
+        placed.append(((num_done - ahead, 0) if is_hoisted else (num_done - 1, 2), step))
     placed.sort(key=lambda step: step[0])
     return tuple(step for _, step in placed)

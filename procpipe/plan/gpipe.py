@@ -26,7 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Cycle, Plan
+from procpipe.plan.placement import partitions_of
+from procpipe.plan.rows import plan_of_rows
+from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Cycle, Plan, Task
 from procpipe.plan.waves import Wave, Waves
 
 __all__ = [
@@ -80,7 +82,14 @@ def backward_cycles(m: int, n: int, recompute: Collection[int] = ()) -> Iterator
     return iter(Waves(_backward(m, n, recompute)))
 
 
-def gpipe(m: int, n: int, *, recompute: Collection[int] = (), backward: bool = True) -> Plan:
+def gpipe(
+    m: int,
+    n: int,
+    *,
+    recompute: Collection[int] = (),
+    backward: bool = True,
+    placement: tuple[int, ...] = (),
+) -> Plan:
     """Plan a whole mini-batch, forward and then backward.
 
     Args:
@@ -88,21 +97,49 @@ def gpipe(m: int, n: int, *, recompute: Collection[int] = (), backward: bool = T
         n: the number of stages.
         recompute: the micro-batches to recompute; ``recomputed`` makes them from a mode.
         backward: whether to plan the backward pass, too.
+        placement: the stage of each partition. Where a stage runs several, it takes all
+            micro-batches through one before the next.
     """
+    if placement not in ((), tuple(range(n))):
+        return _of_partitions(m, n, placement, recompute, forward=True, backward=backward)
     waves = [_forward(m, n)]
     if backward:
         waves.append(_backward(m, n, recompute))
     return Plan(m, n, Waves(*waves))
 
 
-def forward_plan(m: int, n: int) -> Plan:
+def forward_plan(m: int, n: int, placement: tuple[int, ...] = ()) -> Plan:
     """Plan the forward pass alone, for evaluation or a backward pass that the user will call."""
-    return gpipe(m, n, backward=False)
+    return gpipe(m, n, backward=False, placement=placement)
 
 
-def backward_plan(m: int, n: int, recompute: Collection[int] = ()) -> Plan:
+def backward_plan(
+    m: int, n: int, recompute: Collection[int] = (), placement: tuple[int, ...] = ()
+) -> Plan:
     """Plan the backward pass alone, after a forward pass that has a plan of its own."""
+    if placement not in ((), tuple(range(n))):
+        return _of_partitions(m, n, placement, recompute, forward=False, backward=True)
     return Plan(m, n, Waves(_backward(m, n, recompute)))
+
+
+def _of_partitions(
+    m: int,
+    n: int,
+    placement: tuple[int, ...],
+    recompute: Collection[int],
+    *,
+    forward: bool,
+    backward: bool,
+) -> Plan:
+    rows: list[list[Task]] = []
+    for stage in range(n):
+        ours = partitions_of(placement, stage)
+        row = [Task(FORWARD, i, j) for j in ours for i in range(m)] if forward else []
+        if backward:
+            work = list(zip(*_backward_work(m, recompute), strict=True))
+            row += [Task(kind, i, j) for j in reversed(ours) for kind, i in work]
+        rows.append(row)
+    return plan_of_rows(m, rows, placement)
 
 
 def recomputed(mode: str, m: int) -> frozenset[int]:
@@ -129,6 +166,12 @@ def _forward(m: int, n: int) -> Wave:
 
 
 def _backward(m: int, n: int, recompute: Collection[int]) -> Wave:
+    kinds, micro_batches = _backward_work(m, recompute)
+    return Wave(tuple(kinds), tuple(micro_batches), n, upwards=True)
+
+
+def _backward_work(m: int, recompute: Collection[int]) -> tuple[list[str], list[int]]:
+    """List the kinds and micro-batches of what takes a partition's micro-batches backward."""
     strangers = sorted(set(recompute) - set(range(m)))
     if strangers:
         raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
@@ -138,4 +181,4 @@ def _backward(m: int, n: int, recompute: Collection[int]) -> Wave:
         work = (RECOMPUTE, BACKWARD) if i in recompute else (BACKWARD,)
         kinds.extend(work)
         micro_batches.extend([i] * len(work))
-    return Wave(tuple(kinds), tuple(micro_batches), n, upwards=True)
+    return kinds, micro_batches

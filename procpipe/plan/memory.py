@@ -1,18 +1,24 @@
 """How many bytes a stage holds at each step of its program.
 
-Counted is what procpipe itself keeps, not what a layer saves for its backward pass or what the
-model's parameters take. A stage comes to hold bytes at three places and gives them back at one:
+Counted is what procpipe itself keeps, and what layers save for the backward pass if the costs say
+how much that is; not what the model's parameters take. A stage comes to hold bytes at three places
+and gives them back at one:
 
-    receive t    + the message: an activation, which the stage keeps as its input (not counted
+    receive t    + the message: an activation, which the partition keeps as its input (not counted
                    again when the task runs), a gradient of its output, a skip, a skip gradient
                    or a target. The loss, one number, counts as nothing
-    run F(i,j)   + on stage 0, its input
-                 + the output and what it stashes for other stages, kept as roots of the backward
-                   pass. Not so a micro-batch that will be recomputed, nor any where the plan has
-                   no backward tasks
-    run R(i,j)   + the same
-    run B(i,j)   - at its end, all of the above for micro-batch i
-    run F(i,j)   - at its end, all of the above for micro-batch i, where the plan has no backward
+    run F(i,j)   + in partition 0, its input
+                 + the output and what it stashes for others, kept as roots of the backward pass,
+                   and what its layers save. Not so a micro-batch that will be recomputed, nor any
+                   where the plan has no backward tasks
+                 + what it hands over to another partition of its stage, unless that is kept
+                   already as a root
+    run R(i,j)   + the roots and what its layers save
+    run B(i,j)   + the gradients that it hands over to another partition of its stage
+                 - at its end, all that micro-batch i holds in this partition
+    run I(i,j)   the same, but what the weights' gradients need stays
+    run W(i,j)   - at its end, that
+    run F(i,j)   - at its end, all of micro-batch i, where the plan has no backward
 
 So it follows from the order of the program and not from time: a received message counts from where
 its buffer may be posted, whenever it arrives. A send counts as nothing: what it sends is held
@@ -40,8 +46,17 @@ from collections.abc import Iterator
 
 from procpipe.plan.costs import Costs
 from procpipe.plan.fence import Receive, Run, Send, program
+from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import ACTIVATION, GRADIENT, SKIP, SKIP_GRADIENT, TARGET, Routes, Transfer
-from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Plan,
+    Task,
+)
 
 __all__ = ["held_bytes", "message_bytes", "peak_bytes"]
 
@@ -98,38 +113,76 @@ class _Ledger:
         self._plan = plan
         self._costs = costs
         self._routes = routes
-        self._output = costs.output_bytes[stage] + sum(
-            costs.skip_bytes.get((stage, b), 0) for b in routes.skips_from(stage)
-        )
-        self._own_input = costs.input_bytes if stage == 0 else 0
+        self._roots = {
+            j: costs.output_bytes[j]
+            + sum(costs.skip_bytes.get((j, b), 0) for b in routes.skips_from(j))
+            for j in partitions_of(routes.placement, stage)
+        }
         self._tasks = plan.tasks_of(stage)
-        self._recomputed = {task.i for task in self._tasks if task.kind == RECOMPUTE}
+        self._recomputed = {(i, j) for kind, i, j in self._tasks if kind == RECOMPUTE}
 
     def before(self) -> int:
         """Tell what a forward plan has left for this one, if this one holds only backward."""
         if self._plan.has_forward:
             return 0
-        forward = [Task(FORWARD, i, j) for kind, i, j in self._tasks if kind == BACKWARD]
-        return sum(self.taken(task) + self._received(task) for task in forward)
+        backward = [t for t in self._tasks if t.kind in (BACKWARD, INPUT_GRADIENT)]
+        forward = [Task(FORWARD, i, j) for _, i, j in backward]
+        return sum(self.taken(task) + self._needed(task) for task in forward)
 
     def taken(self, task: Task) -> int:
         """Tell what a task adds to what is held."""
-        if task.kind == RECOMPUTE:
-            return self._output
-        if task.kind == FORWARD:
-            kept = self._plan.has_backward and task.i not in self._recomputed
-            return self._own_input + (self._output if kept else 0)
+        kind, i, j = task
+        if kind == RECOMPUTE:
+            return self._roots[j] + self._costs.saved_bytes[j]
+        if kind == FORWARD:
+            own_input = self._costs.input_bytes if j == 0 else 0
+            if self._is_kept(i, j):
+                return own_input + self._roots[j] + self._costs.saved_bytes[j]
+            return own_input + self._handed_over(task)
+        if kind in (BACKWARD, INPUT_GRADIENT):
+            return self._handed_over(task)
         return 0
 
     def given_back(self, task: Task) -> int:
         """Tell what is held no longer once a task has ended."""
-        forward = Task(FORWARD, task.i, task.j)
-        if task.kind == BACKWARD:
-            inputs = self._own_input + self._received(forward)
-            return inputs + self._output + self._received(task)
-        if task.kind == FORWARD and not self._plan.has_backward:
-            return self._own_input + self._received(forward)
+        kind, i, j = task
+        forward = Task(FORWARD, i, j)
+        if kind == WEIGHT_GRADIENT:
+            return self._costs.put_off_bytes[j]
+        if kind in (BACKWARD, INPUT_GRADIENT):
+            put_off = self._costs.put_off_bytes[j] if kind == INPUT_GRADIENT else 0
+            roots = self._roots[j] + self._costs.saved_bytes[j] - put_off
+            return self._inputs(forward) + roots + self._needed(task) + self._handed(task)
+        if kind == FORWARD and not self._plan.has_backward:
+            return self._inputs(forward)
         return 0
 
-    def _received(self, task: Task) -> int:
+    def _is_kept(self, i: int, j: int) -> bool:
+        return self._plan.has_backward and (i, j) not in self._recomputed
+
+    def _inputs(self, forward: Task) -> int:
+        """Tell what a partition holds as the inputs of a micro-batch."""
+        own_input = self._costs.input_bytes if forward.j == 0 else 0
+        return own_input + self._needed(forward) + self._handed(forward)
+
+    def _needed(self, task: Task) -> int:
+        """Tell the bytes of what a task has from other stages."""
         return sum(message_bytes(transfer, self._costs) for transfer in self._routes.needed(task))
+
+    def _handed(self, task: Task) -> int:
+        """Tell the bytes of what a task has from other partitions of its stage."""
+        return sum(self._counted(t) for t in self._routes.used_by(task) if self._stays(t))
+
+    def _handed_over(self, task: Task) -> int:
+        """Tell the bytes of what a task makes for other partitions of its stage."""
+        return sum(self._counted(t) for t in self._routes.made_by(task) if self._stays(t))
+
+    def _counted(self, transfer: Transfer) -> int:
+        """Tell what counts of a handover: what is a root of its maker is held there already."""
+        if transfer.kind in (ACTIVATION, SKIP) and self._is_kept(transfer.i, transfer.source):
+            return 0
+        return 0 if transfer.kind == TARGET else message_bytes(transfer, self._costs)
+
+    def _stays(self, transfer: Transfer) -> bool:
+        source, destination = self._routes.stages_of(transfer)
+        return source == destination

@@ -40,7 +40,7 @@ def deadlocks(programs: Sequence[Program], routes: Routes) -> list[str]:
         One sentence a ring; none if all programs run to their end.
     """
     waits = _run(programs, routes)
-    return [_story(ring, waits) for ring in _rings(waits)]
+    return [_story(ring, waits, routes) for ring in _rings(waits, routes)]
 
 
 def _run(programs: Sequence[Program], routes: Routes) -> Mapping[int, _Wait]:
@@ -78,7 +78,7 @@ def _awaited(step: Step, routes: Routes) -> Sequence[Send | Receive]:
             return []
 
 
-def _rings(waits: Mapping[int, _Wait]) -> list[list[int]]:
+def _rings(waits: Mapping[int, _Wait], routes: Routes) -> list[list[int]]:
     """Find the rings among stages each of which waits for one other."""
     rings = []
     seen: set[int] = set()
@@ -88,21 +88,21 @@ def _rings(waits: Mapping[int, _Wait]) -> list[list[int]]:
         while stage in waits and stage not in seen:
             seen.add(stage)
             path.append(stage)
-            stage = _owner(waits[stage].awaited)
+            stage = _owner(waits[stage].awaited, routes)
         if stage in path:
             rings.append(path[path.index(stage) :])
     return rings
 
 
-def _owner(step: Send | Receive) -> int:
-    transfer = step.transfer
-    return transfer.source if isinstance(step, Send) else transfer.destination
+def _owner(step: Send | Receive, routes: Routes) -> int:
+    source, destination = routes.stages_of(step.transfer)
+    return source if isinstance(step, Send) else destination
 
 
-def _story(ring: Sequence[int], waits: Mapping[int, _Wait]) -> str:
+def _story(ring: Sequence[int], waits: Mapping[int, _Wait], routes: Routes) -> str:
     parts = [
-        f"stage {stage} stands at '{waits[stage].step}' until stage {_owner(waits[stage].awaited)}"
-        f" comes to '{waits[stage].awaited}'"
+        f"stage {stage} stands at '{waits[stage].step}' until stage "
+        f"{_owner(waits[stage].awaited, routes)} comes to '{waits[stage].awaited}'"
         for stage in ring
     ]
     return "deadlock: " + "; ".join(parts)

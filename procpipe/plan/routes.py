@@ -9,10 +9,11 @@
 
           ◀───────── loss, to every other stage ──────── F(last)@2
 
-A tensor goes straight from the stage that makes it to the stage that uses it, once. All tensors of
-one hop are one transfer: several skip tensors from stage ``a`` to stage ``b`` travel together.
+A tensor goes straight from the partition that makes it to the partition that uses it. All tensors
+of one hop are one transfer: several skip tensors from ``a`` to ``b`` travel together. Between two
+partitions of one stage nothing travels; what one makes is handed over to the other.
 
-Knows which stages speak to which, and after which task; not when (``fence.py``), nor how.
+Knows which partitions speak to which, and after which task; not when (``fence.py``), nor how.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from procpipe.plan.task import BACKWARD, FORWARD, Plan, Task
+from procpipe.plan.placement import partitions_of
+from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, Plan, Task
 
 __all__ = [
     "ACTIVATION",
@@ -44,19 +46,20 @@ SKIP_GRADIENT = "skip gradient"
 TARGET = "target"
 LOSS = "loss"
 
-#: A FIFO of transfers: kind, source, destination.
+#: A FIFO of transfers: kind, source and destination, which are partitions.
 Channel = tuple[str, int, int]
 
 
 class Transfer(NamedTuple):
-    """One message from one stage to another.
+    """One message from one partition to another.
 
     Attributes:
         kind: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET`` or ``LOSS``.
         i: the micro-batch. The loss, of which there is one a mini-batch, bears the micro-batch
             after which it is complete.
-        source: the stage that sends it.
-        destination: the stage that receives it.
+        source: the partition whose stage sends it.
+        destination: the partition whose stage receives it. The loss, which goes to stages, is
+            addressed to the first partition of each.
     """
 
     kind: str
@@ -73,40 +76,51 @@ class Transfer(NamedTuple):
         return self.kind, self.source, self.destination
 
     @property
-    def maker(self) -> Task:
-        """The task that makes what is sent."""
-        backward = self.kind in (GRADIENT, SKIP_GRADIENT)
-        return Task(BACKWARD if backward else FORWARD, self.i, self.source)
+    def makers(self) -> tuple[Task, ...]:
+        """The tasks that can make what is sent, of which a plan holds one."""
+        if self.kind in (GRADIENT, SKIP_GRADIENT):
+            return Task(BACKWARD, self.i, self.source), Task(INPUT_GRADIENT, self.i, self.source)
+        return (Task(FORWARD, self.i, self.source),)
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Which stages of a model speak to which.
+    """Which partitions of a model speak to which.
 
     Attributes:
         num_stages: ``n``.
-        skips: pairs ``(a, b)`` with ``a < b``, each once: a skip tensor made on stage ``a`` is
-            used on stage ``b``.
-        target: whether the target goes from stage 0 to the last stage.
-        loss: whether the last stage sends the loss of the mini-batch to every other.
+        skips: pairs ``(a, b)`` with ``a < b``, each once: a skip tensor made in partition ``a`` is
+            used in partition ``b``.
+        target: whether the target goes from stage 0 to the stage of the last partition.
+        loss: whether the stage of the last partition sends the loss of the mini-batch to every
+            other.
+        placement: the stage of each partition; one partition a stage if left out.
 
     Raises:
-        ValueError: a skip that is no pair of stages in order, or is given twice.
+        ValueError: a skip that is no pair of partitions in order, or is given twice.
     """
 
     num_stages: int
     skips: tuple[tuple[int, int], ...] = ()
     target: bool = False
     loss: bool = False
+    placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", self.placement or tuple(range(self.num_stages)))
+        what = "stages" if len(self.placement) == self.num_stages else "partitions"
         for skip in self.skips:
-            if not 0 <= skip[0] < skip[1] < self.num_stages:
+            if not 0 <= skip[0] < skip[1] < len(self.placement):
                 raise ValueError(
-                    f"the skip {skip} must go from a lower to a higher of {self.num_stages} stages"
+                    f"the skip {skip} must go from a lower to a higher of {len(self.placement)} "
+                    f"{what}"
                 )
         if len(set(self.skips)) < len(self.skips):
-            raise ValueError(f"a pair of stages is given twice in the skips {self.skips}")
+            raise ValueError(f"a pair of {what} is given twice in the skips {self.skips}")
+
+    def stages_of(self, transfer: Transfer) -> tuple[int, int]:
+        """Return the stages between which a transfer goes."""
+        return self.placement[transfer.source], self.placement[transfer.destination]
 
     def leaving(self, task: Task, plan: Plan) -> list[Transfer]:
         """List what leaves a stage after a task, in the order in which it is sent.
@@ -115,56 +129,96 @@ class Routes:
             task: the task that has just ended.
             plan: the plan it belongs to, which tells when the loss is complete.
         """
+        complete = task.i == plan.last_forward
+        return [t for t in self.made_by(task, is_last=complete) if self._travels(t)]
+
+    def made_by(self, task: Task, *, is_last: bool = False) -> list[Transfer]:
+        """List what a task makes for other partitions, those of its own stage included.
+
+        Args:
+            task: the task.
+            is_last: whether it completes the loss of its mini-batch, if it is of the last
+                partition.
+        """
         kind, i, j = task
         if kind == FORWARD:
-            return self._leaving_forward(i, j, complete=i == plan.last_forward)
-        if kind == BACKWARD:
+            return self._made_forward(i, j, complete=is_last)
+        if kind in (BACKWARD, INPUT_GRADIENT):
             up = [Transfer(GRADIENT, i, j, j - 1)] if j > 0 else []
             return up + [Transfer(SKIP_GRADIENT, i, j, a) for a in self.skips_into(j)]
         return []
 
     def needed(self, task: Task) -> list[Transfer]:
         """List what must have come from other stages before a task can run."""
+        return [transfer for transfer in self.used_by(task) if self._travels(transfer)]
+
+    def used_by(self, task: Task) -> list[Transfer]:
+        """List what a task uses of other partitions, those of its own stage included."""
         kind, i, j = task
-        last = self.num_stages - 1
+        last = len(self.placement) - 1
         if kind == FORWARD:
             down = [Transfer(ACTIVATION, i, j - 1, j)] if j > 0 else []
             down += [Transfer(SKIP, i, a, j) for a in self.skips_into(j)]
             if self.target and j == last > 0:
                 down.append(Transfer(TARGET, i, 0, last))
             return down
-        if kind == BACKWARD:
+        if kind in (BACKWARD, INPUT_GRADIENT):
             up = [Transfer(GRADIENT, i, j + 1, j)] if j < last else []
             return up + [Transfer(SKIP_GRADIENT, i, b, j) for b in self.skips_from(j)]
         return []
 
-    def skips_from(self, stage: int) -> tuple[int, ...]:
-        """List the stages that use skip tensors made on this one."""
-        return self._skips_from.get(stage, ())
+    def skips_from(self, partition: int) -> tuple[int, ...]:
+        """List the partitions that use skip tensors made in this one."""
+        return self._skips_from.get(partition, ())
 
-    def skips_into(self, stage: int) -> tuple[int, ...]:
-        """List the stages that make skip tensors used on this one."""
-        return self._skips_into.get(stage, ())
+    def skips_into(self, partition: int) -> tuple[int, ...]:
+        """List the partitions that make skip tensors used in this one."""
+        return self._skips_into.get(partition, ())
 
     def sources(self, stage: int) -> list[int]:
         """List the stages that may send anything to this one."""
-        last = self.num_stages - 1
-        sources = {stage - 1, stage + 1, *self.skips_into(stage), *self.skips_from(stage)}
-        if self.target and stage == last:
-            sources.add(0)
+        last = len(self.placement) - 1
+        sources: set[int] = set()
+        for j in partitions_of(self.placement, stage):
+            sources |= {j - 1, j + 1, *self.skips_into(j), *self.skips_from(j)}
+            if self.target and j == last:
+                sources.add(0)
         if self.loss:
             sources.add(last)
-        return sorted(sources & set(range(self.num_stages)) - {stage})
+        return sorted({self.placement[j] for j in sources if 0 <= j <= last} - {stage})
 
-    def _leaving_forward(self, i: int, j: int, *, complete: bool) -> list[Transfer]:
-        last = self.num_stages - 1
+    def channels(self) -> list[Channel]:
+        """List every channel between two stages that a plan over these routes may use."""
+        last = len(self.placement) - 1
+        forward = [(ACTIVATION, j, j + 1) for j in range(last)]
+        forward += [(SKIP, a, b) for a, b in self.skips]
+        back = [(GRADIENT, j + 1, j) for j in range(last)]
+        back += [(SKIP_GRADIENT, b, a) for a, b in self.skips]
+        aside = [(TARGET, 0, last)] if self.target else []
+        if self.loss:
+            aside += [(LOSS, last, first) for first in self._first_partitions]
+        return [
+            (kind, a, b)
+            for kind, a, b in (*forward, *back, *aside)
+            if self.placement[a] != self.placement[b]
+        ]
+
+    def _travels(self, transfer: Transfer) -> bool:
+        return self.placement[transfer.source] != self.placement[transfer.destination]
+
+    def _made_forward(self, i: int, j: int, *, complete: bool) -> list[Transfer]:
+        last = len(self.placement) - 1
         down = [Transfer(ACTIVATION, i, j, j + 1)] if j < last else []
         down += [Transfer(SKIP, i, j, b) for b in self.skips_from(j)]
         if self.target and j == 0 < last:
             down.append(Transfer(TARGET, i, 0, last))
         if self.loss and j == last and complete:
-            down += [Transfer(LOSS, i, last, other) for other in range(last)]
+            down += [Transfer(LOSS, i, last, first) for first in self._first_partitions]
         return down
+
+    @cached_property
+    def _first_partitions(self) -> tuple[int, ...]:
+        return tuple(self.placement.index(stage) for stage in range(self.num_stages))
 
     @cached_property
     def _skips_from(self) -> Mapping[int, tuple[int, ...]]:

@@ -17,33 +17,47 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from procpipe.plan.task import BACKWARD, FORWARD, Cycle, Plan, Task
+from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, Cycle, Plan, Task
 
-__all__ = ["plan_of_rows"]
+__all__ = ["makers", "plan_of_rows"]
 
 
-def plan_of_rows(m: int, rows: Sequence[Sequence[Task]]) -> Plan:
+def makers(task: Task, num_partitions: int) -> tuple[Task, ...]:
+    """List the tasks of neighbouring partitions that may make what a task uses; one does."""
+    kind, i, j = task
+    if kind == FORWARD and j > 0:
+        return (Task(FORWARD, i, j - 1),)
+    if kind in (BACKWARD, INPUT_GRADIENT) and j < num_partitions - 1:
+        return Task(BACKWARD, i, j + 1), Task(INPUT_GRADIENT, i, j + 1)
+    return ()
+
+
+def plan_of_rows(m: int, rows: Sequence[Sequence[Task]], placement: tuple[int, ...] = ()) -> Plan:
     """Make the plan in which each stage does its row's tasks in order, as early as it can.
 
     Args:
         m: the number of micro-batches.
         rows: the tasks of each stage.
+        placement: the stage of each partition; one partition a stage if left out.
 
     Raises:
         ValueError: a task is in another stage's row, or twice in one; or the stages would wait for
             each other for ever. Lists all such tasks, or says where each stage stands.
     """
-    if faults := list(_faults(rows)):
+    placement = placement or tuple(range(len(rows)))
+    if faults := list(_faults(rows, placement)):
         raise ValueError(f"these rows are no plan: {'; '.join(faults)}")
-    done: set[Task] = set()
+    p = len(placement)
     planned = {task for row in rows for task in row}
+    needs = {task: planned.intersection(makers(task, p)) for task in planned}
+    done: set[Task] = set()
     places = [0] * len(rows)
     cycles: list[Cycle] = []
     while len(done) < len(planned):
         cycle = tuple(
             row[place]
             for row, place in zip(rows, places, strict=True)
-            if place < len(row) and _makers(row[place], len(rows)) & planned <= done
+            if place < len(row) and needs[row[place]] <= done
         )
         if not cycle:
             waits = [
@@ -53,26 +67,17 @@ def plan_of_rows(m: int, rows: Sequence[Sequence[Task]]) -> Plan:
             ]
             raise ValueError(f"these rows come to no end: {', '.join(waits)}")
         for task in cycle:
-            places[task.j] += 1
+            places[placement[task.j]] += 1
         done.update(cycle)
         cycles.append(cycle)
-    return Plan(m, len(rows), tuple(cycles))
+    return Plan(m, len(rows), tuple(cycles), placement)
 
 
-def _faults(rows: Sequence[Sequence[Task]]) -> Iterator[str]:
+def _faults(rows: Sequence[Sequence[Task]], placement: Sequence[int]) -> Iterator[str]:
+    stages = dict(enumerate(placement))
     for stage, row in enumerate(rows):
         for task, count in Counter(row).items():
-            if task.j != stage:
+            if stages.get(task.j) != stage:
                 yield f"{task} is in the row of stage {stage}"
             if count > 1:
                 yield f"{task} comes {count} times"
-
-
-def _makers(task: Task, n: int) -> set[Task]:
-    """Return the tasks of neighbouring stages that make what a task uses."""
-    kind, i, j = task
-    if kind == FORWARD and j > 0:
-        return {Task(FORWARD, i, j - 1)}
-    if kind == BACKWARD and j < n - 1:
-        return {Task(BACKWARD, i, j + 1)}
-    return set()

@@ -1,23 +1,90 @@
-"""The schedules a user can name, and what a schedule is: sizes in, plan out."""
+"""The schedules a user can name, and what a schedule is: a placement, and from sizes a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
-from procpipe.errors import PlanError
+from procpipe.errors import BalanceError, PlanError
 from procpipe.plan.gpipe import gpipe
+from procpipe.plan.interleaved import interleaved
 from procpipe.plan.one_f_one_b import one_f_one_b
+from procpipe.plan.placement import folded, looped
 from procpipe.plan.task import Plan
+from procpipe.plan.zero_bubble import zb_h1, zb_v
 
 __all__ = ["SCHEDULES", "Schedule", "schedule_of"]
 
-#: The plan of a whole mini-batch, forward and backward, from the number of micro-batches, of
-#: stages, and the micro-batches to recompute.
-Schedule = Callable[[int, int, Collection[int]], Plan]
+
+@dataclass(frozen=True)
+class Schedule:
+    """A way to run mini-batches of any number of micro-batches on any number of stages.
+
+    Attributes:
+        name: what the user calls it.
+        plan: makes the plan of a whole mini-batch, forward and backward, from the number of
+            micro-batches, the placement and the micro-batches to recompute.
+        placement: makes the stage of each partition from the numbers of partitions and of stages.
+        num_parts: how many partitions a stage it is for; None for any number.
+        count: makes the number of partitions from that of stages, where the user does not say.
+    """
+
+    name: str
+    plan: Callable[[int, tuple[int, ...], Collection[int]], Plan]
+    placement: Callable[[int, int], tuple[int, ...]] = looped
+    num_parts: int | None = 1
+    count: Callable[[int], int] = lambda num_stages: num_stages
+
+    def place(self, num_partitions: int, num_stages: int) -> tuple[int, ...]:
+        """Return the stage of each partition.
+
+        Raises:
+            BalanceError: the schedule is not for so many partitions a stage.
+        """
+        if num_partitions == 1:
+            return (0,)
+        v, rest = divmod(num_partitions, num_stages)
+        if rest or v < 1 or self.num_parts not in (None, v):
+            wanted = {1: "one partition", 2: "two partitions"}.get(
+                self.num_parts or 0, "the same number of partitions, one or more,"
+            )
+            raise BalanceError(
+                f"the balance makes {num_partitions} partitions for {num_stages} processes, but "
+                f"schedule={self.name!r} needs {wanted} for each"
+            )
+        return self.placement(num_partitions, num_stages)
+
+
+def _num_stages(placement: tuple[int, ...]) -> int:
+    return max(placement) + 1
+
+
+def _twice(num_stages: int) -> int:
+    return 2 * num_stages
+
+
+def _interleaved(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
+    n = _num_stages(placement)
+    return interleaved(m, n, len(placement) // n, recompute=recompute)
+
+
+def _zb_v(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
+    if len(placement) == 1:  # one stage with the whole model
+        return zb_h1(m, 1, recompute=recompute)
+    return zb_v(m, _num_stages(placement), recompute=recompute)
+
 
 SCHEDULES: dict[str, Schedule] = {
-    "gpipe": lambda m, n, recompute: gpipe(m, n, recompute=recompute),
-    "1f1b": lambda m, n, recompute: one_f_one_b(m, n, recompute=recompute),
+    schedule.name: schedule
+    for schedule in (
+        Schedule("gpipe", lambda m, at, recompute: gpipe(m, _num_stages(at), recompute=recompute)),
+        Schedule(
+            "1f1b", lambda m, at, recompute: one_f_one_b(m, _num_stages(at), recompute=recompute)
+        ),
+        Schedule("interleaved", _interleaved, num_parts=None, count=_twice),
+        Schedule("zb-h1", lambda m, at, recompute: zb_h1(m, _num_stages(at), recompute=recompute)),
+        Schedule("zb-v", _zb_v, placement=folded, num_parts=2, count=_twice),
+    )
 }
 
 
@@ -26,7 +93,7 @@ def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
 
     Args:
         schedule: a name in ``SCHEDULES``; or a function of the number of micro-batches and of
-            stages, whose plan says itself what is recomputed.
+            stages, whose plan says itself what is recomputed and where its partitions are.
 
     Raises:
         ValueError: there is no schedule of that name.
@@ -43,7 +110,7 @@ def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
 
 
 def _written(function: Callable[[int, int], Plan]) -> Schedule:
-    def schedule(m: int, n: int, recompute: Collection[int]) -> Plan:
+    def planned(m: int, n: int) -> Plan:
         plan = function(m, n)
         if not isinstance(plan, Plan):
             raise TypeError(
@@ -61,4 +128,31 @@ def _written(function: Callable[[int, int], Plan]) -> Schedule:
                 raise PlanError([f"schedule({m}, {n}) returned a plan without {name} tasks"])
         return plan
 
-    return schedule
+    def plan_at(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
+        n = _num_stages(placement)
+        plan = planned(m, n)
+        if n == 1 and len(placement) < plan.num_partitions:  # one stage with the whole model
+            return one_f_one_b(m, 1, recompute=recompute)
+        if plan.placement != placement:
+            raise PlanError(
+                [
+                    f"schedule({m}, {n}) returned a plan with the placement "
+                    f"{list(plan.placement)}, but for one micro-batch it was {list(placement)}, "
+                    "by which the layers have been placed"
+                ]
+            )
+        return plan
+
+    def placement(num_partitions: int, num_stages: int) -> tuple[int, ...]:
+        wanted = planned(1, num_stages).placement
+        if len(wanted) != num_partitions:
+            raise BalanceError(
+                f"the balance makes {num_partitions} partitions, but the plan of "
+                f"schedule(1, {num_stages}) has {len(wanted)}"
+            )
+        return wanted
+
+    def count(num_stages: int) -> int:
+        return planned(1, num_stages).num_partitions
+
+    return Schedule("a function", plan_at, placement, num_parts=None, count=count)

@@ -3,7 +3,7 @@
 A stage runs its tasks in the order of the plan, each as soon as the stage is free and its inputs
 have arrived; nothing waits for a clock cycle to end:
 
-    start(i,j) = max(end of the task before on stage j, end of the maker + the hop's seconds)
+    start(i,j) = max(end of the task before on j's stage, end of the maker + the hop's seconds)
 
     stage 0   [F0][F1]          [──B1──][──B0──]      m = 2, n = 2, no seconds a hop
     stage 1       [F0][F1][──B1──][──B0──]
@@ -28,7 +28,15 @@ from typing import NamedTuple
 from procpipe.plan.costs import Costs
 from procpipe.plan.memory import peak_bytes
 from procpipe.plan.routes import Routes
-from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Plan,
+    Task,
+)
 
 __all__ = ["Costs", "Timeline", "simulate"]
 
@@ -36,23 +44,23 @@ __all__ = ["Costs", "Timeline", "simulate"]
 class _Track:
     """Start and end of every task of one kind, at infinity until they are known.
 
-    Row ``i`` has a place for each stage and one more at either end, for the makers of what stage 0
-    and the last stage take in, which have always ended: ``0.0 [0] [1] … [n-1] 0.0``.
+    Row ``i`` has a place for each partition and one more at either end, for the makers of what the
+    first and the last take in, which have always ended: ``0.0 [0] [1] … [p-1] 0.0``.
     """
 
-    def __init__(self, m: int, n: int) -> None:
-        row = array("d", [0.0, *([math.inf] * n), 0.0])
+    def __init__(self, m: int, p: int, ends_s: array[float] | None = None) -> None:
+        row = array("d", [0.0, *([math.inf] * p), 0.0])
         self.starts_s = row * m
-        self.ends_s = row * m
+        self.ends_s = row * m if ends_s is None else ends_s
 
 
 class _Rule(NamedTuple):
-    """Where the times of one kind of task come from; what is listed is listed by stage."""
+    """Where the times of one kind of task come from; what is listed is listed by partition."""
 
     track: _Track
     seconds: Sequence[float]
     makers_s: array[float]  # the ends of the tasks that make what this kind takes in
-    away: int  # how many stages away those are
+    away: int  # how many partitions away those are
     hop_s: Sequence[float]
 
 
@@ -107,9 +115,9 @@ class Timeline:
         return peak_bytes(self.plan, self.costs, self.routes, stage)
 
     def _place(self, task: Task) -> int:
-        m, n = self.plan.num_micro_batches, self.plan.num_stages
-        place = task.i * (n + 2) + task.j + 1
-        there = task.kind in self._tracks and 0 <= task.i < m and 0 <= task.j < n
+        m, p = self.plan.num_micro_batches, self.plan.num_partitions
+        place = task.i * (p + 2) + task.j + 1
+        there = task.kind in self._tracks and 0 <= task.i < m and 0 <= task.j < p
         if not there or math.isinf(self._tracks[task.kind].starts_s[place]):
             raise KeyError(f"{task} is not in the plan")
         return place
@@ -124,13 +132,14 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
         routes: where its tensors go, for ``peak_bytes``; by default boundaries and no more.
 
     Raises:
-        ValueError: costs or routes are for another number of stages, or a task uses what no task
-            before it makes.
+        ValueError: costs or routes are for another number of partitions, or a task uses what no
+            task before it makes.
     """
-    routes = routes or Routes(plan.num_stages)
-    for name, count in (("costs", costs.num_stages), ("routes", routes.num_stages)):
-        if count != plan.num_stages:
-            raise ValueError(f"the plan has {plan.num_stages} stages, but the {name} {count}")
+    routes = routes or Routes(plan.num_stages, placement=plan.placement)
+    for name, count in (("costs", costs.num_partitions), ("routes", len(routes.placement))):
+        if count != plan.num_partitions:
+            what = "stages" if plan.num_partitions == plan.num_stages else "partitions"
+            raise ValueError(f"the plan has {plan.num_partitions} {what}, but the {name} {count}")
     tracks, free_s, busy_s = _walk(plan, costs)
     total_s = max(free_s)
     if math.isinf(total_s):
@@ -144,27 +153,32 @@ def _walk(plan: Plan, costs: Costs) -> tuple[Mapping[str, _Track], list[float], 
     Returns:
         The tracks, when each stage has ended, and how long each has computed.
     """
-    m, n = plan.num_micro_batches, plan.num_stages
-    forward, backward, recompute = _Track(m, n), _Track(m, n), _Track(m, n)
+    m, p, placement = plan.num_micro_batches, plan.num_partitions, plan.placement
+    forward, backward, recompute = _Track(m, p), _Track(m, p), _Track(m, p)
+    first_half = _Track(m, p, ends_s=backward.ends_s)  # of a backward; either makes the gradient
+    second_half = _Track(m, p)
     if not plan.has_forward:  # then an earlier plan has run it
         forward.ends_s = array("d", [0.0]) * len(forward.ends_s)
-    hops_s = costs.hops_s()
-    down_s, up_s = (0.0, *hops_s), (*hops_s, 0.0)
+    hops_s = costs.hops_s(placement)
+    down_s, up_s, none_s = (0.0, *hops_s), (*hops_s, 0.0), (0.0,) * p
+    gradients_s = backward.ends_s
     rules = {
         FORWARD: _Rule(forward, costs.forward_s, forward.ends_s, -1, down_s),
-        BACKWARD: _Rule(backward, costs.backward_s, backward.ends_s, +1, up_s),
-        RECOMPUTE: _Rule(recompute, costs.recompute_s, forward.ends_s, 0, (0.0,) * n),
+        BACKWARD: _Rule(backward, costs.backward_s, gradients_s, +1, up_s),
+        RECOMPUTE: _Rule(recompute, costs.recompute_s, forward.ends_s, 0, none_s),
+        INPUT_GRADIENT: _Rule(first_half, costs.input_gradient_s, gradients_s, +1, up_s),
+        WEIGHT_GRADIENT: _Rule(second_half, costs.weight_gradient_s, gradients_s, 0, none_s),
     }
-    free_s, busy_s = [0.0] * n, [0.0] * n
+    free_s, busy_s = [0.0] * plan.num_stages, [0.0] * plan.num_stages
     for cycle in plan.cycles:
         for kind, i, j in cycle:
             track, seconds, makers_s, away, hop_s = rules[kind]
-            place = i * (n + 2) + j + 1
-            start_s = free_s[j]
+            place, stage = i * (p + 2) + j + 1, placement[j]
+            start_s = free_s[stage]
             arrival_s = makers_s[place + away] + hop_s[j]
             if arrival_s > start_s:
                 start_s = arrival_s
             track.starts_s[place] = start_s
-            track.ends_s[place] = free_s[j] = start_s + seconds[j]
-            busy_s[j] += seconds[j]
+            track.ends_s[place] = free_s[stage] = start_s + seconds[j]
+            busy_s[stage] += seconds[j]
     return {kind: rule.track for kind, rule in rules.items()}, free_s, busy_s

@@ -3,9 +3,14 @@
 A plan is data. It says which stage does what in which clock cycle and nothing about tensors,
 ranks or devices, so the same plan can be drawn, checked, simulated, sent as text and run.
 
-    F3@1            forward of micro-batch 3 on stage 1
+    F3@1            forward of micro-batch 3 through partition 1
     R3@1            its recomputation, from the input that was kept
     B3@1            its backward
+    I3@1  W3@1      its backward in two: the gradient of its input, which the partition before
+                    waits for, and that of the weights, which nobody does
+
+Where a stage runs one partition, both have the same number. Where it runs several, the plan says
+which: its *placement* lists the stage of each partition.
 
 The text of a plan has a header and one line a clock cycle, so that plans can be kept in files,
 compared with ``diff`` and sent to other ranks without pickling anything:
@@ -14,6 +19,8 @@ compared with ``diff`` and sent to other ranks without pickling anything:
     F0@0            cycle 0
     F1@0 F0@1       cycle 1
     F1@1            cycle 2
+
+A placement other than one partition a stage is in the header: ``plan m=2 n=2 placement=0,1,1,0``.
 
 Knows nothing of how a schedule is chosen (``gpipe.py``) or what makes a plan right (``check.py``):
 a plan with faults can be built, so that all of them can be told at once.
@@ -29,24 +36,36 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["BACKWARD", "FORWARD", "KINDS", "RECOMPUTE", "Cycle", "Plan", "Row", "RowSource", "Task"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "INPUT_GRADIENT",
+    "KINDS",
+    "RECOMPUTE",
+    "WEIGHT_GRADIENT",
+    "Cycle",
+    "Plan",
+    "Row",
+    "RowSource",
+    "Task",
+]
 
-FORWARD, BACKWARD, RECOMPUTE = "F", "B", "R"
+FORWARD, BACKWARD, RECOMPUTE, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "R", "I", "W"
 
 #: Every kind of task there is, in the order in which one micro-batch meets them.
-KINDS = (FORWARD, RECOMPUTE, BACKWARD)
+KINDS = (FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 _TASK = re.compile(r"([A-Z])([0-9]+)@([0-9]+)")
-_HEADER = re.compile(r"plan m=([0-9]+) n=([0-9]+)")
+_HEADER = re.compile(r"plan m=([0-9]+) n=([0-9]+)(?: placement=([0-9]+(?:,[0-9]+)*))?")
 
 
 class Task(NamedTuple):
     """One unit of work of one stage on one micro-batch.
 
     Attributes:
-        kind: ``"F"``, ``"B"`` or ``"R"``; see ``KINDS``.
+        kind: ``"F"``, ``"B"``, ``"R"``, ``"I"`` or ``"W"``; see ``KINDS``.
         i: the micro-batch.
-        j: the stage.
+        j: the partition, which is also the stage where each runs one.
     """
 
     kind: str
@@ -98,11 +117,13 @@ class Plan:
         num_stages: ``n``, at least 1.
         cycles: the clock cycles in order. Any sequence will do, one that makes its cycles when
             asked for them included.
+        placement: the stage of each partition; one partition a stage if left out.
     """
 
     num_micro_batches: int
     num_stages: int
     cycles: Sequence[Cycle]
+    placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, count in (
@@ -111,6 +132,7 @@ class Plan:
         ):
             if count < 1:
                 raise ValueError(f"a plan needs at least 1 of its {name}, got {count}")
+        object.__setattr__(self, "placement", self.placement or tuple(range(self.num_stages)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.to_text() == other.to_text()
@@ -123,6 +145,11 @@ class Plan:
         if isinstance(self.cycles, RowSource):
             return self.cycles.row(stage)
         return self._rows.get(stage, ())
+
+    @property
+    def num_partitions(self) -> int:
+        """The number of partitions, over all stages."""
+        return len(self.placement)
 
     def tasks_of(self, stage: int) -> list[Task]:
         """List the tasks of a stage in order."""
@@ -141,17 +168,21 @@ class Plan:
     @cached_property
     def has_backward(self) -> bool:
         """Whether the plan takes micro-batches backward (the first stage tells for all)."""
-        return any(task.kind == BACKWARD for _, task in self.row(0))
+        return any(task.kind in (BACKWARD, INPUT_GRADIENT) for _, task in self.row(0))
 
     @cached_property
     def last_forward(self) -> int | None:
-        """The micro-batch that the last stage takes forward last; ``None`` without forward."""
-        row = self.row(self.num_stages - 1)
-        return next((task.i for _, task in reversed(row) if task.kind == FORWARD), None)
+        """The micro-batch that the last partition takes forward last; ``None`` without forward."""
+        last = self.num_partitions - 1
+        row = self.row(self.placement[last])
+        ends = (task.i for _, task in reversed(row) if task.kind == FORWARD and task.j == last)
+        return next(ends, None)
 
     def to_text(self) -> str:
         """Write the plan as text; ``from_text`` reads it back."""
         header = f"plan m={self.num_micro_batches} n={self.num_stages}"
+        if self.placement != tuple(range(self.num_stages)):
+            header += f" placement={','.join(map(str, self.placement))}"
         return "\n".join([header, *(" ".join(map(str, cycle)) for cycle in self.cycles)]) + "\n"
 
     @classmethod
@@ -165,10 +196,11 @@ class Plan:
         match = _HEADER.fullmatch(header)
         if match is None:
             raise ValueError(f"line 1: {header!r} is not a header; one reads like 'plan m=4 n=3'")
-        num_micro_batches, num_stages = map(int, match.groups())
+        num_micro_batches, num_stages = map(int, match.groups()[:2])
+        placement = tuple(map(int, match[3].split(","))) if match[3] else ()
         cycles = tuple(_parse_cycle(number, line) for number, line in enumerate(lines, start=2))
         try:
-            return cls(num_micro_batches, num_stages, cycles)
+            return cls(num_micro_batches, num_stages, cycles, placement)
         except ValueError as error:
             raise ValueError(f"line 1: {error}") from None
 
@@ -180,9 +212,10 @@ class Plan:
     @cached_property
     def _rows(self) -> Mapping[int, Row]:
         rows: defaultdict[int, list[tuple[int, Task]]] = defaultdict(list)
+        stages = dict(enumerate(self.placement))  # a task may be of a partition that is not there
         for k, cycle in enumerate(self.cycles):
             for task in cycle:
-                rows[task.j].append((k, task))
+                rows[stages.get(task.j, -1)].append((k, task))
         return dict(rows)
 
 

@@ -32,8 +32,7 @@ class Coordinator:
     Args:
         control: the line to the other ranks.
         rank: this rank, which is also its stage.
-        num_stages: the number of stages.
-        skips: pairs of stages between which skip tensors travel.
+        routes: which partitions speak to which, on which stages.
         schedule: the plan of a ``step`` with its backward; that of rank 0 counts.
 
     Attributes:
@@ -45,15 +44,13 @@ class Coordinator:
         self,
         control: Control,
         rank: int,
-        num_stages: int,
-        skips: tuple[tuple[int, int], ...] = (),
+        routes: Routes,
         schedule: Schedule = SCHEDULES["gpipe"],
     ) -> None:
         self.ahead = 1
         self._control = control
         self._rank = rank
-        self._num_stages = num_stages
-        self._skips = skips
+        self._routes = routes
         self._schedule = schedule
         self._chosen: dict[tuple[str, int, frozenset[int]], Plan] = {}
         self._plans: dict[str, Plan] = {}
@@ -75,7 +72,7 @@ class Coordinator:
             is_new = plan.digest not in self._told
             self._told.add(plan.digest)
             order = replace(order, plan=plan.digest, plan_text=plan.to_text() if is_new else "")
-        if self._num_stages > 1:
+        if self._routes.num_stages > 1:
             self._control.tell_all(encode(order))
         return order
 
@@ -104,12 +101,8 @@ class Coordinator:
 
     def program(self, order: Order) -> Program:
         """Return what this stage does under an order's plan, verified on rank 0."""
-        routes = Routes(
-            self._num_stages,
-            skips=self._skips,
-            target=order.target == ROUTED and order.call == "step",
-            loss=order.call == "step",
-        )
+        is_step = order.call == "step"
+        routes = replace(self._routes, target=order.target == ROUTED and is_step, loss=is_step)
         key = order.plan, routes
         if key not in self._programs:
             plan = self._plans[order.plan]
@@ -133,12 +126,12 @@ class Coordinator:
         return self._chosen[key]
 
     def _make(self, kind: str, m: int, recompute: frozenset[int]) -> Plan:
-        n = self._num_stages
+        n, placement = self._routes.num_stages, self._routes.placement
         if kind == "forward":
-            return forward_plan(m, n)
+            return forward_plan(m, n, placement)
         if kind == "backward":
-            return backward_plan(m, n, recompute)
-        return self._schedule(m, n, recompute)
+            return backward_plan(m, n, recompute, placement)
+        return self._schedule.plan(m, placement, recompute)
 
     def _check(self, ours: Order, order: Order) -> None:
         if ours.stage_number != order.stage_number:

@@ -5,8 +5,10 @@
     Run(F i)            take activation, skips, target ─> partition.forward  ─> made[…]
     Run(R i)            partition.recompute
     Run(B i)            take gradients                 ─> partition.backward ─> made[…]
+    Run(I i), Run(W i)  the same in two                ─> partition.backward_input, …_weight
     Send(transfer)      made[…] ─> channel
 
+What one partition makes for another of the same stage stays in ``made`` until that one takes it.
 A gradient that nothing requires is not sent: both ends know from the activation's metadata, and
 each leaves out its part of the transfer.
 
@@ -16,7 +18,7 @@ Knows nothing of the user's call: ``stage.py`` fills in a ``MiniBatch`` and read
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,21 +38,25 @@ from procpipe.plan.routes import (
     SKIP,
     SKIP_GRADIENT,
     TARGET,
+    Channel,
     Transfer,
 )
-from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Task
+from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Task
 from procpipe.run.trace import Trace
 from procpipe.tree import TENSOR, Flat, cut, joined, parted
 
 __all__ = ["Channels", "Executor", "MiniBatch"]
 
+#: What a message is known by: kind, source and destination partition, micro-batch.
+_Key = tuple[str, int, int, int]
+
 
 @dataclass
 class Channels:
-    """The ends of channels on this stage, by kind and by the stage at the other end."""
+    """The ends of channels on this stage."""
 
-    senders: dict[tuple[str, int], Sender] = field(default_factory=dict)
-    receivers: dict[tuple[str, int], Receiver] = field(default_factory=dict)
+    senders: dict[Channel, Sender] = field(default_factory=dict)
+    receivers: dict[Channel, Receiver] = field(default_factory=dict)
     poll: Callable[[], None] = lambda: None
 
 
@@ -61,15 +67,15 @@ class MiniBatch:
     Attributes:
         inputs: on stage 0, each micro-batch's positional inputs.
         targets: each micro-batch's target, where the user gave it: on stage 0 if it is routed,
-            else on the last stage.
-        loss_of: on the last stage of a ``step``: ``(output, target) -> 0-dim loss``.
+            else on the stage of the last partition.
+        loss_of: on that stage, in a ``step``: ``(output, target) -> 0-dim loss``.
         shares: each micro-batch's share in the loss of the mini-batch.
         keep: whether backward tasks follow, in this program or a later one.
         recompute: the micro-batches that a later program recomputes. A program that holds the
             backward tasks says itself what is recomputed.
-        output_gradients: on the last stage, for a program that begins with backward tasks: each
+        output_gradients: on that stage, for a program that begins with backward tasks: each
             micro-batch's gradients of the output tensors that want one.
-        outputs: on the last stage, each micro-batch's output (or loss), detached.
+        outputs: on that stage, each micro-batch's output (or loss), detached.
         loss: the loss of the mini-batch, on every rank whose program has a loss in it.
         input_gradients: on stage 0, each micro-batch's gradients of the inputs that want one.
     """
@@ -86,13 +92,45 @@ class MiniBatch:
     input_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Ports:
+    """What enters and leaves one partition, each with the partition at the other end.
+
+    Attributes:
+        partition: the layers.
+        inputs: activation and skips, in the order in which the layers take them.
+        outputs: activation and skips, in the order in which the layers give them.
+        gradients: the gradients of ``outputs``, in their order. Nobody sends that of the last
+            partition's output.
+        input_gradients: the gradients of ``inputs``, in their order.
+    """
+
+    partition: Partition
+    inputs: tuple[tuple[str, int], ...]
+    outputs: tuple[tuple[str, int], ...]
+    gradients: tuple[tuple[str, int], ...]
+    input_gradients: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, j: int, partition: Partition, last: int) -> _Ports:
+        into, out_of = partition.skips.sources, partition.skips.destinations
+        gradients = [(GRADIENT, j + 1)] if j < last else []
+        return cls(
+            partition,
+            inputs=((ACTIVATION, j - 1), *((SKIP, a) for a in into)),
+            outputs=((ACTIVATION, j + 1), *((SKIP, b) for b in out_of)),
+            gradients=(*gradients, *((SKIP_GRADIENT, b) for b in out_of)),
+            input_gradients=((GRADIENT, j - 1), *((SKIP_GRADIENT, a) for a in into)),
+        )
+
+
 class Executor:
     """One stage's runner of programs.
 
     Args:
         stage: this stage's index.
-        num_stages: the number of stages.
-        partition: the local layers.
+        placement: the stage of each partition.
+        partitions: the local layers, by the indices of this stage's partitions.
         channels: this stage's ends of all channels.
         board: where to say which task and layer is running.
         trace: times the tasks.
@@ -101,36 +139,38 @@ class Executor:
     def __init__(
         self,
         stage: int,
-        num_stages: int,
-        partition: Partition,
+        placement: Sequence[int],
+        partitions: Mapping[int, Partition],
         channels: Channels,
         board: Board,
         trace: Trace | None = None,
     ) -> None:
-        self.partition = partition
-        self.trace = trace or Trace()
-        partition.on_layer = self.trace.on_layer(board.enter_layer)
+        self.partitions = dict(partitions)
         self._board = board
         self.ledger = Ledger()
+        self.trace = trace or Trace()
         self.current_task: Task | None = None
         self._stage = stage
-        self._is_first = stage == 0
-        self._is_last = stage == num_stages - 1
-        self._last = num_stages - 1
+        self._placement = tuple(placement)
+        self._last = len(placement) - 1
         self._channels = channels
-        self._down = [(ACTIVATION, stage + 1)]
-        self._down += [(SKIP, b) for b in partition.skips.destinations]
-        self._up = [(GRADIENT, stage - 1)]
-        self._up += [(SKIP_GRADIENT, a) for a in partition.skips.sources]
-        self._made: dict[tuple[str, int, int], Flat] = {}
-        self._wants: dict[int, list[tuple[bool, ...]]] = {}
-        self._num_wanted: dict[int, list[int]] = {}
+        self._ports = {j: _Ports.of(j, part, self._last) for j, part in partitions.items()}
+        num_before = 0
+        for partition in partitions.values():
+            tell = _counted_from(num_before, board.enter_layer)
+            partition.on_layer = self.trace.on_layer(tell)
+            num_before += len(partition.places)
+        self._made: dict[_Key, Flat] = {}
+        self._wants: dict[tuple[int, int], list[tuple[bool, ...]]] = {}
+        self._num_wanted: dict[tuple[int, int], list[int]] = {}
         self._has_target_route = False
-        self._recomputed: Collection[int] = ()
+        self._recomputed: Collection[tuple[int, int]] = ()
+        self._in_two: Collection[tuple[int, int]] = ()
 
     def begin(self) -> None:
         """Start a mini-batch; whatever an unfinished one left is let go."""
-        self.partition.begin()
+        for partition in self.partitions.values():
+            partition.begin()
         self.ledger.clear()
         self._made.clear()
         self._wants.clear()
@@ -143,11 +183,8 @@ class Executor:
             RemoteStageError: another rank failed.
             Exception: whatever a layer raised, with a note that says where in the pipeline.
         """
-        self._has_target_route = any(
-            isinstance(step, Receive) and step.transfer.kind == TARGET for step in program
-        )
-        self._recomputed = _recomputed(program, batch)
-        awaits_loss = False
+        self._look_ahead(program, batch)
+        loss: Transfer | None = None
         self.trace.begin()
         try:
             for step in program:
@@ -157,11 +194,13 @@ class Executor:
                 elif isinstance(step, Send):
                     self._send(step.transfer, batch)
                 else:
-                    awaits_loss |= step.transfer.kind == LOSS
+                    if step.transfer.kind == LOSS:
+                        loss = step.transfer
                     self._expect(step.transfer)
-            if awaits_loss:
-                (batch.loss,) = self._take(LOSS, self._last, 0).tensors
-                self.ledger.size((LOSS, self._last, 0), 0)
+            if loss is not None:
+                key = _key_of(loss)
+                (batch.loss,) = self._take(key).tensors
+                self.ledger.size(key, 0)
         except RemoteStageError:
             raise
         except BaseException as error:
@@ -170,109 +209,133 @@ class Executor:
         self.trace.end()
         self.ledger.settle()
 
+    def _look_ahead(self, program: Program, batch: MiniBatch) -> None:
+        """Note what a program tells of its forward tasks: what will follow them, and how."""
+        self._has_target_route = any(
+            isinstance(step, Receive) and step.transfer.kind == TARGET for step in program
+        )
+        tasks = [step.task for step in program if isinstance(step, Run)]
+        self._in_two = {(i, j) for kind, i, j in tasks if kind == INPUT_GRADIENT}
+        if self._in_two or any(task.kind == BACKWARD for task in tasks):
+            self._recomputed = {(i, j) for kind, i, j in tasks if kind == RECOMPUTE}
+        else:
+            self._recomputed = {(i, j) for i in batch.recompute for j in self.partitions}
+
     # -- tasks ----------------------------------------------------------------------------------
 
     def _run(self, task: Task, batch: MiniBatch) -> None:
-        kind, i, _ = self.current_task = task
+        kind, i, j = self.current_task = task
         self._board.start_task(kind, i)
         if kind == FORWARD:
             self._forward(task, batch)
-        elif kind == BACKWARD:
+        elif kind in (BACKWARD, INPUT_GRADIENT):
             self._backward(task, batch)
         else:
+            partition = self.partitions[j]
             start_ns = self.trace.start()
-            self.ledger.hold(("output", i), self.partition.recompute(i))
+            if kind == RECOMPUTE:
+                self.ledger.hold(("output", j, i), partition.recompute(i))
+            else:
+                partition.backward_weight(i)
             self.trace.ran(task, start_ns)
         self.current_task = None
         self._board.end_task()
 
     def _forward(self, task: Task, batch: MiniBatch) -> None:
-        i, ledger = task.i, self.ledger
-        inputs = [self._first_input(i, batch)]
-        inputs += [self._take(SKIP, a, i) for a in self.partition.skips.sources]
-        finish = self._finish(i, batch) if self._is_last else None
-        recompute = i in self._recomputed
+        _, i, j = task
+        ports, is_last = self._ports[j], j == self._last
+        inputs = [self._first_input(i, j, batch)]
+        inputs += [self._take((kind, a, j, i)) for kind, a in ports.inputs[1:]]
+        finish = self._finish(i, batch) if is_last else None
+        recompute = (i, j) in self._recomputed
         start_ns = self.trace.start()
-        output = self.partition.forward(
-            i, joined(inputs), keep=batch.keep, recompute=recompute, finish=finish
+        output = ports.partition.forward(
+            i,
+            joined(inputs),
+            keep=batch.keep,
+            recompute=recompute,
+            finish=finish,
+            split=(i, j) in self._in_two,
         )
         self.trace.ran(task, start_ns)
-        outputs = parted(output, len(self._down))
-        self._wants[i] = [flat.requires_grad for flat in outputs]
-        self._num_wanted[i] = [sum(flat.requires_grad) for flat in inputs]
-        if batch.keep and not recompute:
-            ledger.hold(("output", i), num_bytes(output.tensors))
-        for (kind, to), flat in zip(self._down, outputs, strict=True):
-            self._made[kind, to, i] = flat
-        if self._is_first and batch.targets is not None and self._last > 0:
-            self._made[TARGET, self._last, i] = Flat.of(batch.targets[i])
-        if self._is_last:
-            batch.outputs[i] = self._made.pop((ACTIVATION, self._stage + 1, i))
+        outputs = parted(output, len(ports.outputs))
+        self._wants[i, j] = [flat.requires_grad for flat in outputs]
+        self._num_wanted[i, j] = [sum(flat.requires_grad) for flat in inputs]
+        is_root = batch.keep and not recompute
+        if is_root:
+            self.ledger.hold(("output", j, i), num_bytes(output.tensors))
+        for (kind, to), flat in zip(ports.outputs, outputs, strict=True):
+            self._put((kind, j, to, i), flat, is_counted=not is_root)
+        if j == 0 and batch.targets is not None and self._placement[-1] != self._stage:
+            self._made[TARGET, 0, self._last, i] = Flat.of(batch.targets[i])
+        if is_last:
+            batch.outputs[i] = self._made.pop((ACTIVATION, j, j + 1, i))
             if batch.loss_of is not None:
                 self._add_loss(i, batch.outputs[i], batch)
         if not batch.keep:
-            self._release_inputs(i)
+            self._release_inputs(i, j)
 
     def _backward(self, task: Task, batch: MiniBatch) -> None:
-        i, ledger = task.i, self.ledger
-        gradients = self._output_gradients(i, batch)
+        kind, i, j = task
+        ports = self._ports[j]
+        gradients = self._output_gradients(i, j, batch)
+        run = ports.partition.backward
+        if kind == INPUT_GRADIENT:
+            run = ports.partition.backward_input
         start_ns = self.trace.start()
-        input_gradients = self.partition.backward(i, gradients)
+        input_gradients = run(i, gradients)
         self.trace.ran(task, start_ns)
-        pieces = cut(input_gradients, self._num_wanted.pop(i))
-        for (kind, to), piece in zip(self._up, pieces, strict=True):
-            self._made[kind, to, i] = _message_of(piece)
-        if self._is_first:
-            batch.input_gradients[i] = list(self._made.pop((GRADIENT, -1, i)).value)
-        self._release_inputs(i)
-        ledger.release(("output", i))
-        for kind, source in self._gradient_sources():
-            ledger.release((kind, source, i))
+        pieces = cut(input_gradients, self._num_wanted.pop((i, j)))
+        for (kind, to), piece in zip(ports.input_gradients, pieces, strict=True):
+            self._put((kind, j, to, i), _message_of(piece), is_counted=True)
+        if j == 0:
+            batch.input_gradients[i] = list(self._made.pop((GRADIENT, 0, -1, i)).value)
+        self._release_inputs(i, j)
+        self.ledger.release(("output", j, i))
+        for kind, source in ports.gradients:
+            self.ledger.release((kind, source, j, i))
 
-    def _first_input(self, i: int, batch: MiniBatch) -> Flat:
-        """Return what comes from the stage before, or from the user."""
-        if not self._is_first:
-            return self._take(ACTIVATION, self._stage - 1, i)
+    def _first_input(self, i: int, j: int, batch: MiniBatch) -> Flat:
+        """Return what comes from the partition before, or from the user."""
+        if j > 0:
+            return self._take((ACTIVATION, j - 1, j, i))
         assert batch.inputs is not None, "stage 0 has the inputs"
-        self.ledger.hold((ACTIVATION, -1, i), num_bytes(batch.inputs[i].tensors))
+        self.ledger.hold((ACTIVATION, -1, 0, i), num_bytes(batch.inputs[i].tensors))
         return batch.inputs[i]
 
-    def _release_inputs(self, i: int) -> None:
-        self.ledger.release((ACTIVATION, self._stage - 1, i))
-        for a in self.partition.skips.sources:
-            self.ledger.release((SKIP, a, i))
-        if self._is_last and self._has_target_route:
-            self.ledger.release((TARGET, 0, i))
+    def _release_inputs(self, i: int, j: int) -> None:
+        for kind, source in self._ports[j].inputs:
+            self.ledger.release((kind, source, j, i))
+        if j == self._last and self._has_target_route:
+            self.ledger.release((TARGET, 0, j, i))
 
-    def _gradient_sources(self) -> list[tuple[str, int]]:
-        """List where gradients of this stage's outputs come from, in the outputs' order."""
-        skips = [(SKIP_GRADIENT, b) for b in self.partition.skips.destinations]
-        return skips if self._is_last else [(GRADIENT, self._stage + 1), *skips]
-
-    def _output_gradients(self, i: int, batch: MiniBatch) -> list[Tensor | None]:
+    def _output_gradients(self, i: int, j: int, batch: MiniBatch) -> list[Tensor | None]:
         """Bring together the gradients of all outputs that want one."""
-        wants = self._wants.pop(i)
+        wants = self._wants.pop((i, j))
         gradients: list[Tensor | None] = []
-        if self._is_last:
+        if j == self._last:
             gradients += self._own_gradients(i, wants.pop(0), batch)
-        for (kind, source), flags in zip(self._gradient_sources(), wants, strict=True):
+        for (kind, source), flags in zip(self._ports[j].gradients, wants, strict=True):
+            key = kind, source, j, i
             if any(flags):
-                gradients += self._take(kind, source, i).value
+                gradients += self._take(key).value
+            elif self._is_local(source):
+                del self._made[key]
             else:
-                self._channels.receivers[kind, source].forgo()
-                self.ledger.size((kind, source, i), 0)
+                self._channels.receivers[key[:3]].forgo()
+                self.ledger.size(key, 0)
         return gradients
 
     def _own_gradients(
         self, i: int, wants: tuple[bool, ...], batch: MiniBatch
     ) -> list[Tensor | None]:
-        """Return the gradients of what leaves the pipeline on the last stage."""
+        """Return the gradients of what leaves the pipeline in the last partition."""
         if batch.output_gradients is not None:
             return batch.output_gradients[i]
         (loss,) = batch.outputs[i].tensors
         if wants[0]:
             return [torch.full_like(loss, batch.shares[i])]
-        if self.partition.is_trainable or any(self._num_wanted[i]):
+        if self.partitions[self._last].is_trainable or any(self._num_wanted[i, self._last]):
             raise RuntimeError(
                 "the loss requires no gradient, so nothing would be trained: loss_fn may not be "
                 "differentiable (argmax, a comparison); to only evaluate, call eval() or use "
@@ -284,7 +347,7 @@ class Executor:
         """Return what turns this micro-batch's output into its loss, if it has one."""
         loss_of = batch.loss_of
         if self._has_target_route:
-            target = self._take(TARGET, 0, i).value
+            target = self._take((TARGET, 0, self._last, i)).value
         else:
             target = batch.targets[i] if batch.targets is not None else None
         if loss_of is None:
@@ -298,53 +361,73 @@ class Executor:
 
     # -- transfers ------------------------------------------------------------------------------
 
+    def _is_local(self, partition: int) -> bool:
+        return 0 <= partition <= self._last and self._placement[partition] == self._stage
+
+    def _put(self, key: _Key, message: Flat, *, is_counted: bool) -> None:
+        """Keep what a task has made until it is sent, or taken by another partition here.
+
+        Args:
+            key: what it is.
+            message: the tensors.
+            is_counted: whether the bytes of what stays here are not counted yet.
+        """
+        self._made[key] = message
+        if self._is_local(key[2]):
+            self.ledger.hold(key, num_bytes(message.tensors) if is_counted else 0)
+
     def _expect(self, transfer: Transfer) -> None:
-        kind, i, source, _ = transfer
-        self._channels.receivers[kind, source].expect()
-        self.ledger.hold((kind, source, 0 if kind == LOSS else i))
+        key = _key_of(transfer)
+        self._channels.receivers[key[:3]].expect()
+        self.ledger.hold(key)
 
     def _send(self, transfer: Transfer, batch: MiniBatch) -> None:
-        kind, i, _, destination = transfer
+        key = kind, *_ = _key_of(transfer)
         if kind == LOSS:
-            assert batch.loss is not None, "the last stage has the loss"
+            assert batch.loss is not None, "the stage of the last partition has the loss"
             # A copy: the user may change the loss that step returns while it is on its way.
             message = Flat([batch.loss.clone()], "*", (False,))
         else:
-            message = self._made.pop((kind, destination, i))
+            message = self._made.pop(key)
             if kind in (GRADIENT, SKIP_GRADIENT) and message.structure == ("t", ()):
                 return  # nothing requires it; the receiver knows
         start_ns = time.perf_counter_ns()
-        self._channels.senders[kind, destination].send(message)
+        self._channels.senders[key[:3]].send(message)
         if self.trace.records_messages:
-            self.trace.sent(kind, i, destination, message.tensors, start_ns)
+            self.trace.sent(key, message.tensors, start_ns)
 
-    def _take(self, kind: str, source: int, i: int) -> Flat:
+    def _take(self, key: _Key) -> Flat:
         """Wait for a message, and count it from where its buffer was allowed."""
+        if self._is_local(key[1]):
+            return self._made.pop(key)
         start_ns = time.perf_counter_ns()
-        message = self._channels.receivers[kind, source].take()
-        self.trace.took(kind, i, source, message.tensors, start_ns)
-        self.ledger.size((kind, source, i), num_bytes(message.tensors))
+        message = self._channels.receivers[key[:3]].take()
+        self.trace.took(key, message.tensors, start_ns)
+        self.ledger.size(key, num_bytes(message.tensors))
         return message
 
     def _note(self, error: BaseException) -> None:
         if self.current_task is None:
             return
-        kind, i, stage = self.current_task
-        where = "its layers' backward" if kind == BACKWARD else self.partition.where()
+        kind, i, j = self.current_task
+        stage, has_run_layers = self._stage, kind in (FORWARD, RECOMPUTE)
+        where = self.partitions[j].where() if has_run_layers else "its layers' backward"
+        of = f"micro-batch {i}" if len(self.partitions) == 1 else f"micro-batch {i}, partition {j}"
         error.add_note(
-            f"procpipe: in stage {stage} (rank {stage}), task {self.current_task} "
-            f"(micro-batch {i}), {where}"
+            f"procpipe: in stage {stage} (rank {stage}), task {self.current_task} ({of}), {where}"
         )
         if _is_out_of_memory(error):
             error.add_note(self._memory_note(stage))
 
     def _memory_note(self, stage: int) -> str:
         """Say what the stage held when its memory ran out, and what would need less."""
-        device = self.partition.device
+        partitions = list(self.partitions.values())
+        device = partitions[0].device
+        num_held = sum(partition.num_held for partition in partitions)
         held = (
-            f"procpipe: out of memory on {device}: stage {stage} held {self.partition.num_held} "
-            f"micro-batches between forward and backward, whose inputs, outputs and waiting "
-            f"messages take {self.ledger.bytes_now() / 2**20:.1f} MiB"
+            f"procpipe: out of memory on {device}: stage {stage} held {num_held} micro-batches "
+            f"between forward and backward, whose inputs, outputs and waiting messages take "
+            f"{self.ledger.bytes_now() / 2**20:.1f} MiB"
         )
         if device.type == "cuda":
             mib = [
@@ -362,12 +445,16 @@ class Executor:
         )
 
 
-def _recomputed(program: Program, batch: MiniBatch) -> Collection[int]:
-    """Return the micro-batches that are recomputed after a program's forward tasks."""
-    tasks = [step.task for step in program if isinstance(step, Run)]
-    if any(task.kind == BACKWARD for task in tasks):
-        return {task.i for task in tasks if task.kind == RECOMPUTE}
-    return batch.recompute
+def _key_of(transfer: Transfer) -> _Key:
+    kind, i, source, destination = transfer
+    return kind, source, destination, 0 if kind == LOSS else i
+
+
+def _counted_from(num_before: int, enter_layer: Callable[[int], None]) -> Callable[[int], None]:
+    """Return what tells of a layer by its index among all of the stage; -1 stays for none."""
+    if num_before == 0:
+        return enter_layer
+    return lambda index: enter_layer(index + num_before if index >= 0 else index)
 
 
 def _message_of(gradients: list[Tensor | None]) -> Flat:

@@ -5,8 +5,7 @@
                       └── less the clock's offset ──┐      │
     Step(7, tasks=(Ran(0, F0@0, 0.0000003, …), …), hops=(…))
 
-A step counts only if every rank brought it to an end and told of it. Messages of a channel are
-taken in the order in which they were sent, so the k-th of one end is the k-th of the other.
+A step counts only if every rank brought it to an end and told of it.
 """
 
 from __future__ import annotations
@@ -108,22 +107,20 @@ def _begins_ns(records: Sequence[Record], readings: Sequence[Readings]) -> list[
 
 
 def _hops(records: Sequence[Record], bases_ns: Sequence[int]) -> list[Hop]:
-    taken: defaultdict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
+    """Bring both ends of each message together; what names it is (kind, from, to, micro-batch)."""
+    taken: defaultdict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
     for rank, record in enumerate(records):
-        for kind, _, source, start_ns, end_ns, _ in record.get("takes", ()):
-            base_ns = bases_ns[rank]
-            times_s = (base_ns + start_ns) / 1e9, (base_ns + end_ns) / 1e9
-            taken[kind, source, rank].append(times_s)
+        for *key, _, start_ns, end_ns in record.get("takes", ()):
+            times_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
+            taken[tuple(key)].append((rank, *times_s))
     hops = []
     for rank, record in enumerate(records):
-        for kind, i, destination, start_ns, end_ns, size_bytes in record.get("sends", ()):
-            others = taken[kind, rank, destination]
-            if others:
-                posted_s, sent_s = (bases_ns[rank] + t for t in (start_ns, end_ns))
-                hops.append(
-                    Hop(kind, i, rank, destination, size_bytes, posted_s / 1e9, sent_s / 1e9,
-                        *others.pop(0))
-                )  # fmt: skip
+        for *key, size_bytes, start_ns, end_ns in record.get("sends", ()):
+            if not taken[tuple(key)]:
+                continue
+            destination, *taken_s = taken[tuple(key)].pop(0)
+            posted_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
+            hops.append(Hop(key[0], key[3], rank, destination, size_bytes, *posted_s, *taken_s))
     return sorted(hops, key=lambda hop: hop.posted_s)
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ import torch
 from procpipe.channel.link import LinkReceiver, LinkSender
 from procpipe.compute.tasks import Partition
 from procpipe.errors import (
+    BalanceError,
     CallMismatchError,
     DisagreementError,
     PeerLostError,
     RemoteStageError,
 )
 from procpipe.plan.idle import Split
-from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, SKIP, SKIP_GRADIENT, TARGET
+from procpipe.plan.routes import Channel, Routes
 from procpipe.plan.schedules import SCHEDULES, Schedule
 from procpipe.run.clocks import Clocks
 from procpipe.run.control import Control
@@ -51,13 +53,9 @@ VALUE = "value"
 #: How often a wait looks at what no socket tells of.
 _LOOK_EVERY_S = 0.01
 
-#: The number of each kind of channel on the mesh; 0 is the control plane.
-_NUMBERS = {
-    kind: number
-    for number, kind in enumerate(
-        (ACTIVATION, GRADIENT, SKIP, SKIP_GRADIENT, TARGET, LOSS, VALUE), 1
-    )
-}
+#: The number on the mesh of the channel beside the plan; 0 is the control plane, and the channels
+#: of the plan from one rank to another are numbered from 1.
+_VALUE_NUMBER = 63
 
 
 #: How often a stage says how much memory of its device it uses.
@@ -69,8 +67,8 @@ class Pipeline:
 
     Args:
         world: this process's place in the job.
-        partition: the local layers.
-        skips: pairs of stages between which skip tensors travel.
+        partitions: the local layers, by the indices of this stage's partitions.
+        routes: which partitions speak to which, on which stages.
         facts: what must be the same on every rank, by name; plain JSON.
         transport: one of ``transports.NAMES``; None for the best that every rank can use.
         schedule: the plan of a ``step`` with its backward; rank 0's counts.
@@ -85,23 +83,22 @@ class Pipeline:
     def __init__(
         self,
         world: World,
-        partition: Partition,
-        skips: tuple[tuple[int, int], ...],
+        partitions: Mapping[int, Partition],
+        routes: Routes,
         facts: dict[str, Any],
         transport: str | None = None,
         schedule: Schedule = SCHEDULES["gpipe"],
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._world = world
-        self._skips = skips
-        self._rank, self._num_stages = world.rank, world.num_ranks
+        self._rank = world.rank
         self._mesh = world.connect()
         self.control = Control(self._mesh)
         self._check_number(self.control.agree(world.number, list))
         differences = self.control.agree(facts, compare_facts)
         if differences:
             raise DisagreementError(differences)
-        self.channels = self._open_channels(transport)
+        self.channels = self._open_channels(routes, transport)
         self._clocks = Clocks(self._mesh)
         self._tracing = None
         if trace is not None:
@@ -111,17 +108,18 @@ class Pipeline:
         self._values_to, self._values_from = self._open_value_channels()
         self._board = world.board
         self._device_told_s = 0.0
-        self._board.tell_facts({"device": str(world.device), "layers": partition.places})
+        places = [place for partition in partitions.values() for place in partition.places]
+        self._board.tell_facts({"device": str(world.device), "layers": places})
         self.executor = Executor(
             self._rank,
-            self._num_stages,
-            partition,
+            routes.placement,
+            partitions,
             self.channels,
             self._board,
             Recorder(world.device) if trace is not None else Trace(),
         )
         self._split: Split | None = None
-        self.coordinator = Coordinator(self.control, self._rank, self._num_stages, skips, schedule)
+        self.coordinator = Coordinator(self.control, self._rank, routes, schedule)
 
     def run(self, order: Order, batch: MiniBatch) -> None:
         """Run this stage's program under an order."""
@@ -166,7 +164,7 @@ class Pipeline:
         trace, ledger = self.executor.trace, self.executor.ledger
         sent_bytes: dict[str, int] = {}
         num_messages: dict[str, int] = {}
-        for (kind, _), sender in self.channels.senders.items():
+        for (kind, *_), sender in self.channels.senders.items():
             sent_bytes[kind] = sent_bytes.get(kind, 0) + sender.num_bytes
             num_messages[kind] = num_messages.get(kind, 0) + sender.num_messages
         return StageStatistics(
@@ -256,28 +254,19 @@ class Pipeline:
 
     # -- wiring ---------------------------------------------------------------------------------
 
-    def _open_channels(self, wanted: str | None) -> Channels:
+    def _open_channels(self, routes: Routes, wanted: str | None) -> Channels:
         """Open this rank's ends of every channel a plan may use."""
-        rank, last = self._rank, self._num_stages - 1
-        routes = [(ACTIVATION, j, j + 1) for j in range(last)]
-        routes += [(GRADIENT, j + 1, j) for j in range(last)]
-        for a, b in self._skips:
-            routes += [(SKIP, a, b), (SKIP_GRADIENT, b, a)]
-        if last > 0:
-            routes.append((TARGET, 0, last))
-        routes += [(LOSS, last, j) for j in range(last)]
+        numbers = _numbered(routes)
         choice = agree_on_transports(self.control, self._world.offer(), wanted)
-        transports = self._world.open_transports(
-            choice, ((a, b, _NUMBERS[kind]) for kind, a, b in routes)
-        )
+        transports = self._world.open_transports(choice, numbers.values())
         channels = Channels()
         if not transports:
             return channels
         channels.poll = self._poll
-        for kind, source, destination in routes:
-            number = _NUMBERS[kind]
-            if source == rank:
-                channels.senders[kind, destination] = LinkSender(
+        for channel, (source, destination, number) in numbers.items():
+            kind = channel[0]
+            if source == self._rank:
+                channels.senders[channel] = LinkSender(
                     self._mesh,
                     destination,
                     number,
@@ -285,8 +274,8 @@ class Pipeline:
                     self._world.device,
                     f"{kind} to stage {destination} (rank {destination})",
                 )
-            if destination == rank:
-                channels.receivers[kind, source] = LinkReceiver(
+            if destination == self._rank:
+                channels.receivers[channel] = LinkReceiver(
                     self._mesh, source, number, transports[source], _described(kind, source)
                 )
         return channels
@@ -299,7 +288,7 @@ class Pipeline:
 
     def _open_value_channels(self) -> tuple[dict[int, LinkSender], dict[int, LinkReceiver]]:
         """Open the channels beside the plan: on the CPU, all inside tokens, between all ranks."""
-        mesh, number, cpu = self._mesh, _NUMBERS[VALUE], torch.device("cpu")
+        mesh, number, cpu = self._mesh, _VALUE_NUMBER, torch.device("cpu")
         return (
             {peer: LinkSender(mesh, peer, number, None, cpu) for peer in mesh.peers},
             {
@@ -307,6 +296,25 @@ class Pipeline:
                 for peer in mesh.peers
             },
         )
+
+
+def _numbered(routes: Routes) -> dict[Channel, tuple[int, int, int]]:
+    """Return source rank, destination rank and number of each channel, alike on every rank."""
+    routes = replace(routes, target=True, loss=True)
+    numbers: dict[Channel, tuple[int, int, int]] = {}
+    used: Counter[tuple[int, int]] = Counter()
+    for channel in routes.channels():
+        _, a, b = channel
+        ranks = routes.placement[a], routes.placement[b]
+        used[ranks] += 1
+        numbers[channel] = (*ranks, used[ranks])
+    if used and max(used.values()) >= _VALUE_NUMBER:
+        (source, destination), most = used.most_common(1)[0]
+        raise BalanceError(
+            f"between ranks {source} and {destination} there would be {most} channels, for skips "
+            f"between many partitions, but there can be {_VALUE_NUMBER - 1}: use fewer partitions"
+        )
+    return numbers
 
 
 def _described(kind: str, source: int) -> str:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from procpipe.compute.stash import num_bytes
-from procpipe.plan.task import BACKWARD, Task
-from procpipe.run.trace import Trace
+from procpipe.plan.task import FORWARD, RECOMPUTE, Task
+from procpipe.run.trace import Key, Trace
 
 __all__ = ["Recorder"]
 
@@ -76,27 +76,23 @@ class Recorder(Trace):
         if self._is_cuda:
             self._mark()
         super().ran(task, start_ns)
-        if task.kind != BACKWARD:
+        if task.kind in (FORWARD, RECOMPUTE):
             for index, took_ns in self._passed:
                 sums = self._layers[task.j, index]
                 sums[0] += took_ns
                 sums[1] += 1
         self._passed.clear()
 
-    def took(
-        self, kind: str, i: int, source: int, tensors: Sequence[Tensor], start_ns: int
-    ) -> None:
+    def took(self, key: Key, tensors: Sequence[Tensor], start_ns: int) -> None:
         """Note that a message that was waited for has just been taken."""
         now_ns = time.perf_counter_ns()
-        super().took(kind, i, source, tensors, start_ns)
-        self._takes.append([kind, i, source, start_ns, now_ns, num_bytes(tensors)])
+        super().took(key, tensors, start_ns)
+        self._takes.append([*key, num_bytes(tensors), start_ns, now_ns])
 
-    def sent(
-        self, kind: str, i: int, destination: int, tensors: Sequence[Tensor], start_ns: int
-    ) -> None:
+    def sent(self, key: Key, tensors: Sequence[Tensor], start_ns: int) -> None:
         """Note that a message has just been sent."""
         now_ns = time.perf_counter_ns()
-        self._sends.append([kind, i, destination, start_ns, now_ns, num_bytes(tensors)])
+        self._sends.append([*key, num_bytes(tensors), start_ns, now_ns])
 
     def end(self) -> None:
         """Add the step to the sums."""
@@ -137,5 +133,5 @@ class Recorder(Trace):
 
 
 def _since(begun_ns: int, message: list[Any]) -> list[Any]:
-    kind, i, peer, start_ns, end_ns, size_bytes = message
-    return [kind, i, peer, start_ns - begun_ns, end_ns - begun_ns, size_bytes]
+    *what, start_ns, end_ns = message
+    return [*what, start_ns - begun_ns, end_ns - begun_ns]

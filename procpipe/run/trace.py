@@ -17,7 +17,10 @@ from torch import Tensor
 from procpipe.plan.idle import Split, split_table
 from procpipe.plan.task import Task
 
-__all__ = ["StageStatistics", "TimedTask", "Trace", "table"]
+__all__ = ["Key", "StageStatistics", "TimedTask", "Trace", "table"]
+
+#: What names a message: its kind, the partitions that it goes from and to, and the micro-batch.
+Key = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -100,15 +103,11 @@ class Trace:
         """Note that a task has just ended."""
         self._events.append((task, start_ns, time.perf_counter_ns()))
 
-    def took(
-        self, kind: str, i: int, source: int, tensors: Sequence[Tensor], start_ns: int
-    ) -> None:
+    def took(self, key: Key, tensors: Sequence[Tensor], start_ns: int) -> None:
         """Note that a message that was waited for has just been taken."""
         self.waiting_ns += time.perf_counter_ns() - start_ns
 
-    def sent(
-        self, kind: str, i: int, destination: int, tensors: Sequence[Tensor], start_ns: int
-    ) -> None:
+    def sent(self, key: Key, tensors: Sequence[Tensor], start_ns: int) -> None:
         """Note that a message has just been sent."""
 
     def end(self) -> None:

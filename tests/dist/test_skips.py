@@ -320,7 +320,7 @@ def fewest_bytes(balance: list[int], part: Tensor) -> dict[tuple[int, int], int]
     return routes
 
 
-def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int], int]]:
+def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int, int], int]]:
     torch.manual_seed(1)
     x, y = torch.randn(4, 3, 17, 17).double(), torch.randn(4, 1, 17, 17).double()
     plain = small_unet()
@@ -350,8 +350,8 @@ def test_a_unets_skips_take_the_fewest_bytes(ranks: Any, n: int, mode: str) -> N
     assert sum(routes.values()) > 0
     for rank, (_, sent) in enumerate(of_ranks):
         skips = {channel: size for channel, size in sent.items() if channel[0].startswith("skip")}
-        down = {("skip", b): 2 * size for (a, b), size in routes.items() if a == rank}
-        up = {("skip gradient", a): 2 * size for (a, b), size in routes.items() if b == rank}
+        down = {("skip", a, b): 2 * size for (a, b), size in routes.items() if a == rank}
+        up = {("skip gradient", b, a): 2 * size for (a, b), size in routes.items() if b == rank}
         assert skips == down | up
 
 

@@ -64,7 +64,7 @@ def traced(bare: Any, folder: str) -> Any:
     if bare.rank == 0:
         told["failed"] = json.loads((path / "boom.json").read_text())
 
-    only_here = {"trace": path / "one.json"} if bare.rank == 0 else {}
+    only_here: dict[str, Any] = {"trace": path / "one.json"} if bare.rank == 0 else {}
     stage = Stage(make_model(), [2, 3], world=world_of(bare, "one"), **only_here, **options)
     with pytest.raises(DisagreementError, match="trace is True on rank 0 and False on rank 1"):
         stage.step(*batch)

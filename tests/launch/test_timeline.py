@@ -37,39 +37,32 @@ def run(tmp_path, monkeypatch):
 
 
 class Page(HTMLParser):
-    """What a page shows: the cells of its tables, its items, and the titles of its drawing."""
+    """What a page shows: the cells of its table, its items, and the titles of its drawings."""
 
     def __init__(self, html):
         super().__init__()
-        self.rows, self.items, self.titles, self.tags = [], [], [], []
-        self._into = None
+        self.rows: list[list[str]] = []
+        self.items: list[str] = []
+        self.titles: list[str] = []
+        self.tags: list[str] = []
+        self._into: list[str] | None = None
         self.feed(html)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         if tag == "tr":
             self.rows.append([])
-        self._into = {
-            "th": self._cell,
-            "td": self._cell,
-            "li": self.items,
-            "title": self.titles,
-        }.get(tag, self._into)
-        if callable(self._into):
-            self._into = self._into()
-        elif tag in ("li", "title"):
+        if tag in ("th", "td", "li", "title"):
+            others = {"li": self.items, "title": self.titles}
+            self._into = others[tag] if tag in others else self.rows[-1]
             self._into.append("")
-
-    def _cell(self):
-        self.rows[-1].append("")
-        return self.rows[-1]
 
     def handle_endtag(self, tag):
         if tag in ("th", "td", "li", "title"):
             self._into = None
 
     def handle_data(self, data):
-        if self._into:
+        if self._into is not None:
             self._into[-1] += data
 
 

@@ -90,7 +90,7 @@ def test_all_faults_of_a_plan_are_told_at_once() -> None:
     """) == [
         "F0@1 comes 2 times, in cycles 1, 2",
         "F5@1 is of a micro-batch that is not there: 2, from 0",
-        "F0@7 is on a stage that is not there: 2, from 0",
+        "F0@7 is of a partition that is not there: 2, from 0",
         "stage 0 has 2 tasks in cycle 0: F0@0 and F1@0",
         "stage 1 has 2 tasks in cycle 1: F0@1 and F5@1",
         "F1@1 is missing",
@@ -121,7 +121,7 @@ def test_a_plan_without_tasks_is_none() -> None:
 
 def test_a_task_of_an_unknown_kind_is_told() -> None:
     plan = Plan(1, 1, ((Task("F", 0, 0),), (Task("Z", 0, 0),)))
-    assert faults_of(plan, Routes(1)) == ["Z0@0 is of the unknown kind 'Z'; known: F, R, B"]
+    assert faults_of(plan, Routes(1)) == ["Z0@0 is of the unknown kind 'Z'; known: F, R, B, I, W"]
 
 
 def test_plan_and_routes_must_be_of_one_model() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.plan.gpipe import gpipe, recomputed
+from procpipe.plan.gpipe import recomputed
 from procpipe.plan.idle import Split, mean_seconds, replay, split, split_table
-from procpipe.plan.one_f_one_b import one_f_one_b
+from procpipe.plan.schedules import SCHEDULES
 from procpipe.plan.simulate import Costs, simulate
 from procpipe.plan.task import Task
 from tests.plan.recordings import EQUAL, UNEQUAL, read_step
@@ -68,25 +68,32 @@ def test_input_and_weight_gradients_and_several_partitions_on_a_stage() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-def test_a_replay_with_one_cost_a_stage_is_a_simulation(mode: str) -> None:
-    for m, n in [(m, n) for m in range(1, 6) for n in range(1, 6)]:
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("mode", ["except_last", "never"])
+def test_a_replay_with_one_cost_a_partition_is_a_simulation(name: str, mode: str) -> None:
+    for m, n in [(m, n) for m in range(1, 5) for n in range(1, 5)]:
+        schedule = SCHEDULES[name]
+        placement = schedule.place(schedule.count(n), n)
+        p = len(placement)
         costs = Costs(
-            tuple(1.0 + j % 3 for j in range(n)),
-            tuple(2.5 + j % 2 for j in range(n)),
-            tuple(1.0 for _ in range(n)),
+            forward_s=tuple(1.0 + j % 3 for j in range(p)),
+            backward_s=tuple(2.5 + j % 2 for j in range(p)),
+            recompute_s=(1.0,) * p,
         )
-        seconds = {"F": costs.forward_s, "B": costs.backward_s, "R": costs.recompute_s}
-        for plan in (
-            gpipe(m, n, recompute=recomputed(mode, m)),
-            one_f_one_b(m, n, recompute=recomputed(mode, m)),
-        ):
-            rows = [plan.tasks_of(j) for j in range(n)]
-            replayed = replay(rows, lambda task, seconds=seconds: seconds[task.kind][task.j])
-            timeline = simulate(plan, costs)
-            assert replayed.total_s == timeline.total_s
-            for task in plan.tasks():
-                assert replayed.spans_s[task] == (timeline.start_s(task), timeline.end_s(task))
+        seconds = {
+            "F": costs.forward_s, "B": costs.backward_s, "R": costs.recompute_s,
+            "I": costs.input_gradient_s, "W": costs.weight_gradient_s,
+        }  # fmt: skip
+        plan = schedule.plan(m, placement, recomputed(mode, m))
+        timeline = simulate(plan, costs)
+
+        def took(task: Task, seconds: dict[str, tuple[float, ...]] = seconds) -> float:
+            return seconds[task.kind][task.j]
+
+        replayed = replay([plan.tasks_of(stage) for stage in range(n)], took)
+        assert replayed.total_s == timeline.total_s
+        for task in plan.tasks():
+            assert replayed.spans_s[task] == (timeline.start_s(task), timeline.end_s(task))
 
 
 def test_tasks_that_wait_for_each_other_are_told() -> None:

@@ -99,8 +99,8 @@ def test_a_second_opinion_that_waits_for_skips_and_targets_too(
         start = free[task.j]
         for transfer in routes.needed(task):
             low, high = sorted((transfer.source, transfer.destination))
-            hop = max(costs.hops_s()[low:high])  # as long as its slowest boundary
-            start = max(start, ends[transfer.maker] + hop)
+            hop = max(costs.hops_s(plan.placement)[low:high])  # as long as its slowest boundary
+            start = max(start, ends[transfer.makers[0]] + hop)
         ends[task] = free[task.j] = start + seconds[task.kind][task.j]
         assert timeline.start_s(task) == start
         assert timeline.end_s(task) == ends[task]
@@ -114,7 +114,7 @@ def test_nothing_is_faster_than_its_stages_and_its_micro_batches(
     plan, costs, _ = case
     timeline = simulate(plan, costs)
     assert timeline.total_s >= max(map(timeline.busy_s, range(plan.num_stages))) - 1e-9
-    one_way = sum(costs.hops_s())
+    one_way = sum(costs.hops_s(plan.placement))
     path = plan.has_forward * (sum(costs.forward_s) + one_way)
     path += plan.has_backward * (sum(costs.backward_s) + one_way)
     assert timeline.total_s >= path - 1e-9

@@ -11,7 +11,8 @@ import pytest
 from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.errors import CallMismatchError, PeerLostError, PlanError, WaitTimeoutError
 from procpipe.plan.check import verify
-from procpipe.plan.routes import LOSS, TARGET
+from procpipe.plan.routes import LOSS, TARGET, Routes
+from procpipe.plan.schedules import Schedule
 from procpipe.plan.task import Plan
 from procpipe.run import coordinator as coordinator_module
 from procpipe.run.control import CONTROL, Control
@@ -50,7 +51,7 @@ def controls(meshes):
 
 @pytest.fixture
 def ranks(controls):
-    return [Coordinator(control, rank, 3) for rank, control in enumerate(controls)]
+    return [Coordinator(control, rank, Routes(3)) for rank, control in enumerate(controls)]
 
 
 def step(sizes=(2, 2), recompute=(0,), **fields):
@@ -226,7 +227,7 @@ def test_another_call_than_rank_0s_is_refused(ranks, ours, words):
 
 def test_a_plan_that_cannot_run_is_not_issued(controls, meshes):
     broken = Plan.from_text("plan m=1 n=3\nF0@0\nF0@2\nF0@1\n")
-    coordinator = Coordinator(controls[0], 0, 3, schedule=lambda m, n, recompute: broken)
+    coordinator = Coordinator(controls[0], 0, Routes(3), Schedule("broken", lambda *_: broken))
     heard = []
     meshes[1].on(0, CONTROL, lambda *frame: heard.append(frame))
 

@@ -38,14 +38,16 @@ class Rig:
         for kind, a, b in pairs:
             channel = MemoryChannel(f"{kind} {a}->{b}", timeout_s=5.0)
             self.channels[kind, a, b] = channel
-            ends[a].senders[kind, b] = channel
-            ends[b].receivers[kind, a] = channel
+            ends[a].senders[kind, a, b] = channel
+            ends[b].receivers[kind, a, b] = channel
         self.executors = []
         self.boards = [Board.create(j, num_stages) for j in range(num_stages)]
         for j in range(num_stages):
             layers = {str(k): model[k] for k in range(j * per_stage, (j + 1) * per_stage)}
             partition = Partition(layers, CPU, is_first=j == 0)
-            self.executors.append(Executor(j, num_stages, partition, ends[j], self.boards[j]))
+            self.executors.append(
+                Executor(j, range(num_stages), {j: partition}, ends[j], self.boards[j])
+            )
 
     def run(self, plan, batches, *, target=False):
         """Run a plan on all stages; return what each stage raised."""
@@ -112,7 +114,7 @@ def test_every_small_plan_gives_the_plain_models_gradients(m, n, mode, target):
         tasks = {"F": m, "B": m, "R": len(recompute)}
         assert executor.trace.num_tasks == {kind: k for kind, k in tasks.items() if k}
         assert executor.ledger.held_bytes == 0, f"stage {j} holds on to something"
-        assert executor.partition.num_held == 0
+        assert executor.partitions[j].num_held == 0
         assert executor.current_task is None
     assert all(not channel._messages for channel in rig.channels.values())
 

@@ -18,12 +18,12 @@ def recorded_step(recorder, entered):
     recorder.begin()
     for i in range(2):
         begun_ns = time.perf_counter_ns()
-        recorder.took("activation", i, 0, TENSORS, begun_ns)
+        recorder.took(("activation", 2, 3, i), TENSORS, begun_ns)
         start_ns = recorder.start()
         for index in (0, 1, -1):
             enter(index)
         recorder.ran(Task("F", i, 3), start_ns)
-        recorder.sent("activation", i, 2, TENSORS, time.perf_counter_ns())
+        recorder.sent(("activation", 3, 4, i), TENSORS, time.perf_counter_ns())
     recorder.ran(Task("B", 1, 3), recorder.start())
     recorder.end()
     return recorder.last_record()
@@ -36,16 +36,16 @@ def test_waits_messages_and_layers_are_kept_with_their_times():
 
     assert entered == [0, 1, -1, 0, 1, -1]
     assert [row[:3] for row in told["tasks"]] == [["F", 0, 3], ["F", 1, 3], ["B", 1, 3]]
-    assert [(*row[:3], row[5]) for row in told["takes"]] == [
-        ("activation", 0, 0, 24), ("activation", 1, 0, 24),
+    assert [row[:5] for row in told["takes"]] == [
+        ["activation", 2, 3, 0, 24], ["activation", 2, 3, 1, 24],
     ]  # fmt: skip
-    assert [(*row[:3], row[5]) for row in told["sends"]] == [
-        ("activation", 0, 2, 24), ("activation", 1, 2, 24),
+    assert [row[:5] for row in told["sends"]] == [
+        ["activation", 3, 4, 0, 24], ["activation", 3, 4, 1, 24],
     ]  # fmt: skip
     # Wait, task and message follow each other.
     times = []
     for take, task, send in zip(told["takes"], told["tasks"], told["sends"], strict=False):
-        times += [*take[3:5], *task[3:], *send[3:5]]
+        times += [*take[5:], *task[3:], *send[5:]]
     assert times == sorted(times)
     assert times[0] >= 0
     assert told["end"] - told["begin"] >= times[-1]
@@ -64,7 +64,9 @@ def test_a_step_starts_with_nothing_of_the_one_before():
 
 
 def test_without_a_recording_layers_are_told_straight_and_messages_not_at_all():
-    tell = [].append
+    entered: list[int] = []
+    enter = Trace().on_layer(entered.append)
+    enter(3)
 
-    assert Trace().on_layer(tell) is tell
+    assert entered == [3]
     assert not Trace.records_messages
