@@ -75,10 +75,16 @@ def offset_at(readings: Sequence[Reading], at_ns: int) -> int:
 
 
 def drift_ppm(readings: Sequence[Reading]) -> float | None:
-    """Return how much faster a clock runs than rank 0's, in millionths; None if not known."""
+    """Return how much faster a clock runs than rank 0's, in millionths.
+
+    Returns:
+        0 if the readings differ by no more than their errors; None if there is but one.
+    """
     first, last = readings[0], readings[-1]
-    span_ns = last.at_ns - first.at_ns
-    return (last.offset_ns - first.offset_ns) / span_ns * 1e6 if span_ns > 0 else None
+    span_ns, change_ns = last.at_ns - first.at_ns, last.offset_ns - first.offset_ns
+    if span_ns <= 0:
+        return None
+    return change_ns / span_ns * 1e6 if abs(change_ns) > first.error_ns + last.error_ns else 0.0
 
 
 class Clocks:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
+import time
 
 import pytest
 
 from procpipe.channel.mesh import Mesh, Onlooker
-from procpipe.run.clocks import Clocks, Reading, drift_ppm, offset_at
+from procpipe.run.clocks import CLOCK, Clocks, Reading, drift_ppm, offset_at
 
 
 def test_the_quickest_answer_counts() -> None:
@@ -32,6 +34,7 @@ def test_a_drift_is_corrected_linearly_between_two_readings() -> None:
     assert drift_ppm(readings) == 10_000
     assert offset_at(readings[:1], 6_000) == 500
     assert drift_ppm(readings[:1]) is None
+    assert drift_ppm([readings[0], Reading(11_000, 510, 5)]) == 0
 
 
 @pytest.fixture
@@ -48,8 +51,13 @@ def meshes():
         mesh.close()
 
 
-def test_a_waiting_rank_is_asked_and_one_clock_is_seen_to_be_one(meshes) -> None:
+@pytest.mark.parametrize("ahead_ns", [0, 10**15])
+def test_a_waiting_rank_is_asked_for_its_time(meshes, ahead_ns) -> None:
     clocks = [Clocks(mesh) for mesh in meshes]
+    if ahead_ns:  # a rank of another host, whose clock began elsewhere
+        meshes[1].on(0, CLOCK, lambda sequence, *_: meshes[1].send(
+            0, CLOCK, 0, sequence, struct.pack("<q", time.perf_counter_ns() + ahead_ns)
+        ))  # fmt: skip
     is_over: list[bool] = []
     waiter = threading.Thread(
         target=lambda: meshes[1].wait(lambda: is_over, lambda: "the end", every_s=0.01)
@@ -59,8 +67,9 @@ def test_a_waiting_rank_is_asked_and_one_clock_is_seen_to_be_one(meshes) -> None
     is_over.append(True)
     waiter.join()
 
-    assert reading.offset_ns == 0
+    assert abs(reading.offset_ns - ahead_ns) <= reading.error_ns
     assert 0 < reading.error_ns < 1_000_000_000
+    assert ahead_ns or reading.offset_ns == 0
 
 
 def test_a_rank_that_has_left_has_no_time(meshes) -> None:
