@@ -1,13 +1,13 @@
 """A recording as a file: JSON in the Trace Event Format, and back.
 
 Opens in https://ui.perfetto.dev and ``chrome://tracing``. A stage is a process there, and has rows
-(threads) of its own for what it ran, what it waited for, what it sent, and for whole steps:
+(threads) of its own for what it ran, what it waited for, messages, and for whole steps:
 
     stage 0   steps      [──────────── step 0 (step) ────────────]
               tasks      [F0@0][F1@0]                 [B1@0][B0@0]
               waits                  [gradient 1 from stage 1]
               transfers       ─ ─     activation 0 to stage 1
-                              └──────▶ an arrow to the receiver's wait
+                              └──▶ an arrow to the receiver's row of transfers
 
 Everything else is in ``otherData``. What another program writes into the file besides is not read.
 
@@ -32,8 +32,11 @@ FORMAT = "procpipe timeline 1"
 _ROWS = ("steps", "tasks", "waits", "transfers")
 _STEPS, _TASKS, _WAITS, _TRANSFERS = range(4)
 
-#: An arrow ends in the slice that it points into, so a moment before that ends.
-_INSIDE_US = 0.001
+#: The number of stage 0's process.
+_FIRST_PID = 1000
+
+#: The least length of a slice, without which no arrow can end in it.
+_INSTANT_US = 0.001
 
 Event = dict[str, Any]
 
@@ -88,23 +91,33 @@ def from_chrome(data: Any) -> Recording:
 
 def _names(recording: Recording) -> Iterator[Event]:
     for clock in recording.clocks:
-        pid = clock.stage
-        yield _meta("process_name", pid, 0, {"name": f"stage {pid} (rank {pid})"})
-        yield _meta("process_sort_index", pid, 0, {"sort_index": pid})
-        for tid, name in enumerate(_ROWS):
-            yield _meta("thread_name", pid, tid, {"name": name})
-            yield _meta("thread_sort_index", pid, tid, {"sort_index": tid})
+        stage = clock.stage
+        yield _meta("process_name", stage, 0, {"name": f"stage {stage} (rank {stage})"})
+        yield _meta("process_sort_index", stage, 0, {"sort_index": stage})
+        for row, name in enumerate(_ROWS):
+            yield _meta("thread_name", stage, row, {"name": name})
+            yield _meta("thread_sort_index", stage, row, {"sort_index": row})
 
 
-def _meta(name: str, pid: int, tid: int, args: Event) -> Event:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+def _place(stage: int, row: int) -> Event:
+    """Name a row of a stage as a thread of a process.
+
+    Perfetto takes a thread for its process's main one if their numbers are the same, and thread 0
+    for a processor that idles; so each number is used once, and 0 never.
+    """
+    pid = _FIRST_PID + stage
+    return {"pid": pid, "tid": 10 * pid + row}
+
+
+def _meta(name: str, stage: int, row: int, args: Event) -> Event:
+    return {"ph": "M", "name": name, **_place(stage, row), "args": args}
 
 
 def _slice(
-    name: str, cat: str, pid: int, tid: int, start_s: float, end_s: float, **args: Any
+    name: str, cat: str, stage: int, row: int, start_s: float, end_s: float, **args: Any
 ) -> Event:
     ts, dur = _microseconds(start_s), _microseconds(end_s - start_s)
-    return {"ph": "X", "name": name, "cat": cat, "pid": pid, "tid": tid, "ts": ts, "dur": dur,
+    return {"ph": "X", "name": name, "cat": cat, **_place(stage, row), "ts": ts, "dur": dur,
             "args": args}  # fmt: skip
 
 
@@ -123,7 +136,7 @@ def _task_event(number: int, ran: Ran) -> Event:
 
 
 def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
-    """Write a message: what its sender did, what its receiver did, and an arrow between them."""
+    """Write a message: its sending, the wait for it, its arrival, and an arrow between them."""
     told = {
         "step": step,
         "transfer": number,
@@ -143,12 +156,18 @@ def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
         hop.destination, _WAITS, hop.asked_s, hop.taken_s,
         **{"step": step, "transfer": number, "micro_batch": hop.i, "from": hop.source},
     )  # fmt: skip
+    # Perfetto turns an arrow round that leads into a slice which began earlier, as waits do. So
+    # there is one more slice: the end of the wait, from when the message had been sent.
+    taken_us = _microseconds(hop.taken_s)
+    arrival_us = min(_microseconds(max(hop.asked_s, hop.sent_s)), round(taken_us - _INSTANT_US, 3))
+    yield {
+        "ph": "X", "name": f"{hop.kind} {hop.i} from stage {hop.source}", "cat": "arrival",
+        **_place(hop.destination, _TRANSFERS),
+        "ts": arrival_us, "dur": round(taken_us - arrival_us, 3), "args": told,
+    }  # fmt: skip
     arrow = {"name": hop.kind, "cat": "flow", "id": number}
-    yield {**arrow, "ph": "s", "pid": hop.source, "tid": _TRANSFERS,
-           "ts": _microseconds(hop.posted_s)}  # fmt: skip
-    inside_us = max(_microseconds(hop.asked_s), _microseconds(hop.taken_s) - _INSIDE_US)
-    yield {**arrow, "ph": "f", "bp": "e", "pid": hop.destination, "tid": _WAITS,
-           "ts": round(inside_us, 3)}  # fmt: skip
+    yield {**arrow, "ph": "s", **_place(hop.source, _TRANSFERS), "ts": _microseconds(hop.posted_s)}
+    yield {**arrow, "ph": "f", "bp": "e", **_place(hop.destination, _TRANSFERS), "ts": arrival_us}
 
 
 def _boundaries(step: Step) -> dict[str, Any]:
@@ -177,7 +196,7 @@ def _recording(events: list[Event], other: Mapping[str, Any]) -> Recording:
         category = event.get("cat")
         if category == "task":
             start_s, end_s = _times(event)
-            ran = Ran(event["pid"], Task.parse(event["name"]), start_s, end_s)
+            ran = Ran(event["pid"] - _FIRST_PID, Task.parse(event["name"]), start_s, end_s)
             tasks[event["args"]["step"]].append(ran)
         elif category in ("transfer", "wait"):
             ends.setdefault(event["args"]["transfer"], {})[category] = event
