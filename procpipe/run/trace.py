@@ -66,7 +66,7 @@ class StageStatistics:
 
     @property
     def bubble(self) -> float:
-        """Share of the steps' time in which the stage ran no task."""
+        """Share of the steps' time in which the stage ran no task, whatever the reason."""
         return 1.0 - self.busy_s / self.step_s if self.step_s else 0.0
 
 
@@ -146,7 +146,7 @@ def table(stages: Sequence[StageStatistics]) -> str:
     """
     header = (
         f"{'stage':>5} {'steps':>6} {'F':>7} {'R':>7} {'B':>7} {'busy s':>8} {'waiting s':>10} "
-        f"{'bubble':>7} {'sent MiB':>9} {'messages':>9} {'peak held MiB':>14}"
+        f"{'idle':>7} {'sent MiB':>9} {'messages':>9} {'peak held MiB':>14}"
     )
     lines = [header, *(_line(s) for s in stages)]
     splits = [s.split for s in stages if s.split is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 from procpipe.plan.task import Task
@@ -70,3 +71,22 @@ def test_without_a_recording_layers_are_told_straight_and_messages_not_at_all():
 
     assert entered == [3]
     assert not Trace.records_messages
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_tasks_have_the_device_s_times():
+    device = torch.device("cuda")
+    recorder = Recorder(device)
+    matrix = torch.randn(2048, 2048, device=device)
+    recorder.begin()
+    for i in range(2):
+        start_ns = recorder.start()
+        for _ in range(50):
+            matrix @ matrix
+        recorder.ran(Task("F", i, 0), start_ns)
+    recorder.end()
+    (*_, start_0, end_0), (*_, start_1, end_1) = recorder.last_record()["tasks"]
+
+    assert start_0 < end_0 <= start_1 < end_1
+    assert (end_1 - start_1) / (end_0 - start_0) == pytest.approx(1, abs=0.5)
+    assert end_1 - start_1 > 1e5  # 50 products of 17 GFLOP take 0.1 ms on no device
