@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from procpipe.launch.main import main
 from procpipe.plan.interleaved import interleaved
 from procpipe.plan.render import render_text
 from procpipe.plan.zero_bubble import zb_v
@@ -20,6 +21,7 @@ README = TESTS.parent / "README.md"
 COMING_FROM = TESTS.parent / "docs" / "coming_from.md"
 SCHEDULES = TESTS.parent / "docs" / "schedules.md"
 PEER_TESTS = TESTS.parent / "docs" / "peer_tests.md"
+TIMELINE = TESTS.parent / "docs" / "timeline.md"
 
 
 def python_blocks(page: Path = README) -> list[str]:
@@ -87,6 +89,31 @@ def test_every_public_name_of_pytorchs_pipelining_is_in_the_table() -> None:
     table = COMING_FROM.read_text().split("\n## torch.distributed.pipelining\n")[1]
     missing = sorted(name for name in names if not re.search(rf"\b{name}\b", table))
     assert not missing
+
+
+# -- docs/timeline.md ----------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_the_recorded_program_leaves_a_timeline_that_reads_as_on_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = python_blocks(TIMELINE)
+    code = code.replace('"run.json"', repr(str(tmp_path / "run.json"))).replace(
+        "range(20)", "range(3)"
+    )
+    done = run_script(code, nproc=2).check()
+    assert done.stdout.count("Split(stage=") == 2
+    assert main(["timeline", "run.json"]) == 0
+    told = capsys.readouterr().out
+    (shown,) = re.findall(r"```text\n(.*?)```", TIMELINE.read_text(), re.DOTALL)
+    table, shown_table = (re.sub(r"[\d.]+", "0", text).split("\n\n")[:2] for text in (told, shown))
+    assert [line.split() for line in table] == [line.split() for line in shown_table]
+    assert told.endswith("\nrun.html\n")
+    # The report's table is the page's; only the clocks were read once more.
+    ours, theirs = (re.findall(r"^ +[01] .*%.*$", text, re.M)[-2:] for text in (done.stdout, told))
+    assert [line.split()[:2] for line in ours] == [line.split()[:2] for line in theirs]
 
 
 # -- docs/schedules.md ---------------------------------------------------------------------------

@@ -111,6 +111,10 @@ class Coordinator:
             self._programs[key] = program(plan, routes, self._rank, ahead=self.ahead)
         return self._programs[key]
 
+    def plan_text(self, order: Order) -> str:
+        """Return the text of an order's plan."""
+        return self._plans[order.plan].to_text()
+
     def _choose(self, order: Order) -> Plan:
         kind = order.call
         if kind == "step" and not order.keeps_graph:

@@ -133,6 +133,7 @@ class Executor:
         partitions: the local layers, by the indices of this stage's partitions.
         channels: this stage's ends of all channels.
         board: where to say which task and layer is running.
+        trace: times the tasks.
     """
 
     def __init__(
@@ -142,11 +143,12 @@ class Executor:
         partitions: Mapping[int, Partition],
         channels: Channels,
         board: Board,
+        trace: Trace | None = None,
     ) -> None:
         self.partitions = dict(partitions)
         self._board = board
         self.ledger = Ledger()
-        self.trace = Trace()
+        self.trace = trace or Trace()
         self.current_task: Task | None = None
         self._stage = stage
         self._placement = tuple(placement)
@@ -155,7 +157,8 @@ class Executor:
         self._ports = {j: _Ports.of(j, part, self._last) for j, part in partitions.items()}
         num_before = 0
         for partition in partitions.values():
-            partition.on_layer = _counted_from(num_before, board.enter_layer)
+            tell = _counted_from(num_before, board.enter_layer)
+            partition.on_layer = self.trace.on_layer(tell)
             num_before += len(partition.places)
         self._made: dict[_Key, Flat] = {}
         self._wants: dict[tuple[int, int], list[tuple[bool, ...]]] = {}
@@ -229,7 +232,7 @@ class Executor:
             self._backward(task, batch)
         else:
             partition = self.partitions[j]
-            start_ns = time.perf_counter_ns()
+            start_ns = self.trace.start()
             if kind == RECOMPUTE:
                 self.ledger.hold(("output", j, i), partition.recompute(i))
             else:
@@ -245,7 +248,7 @@ class Executor:
         inputs += [self._take((kind, a, j, i)) for kind, a in ports.inputs[1:]]
         finish = self._finish(i, batch) if is_last else None
         recompute = (i, j) in self._recomputed
-        start_ns = time.perf_counter_ns()
+        start_ns = self.trace.start()
         output = ports.partition.forward(
             i,
             joined(inputs),
@@ -279,7 +282,7 @@ class Executor:
         run = ports.partition.backward
         if kind == INPUT_GRADIENT:
             run = ports.partition.backward_input
-        start_ns = time.perf_counter_ns()
+        start_ns = self.trace.start()
         input_gradients = run(i, gradients)
         self.trace.ran(task, start_ns)
         pieces = cut(input_gradients, self._num_wanted.pop((i, j)))
@@ -388,7 +391,10 @@ class Executor:
             message = self._made.pop(key)
             if kind in (GRADIENT, SKIP_GRADIENT) and message.structure == ("t", ()):
                 return  # nothing requires it; the receiver knows
+        start_ns = time.perf_counter_ns()
         self._channels.senders[key[:3]].send(message)
+        if self.trace.records_messages:
+            self.trace.sent(key, message.tensors, start_ns)
 
     def _take(self, key: _Key) -> Flat:
         """Wait for a message, and count it from where its buffer was allowed."""
@@ -396,7 +402,7 @@ class Executor:
             return self._made.pop(key)
         start_ns = time.perf_counter_ns()
         message = self._channels.receivers[key[:3]].take()
-        self.trace.waiting_ns += time.perf_counter_ns() - start_ns
+        self.trace.took(key, message.tensors, start_ns)
         self.ledger.size(key, num_bytes(message.tensors))
         return message
 
