@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from procpipe.plan.idle import Split, split_table
-from procpipe.plan.task import Task
+from procpipe.plan.task import INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Task
 
 __all__ = ["Key", "StageStatistics", "TimedTask", "Trace", "table"]
 
@@ -39,7 +39,7 @@ class StageStatistics:
     Attributes:
         stage: which stage; its rank is the same number.
         num_steps: calls that ran a plan.
-        num_tasks: tasks by kind, "F", "B", "R".
+        num_tasks: tasks by kind, "F", "R", "B", "I", "W".
         busy_s: seconds in tasks.
         waiting_s: seconds of waiting for messages.
         step_s: seconds in calls that ran a plan, from first to last task.
@@ -144,21 +144,23 @@ def table(stages: Sequence[StageStatistics]) -> str:
 
     Where it is known, a second table tells how each stage spent the last step.
     """
+    in_two = (INPUT_GRADIENT, WEIGHT_GRADIENT)
+    kinds = [k for k in KINDS if k not in in_two or any(k in s.num_tasks for s in stages)]
     header = (
-        f"{'stage':>5} {'steps':>6} {'F':>7} {'R':>7} {'B':>7} {'busy s':>8} {'waiting s':>10} "
-        f"{'idle':>7} {'sent MiB':>9} {'messages':>9} {'peak held MiB':>14}"
+        f"{'stage':>5} {'steps':>6} {' '.join(f'{kind:>7}' for kind in kinds)} {'busy s':>8} "
+        f"{'waiting s':>10} {'idle':>7} {'sent MiB':>9} {'messages':>9} {'peak held MiB':>14}"
     )
-    lines = [header, *(_line(s) for s in stages)]
+    lines = [header, *(_line(s, kinds) for s in stages)]
     splits = [s.split for s in stages if s.split is not None]
     if splits:
         lines += ["", "the last step:", split_table(splits)]
     return "\n".join(lines)
 
 
-def _line(s: StageStatistics) -> str:
+def _line(s: StageStatistics, kinds: Sequence[str]) -> str:
     return (
-        f"{s.stage:>5} {s.num_steps:>6} {s.num_tasks.get('F', 0):>7} "
-        f"{s.num_tasks.get('R', 0):>7} {s.num_tasks.get('B', 0):>7} {s.busy_s:>8.2f} "
+        f"{s.stage:>5} {s.num_steps:>6} "
+        f"{' '.join(f'{s.num_tasks.get(kind, 0):>7}' for kind in kinds)} {s.busy_s:>8.2f} "
         f"{s.waiting_s:>10.2f} {s.bubble:>7.1%} {sum(s.sent_bytes.values()) / 2**20:>9.2f} "
         f"{sum(s.num_messages.values()):>9} {s.peak_held_bytes / 2**20:>14.3f}"
     )
