@@ -32,8 +32,11 @@ Divide = Callable[[Sequence[float], int], list[int]]
 #: A change must make the step so much shorter to be worth a sentence.
 _WORTH = 0.02
 
+#: A stage is called slower than the mean from here on, and a task odd from so many medians on.
+_UNEQUAL, _ODD = 0.1, 2.0
+
 #: Idle shares from which on they are worth one.
-_MUCH_BUBBLE, _MUCH_COMMUNICATION = 0.05, 0.1
+_MUCH_BUBBLE, _MUCH_COMMUNICATION, _MUCH_ODD = 0.05, 0.1, 0.05
 
 Rows = list[list[Task]]
 
@@ -47,8 +50,8 @@ def advise(recording: Recording, step: Step, divide: Divide) -> list[str]:
         divide: finds the best balance; ``procpipe.balance.blocks``, which is not of this package.
     """
     look = _Look(recording, step, divide)
-    return [advice for advice in (look.balance(), look.chunks(), look.schedule(),
-                                  look.communication()) if advice]  # fmt: skip
+    found = (look.balance(), look.chunks(), look.schedule(), look.communication(), look.odd_tasks())
+    return [advice for advice in found if advice]
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class _Look:
         if better != self._balance and saved >= _WORTH:
             return f"{told}: balance {better} would give about {saved:.0%} ({source})."
         imbalance = fmean(one.imbalance_s for one in self._splits) / self._step.seconds
-        if imbalance < 2 * _WORTH:
+        if imbalance < 2 * _WORTH or beyond < _UNEQUAL:
             return ""
         return f"{told}, but no other balance of whole layers would give {_WORTH:.0%} ({source})."
 
@@ -163,6 +166,21 @@ class _Look:
             f"message{'' if num_hops == 1 else 's'} of {mib:.3g} MiB in all. The longest waits "
             f"were stage {destination}'s for the {kind} of stage {source}: {seconds_text(most_s)}. "
             "Fewer or larger micro-batches make fewer messages."
+        )
+
+    def odd_tasks(self) -> str:
+        """Say how much of the step went into tasks that took far longer than they usually do."""
+        usual_s = {ran: self._model.seconds[ran.task.kind, ran.task.j] for ran in self._step.tasks}
+        odd = [ran for ran, median_s in usual_s.items() if ran.seconds > _ODD * median_s]
+        extra_s = sum(ran.seconds - usual_s[ran] for ran in odd)
+        if extra_s / self._step.num_stages < _MUCH_ODD * self._step.seconds:
+            return ""
+        worst = max(odd, key=lambda ran: ran.seconds - usual_s[ran])
+        return (
+            f"{len(odd)} of {len(usual_s)} tasks took more than twice as long as usual, "
+            f"{seconds_text(extra_s)} longer in all; {worst.task} on stage {worst.stage} took "
+            f"{seconds_text(worst.seconds)}, not {seconds_text(usual_s[worst])}. Look for what "
+            "else used its processor, or at another step."
         )
 
     # -- what they look at ----------------------------------------------------------------------

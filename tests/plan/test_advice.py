@@ -100,3 +100,19 @@ def test_communication_is_told_with_its_longest_waits() -> None:
         "waits were stage 0's for the gradient of stage 1: 4 s. Fewer or larger micro-batches "
         "make fewer messages."
     )
+
+
+def test_tasks_that_took_far_longer_than_usual_are_told() -> None:
+    # B1 of stage 1 takes 2 s in the other steps, and 6 s in this one; all after it is 4 s later.
+    slow = """
+        F0 0-1 F1 1-2                        B1 10-12 B0 12-14
+        F0 1.5-2.5 F1 2.5-3.5 B1 3.5-9.5 B0 9.5-11.5
+    """
+    steps = [read_step(EQUAL, number=k) for k in range(3)] + [read_step(slow, number=3)]
+    recording = recording_of(*steps)
+
+    assert advise(recording, steps[3], blocks)[-1] == (
+        "1 of 8 tasks took more than twice as long as usual, 4 s longer in all; B1@1 on stage 1 "
+        "took 6 s, not 2 s. Look for what else used its processor, or at another step."
+    )
+    assert not any("usual" in told for told in advise(recording, steps[2], blocks))
