@@ -36,8 +36,8 @@ class Contender:
         name: as in the tables.
         make: makes its step, on every rank.
         why_not: tells why it cannot do a job; None if it can.
-        is_bubble_free: whether its limit has no bubble of fill and drain. Interleaved1F1B has a
-            smaller one, so it cannot come as near.
+        is_bubble_free: whether its limit has no bubble of fill and drain. Interleaved 1F1B and
+            ZB-H1 have a smaller one, so they cannot come as near.
     """
 
     name: str
@@ -63,6 +63,17 @@ CONTENDERS = {
     for contender in (
         Contender(PROCPIPE, ours.procpipe),
         Contender("procpipe 1F1B", partial(ours.procpipe, schedule="1f1b")),
+        Contender(
+            "procpipe interleaved",
+            partial(ours.procpipe, schedule="interleaved", num_parts=2),
+            is_bubble_free=True,
+        ),
+        Contender("procpipe ZB-H1", partial(ours.procpipe, schedule="zb-h1"), is_bubble_free=True),
+        Contender(
+            "procpipe ZB-V",
+            partial(ours.procpipe, schedule="zb-v", num_parts=2),
+            is_bubble_free=True,
+        ),
         Contender("torch GPipe", torch_pipelining.gpipe),
         Contender("torch 1F1B", torch_pipelining.one_f_one_b),
         Contender("torch Interleaved1F1B", torch_pipelining.interleaved, _no_skips, True),
@@ -85,8 +96,8 @@ def notes(names: Iterable[str], absent: Mapping[str, str | None]) -> list[str]:
     """
     told = [
         "all run in the same processes, pinned to their cores by procpipe where there is one each",
-        "limit: independent copies / n, times (m + n - 1) / m; that of Interleaved1F1B and ZBV has "
-        "no bubble",
+        "limit: independent copies / n, times (m + n - 1) / m; that of interleaved and zero-bubble "
+        "schedules has no bubble",
         "ratios are medians of those of each round",
     ]
     if "torchgpipe" in names:

@@ -34,7 +34,7 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Step, launch
 from benchmarks.workloads import WORKLOADS, Job, Workload
 
-__all__ = ["configure", "run"]
+__all__ = ["ALLOCATOR", "configure", "run"]
 
 _WHOLE = "one process, whole mini-batch"
 _BY_MICRO_BATCH = "one process, by micro-batches"
@@ -49,7 +49,7 @@ _OF_ALL = (
 )
 
 #: Buffers of 64 KiB or more are pages of their own, given back when they are freed.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": str(64 << 10)}
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": str(64 << 10)}
 
 _MIB = 1 << 20
 
@@ -74,6 +74,9 @@ _WORKLOADS = {
     ),
     "unet": WORKLOADS["unet"],
 }
+
+#: The same, and those whose speed is measured; see ``schedules.py``.
+_ALL_WORKLOADS = {f"speed {name}": workload for name, workload in WORKLOADS.items()} | _WORKLOADS
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ def measure(name: str, workload: str, n: int, m: int, limit: int | None) -> list
     """Train with one contender in this launch's processes; every rank calls it."""
     import torch.distributed as dist
 
-    job = Job(_WORKLOADS[workload], n, m)
+    job = Job(_ALL_WORKLOADS[workload], n, m)
     _ = job.input, job.target  # the data are there before
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, vars(_use(name, job, limit)))
@@ -199,7 +202,7 @@ def _launch(name: str, job: Job, limit: int | None = None) -> list[Use]:
     ranks = launch(
         "benchmarks.memory:measure",
         job.num_stages if name in _OF_ALL else 1,
-        _ALLOCATOR,
+        ALLOCATOR,
         name=name,
         workload=job.workload.name,
         n=1 if name == _ONE_STAGE else job.num_stages,
@@ -237,7 +240,7 @@ def _make(name: str, job: Job) -> tuple[Step, Callable[[], int | None]]:
     Imports this contender only, so that a launch does not wait for the others.
     """
     library, _, mode = name.partition(", ")[0].partition(" ")
-    if library == "procpipe":
+    if library == "procpipe" and mode in ("always", "except_last", "never"):
         from benchmarks.peers.ours import stage_of, step_of
 
         stage = stage_of(job, mode, schedule="1f1b" if name.endswith("1F1B") else "gpipe")

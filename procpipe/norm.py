@@ -1,8 +1,8 @@
 """Gradient clipping over all stages, with the norm of the plain model to the last digit.
 
 ``torch.nn.utils.clip_grad_norm_`` takes the norm of the parameters' norms. So it is enough that
-every stage tells the norms of its own parameters: taken together in the model's order they are the
-very numbers that one process would have.
+every stage tells the norms of its own parameters, by partition: taken together in the model's order
+they are the very numbers that one process would have.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ def norms(gradients: Iterable[Tensor], norm_type: float) -> list[Norm]:
     return [_as_json(norm) for norm in each]
 
 
-def total_norm(norms_of_stages: Iterable[list[Norm]], norm_type: float) -> Norm:
-    """Return the norm of all parameters' norms, computed as the plain model would."""
-    together = [as_tensor(norm) for of_stage in norms_of_stages for norm in of_stage]
+def total_norm(of_stages: Iterable[Iterable[tuple[int, list[Norm]]]], norm_type: float) -> Norm:
+    """Return the norm of all parameters' norms, computed as the plain model would.
+
+    Args:
+        of_stages: for each stage the norms of its partitions, each with the partition's index.
+        norm_type: the p of the p-norm.
+    """
+    in_order = sorted((j, of_part) for of_stage in of_stages for j, of_part in of_stage)
+    together = [as_tensor(norm) for _, of_part in in_order for norm in of_part]
     if not together:
         return _as_json(torch.tensor(0.0))
     return _as_json(torch.linalg.vector_norm(torch.stack(together), float(norm_type)))

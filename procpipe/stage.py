@@ -81,9 +81,10 @@ class Stage(nn.Sequential):
         module: the full model, a flat ``nn.Sequential``. If it was built on the meta device, only
             this stage's layers get memory; they are initialised by their ``reset_parameters()``,
             with values that no balance changes.
-        balance: number of layers in each stage; or ``"time"`` or ``"size"`` to have rank 0 find it
-            from a sample (then every rank waits for rank 0 here). Without a launcher it is
-            checked, but all layers are in one stage.
+        balance: number of layers in each partition, of which each stage runs one, or as many as
+            ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
+            (then every rank waits for rank 0 here). Without a launcher it is checked, but all
+            layers are in one partition.
         sample: on rank 0, what a balance is found from: a mini-batch's input, or
             :class:`~procpipe.balance.Inputs` of several.
         chunks: number of micro-batches a mini-batch is split into.
@@ -92,10 +93,13 @@ class Stage(nn.Sequential):
         checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
             micro-batch but the last that there really is) or ``"never"``.
         schedule: in which order the stages of a ``step`` work: ``"gpipe"`` (all micro-batches
-            forward, then all backward) or ``"1f1b"`` (a backward as soon as there can be one: as
-            fast, but a stage holds no more micro-batches than there are stages); or a function
+            forward, then all backward); ``"1f1b"`` (a backward as soon as there can be one: as
+            fast, but a stage holds no more micro-batches than there are stages); ``"interleaved"``
+            (1F1B with several partitions a stage); ``"zb-h1"`` and ``"zb-v"`` (backward in two
+            tasks, with one or two partitions a stage); or a function
             ``(m, n) -> procpipe.plan.task.Plan`` of the number of micro-batches and of stages,
-            whose plan also says what is recomputed. ``stage(input)`` always is in two parts.
+            whose plan also says what is recomputed. ``stage(input)`` always is in two parts. See
+            docs/schedules.md.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of
@@ -113,7 +117,9 @@ class Stage(nn.Sequential):
         world: this process's place in the job; by default what the launcher says.
 
     Attributes:
-        balance: number of layers in each stage, a list of int.
+        balance: number of layers in each partition, a list of int.
+        placement: the stage of each partition, a list of int; ``[0, 1, …]`` unless a schedule has
+            several partitions a stage. Below, "the last stage" is that of the last partition.
         devices: each stage's device, a list of ``torch.device``.
         chunks: see above; rank 0's counts.
         checkpoint: see above; rank 0's counts.
@@ -209,6 +215,11 @@ class Stage(nn.Sequential):
     def devices(self) -> list[torch.device]:
         """Each stage's device."""
         return list(self._world.devices)
+
+    @property
+    def placement(self) -> list[int]:
+        """The stage of each partition."""
+        return list(self._placement)
 
     # -- running --------------------------------------------------------------------------------
 
@@ -344,8 +355,12 @@ class Stage(nn.Sequential):
         """
         with self._calls.together("clip_grad_norm_") as pipeline:
             self._order("clip_grad_norm_")
-            gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            ours = norms(gradients, norm_type)
+            by_partition = {
+                j: [p.grad for p in part.parameters() if p.grad is not None]
+                for j, part in self._by_partition().items()
+            }
+            gradients = [gradient for part in by_partition.values() for gradient in part]
+            ours = [(j, norms(part, norm_type)) for j, part in by_partition.items()]
             total = pipeline.control.agree(ours, lambda of_all: total_norm(of_all, norm_type))
             norm = as_tensor(total).to(self.device)
             if error_if_nonfinite and not torch.isfinite(norm):
@@ -579,6 +594,13 @@ class Stage(nn.Sequential):
         self._layers_elsewhere = {name for part in elsewhere for name in part}
         self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]
 
+    def _by_partition(self) -> dict[int, nn.ModuleList]:
+        """Return this stage's layers by the indices of its partitions."""
+        return {
+            j: nn.ModuleList(self._modules[name] for name in names)
+            for j, names in self._names.items()
+        }
+
     def _connect(self) -> Pipeline:
         facts = {
             "procpipe": __version__,
@@ -588,6 +610,7 @@ class Stage(nn.Sequential):
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
             "schedule": self._schedule.name,
+            "placement": self.placement,
             "deferred_batch_norm": self._is_deferring,
             "the type of devices": self.device.type,
             "transport": self._transport,

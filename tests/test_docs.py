@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from procpipe.plan.interleaved import interleaved
+from procpipe.plan.render import render_text
+from procpipe.plan.zero_bubble import zb_v
 from tests.dist.script import run_script
 
 TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"
 COMING_FROM = TESTS.parent / "docs" / "coming_from.md"
+SCHEDULES = TESTS.parent / "docs" / "schedules.md"
 PEER_TESTS = TESTS.parent / "docs" / "peer_tests.md"
 
 
@@ -83,6 +87,27 @@ def test_every_public_name_of_pytorchs_pipelining_is_in_the_table() -> None:
     table = COMING_FROM.read_text().split("\n## torch.distributed.pipelining\n")[1]
     missing = sorted(name for name in names if not re.search(rf"\b{name}\b", table))
     assert not missing
+
+
+# -- docs/schedules.md ---------------------------------------------------------------------------
+
+
+def test_a_users_own_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec("".join(python_blocks(SCHEDULES)), {})
+    assert "10   B2        B3\n" in capsys.readouterr().out
+    assert Path("two_by_two.plan").read_text().startswith("plan m=4 n=2\nF0@0\nF1@0 F0@1\n")
+
+
+def test_the_grids_of_the_page_are_those_of_the_schedules() -> None:
+    page = SCHEDULES.read_text()
+    for plan, column in ((interleaved(4, 2, 2), 0), (zb_v(3, 2), 45)):
+        drawn = [line[4 + column :][:40].rstrip() for line in page.splitlines()]
+        for line in render_text(plan).splitlines()[1:]:
+            words = line.split()
+            assert words in [each.split() for each in drawn], line
 
 
 # -- docs/peer_tests.md --------------------------------------------------------------------------

@@ -11,16 +11,16 @@ from procpipe import Stage
 __all__ = ["procpipe", "stage_of", "step_of"]
 
 
-def procpipe(job: Job, checkpoint: str = "never", **options: Any) -> Step:
-    """Train as a pipeline of all ranks."""
-    return step_of(stage_of(job, checkpoint, **options), job)
+def procpipe(job: Job, checkpoint: str = "never", *, num_parts: int = 1, **options: Any) -> Step:
+    """Train as a pipeline of all ranks, each with so many partitions."""
+    return step_of(stage_of(job, checkpoint, num_parts=num_parts, **options), job)
 
 
-def stage_of(job: Job, checkpoint: str = "never", **options: Any) -> Stage:
+def stage_of(job: Job, checkpoint: str = "never", *, num_parts: int = 1, **options: Any) -> Stage:
     """Make this rank's stage, for those who ask it for more than steps."""
     return Stage(
         job.model(),
-        job.balance(job.num_stages),
+        job.balance(num_parts * job.num_stages),
         chunks=job.num_micro_batches,
         checkpoint=checkpoint,
         loss_fn=job.workload.loss_fn,

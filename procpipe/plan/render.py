@@ -35,7 +35,7 @@ def render_text(plan: Plan) -> str:
     margin = len(str(len(plan.cycles) - 1)) + 3
     lines = ["k".ljust(margin) + "   ".join(heads)]
     for k, cycle in enumerate(plan.cycles):
-        labels = {j: f"{kind}{i}" for kind, i, j in cycle}
+        labels = {plan.placement[task.j]: _label(task, plan) for task in cycle}
         cells = [labels.get(j, "").ljust(len(head)) for j, head in enumerate(heads)]
         lines.append((str(k).ljust(margin) + "   ".join(cells)).rstrip())
     return "\n".join(lines) + "\n"
@@ -58,12 +58,18 @@ def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
         for task in timeline.plan.tasks_of(j):
             first = round(timeline.start_s(task) * scale)
             last = round(timeline.end_s(task) * scale)
-            cells[first:last] = f"{task.kind}{task.i}".ljust(last - first, "─")[: last - first]
+            cells[first:last] = _label(task, timeline.plan).ljust(last - first, "─")[: last - first]
         lines.append(name.ljust(margin) + "".join(cells))
     end = f"{timeline.total_s:.4g} s"
     lines.append(" " * margin + "0 s" + end.rjust(columns - len("0 s")))
     lines.append(" " * margin + f"idle {timeline.bubble:.1%}")
     return "\n".join(lines) + "\n"
+
+
+def _label(task: Task, plan: Plan) -> str:
+    """Return a task's text, without its partition where that is the stage's only one."""
+    is_only = plan.num_partitions == plan.num_stages
+    return f"{task.kind}{task.i}" if is_only else str(task)
 
 
 # SVG ----------------------------------------------------------------------------------------
@@ -188,7 +194,8 @@ def _rows(picture: _Picture) -> Iterator[str]:
 def _boxes(picture: _Picture) -> Iterator[str]:
     for box in picture.boxes:
         look = _LOOKS[box.task.kind]
-        x, y = LEFT + box.start * picture.scale, TOP + box.task.j * (ROW + GAP)
+        stage = picture.plan.placement[box.task.j]
+        x, y = LEFT + box.start * picture.scale, TOP + stage * (ROW + GAP)
         width = (box.end - box.start) * picture.scale
         yield f"<g><title>{box.task}: {look.name}, {box.when}</title>"
         yield (

@@ -25,15 +25,31 @@ of 1F1B's ``(n-1)(F + I + W)`` where the three take as long as each other.
     13  W3        W3        W3
 
 **ZB-V** has two partitions a stage, folded, so that a micro-batch starts and ends on stage 0 and
-every stage is early at one end. No stage holds more than ``2n`` half micro-batches, 1F1B's peak.
+every stage is near one end. No stage holds more than ``2n`` half micro-batches, 1F1B's peak.
 Where the three kinds take as long as each other and ``m >= 2n - 1``, each stage rests only until
-the first micro-batch comes: ``6m + n - 1`` tasks' time from end to end.
+the first micro-batch comes: ``6m + n - 1`` tasks' time from end to end. (With fewer micro-batches
+the whole is up to ``n / 2`` tasks' time longer than its longest way or stage.)
 
     k   stage 0   stage 1                    (m = 3, n = 2: partitions 0 and 3 on stage 0)
     0   F0@0
-    1   F1@0      F0@1                       warm-up
+    1   F1@0      F0@1                       warm-up: until a micro-batch is back
     2   F2@0      F0@2
-    …
+    3   F0@3      F1@1
+    4   I0@3      F1@2
+    5   W0@3      I0@2                       steady: F, I and W of one partition, then the other
+    6   F1@3      W0@2
+    7   I1@3      F2@1
+    8   W1@3      I0@1
+    9   I0@0      W0@1
+    10  W0@0      F2@2
+    11  F2@3      I1@2
+    12  I2@3      W1@2
+    13  W2@3      I2@2
+    14            I1@1
+    15  I1@0      I2@1                       cool-down: I first, then what was put off
+    16  I2@0      W2@2
+    17  W1@0      W1@1
+    18  W2@0      W2@1
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023), https://arxiv.org/abs/2401.10241,
 Sections 2.1 (ZB-H1) and 6 (ZB-V).

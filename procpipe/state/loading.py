@@ -26,12 +26,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from procpipe.state import extras, generators, optimizers
 from procpipe.state.folders import find, saved_in
 from procpipe.state.together import (
-    balance_of,
     common_call,
     device_of,
     listing,
     place_of,
     raise_faults,
+    split_of,
 )
 from procpipe.state.weights import all_faults, weights_faults
 
@@ -184,9 +184,10 @@ class _Loading:
             about = json.loads(self._index.read(["procpipe"])["procpipe"])
         self.saved = Saved(path, about.get("step", where["step"]), about.get("num_stages"))
         self._is_same_number = self.saved.num_stages == self._num_ranks
-        balances = about.get("balance"), balance_of(module)
+        ours, balance = split_of(module), about.get("balance")
+        placement = about.get("placement") or list(range(self._num_ranks))
         self._is_same_split = self._is_same_number and (
-            None in balances or balances[0] == balances[1]
+            None in (ours, balance) or ours == {"balance": balance, "placement": placement}
         )
 
     # -- what does not fit ----------------------------------------------------------------------

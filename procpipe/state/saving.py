@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from procpipe.state import extras, generators, optimizers
 from procpipe.state.background import Saving, Target, wait_unfinished
 from procpipe.state.folders import Draft
-from procpipe.state.together import balance_of, common_call, device_of, place_of
+from procpipe.state.together import common_call, device_of, place_of, split_of
 from procpipe.version import __version__
 
 __all__ = ["save"]
@@ -139,7 +139,7 @@ def _gather(
     values |= extras.snapshot(extra, rank)
     if rank == 0:
         about = {"procpipe": __version__, "torch": str(torch.__version__), "step": step}
-        split = {"num_stages": num_ranks, "balance": balance_of(module)}
+        split = {"num_stages": num_ranks, **(split_of(module) or {})}
         values["procpipe"] = json.dumps(about | split)
     return values
 

@@ -15,13 +15,13 @@ from procpipe.stage import Stage
 
 __all__ = [
     "Agree",
-    "balance_of",
     "calls_of",
     "common_call",
     "device_of",
     "listing",
     "place_of",
     "raise_faults",
+    "split_of",
     "timeout_of",
 ]
 
@@ -43,12 +43,14 @@ def common_call(module: nn.Module, name: str) -> Iterator[Agree]:
 
 def place_of(module: nn.Module) -> tuple[int, int]:
     """Return this rank and the number of ranks."""
-    return (module.rank, len(module.balance)) if isinstance(module, Stage) else (0, 1)
+    return (module.rank, len(module.devices)) if isinstance(module, Stage) else (0, 1)
 
 
-def balance_of(module: nn.Module) -> list[int] | None:
-    """Return the number of layers in each stage; None for a plain module."""
-    return module.balance if isinstance(module, Stage) else None
+def split_of(module: nn.Module) -> dict[str, list[int]] | None:
+    """Return how the layers are divided among the ranks, as plain JSON; None for a plain module."""
+    if not isinstance(module, Stage):
+        return None
+    return {"balance": module.balance, "placement": module.placement}
 
 
 def calls_of(module: nn.Module) -> Calls | None:

@@ -260,7 +260,7 @@ def change(layer, requires_grad, is_replaced):
 # -- clipping ------------------------------------------------------------------------------------
 
 
-def check_clipping(bare, balance):
+def check_clipping(bare, balance, schedule="gpipe"):
     models = {
         "all": make_model(),
         "frozen first stage": make_model(),
@@ -277,7 +277,8 @@ def check_clipping(bare, balance):
     inputs, target = make_batch()
     for name, plain in models.items():
         given = inputs.float() if name == "two dtypes" else inputs
-        options: Any = {"chunks": 3, "loss_fn": F.cross_entropy}
+        options: Any = {"chunks": 3, "loss_fn": F.cross_entropy, "schedule": schedule}
+        in_order = schedule == "gpipe"
         with stage_of(bare, name, plain, balance, **options) as stage:
             # Nothing to clip yet.
             assert_same(stage.clip_grad_norm_(1.0), torch.tensor(0.0), f"{name}: no gradients")
@@ -286,7 +287,9 @@ def check_clipping(bare, balance):
                 for max_norm in (1e-3, 1e6):
                     plain.zero_grad()
                     stage.zero_grad()
-                    plain_step(plain, (given,), target, 3, F.cross_entropy)
+                    plain_step(
+                        plain, (given,), target, 3, F.cross_entropy, is_backward_reversed=in_order
+                    )
                     stage.step(given, target)
                     expected = torch.nn.utils.clip_grad_norm_(
                         plain.parameters(), max_norm, norm_type
@@ -550,6 +553,10 @@ def test_layers_frozen_and_set_free_between_steps(ranks, balance):
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)
 def test_clipping_over_all_stages(ranks, balance):
     ranks(len(balance)).run(check_clipping, balance, world=False).values()
+
+
+def test_clipping_in_the_order_of_the_model_though_stages_run_parts_of_it_in_turn(ranks):
+    ranks(2).run(check_clipping, [1, 1, 2, 1], "interleaved", world=False).values()
 
 
 def test_a_norm_that_is_not_finite(ranks):

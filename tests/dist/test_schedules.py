@@ -10,11 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe.errors import PlanError
+from procpipe import Stage
+from procpipe.errors import DisagreementError, PlanError, RemoteStageError
 from procpipe.plan.check import verify
+from procpipe.plan.costs import Costs
+from procpipe.plan.gpipe import gpipe, recomputed
+from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.rows import plan_of_rows
 from procpipe.plan.schedules import schedule_of
+from procpipe.plan.simulate import simulate
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
 from procpipe.skip import Namespace, pop, skippable, stash
 from tests.dist.stages import (
@@ -22,8 +27,10 @@ from tests.dist.stages import (
     assert_same,
     assert_same_gradients,
     assert_same_state,
+    plain_backward,
     plain_step,
     stage_of,
+    world_of,
 )
 
 #: By number of partitions.
@@ -195,6 +202,197 @@ def test_one_forward_one_backward_holds_no_more_for_more_micro_batches(ranks):
     ranks(2).run(check_memory, world=False).values()
 
 
+ROWS, WIDTHS = 3, (6, 40, 3, 17, 9, 21, 2)
+
+
+def check_predicted_memory(bare: Any, schedule: str, num_parts: int) -> None:
+    """What a stage holds is what is simulated: sent, handed over, skipped, kept as a root."""
+    n = bare.num_ranks
+    p = n * num_parts
+    torch.manual_seed(1)
+    far = Namespace()
+    layers = [nn.Sequential(nn.Linear(WIDTHS[j], WIDTHS[j + 1])) for j in range(p)]
+    layers[0].append(isolated(Stash(), far))
+    layers[p - 1].insert(0, nn.Linear(WIDTHS[p - 1], WIDTHS[1]))
+    layers[p - 1].insert(1, isolated(Pop(), far))
+    layers[p - 1].insert(2, nn.Linear(WIDTHS[1], WIDTHS[p - 1]))
+    model = nn.Sequential(*layers).double()
+    sizes = [ROWS * width * 8 for width in WIDTHS]
+    placement = schedule_of(schedule).place(p, n)
+    for mode in MODES:
+        for m in (1, 2, 5):
+            plan = schedule_of(schedule).plan(m, placement, recomputed(mode, m))
+            costs = Costs(
+                *(((1.0,) * p,) * 3),
+                input_bytes=sizes[0],
+                output_bytes=(*sizes[1:p], 8),  # the last keeps the loss
+                skip_bytes={(0, p - 1): sizes[1]},
+                target_bytes=sizes[p],
+            )
+            has_route = placement[-1] != 0
+            routes = Routes(n, ((0, p - 1),), has_route, loss=True, placement=placement)
+            with stage_of(
+                bare,
+                f"{mode} {m}",
+                model,
+                [1] * p,
+                chunks=m,
+                checkpoint=mode,
+                schedule=schedule,
+                loss_fn=F.mse_loss,
+            ) as stage:
+                for _ in range(2):
+                    inputs = torch.randn(m * ROWS, WIDTHS[0], dtype=torch.float64)
+                    stage.step(inputs, torch.randn(m * ROWS, WIDTHS[p], dtype=torch.float64))
+                statistics = stage.statistics()
+            expected = simulate(plan, costs, routes).peak_bytes(bare.rank)
+            assert statistics.peak_held_bytes == expected, f"{mode} {m}"
+            assert statistics.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "num_parts"),
+    [("zb-h1", 3, 1), ("interleaved", 2, 3), ("interleaved", 3, 2), ("zb-v", 2, 2), ("zb-v", 3, 2)],
+)
+def test_every_schedule_holds_what_is_simulated(ranks, schedule, num_ranks, num_parts):
+    ranks(num_ranks).run(check_predicted_memory, schedule, num_parts, world=False).values()
+
+
+def check_other_calls(bare: Any, schedule: str) -> None:
+    """A loss of the user's own, an evaluation and a fetched output, with two partitions a stage."""
+    plain = make_model()
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(9, 5, generator=generator, dtype=torch.float64)
+    target = torch.randint(3, (9,), generator=generator)
+    with stage_of(
+        bare,
+        schedule,
+        plain,
+        BALANCES[2 * bare.num_ranks],
+        chunks=4,
+        schedule=schedule,
+        loss_fn=F.cross_entropy,
+    ) as stage:
+        expected, expected_loss = plain_backward(
+            plain, (inputs,), 4, lambda output: F.cross_entropy(output, target)
+        )
+        output = stage(inputs)
+        loss = F.cross_entropy(output, target)
+        loss.backward()
+        assert_same(stage.fetch(output), expected, "output")
+        assert_same(stage.fetch(loss), expected_loss, "loss")
+        assert_same_gradients(stage, plain)
+        assert_same_state(stage, plain)
+        plain.eval()
+        stage.eval()
+        with torch.no_grad():
+            expected_loss = plain_step(plain, (inputs,), target, 4, F.cross_entropy)
+        assert_same(stage.step(inputs, target), expected_loss, "evaluation")
+        items = list(stage.batches([(inputs, target)]))
+        for x, y in items:
+            assert_same(stage.step(x, y), expected_loss, "evaluation by batches")
+        assert stage.statistics().held_bytes == 0
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_other_calls_with_two_partitions_a_stage(ranks, schedule, num_ranks):
+    ranks(num_ranks).run(check_other_calls, schedule, world=False).values()
+
+
+def check_misfits(bare: Any) -> None:
+    for balance, schedule, told in (
+        ([3, 6], "zb-v", "makes 2 partitions for 2 processes, but schedule='zb-v' needs two"),
+        (
+            [3, 3, 3],
+            "interleaved",
+            "makes 3 partitions for 2 processes, but sched",
+        ),
+        ([1, 2, 3, 3], "gpipe", "balance .1, 2, 3, 3. makes 4 partitions, but there are 2"),
+        ([1, 2, 3, 3], two_at_a_time, r"4 partitions, but the plan of schedule\(1, 2\) has 2"),
+        (None, "zb-v", r"for instance balance=\[2, 2, 2, 3\]"),
+    ):
+        with pytest.raises((ValueError, IndexError), match=told):
+            Stage(make_model(), balance, schedule=schedule, world=world_of(bare, told))
+
+
+def test_a_balance_that_does_not_fit_the_schedule_is_told(ranks):
+    ranks(2).run(check_misfits, world=False).values()
+
+
+def well_for_one(m: int, n: int) -> Plan:
+    """A user's plan that is right for one micro-batch only."""
+    if m == 2:
+        raise ZeroDivisionError("no plan for two")
+    plan = two_at_a_time(m, n)
+    return plan if m == 1 else Plan(m, n, tuple(reversed(plan.cycles)))
+
+
+def fail_later(bare: Any, size: int) -> tuple[str, str]:
+    data = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
+    options: Any = {"schedule": well_for_one, "loss_fn": F.cross_entropy}
+    stage = Stage(make_model(), [3, 6], world=world_of(bare, f"{size}"), **options)
+    stage.step(*data)
+    stage.chunks = size
+    with pytest.raises((ZeroDivisionError, PlanError, RemoteStageError)) as caught:
+        stage.step(*data)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "told"),
+    [
+        (2, "ZeroDivisionError", "no plan for two"),
+        (3, "PlanError", "F0@1 in cycle"),
+    ],
+)
+def test_a_users_schedule_that_fails_later_ends_all_ranks(ranks, size, error, told):
+    (own, text), (others, others_text) = ranks(2).run(fail_later, size, world=False).values()
+    assert (own, others) == (error, "RemoteStageError")
+    assert told in text
+    assert f"stage 0 (rank 0), in step(): {error}" in others_text
+    assert told in others_text
+
+
+def differ(bare: Any) -> str:
+    """Ranks whose functions place the layers otherwise."""
+    schedule = two_in_a_loop if bare.rank == 0 else two_in_a_fold
+    options: Any = {"schedule": schedule, "loss_fn": F.cross_entropy}
+    stage = Stage(make_model(), BALANCES[4], world=world_of(bare, "differ"), **options)
+    with pytest.raises(DisagreementError) as caught:
+        stage.step(torch.randn(5, 5, dtype=torch.float64), torch.randint(3, (5,)))
+    return str(caught.value)
+
+
+def two_in_a_loop(m: int, n: int) -> Plan:
+    return gpipe(m, n, placement=looped(2 * n, n))
+
+
+def two_in_a_fold(m: int, n: int) -> Plan:
+    return gpipe(m, n, placement=folded(2 * n, n))
+
+
+def test_users_schedules_that_differ_between_ranks_are_told_on_all(ranks):
+    for told in ranks(2).run(differ, world=False).values():
+        assert "placement is [0, 1, 0, 1] on rank 0 and [0, 1, 1, 0] on rank 1" in told
+
+
+def test_a_users_plan_with_several_partitions_a_stage_is_the_plain_model(ranks):
+    for schedule in (two_in_a_loop, two_in_a_fold):
+        ranks(2).run(check_reversed, schedule, world=False).values()
+
+
+def check_reversed(bare: Any, schedule: Callable[[int, int], Plan]) -> None:
+    plain = make_model()
+    options: Any = {"schedule": schedule, "loss_fn": F.cross_entropy, "chunks": 3}
+    torch.manual_seed(3)
+    inputs, target = torch.randn(8, 5, dtype=torch.float64), torch.randint(3, (8,))
+    with stage_of(bare, schedule.__name__, plain, BALANCES[4], **options) as stage:
+        expected = plain_step(plain, (inputs,), target, 3, F.cross_entropy)
+        assert_same(stage.step(inputs, target), expected, "loss")
+        assert_same_gradients(stage, plain)
+
+
 def backward_first(m: int, n: int) -> Plan:
     return Plan(m, n, [(Task(BACKWARD, i, j),) for i in range(m) for j in range(n)])
 
@@ -214,7 +412,7 @@ def upside_down(m: int, n: int) -> Plan:
         (
             "zb",
             ValueError,
-            "schedule is 'zb', but must be one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v', or",
+            "schedule is 'zb', but must be one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v'",
         ),
         (7, TypeError, "schedule is 7, but must be a str or a function"),
     ],

@@ -320,7 +320,7 @@ def fewest_bytes(balance: list[int], part: Tensor) -> dict[tuple[int, int], int]
     return routes
 
 
-def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int], int]]:
+def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int, int], int]]:
     torch.manual_seed(1)
     x, y = torch.randn(4, 3, 17, 17).double(), torch.randn(4, 1, 17, 17).double()
     plain = small_unet()

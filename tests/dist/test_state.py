@@ -179,6 +179,33 @@ def test_from_any_number_of_stages_to_any_other(ranks, saved, truth, num_ranks):
     ranks(num_ranks).run(go_on_from_all, str(saved), truth, world=False).values()
 
 
+def go_on_in_turn(bare, folder, truth):
+    """One step with partitions in a fold, the others with the same ones in a loop."""
+    balance = BALANCES[4]
+    options: Any = {"chunks": CHUNKS, "loss_fn": F.mse_loss}
+    for before, schedule, steps in (
+        ("3-adamw", "zb-v", slice(3, 4)),
+        ("in turn", "interleaved", slice(4, 9)),
+    ):
+        with stage_of(
+            bare, schedule, make_model(2), balance, schedule=schedule, **options
+        ) as stage:
+            optimizer = wrong_optimizer("adamw", stage)
+            scheduler = scheduler_of(optimizer)
+            resumed = state.load(
+                f"{folder}/{before}", stage, optimizer, extra={"scheduler": scheduler}
+            )
+            assert resumed is not None
+            assert resumed.num_stages == (3 if before == "3-adamw" else 2)
+            train(stage, optimizer, scheduler, mini_batches()[steps])
+            state.save(f"{folder}/in turn", stage, optimizer, extra={"scheduler": scheduler})
+    assert_same_as(stage.state_dict(), truth["adamw"], "in turn")
+
+
+def test_from_one_placement_of_partitions_to_another(ranks, saved, truth):
+    ranks(2).run(go_on_in_turn, str(saved), truth, world=False).values()
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("num_saved", BALANCES)
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,12 +11,17 @@ SIZES = [(m, n) for m in range(1, 9) for n in range(1, 9)]
 
 
 def grid(plan: Plan) -> list[list[str]]:
-    """One row a cycle, one column a stage, ``--`` where the stage rests."""
+    """One row a cycle, one column a stage, ``--`` where the stage rests.
+
+    Where stages run several partitions, a task says which: ``F0@2``.
+    """
+    names_partition = plan.num_partitions > plan.num_stages
     rows = []
     for cycle in plan.cycles:
         row = ["--"] * plan.num_stages
-        for kind, i, j in cycle:
-            row[j] = f"{kind}{i}"
+        for task in cycle:
+            label = str(task) if names_partition else f"{task.kind}{task.i}"
+            row[plan.placement[task.j]] = label
         rows.append(row)
     return rows
 

@@ -1,0 +1,114 @@
+"""Which stage runs which partition."""
+
+from __future__ import annotations
+
+import pytest
+
+from procpipe.errors import PlanError
+from procpipe.plan.check import verify
+from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.placement import folded, looped, partitions_of, placement_faults
+from procpipe.plan.routes import ACTIVATION, LOSS, TARGET, Routes, Transfer
+from procpipe.plan.simulate import Costs, simulate
+from procpipe.plan.task import Plan, Task
+from tests.plan.grids import SIZES, grid, read
+
+
+def test_looped_and_folded() -> None:
+    assert looped(6, 3) == (0, 1, 2, 0, 1, 2)
+    assert folded(6, 3) == (0, 1, 2, 2, 1, 0)
+    assert folded(8, 2) == (0, 1, 1, 0, 0, 1, 1, 0)
+    assert looped(3, 3) == folded(3, 3) == (0, 1, 2)
+    assert partitions_of(folded(6, 3), 1) == (1, 4)
+
+
+def test_what_is_no_placement() -> None:
+    assert list(placement_faults((1, 0, 3), 3)) == [
+        "partition 2 is placed on stage 3, but there are 3, from 0",
+        "stage 2 has no partition in the placement [1, 0, 3]",
+        "partition 0 is placed on stage 1, but the mini-batch is on stage 0",
+    ]
+    plan = Plan(1, 2, ((Task("F", 0, 0),), (Task("F", 0, 1),)), placement=(1, 0))
+    with pytest.raises(PlanError, match="partition 0 is placed on stage 1"):
+        verify(plan, Routes(2, placement=(1, 0)))
+    with pytest.raises(PlanError, match=r"the placement \[1, 0\] and the routes of \[0, 1\]"):
+        verify(plan, Routes(2))
+
+
+def test_a_placement_is_part_of_a_plans_text() -> None:
+    plan = gpipe(2, 2, placement=(0, 1, 1, 0))
+    assert plan.to_text().splitlines()[0] == "plan m=2 n=2 placement=0,1,1,0"
+    assert Plan.from_text(plan.to_text()) == plan
+    assert Plan.from_text(plan.to_text()).placement == (0, 1, 1, 0)
+    assert Plan.from_text("plan m=1 n=3\n").placement == (0, 1, 2)
+    with pytest.raises(ValueError, match="line 1: 'plan m=2 n=2 placement=0,x' is not a header"):
+        Plan.from_text("plan m=2 n=2 placement=0,x\n")
+
+
+def test_nothing_travels_between_partitions_of_one_stage() -> None:
+    routes = Routes(2, skips=((0, 3), (1, 3)), target=True, loss=True, placement=(0, 1, 1, 0))
+    plan = gpipe(1, 2, placement=routes.placement)
+    sent = [transfer for task in plan.tasks() for transfer in routes.leaving(task, plan)]
+    assert [str(transfer) for transfer in sent] == [
+        "activation 0: 0->1",  # 1 and 2 are on stage 1, 0 and 3 and the target on stage 0
+        "skip 0: 1->3",
+        "activation 0: 2->3",
+        "loss 0: 3->1",
+        "gradient 0: 3->2",
+        "skip gradient 0: 3->1",
+        "gradient 0: 1->0",
+    ]
+    assert Transfer(ACTIVATION, 0, 1, 2) in routes.used_by(Task("F", 0, 2))
+    assert routes.needed(Task("F", 0, 2)) == []
+
+
+def test_the_channels_are_those_that_plans_use() -> None:
+    for placement in ((0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 1, 0, 0, 1)):
+        p = len(placement)
+        skips = tuple((a, b) for a in range(p) for b in range(a + 1, p))
+        routes = Routes(2, skips, target=True, loss=True, placement=placement)
+        plan = gpipe(1, 2, placement=placement)
+        used = {t.channel for task in plan.tasks() for t in routes.leaving(task, plan)}
+        assert used == set(routes.channels())
+        assert len(routes.channels()) == len(used)
+        kinds = {kind for kind, _, _ in used}
+        assert LOSS in kinds
+        assert (TARGET in kinds) == (routes.placement[-1] != 0)
+
+
+def test_all_micro_batches_through_one_partition_before_the_next() -> None:
+    assert grid(forward_plan(2, 2, (0, 1, 1, 0))) == read("""
+        F0@0  --
+        F1@0  F0@1
+        --    F1@1
+        --    F0@2
+        F0@3  F1@2
+        F1@3  --
+    """)
+    assert grid(backward_plan(2, 2, {0}, (0, 1, 0, 1))) == read("""
+        --    B1@3
+        B1@2  R0@3
+        R0@2  B0@3
+        B0@2  B1@1
+        B1@0  R0@1
+        R0@0  B0@1
+        B0@0  --
+    """)
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_both_parts_of_a_users_mini_batch_verify(m: int, n: int) -> None:
+    for placement in (looped(2 * n, n), folded(2 * n, n), folded(3 * n, n)):
+        p = len(placement)
+        skips = tuple({(0, p - 1), (0, p // 2)})
+        routes = Routes(n, skips, target=True, loss=True, placement=placement)
+        verify(forward_plan(m, n, placement), routes)
+        verify(backward_plan(m, n, range(m), placement), routes)
+        verify(gpipe(m, n, placement=placement), routes)
+
+
+def test_a_hop_within_a_stage_takes_no_time() -> None:
+    costs = Costs.uniform(4, forward_s=1.0, transfer_s=10.0)
+    there_and_back = simulate(forward_plan(1, 2, (0, 1, 1, 0)), costs).total_s
+    around = simulate(forward_plan(1, 2, (0, 1, 0, 1)), costs).total_s
+    assert (there_and_back, around) == (24.0, 34.0)
