@@ -49,7 +49,14 @@ USERS = ("procpipe.launch", "examples", "benchmarks")
 PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state")
 
 #: Standard library only, and each other.
-PURE = ("procpipe.plan", "procpipe.errors", "procpipe.run.messages", "procpipe.balance.blocks")
+PURE = (
+    "procpipe.plan",
+    "procpipe.errors",
+    "procpipe.run.messages",
+    "procpipe.run.auto",
+    "procpipe.run.reports",
+    "procpipe.balance.blocks",
+)
 
 #: Benchmarks compare with peers that live in torch.distributed.
 MAY_IMPORT_DISTRIBUTED = (

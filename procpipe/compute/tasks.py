@@ -21,7 +21,7 @@ Knows neither other stages nor micro-batch order: the executor calls the tasks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -225,6 +225,19 @@ class Partition:
 
     def backward_weight(self, i: int) -> None:
         pass
+
+    def put_off_bytes(self, i: int) -> int:
+        """Return the bytes that are held from task I of a micro-batch to its task W."""
+        return 0
+
+    def tensors_of(self, i: int) -> Iterator[Tensor]:
+        """Walk through the layers' own tensors and what a micro-batch enters and leaves with."""
+        for _, layer in self._layers:
+            yield from layer.parameters()
+            yield from layer.buffers()
+        if (this := self._passes.get(i)) is not None:
+            yield from this.inputs.tensors
+            yield from this.roots
 
     # -- running the layers ---------------------------------------------------------------------
 

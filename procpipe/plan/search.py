@@ -22,7 +22,7 @@ from procpipe.plan.schedules import SCHEDULES
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 
-__all__ = ["SEARCHED", "Candidate", "candidates", "least_bytes", "searched"]
+__all__ = ["SEARCHED", "Candidate", "candidates", "fixed_plans", "least_bytes", "searched"]
 
 #: The name of the candidate that is no fixed schedule.
 SEARCHED = "searched"
@@ -70,7 +70,7 @@ def candidates(
         limits_bytes: the most that each stage may hold; plans that hold more are left out, so
             there may be none; ``least_bytes`` tells then what would do.
     """
-    plans = list(_fixed(m, routes, recompute))
+    plans = list(fixed_plans(m, routes, recompute))
     if plan := searched(m, costs, routes, recompute=recompute, limits_bytes=limits_bytes):
         plans.append((SEARCHED, plan))
     found = []
@@ -116,6 +116,19 @@ def searched(
         if (best is None or total_s < best_s * (1.0 - _FASTER)) and _runs(plan, routes):
             best, best_s = plan, total_s
     return best
+
+
+def fixed_plans(
+    m: int, routes: Routes, recompute: Collection[int] = ()
+) -> Iterator[tuple[str, Plan]]:
+    """Walk through the fixed schedules that are for this placement."""
+    placement, n = routes.placement, routes.num_stages
+    v, rest = divmod(len(placement), n)
+    for schedule in SCHEDULES.values():
+        if rest or schedule.num_parts not in (None, v):
+            continue
+        if schedule.place(len(placement), n) == placement:
+            yield schedule.name, schedule.plan(m, placement, recompute)
 
 
 def least_bytes(
@@ -176,14 +189,3 @@ def _fits(peaks: Sequence[int], limits_bytes: Sequence[int] | None) -> bool:
     if limits_bytes is None:
         return True
     return all(peak <= limit for peak, limit in zip(peaks, limits_bytes, strict=True))
-
-
-def _fixed(m: int, routes: Routes, recompute: Collection[int]) -> Iterator[tuple[str, Plan]]:
-    """Walk through the fixed schedules that are for this placement."""
-    placement, n = routes.placement, routes.num_stages
-    v, rest = divmod(len(placement), n)
-    for schedule in SCHEDULES.values():
-        if rest or schedule.num_parts not in (None, v):
-            continue
-        if schedule.place(len(placement), n) == placement:
-            yield schedule.name, schedule.plan(m, placement, recompute)

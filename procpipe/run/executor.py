@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +134,9 @@ class Executor:
         partitions: the local layers, by the indices of this stage's partitions.
         channels: this stage's ends of all channels.
         board: where to say which task and layer is running.
+
+    Attributes:
+        around: makes a context for each task to run in, where one is to be looked at.
     """
 
     def __init__(
@@ -147,6 +151,7 @@ class Executor:
         self._board = board
         self.ledger = Ledger()
         self.trace = Trace()
+        self.around: Callable[[Task], AbstractContextManager[None]] | None = None
         self.current_task: Task | None = None
         self._stage = stage
         self._placement = tuple(placement)
@@ -187,7 +192,11 @@ class Executor:
             for step in program:
                 if isinstance(step, Run):
                     self._channels.poll()
-                    self._run(step.task, batch)
+                    if self.around is None:
+                        self._run(step.task, batch)
+                    else:
+                        with self.around(step.task):
+                            self._run(step.task, batch)
                 elif isinstance(step, Send):
                     self._send(step.transfer, batch)
                 else:

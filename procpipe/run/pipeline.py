@@ -30,9 +30,11 @@ from procpipe.errors import (
 )
 from procpipe.plan.routes import Channel, Routes
 from procpipe.plan.schedules import SCHEDULES, Schedule
+from procpipe.run.auto import AutoSchedule
 from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.executor import Channels, Executor, MiniBatch
+from procpipe.run.measure import Meter
 from procpipe.run.messages import Order, compare_facts
 from procpipe.run.trace import StageStatistics
 from procpipe.run.transports import agree_on_transports
@@ -66,6 +68,7 @@ class Pipeline:
         facts: what must be the same on every rank, by name; plain JSON.
         transport: one of ``transports.NAMES``; None for the best that every rank can use.
         schedule: the plan of a ``step`` with its backward; rank 0's counts.
+        auto: chooses that plan instead; rank 0's counts.
 
     Raises:
         CallMismatchError: another rank is in the first call of another pipeline.
@@ -81,6 +84,7 @@ class Pipeline:
         facts: dict[str, Any],
         transport: str | None = None,
         schedule: Schedule = SCHEDULES["gpipe"],
+        auto: AutoSchedule | None = None,
     ) -> None:
         self._world = world
         self._rank = world.rank
@@ -101,12 +105,14 @@ class Pipeline:
         self.executor = Executor(
             self._rank, routes.placement, partitions, self.channels, self._board
         )
-        self.coordinator = Coordinator(self.control, self._rank, routes, schedule)
+        self.coordinator = Coordinator(self.control, self._rank, routes, schedule, auto)
+        self.meter = Meter(self.executor)
 
     def run(self, order: Order, batch: MiniBatch) -> None:
         """Run this stage's program under an order."""
         self._board.start_mini_batch(len(order.sizes))
-        self.executor.run(self.coordinator.program(order), batch)
+        with self.meter.watching(order):
+            self.executor.run(self.coordinator.program(order), batch)
         is_done = order.call != "forward" or not batch.keep  # else its backward call will be
         self._board.end_program(
             sum(order.sizes) if is_done else 0,
@@ -115,6 +121,7 @@ class Pipeline:
             held_bytes=self.executor.ledger.peak_bytes,
         )
         self._tell_device_bytes()
+        self.meter.tell(order, self.control, self.coordinator.heard)
 
     def _tell_device_bytes(self) -> None:
         """Tell how full the device is, now and then: asking takes as long as a task's host part."""
