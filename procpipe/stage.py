@@ -97,11 +97,11 @@ class Stage(nn.Sequential):
             forward, then all backward); ``"1f1b"`` (a backward as soon as there can be one: as
             fast, but a stage holds no more micro-batches than there are stages); ``"interleaved"``
             (1F1B with several partitions a stage); ``"zb-h1"`` and ``"zb-v"`` (backward in two
-            tasks, with one or two partitions a stage); ``"auto"`` (the first steps are measured, and
-            the fastest plan found for what they cost); or a function
-            ``(m, n) -> procpipe.plan.task.Plan`` of the number of micro-batches and of stages,
-            whose plan also says what is recomputed. ``stage(input)`` always is in two parts. See
-            docs/schedules.md.
+            tasks, with one or two partitions a stage); ``"auto"`` (the first steps are measured,
+            and the fastest plan found for what they cost, with any number of partitions a stage);
+            or a function ``(m, n) -> procpipe.plan.task.Plan`` of the numbers of micro-batches and
+            of stages, whose plan also says what is recomputed. ``stage(input)`` always is in two
+            parts. See docs/schedules.md.
         memory_limit_bytes: the most that a stage, or each stage in order, may hold for backward
             passes: activations, messages and what layers save, not parameters, gradients and the
             optimizer's state. Only with ``schedule="auto"``, which recomputes more micro-batches

@@ -230,15 +230,6 @@ class Partition:
         """Return the bytes that are held from task I of a micro-batch to its task W."""
         return 0
 
-    def tensors_of(self, i: int) -> Iterator[Tensor]:
-        """Walk through the layers' own tensors and what a micro-batch enters and leaves with."""
-        for _, layer in self._layers:
-            yield from layer.parameters()
-            yield from layer.buffers()
-        if (this := self._passes.get(i)) is not None:
-            yield from this.inputs.tensors
-            yield from this.roots
-
     # -- running the layers ---------------------------------------------------------------------
 
     def _forward_without_graph(self, this: _Pass) -> Flat:
@@ -353,6 +344,15 @@ class Partition:
     def _unshared(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return inputs that the first layer may change although they are kept."""
         return [tensor.clone() for tensor in tensors] if self._clone_inputs else list(tensors)
+
+    def tensors_of(self, i: int) -> Iterator[Tensor]:
+        """Walk through the layers' own tensors and what a micro-batch enters and leaves with."""
+        for _, layer in self._layers:
+            yield from layer.parameters()
+            yield from layer.buffers()
+        if (this := self._passes.get(i)) is not None:
+            yield from this.inputs.tensors
+            yield from this.roots
 
     # -- faults ---------------------------------------------------------------------------------
 

@@ -192,7 +192,7 @@ def test_where_nothing_fits_the_switch_tells() -> None:
     auto = AutoSchedule([1000, 50])
     run(auto, 5)
     with pytest.raises(
-        MemoryLimitError, match="stage 1 needs 54 bytes .* its limit is 50"
+        MemoryLimitError, match=r"stage 1 needs 54 bytes .* its limit is 50"
     ) as error:
         run(auto, 1)
     assert error.value.lacks == ((1, 54, 50),)
@@ -201,7 +201,7 @@ def test_where_nothing_fits_the_switch_tells() -> None:
 def test_larger_micro_batches_are_taken_to_need_more() -> None:
     auto = AutoSchedule([120, 120])
     run(auto, 16)
-    assert auto.next(4, 2, (), ROUTES).plan
+    assert auto.next(4, 2, (), ROUTES).tells == NOTHING
     with pytest.raises(MemoryLimitError, match="stage 0 needs 2"):
         auto.next(4, 4, (), ROUTES)
 
