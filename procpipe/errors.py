@@ -6,6 +6,7 @@
     ├── PlanError (ValueError)             a plan that cannot run; lists every fault
     ├── DisagreementError (ValueError)     ranks were started with different settings or models
     ├── CallMismatchError (RuntimeError)   ranks are in different calls
+    ├── MemoryLimitError (ValueError)      no plan keeps to the memory that stages are allowed
     ├── RemoteValueError (RuntimeError)    the value of a placeholder was read
     ├── RecomputeError (RuntimeError)      recomputation would differ from the first forward
     ├── NonFiniteLossError (ArithmeticError)  the loss is NaN or infinite, where that is checked
@@ -25,10 +26,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "FOUND_BY_EACH",
     "BalanceError",
     "BoundaryError",
     "CallMismatchError",
     "DisagreementError",
+    "MemoryLimitError",
     "NonFiniteLossError",
     "OverwrittenError",
     "PeerLostError",
@@ -82,6 +85,29 @@ class CallMismatchError(ProcpipeError, RuntimeError):
     """Ranks are in different calls: one in ``stage(input)``, say, and rank 0 in ``step``."""
 
 
+class MemoryLimitError(ProcpipeError, ValueError):
+    """No plan keeps to ``memory_limit_bytes``, even if every micro-batch is recomputed.
+
+    Raised on every rank.
+
+    Attributes:
+        lacks: of each stage that lacks memory, its index, the bytes it needs and its limit.
+    """
+
+    def __init__(self, lacks: Sequence[Sequence[int]]) -> None:
+        self.lacks = tuple((stage, needed, limit) for stage, needed, limit in lacks)
+        stages = "; ".join(
+            f"stage {stage} needs {needed} bytes for one micro-batch at a time, but its limit is "
+            f"{limit}"
+            for stage, needed, limit in self.lacks
+        )
+        super().__init__(
+            f"no plan keeps to memory_limit_bytes, even with every micro-batch recomputed: {stages}"
+            ". Allow it more, give it fewer layers (balance), or make micro-batches smaller "
+            "(chunks)"
+        )
+
+
 class RemoteValueError(ProcpipeError, RuntimeError):
     """The value of a placeholder was read; the real value lives on another rank."""
 
@@ -96,6 +122,10 @@ class NonFiniteLossError(ProcpipeError, ArithmeticError):
 
 class OverwrittenError(ProcpipeError, RuntimeError):
     """A tensor was written to while it was being sent, so what arrived may be a mixture."""
+
+
+#: What every rank finds by itself, at the same place, and need not be told by another.
+FOUND_BY_EACH = (DisagreementError, MemoryLimitError)
 
 
 class RemoteStageError(ProcpipeError, RuntimeError):

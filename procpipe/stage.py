@@ -47,9 +47,10 @@ from procpipe.partition import (
 from procpipe.plan.gpipe import recomputed
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules import schedule_of
+from procpipe.plan.schedules import AUTO, schedule_of
 from procpipe.plan.task import Plan
 from procpipe.remote import Remote
+from procpipe.run.auto import AutoSchedule, checked_limits
 from procpipe.run.calls import Calls
 from procpipe.run.executor import MiniBatch
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
@@ -97,10 +98,15 @@ class Stage(nn.Sequential):
             forward, then all backward); ``"1f1b"`` (a backward as soon as there can be one: as
             fast, but a stage holds no more micro-batches than there are stages); ``"interleaved"``
             (1F1B with several partitions a stage); ``"zb-h1"`` and ``"zb-v"`` (backward in two
-            tasks, with one or two partitions a stage); or a function
-            ``(m, n) -> procpipe.plan.task.Plan`` of the number of micro-batches and of stages,
-            whose plan also says what is recomputed. ``stage(input)`` always is in two parts. See
-            docs/schedules.md.
+            tasks, with one or two partitions a stage); ``"auto"`` (the first steps are measured,
+            and the fastest plan found for what they cost, with any number of partitions a stage);
+            or a function ``(m, n) -> procpipe.plan.task.Plan`` of the numbers of micro-batches and
+            of stages, whose plan also says what is recomputed. ``stage(input)`` always is in two
+            parts. See docs/schedules.md.
+        memory_limit_bytes: the most that a stage, or each stage in order, may hold for backward
+            passes: activations, messages and what layers save, not parameters, gradients and the
+            optimizer's state. Only with ``schedule="auto"``, which recomputes more micro-batches
+            than ``checkpoint`` says where they would not fit else.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of
@@ -151,6 +157,7 @@ class Stage(nn.Sequential):
         devices: Sequence[torch.device | str | int] | None = None,
         checkpoint: str = "except_last",
         schedule: str | Callable[[int, int], Plan] = "gpipe",
+        memory_limit_bytes: int | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
         loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: Callable[[Any], float] | None = None,
@@ -178,6 +185,12 @@ class Stage(nn.Sequential):
             recomputed(checkpoint, 1)
             self._schedule = schedule_of(schedule)
             num_ranks = self._world.num_ranks
+            self._limits_bytes = checked_limits(
+                memory_limit_bytes,
+                num_ranks,
+                is_auto=self._schedule is AUTO,
+                is_launched=self._world.is_launched,
+            )
             if isinstance(balance, str):
                 num_parts = self._schedule.count(num_ranks)
                 balance = agreed_balance(
@@ -227,6 +240,18 @@ class Stage(nn.Sequential):
     def placement(self) -> list[int]:
         """The stage of each partition."""
         return list(self._placement)
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule; for ``"auto"`` also what the newest training step ran.
+
+        For instance ``"auto: measuring, step 2 of 6, zb-h1"``, ``"auto: trying zb-h1"`` and then
+        ``"auto: zb-h1"``, or ``"auto: searched"`` for a plan that is no fixed schedule. A plan
+        of the user's own is ``"a function"``. Does not communicate.
+        """
+        pipeline = self._calls.pipeline
+        found = pipeline.meter.schedule if pipeline else ""
+        return f"{self._schedule.name}: {found}" if found else self._schedule.name
 
     # -- running --------------------------------------------------------------------------------
 
@@ -447,7 +472,8 @@ class Stage(nn.Sequential):
         """
         with self._calls.together("report") as pipeline:
             self._order("report")
-            return table(pipeline.report())
+            told = table(pipeline.report())
+            return f"{told}\nschedule {self.schedule}" if self._schedule is AUTO else told
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0 only; takes what the built-in ``print`` takes."""
@@ -624,6 +650,7 @@ class Stage(nn.Sequential):
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
             "schedule": self._schedule.name,
+            "memory_limit_bytes": self._limits_bytes,
             "placement": self.placement,
             "deferred_batch_norm": self._is_deferring,
             "the type of devices": self.device.type,
@@ -643,8 +670,16 @@ class Stage(nn.Sequential):
         routes = Routes(
             self._world.num_ranks, tuple(self._skip_layout.keys), placement=self._placement
         )
+        auto = AutoSchedule(self._limits_bytes) if self._schedule is AUTO else None
         return Pipeline(
-            self._world, partitions, routes, facts, self._transport, self._schedule, self._trace
+            self._world,
+            partitions,
+            routes,
+            facts,
+            self._transport,
+            self._schedule,
+            self._trace,
+            auto,
         )
 
 

@@ -52,7 +52,14 @@ PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state")
 FOR_LAUNCHER = ("procpipe.host", "procpipe.balance.blocks")
 
 #: Standard library only, and each other.
-PURE = ("procpipe.plan", "procpipe.errors", "procpipe.run.messages", "procpipe.balance.blocks")
+PURE = (
+    "procpipe.plan",
+    "procpipe.errors",
+    "procpipe.run.messages",
+    "procpipe.run.auto",
+    "procpipe.run.reports",
+    "procpipe.balance.blocks",
+)
 
 #: Benchmarks compare with peers that live in torch.distributed.
 MAY_IMPORT_DISTRIBUTED = (

@@ -15,6 +15,7 @@ depends on the layers, and is not counted.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -27,10 +28,15 @@ class Ledger:
     A buffer is allowed before its size is known (``hold`` with no bytes), sized when its message
     comes (``size``) and let go with ``release``; ``settle`` replays the events of one step once
     every size is known. A handful of list appends a task is all this costs.
+
+    Attributes:
+        peak_bytes: the most that was held so far.
+        seen: where who wants to know gets the size of all that a step held, by key.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
+        self.seen: dict[Any, int] | None = None
         self._held_bytes = 0
         self._sizes: dict[Hashable, int] = {}
         self._events: list[tuple[bool, Hashable]] = []
@@ -51,6 +57,8 @@ class Ledger:
 
     def settle(self) -> None:
         """Work out the peak of the events since the last call; every held key has a size now."""
+        if self.seen is not None:
+            self.seen.update(self._sizes)
         sizes, held, peak = self._sizes, self._held_bytes, self.peak_bytes
         for is_hold, key in self._events:
             if is_hold:

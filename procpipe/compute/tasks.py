@@ -23,7 +23,7 @@ Knows neither other stages nor micro-batch order: the executor calls the tasks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -373,6 +373,15 @@ class Partition:
     def _unshared(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return inputs that the first layer may change although they are kept."""
         return [tensor.clone() for tensor in tensors] if self._clone_inputs else list(tensors)
+
+    def tensors_of(self, i: int) -> Iterator[Tensor]:
+        """Walk through the layers' own tensors and what a micro-batch enters and leaves with."""
+        for _, layer in self._layers:
+            yield from layer.parameters()
+            yield from layer.buffers()
+        if (this := self._passes.get(i)) is not None:
+            yield from this.inputs.tensors
+            yield from this.roots
 
     # -- faults ---------------------------------------------------------------------------------
 

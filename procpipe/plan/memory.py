@@ -58,7 +58,7 @@ from procpipe.plan.task import (
     Task,
 )
 
-__all__ = ["held_bytes", "message_bytes", "peak_bytes"]
+__all__ = ["Holdings", "held_bytes", "message_bytes", "peak_bytes"]
 
 
 def message_bytes(transfer: Transfer, costs: Costs) -> int:
@@ -89,7 +89,7 @@ def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator
         First what is held before the program, then for each step what is held while it runs, and
         for a task also what is held after it has given back what it can.
     """
-    ledger = _Ledger(plan, costs, routes, stage)
+    ledger = Holdings(plan, costs, routes, stage)
     held = ledger.before()
     yield held
     for step in program(plan, routes, stage):
@@ -106,8 +106,15 @@ def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator
                 yield held
 
 
-class _Ledger:
-    """The rules above, for the tasks of one stage."""
+class Holdings:
+    """The rules above, for the tasks of one stage.
+
+    Args:
+        plan: says what is recomputed, and whether a backward follows.
+        costs: the sizes.
+        routes: where tensors go.
+        stage: whose tasks.
+    """
 
     def __init__(self, plan: Plan, costs: Costs, routes: Routes, stage: int) -> None:
         self._plan = plan

@@ -13,7 +13,7 @@ from procpipe.plan.placement import folded, looped
 from procpipe.plan.task import Plan
 from procpipe.plan.zero_bubble import zb_h1, zb_v
 
-__all__ = ["SCHEDULES", "Schedule", "schedule_of"]
+__all__ = ["AUTO", "SCHEDULES", "Schedule", "schedule_of"]
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,26 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+def _auto_placement(num_partitions: int, num_stages: int) -> tuple[int, ...]:
+    place = folded if num_partitions == 2 * num_stages else looped
+    return place(num_partitions, num_stages)
+
+
+def _no_plan(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
+    raise AssertionError("the plans of 'auto' come from run/auto.py")
+
+
+#: What a user asks for by ``schedule="auto"``: a placement, for which plans are searched.
+AUTO = Schedule("auto", _no_plan, placement=_auto_placement, num_parts=None)
+
+
 def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
     """Return the schedule that a user names or has written.
 
     Args:
-        schedule: a name in ``SCHEDULES``; or a function of the number of micro-batches and of
-            stages, whose plan says itself what is recomputed and where its partitions are.
+        schedule: a name in ``SCHEDULES``, or ``"auto"``; or a function of the number of
+            micro-batches and of stages, whose plan says itself what is recomputed and where its
+            partitions are.
 
     Raises:
         ValueError: there is no schedule of that name.
@@ -103,8 +117,10 @@ def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
         return _written(schedule)
     if not isinstance(schedule, str):
         raise TypeError(f"schedule is {schedule!r}, but must be a str or a function (m, n) -> Plan")
+    if schedule == AUTO.name:
+        return AUTO
     if schedule not in SCHEDULES:
-        names = ", ".join(map(repr, SCHEDULES))
+        names = ", ".join(map(repr, (*SCHEDULES, AUTO.name)))
         raise ValueError(f"schedule is {schedule!r}, but must be one of {names}, or a function")
     return SCHEDULES[schedule]
 

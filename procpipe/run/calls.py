@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from procpipe.errors import (
+    FOUND_BY_EACH,
     CallMismatchError,
-    DisagreementError,
     ProcpipeError,
     RemoteStageError,
     StageClosedError,
@@ -126,10 +126,10 @@ class Calls:
         self._world.board.fail()
         self._has_failed = True
         self._ended = f"{name} failed on this rank with {type(error).__name__}: {_text_of(error)}"
-        # The mesh has passed on the failure of another rank; a disagreement is found by each.
+        # The mesh has passed on the failure of another rank.
         if isinstance(error, RemoteStageError):
             self._is_victim = True
-        elif not isinstance(error, DisagreementError):
+        elif not isinstance(error, FOUND_BY_EACH):
             self._world.give_up(self._story(f"in {name}", error))
             self._world.record(error)
         self._disconnect()

@@ -10,18 +10,21 @@ A rank in another call than rank 0 is an error on all ranks, not a hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from procpipe.errors import CallMismatchError
+from procpipe.errors import CallMismatchError, MemoryLimitError
 from procpipe.plan.check import verify
 from procpipe.plan.fence import Program, program
 from procpipe.plan.gpipe import backward_plan, forward_plan
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules import SCHEDULES, Schedule
 from procpipe.plan.task import Plan
+from procpipe.run.auto import AutoSchedule
 from procpipe.run.control import Control
 from procpipe.run.messages import ROUTED, Order, decode_order, encode
+from procpipe.run.reports import Report
 
 __all__ = ["Coordinator"]
 
@@ -34,6 +37,7 @@ class Coordinator:
         rank: this rank, which is also its stage.
         routes: which partitions speak to which, on which stages.
         schedule: the plan of a ``step`` with its backward; that of rank 0 counts.
+        auto: chooses that plan instead, on rank 0.
 
     Attributes:
         ahead: how many tasks ahead a receive is posted, the same on every rank; there to be set by
@@ -46,12 +50,14 @@ class Coordinator:
         rank: int,
         routes: Routes,
         schedule: Schedule = SCHEDULES["gpipe"],
+        auto: AutoSchedule | None = None,
     ) -> None:
         self.ahead = 1
         self._control = control
         self._rank = rank
         self._routes = routes
         self._schedule = schedule
+        self._auto = auto
         self._chosen: dict[tuple[str, int, frozenset[int]], Plan] = {}
         self._plans: dict[str, Plan] = {}
         self._programs: dict[tuple[str, Routes], Program] = {}
@@ -65,9 +71,12 @@ class Coordinator:
 
         Returns:
             The order with its plan.
+
+        Raises:
+            MemoryLimitError: no plan keeps to the memory allowed; the other ranks find it too.
         """
         if order.sizes:
-            plan = self._choose(order)
+            plan, order = self._choose(order)
             self.program(replace(order, plan=plan.digest))  # verifies, before anybody starts
             is_new = plan.digest not in self._told
             self._told.add(plan.digest)
@@ -85,9 +94,12 @@ class Coordinator:
 
         Raises:
             CallMismatchError: rank 0 is in another call, pipeline or mode.
+            MemoryLimitError: rank 0 finds no plan that keeps to the memory allowed.
         """
         order = decode_order(self._control.hear(0, f"the order for {ours.call}()", meanwhile))
         self._check(ours, order)
+        if order.call == "step" and order.detail and "lacks" in order.detail:
+            raise MemoryLimitError(order.detail["lacks"])
         if order.plan_text:
             plan = Plan.from_text(order.plan_text)
             assert plan.digest == order.plan, "a plan arrives as it was sent"
@@ -101,8 +113,7 @@ class Coordinator:
 
     def program(self, order: Order) -> Program:
         """Return what this stage does under an order's plan, verified on rank 0."""
-        is_step = order.call == "step"
-        routes = replace(self._routes, target=order.target == ROUTED and is_step, loss=is_step)
+        routes = self._routes_of(order)
         key = order.plan, routes
         if key not in self._programs:
             plan = self._plans[order.plan]
@@ -115,7 +126,23 @@ class Coordinator:
         """Return the text of an order's plan."""
         return self._plans[order.plan].to_text()
 
-    def _choose(self, order: Order) -> Plan:
+    def heard(self, reports: list[Any]) -> Sequence[Sequence[int]]:
+        """Take on rank 0 what all ranks measured; return which stages lack memory, if any do."""
+        assert self._auto is not None, "asked for by an order of its"
+        try:
+            self._auto.heard([Report(**report) for report in reports])
+        except MemoryLimitError as error:
+            return error.lacks
+        return ()
+
+    def _routes_of(self, order: Order) -> Routes:
+        is_step = order.call == "step"
+        return replace(self._routes, target=order.target == ROUTED and is_step, loss=is_step)
+
+    def _choose(self, order: Order) -> tuple[Plan, Order]:
+        """Choose an order's plan; return it, and the order with what else it is to say."""
+        if self._auto is not None and order.call == "step" and order.keeps_graph:
+            return self._choose_auto(order, self._auto)
         kind = order.call
         if kind == "step" and not order.keeps_graph:
             kind = "forward"
@@ -123,7 +150,18 @@ class Coordinator:
         if key not in self._chosen:
             plan = self._make(*key)
             self._chosen[key] = self._plans[plan.digest] = plan
-        return self._chosen[key]
+        return self._chosen[key], order
+
+    def _choose_auto(self, order: Order, auto: AutoSchedule) -> tuple[Plan, Order]:
+        m, samples, routes = len(order.sizes), max(order.sizes), self._routes_of(order)
+        try:
+            choice = auto.next(m, samples, order.recompute, routes)
+        except MemoryLimitError as error:
+            self._control.tell_all(encode(replace(order, detail={"lacks": error.lacks})))
+            raise
+        self._plans[choice.plan.digest] = choice.plan
+        detail = {"schedule": choice.schedule, "tells": choice.tells}
+        return choice.plan, replace(order, detail=detail)
 
     def _make(self, kind: str, m: int, recompute: frozenset[int]) -> Plan:
         n, placement = self._routes.num_stages, self._routes.placement

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from procpipe.errors import DisagreementError, PeerLostError, RemoteStageError
+from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
 from procpipe.host.board import Board, Reading
 
 __all__ = ["end_with_launcher", "print_victims_briefly"]
@@ -92,7 +92,7 @@ def _line(rank: int, error: BaseException, reading: Reading) -> str:
     """Return what to print instead of a traceback; "" to leave it as it is."""
     if isinstance(error, KeyboardInterrupt):
         return f"procpipe: rank {rank} was interrupted {reading.where()}"
-    if isinstance(error, DisagreementError) and rank != 0:
+    if isinstance(error, FOUND_BY_EACH) and rank != 0:
         return f"procpipe: rank {rank} ends, because the ranks do not agree (rank 0 tells on what)"
     if not isinstance(error, RemoteStageError):
         return ""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,9 @@ class Executor:
         channels: this stage's ends of all channels.
         board: where to say which task and layer is running.
         trace: times the tasks.
+
+    Attributes:
+        around: makes a context for each task to run in, where one is to be looked at.
     """
 
     def __init__(
@@ -149,6 +153,7 @@ class Executor:
         self._board = board
         self.ledger = Ledger()
         self.trace = trace or Trace()
+        self.around: Callable[[Task], AbstractContextManager[None]] | None = None
         self.current_task: Task | None = None
         self._stage = stage
         self._placement = tuple(placement)
@@ -190,7 +195,11 @@ class Executor:
             for step in program:
                 if isinstance(step, Run):
                     self._channels.poll()
-                    self._run(step.task, batch)
+                    if self.around is None:
+                        self._run(step.task, batch)
+                    else:
+                        with self.around(step.task):
+                            self._run(step.task, batch)
                 elif isinstance(step, Send):
                     self._send(step.transfer, batch)
                 else:

@@ -32,10 +32,12 @@ from procpipe.errors import (
 from procpipe.plan.idle import Split
 from procpipe.plan.routes import Channel, Routes
 from procpipe.plan.schedules import SCHEDULES, Schedule
+from procpipe.run.auto import AutoSchedule
 from procpipe.run.clocks import Clocks
 from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.executor import Channels, Executor, MiniBatch
+from procpipe.run.measure import Meter
 from procpipe.run.messages import Order, compare_facts
 from procpipe.run.recorder import Recorder
 from procpipe.run.reporting import statistics_of, with_splits
@@ -73,6 +75,7 @@ class Pipeline:
         transport: one of ``transports.NAMES``; None for the best that every rank can use.
         schedule: the plan of a ``step`` with its backward; rank 0's counts.
         trace: where rank 0 writes a timeline of all stages; None to record none.
+        auto: chooses that plan instead; rank 0's counts.
 
     Raises:
         CallMismatchError: another rank is in the first call of another pipeline.
@@ -89,6 +92,7 @@ class Pipeline:
         transport: str | None = None,
         schedule: Schedule = SCHEDULES["gpipe"],
         trace: str | os.PathLike[str] | None = None,
+        auto: AutoSchedule | None = None,
     ) -> None:
         self._world = world
         self._rank = world.rank
@@ -119,12 +123,14 @@ class Pipeline:
             Recorder(world.device) if trace is not None else Trace(),
         )
         self._split: Split | None = None
-        self.coordinator = Coordinator(self.control, self._rank, routes, schedule)
+        self.coordinator = Coordinator(self.control, self._rank, routes, schedule, auto)
+        self.meter = Meter(self.executor)
 
     def run(self, order: Order, batch: MiniBatch) -> None:
         """Run this stage's program under an order."""
         self._board.start_mini_batch(len(order.sizes))
-        self.executor.run(self.coordinator.program(order), batch)
+        with self.meter.watching(order):
+            self.executor.run(self.coordinator.program(order), batch)
         if self._tracing is not None:
             self._note(self._tracing, order)
         is_done = order.call != "forward" or not batch.keep  # else its backward call will be
@@ -135,6 +141,7 @@ class Pipeline:
             held_bytes=self.executor.ledger.peak_bytes,
         )
         self._tell_device_bytes()
+        self.meter.tell(order, self.control, self.coordinator.heard)
 
     def _tell_device_bytes(self) -> None:
         """Tell how full the device is, now and then: asking takes as long as a task's host part."""

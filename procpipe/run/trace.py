@@ -83,6 +83,7 @@ class Trace:
         self.num_steps = 0
         self.num_tasks: Counter[str] = Counter()
         self.busy_ns = self.waiting_ns = self.step_ns = 0
+        self.last_step_s = 0.0
         self._begun_ns = self._ended_ns = 0
         self._events: list[tuple[Task, int, int]] = []
 
@@ -114,7 +115,9 @@ class Trace:
         """Add the step to the sums."""
         self.num_steps += 1
         self._ended_ns = time.perf_counter_ns()
-        self.step_ns += self._ended_ns - self._begun_ns
+        taken_ns = self._ended_ns - self._begun_ns
+        self.step_ns += taken_ns
+        self.last_step_s = taken_ns / 1e9
         for task, start_ns, end_ns in self._events:
             self.num_tasks[task.kind] += 1
             self.busy_ns += end_ns - start_ns
