@@ -64,9 +64,18 @@ class PutOff:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that are kept; what several layers share counts once."""
-        storages = [t.untyped_storage() for _, x, gradient in self._waiting for t in (x, gradient)]
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        """Bytes that are kept; what several layers share counts once.
+
+        Of memory that others keep too, as a micro-batch does its whole mini-batch's, only the part.
+        """
+        parts: dict[int, dict[int, int]] = {}  # by memory and place in it
+        whole: dict[int, int] = {}
+        for _, x, gradient in self._waiting:
+            for tensor in (x, gradient):
+                memory = tensor.untyped_storage()
+                whole[memory.data_ptr()] = memory.nbytes()
+                parts.setdefault(memory.data_ptr(), {})[tensor.data_ptr()] = tensor.nbytes
+        return sum(min(whole[memory], sum(of.values())) for memory, of in parts.items())
 
     @torch.no_grad()
     def run(self) -> None:
