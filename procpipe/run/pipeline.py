@@ -36,9 +36,10 @@ from procpipe.run.auto import AutoSchedule
 from procpipe.run.clocks import Clocks
 from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.executor import Channels, Executor, MiniBatch
+from procpipe.run.executor import Executor, MiniBatch
 from procpipe.run.measure import Meter
 from procpipe.run.messages import Order, compare_facts
+from procpipe.run.ports import Channels
 from procpipe.run.recorder import Recorder
 from procpipe.run.reporting import statistics_of, with_splits
 from procpipe.run.trace import StageStatistics, Trace
