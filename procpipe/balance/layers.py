@@ -47,6 +47,8 @@ __all__ = ["LayerProfile", "Profile", "SkipProfile", "profile_layers"]
 #: Layers whose weights' gradients a backward in two puts off.
 _PUT_OFF = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
+_MIN_ROUNDS = 3
+
 #: How often the start of a task is timed.
 _NUM_STARTS = 25
 
@@ -150,7 +152,7 @@ def profile_layers(
         target: what the loss gets beside the output, if anything.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target; it
             is measured as a last layer.
-        timeout: seconds after which no further round starts; one is always measured.
+        timeout: seconds after which no further round starts; three are always measured.
         device: where copies of the layers run, one at a time; by default the sample's.
         clock: gives the seconds since some moment.
 
@@ -261,7 +263,7 @@ def _all_seconds(
     run_each(module, inputs, device, time_both)
     wholes: list[list[tuple[float, float]]] = []
     halves: list[list[float]] = []
-    while not wholes or clock() - begun < timeout:
+    while len(wholes) < _MIN_ROUNDS or clock() - begun < timeout:
         wholes.append(run_each(module, inputs, device, time_both))
         halves.append(run_each(module, inputs, device, time_input_gradients))
     return [

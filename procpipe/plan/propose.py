@@ -32,7 +32,16 @@ from procpipe.plan.search import Candidate, candidates
 from procpipe.plan.simulate import Timeline, simulate
 from procpipe.plan.task import Plan
 
-__all__ = ["MODES", "Proposal", "Question", "choose", "default_chunks", "leanest", "propose"]
+__all__ = [
+    "MODES",
+    "Proposal",
+    "Question",
+    "alone_s",
+    "choose",
+    "default_chunks",
+    "leanest",
+    "propose",
+]
 
 #: Divides layers with these costs into so many parts: ``procpipe.balance.blocks``.
 Divide = Callable[[Sequence[float], int], list[int]]
@@ -163,6 +172,16 @@ def default_chunks(batch: int, num_devices: int) -> tuple[int, ...]:
     """List the numbers of chunks that are worth a try: powers of two."""
     most = min(batch, _MOST_CHUNKS_A_DEVICE * num_devices)
     return tuple(2**k for k in range(most.bit_length()))
+
+
+def alone_s(model: Model, question: Question) -> float:
+    """Tell how long one device would take for a mini-batch, if it had the memory for it."""
+    chunks = question.chunks or default_chunks(question.batch, question.num_devices)
+    sizes = {-(-question.batch // count) for count in chunks}
+    return min(
+        -(-question.batch // size) * (sum(model.layer_seconds(size)) + sum(model.start_s))
+        for size in sizes
+    )
 
 
 def choose(proposals: Sequence[Proposal], memory_bytes: int | None) -> Proposal | None:

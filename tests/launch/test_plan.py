@@ -1,0 +1,220 @@
+"""``procpipe plan`` as a user types it, without processes; docs/planning.md is run with them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from procpipe.launch.main import main
+from procpipe.launch.plan_text import bytes_text, parse_bytes, seconds_text
+
+MYMODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from procpipe.balance import Inputs
+
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+build = lambda: model
+sample = torch.rand(8, 4), torch.rand(8, 2)
+loss = F.mse_loss
+linear = nn.Linear(4, 4)
+three = 1, 2, 3
+unequal = torch.rand(8, 4), torch.rand(7, 2)
+number = 3
+wide = torch.rand(8, 5)
+two = nn.Sequential(nn.Bilinear(4, 3, 2), nn.ReLU())
+two_inputs = Inputs(torch.rand(8, 4), torch.rand(8, 3)), torch.rand(8, 2)
+
+def broken():
+    raise RuntimeError("no data here")
+"""
+
+#: Two even layers that keep 3 MB a sample each, on 8 samples.
+COSTS = {
+    "procpipe layer costs": 1,
+    "batch": 8,
+    "samples": [1],
+    "layers": [
+        {
+            "name": name,
+            "forward_s": [0.001],
+            "backward_s": [0.002],
+            "output_bytes": [1000],
+            "kept_bytes": [3_000_000],
+            "parameter_bytes": 1_000_000,
+            "trained_bytes": 1_000_000,
+        }
+        for name in ("first", "second")
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mymodel", raising=False)
+    (tmp_path / "mymodel.py").write_text(MYMODEL)
+    (tmp_path / "costs.json").write_text(json.dumps(COSTS))
+    return tmp_path
+
+
+def plan(*words: str) -> int:
+    return main(["plan", "--device", "cpu", *words])
+
+
+def test_from_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--costs", "costs.json", "-n", "2", "--optimizer", "sgd", "--chunks", "8") == 0
+
+    told = capsys.readouterr().out
+    # 8 micro-batches of 1 + 1 + 1 ms (forward and both halves) on each stage, and 1 ms at the ends
+    # as the first one comes down and the last one goes up: zb-h1. On one device, 8 * 6 ms.
+    assert "one alone, if it had the memory, would take 48.0 ms" in told
+    assert re.search(r"zb-h1 \* +never +8 +25\.0 ms +1\.92x", told), told
+    assert re.search(r"gpipe +never +8 +27\.0 ms +1\.78x", told), told
+    assert re.search(r"0 +first +24\.0 ms +1\.91 MiB", told), told
+    assert told.rstrip().endswith(
+        'stage = Stage(model, balance=[1, 1], chunks=8, checkpoint="never", schedule="zb-h1", '
+        "loss_fn=loss_fn)"
+    )
+
+
+def test_little_memory_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
+    # Parameters and gradients take 2 MB, a micro-batch 3 MB: room for one, so all are recomputed.
+    words = ("--costs", "costs.json", "-n", "2", "--optimizer", "none", "--chunks", "8")
+
+    assert plan(*words, "--memory", "5.5MB") == 0
+
+    told = capsys.readouterr().out
+    assert re.search(r"gpipe +never +8 .* no\n", told), told
+    assert 'checkpoint="never"' not in told
+    assert re.search(r"Stage\(model, balance=\[1, 1\], chunks=8, checkpoint=\"always\"", told), told
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--costs", "costs.json", "-n", "2", "--optimizer", "none", "--chunks", "8")
+
+    assert plan(*words, "--memory", "2MB") == 1
+
+    told = capsys.readouterr().out
+    assert "nothing fits into 1.91 MiB: the least is 4.7" in told
+    assert 'stage = Stage(model, balance=[1, 1], chunks=8, checkpoint="always"' in told
+
+
+def test_measured_and_saved_it_says_the_same(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-n", "2", "--chunks", "4", "--bandwidth", "10GB/s")
+    model = ("mymodel:build", "--sample", "mymodel:sample", "--loss", "mymodel:loss")
+
+    assert plan(*model, *words, "--save", "mine.json") == 0
+    measured = capsys.readouterr().out
+    assert plan("--costs", "mine.json", *words) == 0
+    read = capsys.readouterr().out
+
+    saved = json.loads((folder / "mine.json").read_text())
+    assert [layer["type"] for layer in saved["layers"]] == ["Linear", "ReLU", "Linear"]
+    assert (saved["batch"], saved["samples"]) == (8, [2])
+    assert "stands in" not in measured
+    assert measured[measured.index("a mini-batch") :].replace("=loss)", "=loss_fn)") == read
+
+
+def test_a_sample_of_several_inputs_is_repeated_for_a_larger_batch(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-n", "2", "--chunks", "2", "--batch", "20", "--save", "mine.json")
+
+    assert plan("mymodel:two", "--sample", "mymodel:two_inputs", *words) == 0
+    saved = json.loads((folder / "mine.json").read_text())
+
+    assert (saved["batch"], saved["samples"], saved["input_bytes"]) == (20, [10], [280.0])
+    assert "no --loss is given: the mean of squares of the output stands in" in (
+        capsys.readouterr().out
+    )
+
+
+MODEL = ("mymodel:build", "--sample", "mymodel:sample", "-n", "2")
+MISTAKES = [
+    ((), "the following arguments are required: -n"),
+    (("-n", "2"), "a model is needed, as in mymodel:build, or --costs"),
+    (("mymodel:build", "-n", "2"), "a sample is needed"),
+    (("mymodel", "--sample", "a:b", "-n", "2"), "'mymodel', but must be MODULE:NAME"),
+    (("nowhere:x", "--sample", "a:b", "-n", "2"), "there is no module 'nowhere'"),
+    (("mymodel:x", "--sample", "a:b", "-n", "2"), "mymodel has no 'x'"),
+    (
+        ("mymodel:linear", "--sample", "mymodel:sample", "-n", "2"),
+        "mymodel:linear is a Linear, but the model must be an nn.Sequential",
+    ),
+    (
+        ("mymodel:broken", "--sample", "mymodel:sample", "-n", "2"),
+        "mymodel:broken(), raised RuntimeError: no data here",
+    ),
+    (("mymodel:build", "--sample", "mymodel:three", "-n", "2"), "a tuple of 3, but must be"),
+    (("mymodel:build", "--sample", "mymodel:number", "-n", "2"), "holds no tensor with samples"),
+    (
+        ("mymodel:build", "--sample", "mymodel:unequal", "-n", "2"),
+        "the input has 8 samples, but the target 7",
+    ),
+    (("mymodel:build", "--sample", "mymodel:wide", "-n", "2"), "while layer '0' (Linear) was"),
+    ((*MODEL, "--loss", "mymodel:number"), "but the loss must be a function"),
+    ((*MODEL[:-1], "4"), "-n 4: the model has 3 layers"),
+    ((*MODEL, "--memory", "24Gigs"), "'24Gigs' is not an amount of bytes; one reads like 24GiB"),
+    ((*MODEL, "--bandwidth", "fast"), "'fast' is not a bandwidth; one reads like 20GB/s"),
+    ((*MODEL, "--chunks", "4,16"), "--chunks 16: the mini-batch has 8 samples"),
+    ((*MODEL, "--chunks", "4,x"), "x: give a number of at least 1"),
+    ((*MODEL, "--costs", "costs.json"), "so leave out the model"),
+    (("--costs", "costs.json", "-n", "2", "--check"), "so leave out --check"),
+    (("--costs", "costs.json", "-n", "3"), "3 devices are asked for, but the model has 2 layers"),
+    (("--costs", "costs.json", "-n", "2", "--chunks", "16"), "16 chunks are asked for"),
+    (("--costs", "no.json", "-n", "2"), "--costs no.json cannot be read"),
+    (("--costs", "mymodel.py", "-n", "2"), "--costs mymodel.py is no file of costs: it is not"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), MISTAKES, ids=[told for _, told in MISTAKES])
+def test_a_mistake_is_told_in_a_sentence(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(*words)
+
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("24GiB", 24 << 30),
+        ("80GB", 80 * 10**9),
+        ("500MiB", 500 << 20),
+        ("1.5 kb", 1500),
+        ("7", 7),
+        ("7B", 7),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_amounts_of_bytes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 GiB 2", "1PB", "1e3"])
+def test_what_is_no_amount_of_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an amount of bytes"):
+        parse_bytes(text)
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [bytes_text(n) for n in (0, 999, 1000, 24 << 30, 3 << 40)] == [
+        "0.00 B", "999 B", "0.98 KiB", "24.0 GiB", "3072 GiB",
+    ]  # fmt: skip
+    assert [seconds_text(s) for s in (0.00001, 0.0123, 0.9994, 0.99951, 75.0)] == [
+        "10.0 us", "12.3 ms", "999 ms", "1.00 s", "75.0 s",
+    ]  # fmt: skip
