@@ -90,7 +90,8 @@ def test_skip_tensors_go_once_to_each_partition() -> None:
     )
     model = Model((1,), (layer(),) * 4, skips=skips)
 
-    assert model.skip_routes([2, 2]) == ((0, 1),)
+    assert model.skip_routes([2, 2]) == model.skip_routes([3, 1]) == ((0, 1),)
+    assert model.skip_routes([4]) == ()
     assert model.costs([2, 2], 1, Link()).skip_bytes == {(0, 1): 12}
     assert model.costs([1, 1, 1, 1], 1, Link()).skip_bytes == {(0, 2): 5, (0, 3): 5, (1, 3): 7}
     # What stays in its partition is kept there by whoever pops it.
