@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from procpipe.launch.main import main
+from procpipe.launch.plan_measure import measure_model
+from procpipe.launch.plan_subject import Subject, stand_in_loss
 from procpipe.launch.plan_text import bytes_text, parse_bytes, seconds_text
+from procpipe.plan.layers import Link
 
 MYMODEL = """
 import torch
@@ -136,6 +143,39 @@ def test_a_sample_of_several_inputs_is_repeated_for_a_larger_batch(
     assert "no --loss is given: the mean of squares of the output stands in" in (
         capsys.readouterr().out
     )
+
+
+def test_what_autograd_keeps_in_partitions_is_what_it_keeps_there() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(27, 8), nn.GELU(), nn.Dropout(), nn.Linear(8, 4), nn.Sigmoid(),
+    )  # fmt: skip
+    sample = torch.rand(6, 2, 8, 8)
+    subject = Subject(model, (sample,), None, stand_in_loss, batch=6)
+    measured = replace(measure_model(subject, [6], torch.device("cpu")), loss=None)
+
+    for balance in ([10], [1, 9], [2, 8], [3, 7], [4, 6], [5, 5], [6, 1, 3], [7, 2, 1]):
+        x, truth = sample, []
+        for last, count in zip(accumulate(balance), balance, strict=True):
+            num_bytes, x = kept_bytes(model[last - count : last], x)
+            truth.append(num_bytes)
+        assert list(measured.costs(balance, 6, Link()).saved_bytes) == truth, balance
+
+
+def kept_bytes(layers: nn.Sequential, x: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Run layers; count each memory that autograd keeps, if it is not there before or after."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = x.clone().requires_grad_() * 1
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layers(x)
+    for tensor in (x, output, *layers.parameters(), *layers.buffers()):
+        saved.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(saved.values()), output.detach()
 
 
 MODEL = ("mymodel:build", "--sample", "mymodel:sample", "-n", "2")
