@@ -27,13 +27,13 @@ from procpipe.launch.plan_check import rehearse
 from procpipe.launch.plan_measure import measure_link, measure_model, sizes_to_measure
 from procpipe.launch.plan_subject import MistakeError, Named, load
 from procpipe.launch.plan_text import (
+    arguments_of,
     best_of_each,
     bytes_text,
     check_table,
     line_to_paste,
     overview_table,
     parse_bytes,
-    schedule_name,
     seconds_text,
     show,
     stages_table,
@@ -100,6 +100,9 @@ class _Planning:
         self._device = torch.device(_device_type(options.device))
         self._named = Named(options.model or "", options.sample, options.loss, options.batch)
         _check_combination(options, self._device)
+        self._memory_bytes: int | None = options.memory
+        if options.memory is None and self._device.type == "cuda" and not options.costs:
+            self._memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
 
     def main(self) -> int:
         """Measure or read, propose, tell, and check."""
@@ -174,14 +177,11 @@ class _Planning:
         link = measured.link
         if options.bandwidth:
             link = replace(link, bytes_per_s=options.bandwidth)
-        memory_bytes = options.memory
-        if memory_bytes is None and self._device.type == "cuda" and not options.costs:
-            memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
         try:
             return Question(
                 options.n,
                 options.batch or measured.batch,
-                memory_bytes,
+                self._memory_bytes,
                 _STATES[options.optimizer],
                 tuple(options.chunks or ()),
                 link,
@@ -209,17 +209,18 @@ class _Planning:
         if chosen is None:
             least = leanest(proposals)
             assert memory_bytes is not None, "without a limit everything fits"
+            needed_bytes = max(least.needed_bytes)
             self._say(
                 f"nothing fits into {bytes_text(memory_bytes)}: the least is "
-                f"{bytes_text(max(least.needed_bytes))} a device, by\n\n    "
-                f"{self._line(least)}\n\nMore devices, a smaller --batch, or layers divided into "
-                "smaller ones need less."
+                f"{bytes_text(needed_bytes)} ({needed_bytes} bytes) a device, by\n\n"
+                f"    {self._line(least, needed_bytes)}\n\n"
+                "More devices, a smaller --batch, or layers divided into smaller ones need less."
             )
             return
         show(self._console, stages_table(measured.model, chosen, memory_bytes))
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         print(f"\n{render_timeline_text(chosen.timeline, width)}")
-        print(f"{self._line(chosen)}\n", flush=True)
+        print(f"{self._line(chosen, memory_bytes)}\n", flush=True)
 
     def _check(self, chosen: Proposal) -> int:
         num_processes, num_cores = chosen.plan.num_stages, len(os.sched_getaffinity(0))
@@ -230,16 +231,18 @@ class _Planning:
                 "be slower than predicted\n"
             )
         try:
-            measured = rehearse(chosen, schedule_name(chosen), self._named, self._device.type)
+            measured = rehearse(
+                chosen, arguments_of(chosen, self._memory_bytes), self._named, self._device.type
+            )
         except RuntimeError as error:
             print(f"procpipe plan: the check failed: {error}", file=sys.stderr)
             return 1
         show(self._console, check_table(chosen, measured, is_cpu=is_cpu))
         return 0
 
-    def _line(self, proposal: Proposal) -> str:
+    def _line(self, proposal: Proposal, memory_bytes: int | None) -> str:
         loss = self._options.loss.rpartition(":")[2] or "loss_fn"
-        return line_to_paste(proposal, loss, self._options.memory)
+        return line_to_paste(arguments_of(proposal, memory_bytes), loss)
 
     def _say(self, text: str) -> None:
         print(text, flush=True)

@@ -34,8 +34,10 @@ PROGRAM = ("-m", "procpipe.launch.plan_check")
 _START_TIMEOUT_S = 120.0
 _TIMES_PREDICTED = 20.0
 
-#: Steps that are not counted, and those that are: as many as fit into some seconds.
-_NUM_WARM_UP = 2
+#: Steps that are not counted: as many as schedule="auto" measures and tries plans in, or a few.
+_NUM_WARM_UP_OF_AUTO, _NUM_WARM_UP = 16, 2
+
+#: Those that are: as many as fit into some seconds.
 _MIN_STEPS, _MAX_STEPS = 3, 50
 _BUDGET_S = 2.0
 
@@ -49,20 +51,24 @@ class Rehearsal:
         bubble: the share of it that a stage rests, as the mean over stages.
         task_s: seconds of a task, by kind and partition: "F0".
         held_bytes: the most that each stage held between tasks.
+        schedule: what the last step ran, as ``Stage.schedule`` tells it.
     """
 
     step_s: float
     bubble: float
     task_s: Mapping[str, float]
     held_bytes: tuple[int, ...]
+    schedule: str
 
 
-def rehearse(proposal: Proposal, schedule: str, named: Named, device_type: str) -> Rehearsal:
+def rehearse(
+    proposal: Proposal, arguments: Mapping[str, Any], named: Named, device_type: str
+) -> Rehearsal:
     """Run a proposal on as many processes as it has stages, on this host.
 
     Args:
         proposal: what to run.
-        schedule: the schedule's name as ``Stage`` takes it.
+        arguments: those of ``Stage`` beside the model, the loss and the devices.
         named: the model and what it is trained with.
         device_type: "cpu" or "cuda".
 
@@ -71,15 +77,14 @@ def rehearse(proposal: Proposal, schedule: str, named: Named, device_type: str) 
     """
     num_stages = proposal.plan.num_stages
     num_steps = max(_MIN_STEPS, min(_MAX_STEPS, int(_BUDGET_S / proposal.total_s)))
+    num_warm_up = _NUM_WARM_UP_OF_AUTO if arguments["schedule"] == "auto" else _NUM_WARM_UP
     settings = {
         "named": asdict(named),
         "stage": {
-            "balance": proposal.balance,
-            "chunks": proposal.chunks,
-            "checkpoint": proposal.checkpoint,
-            "schedule": schedule,
+            **arguments,
             "devices": ["cpu"] * num_stages if device_type == "cpu" else None,
         },
+        "num_warm_up": num_warm_up,
         "num_steps": num_steps,
     }
     with tempfile.TemporaryDirectory(prefix="procpipe-plan-") as folder:
@@ -88,7 +93,7 @@ def rehearse(proposal: Proposal, schedule: str, named: Named, device_type: str) 
         measured = measure(
             num_stages,
             timeout_s=_START_TIMEOUT_S
-            + _TIMES_PREDICTED * (_NUM_WARM_UP + num_steps) * proposal.total_s,
+            + _TIMES_PREDICTED * (num_warm_up + num_steps) * proposal.total_s,
             program=(*PROGRAM, "--settings", str(file)),
         )
     if measured.report is None:
@@ -102,7 +107,8 @@ def _rehearsal(of_ranks: Sequence[Mapping[str, Any]]) -> Rehearsal:
     busy_s = [statistics.median(told["busy_s"]) for told in of_ranks]
     task_s = {name: seconds for told in of_ranks for name, seconds in told["task_s"].items()}
     bubble = 1 - sum(busy_s) / (len(of_ranks) * step_s)
-    return Rehearsal(step_s, bubble, task_s, tuple(told["held_bytes"] for told in of_ranks))
+    held_bytes = tuple(told["held_bytes"] for told in of_ranks)
+    return Rehearsal(step_s, bubble, task_s, held_bytes, of_ranks[0]["schedule"])
 
 
 # -- on each rank ---------------------------------------------------------------------------------
@@ -119,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     subject = load(Named(**settings["named"]))
     stage = Stage(subject.model, loss_fn=subject.loss_fn, **settings["stage"])
-    for _ in range(_NUM_WARM_UP):
+    for _ in range(settings["num_warm_up"]):
         _step(stage, subject.inputs, subject.target)
     steps_s, busy_s = [], []
     tasks_s: defaultdict[str, list[float]] = defaultdict(list)
@@ -134,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "busy_s": busy_s,
         "task_s": {name: statistics.median(found) for name, found in tasks_s.items()},
         "held_bytes": stage.statistics().peak_held_bytes,
+        "schedule": stage.schedule,
     }
     _file_of(options.output, stage.rank).write_text(json.dumps(ours))
     stage.report()  # which waits for all ranks, so that all files are there

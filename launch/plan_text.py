@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -14,7 +15,7 @@ from procpipe.launch.plan_check import Rehearsal
 from procpipe.plan.layers import Model
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.propose import Proposal
-from procpipe.plan.schedules import SCHEDULES
+from procpipe.plan.schedules import AUTO, SCHEDULES
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
@@ -26,6 +27,7 @@ from procpipe.plan.task import (
 
 __all__ = [
     "Table",
+    "arguments_of",
     "best_of_each",
     "bytes_text",
     "check_table",
@@ -168,7 +170,10 @@ def check_table(proposal: Proposal, measured: Rehearsal, *, is_cpu: bool) -> Tab
         texts = bytes_text(predicted), bytes_text(found)
         difference = f"{found / predicted - 1:+.1%}" if predicted else ""
         rows.append((f"stage {stage}, held between tasks", *texts, difference))
-    return Table("predicted and measured", rows)
+    title = "predicted and measured"
+    if proposal.schedule not in SCHEDULES:  # it may have come to another plan than was predicted
+        title += f" ({measured.schedule})"
+    return Table(title, rows)
 
 
 def _tasks_compared(proposal: Proposal, measured: Rehearsal) -> Iterator[tuple[str, str, str, str]]:
@@ -204,20 +209,30 @@ def _layers_text(model: Model, proposal: Proposal, stage: int) -> Iterator[str]:
 
 def schedule_name(proposal: Proposal) -> str:
     """Return the name by which ``Stage`` knows a proposal's schedule."""
-    return proposal.schedule if proposal.schedule in SCHEDULES else "auto"
+    return proposal.schedule if proposal.schedule in SCHEDULES else AUTO.name
 
 
-def line_to_paste(proposal: Proposal, loss: str, memory_bytes: int | None) -> str:
-    """Write the line that builds a proposal's stage."""
-    schedule = schedule_name(proposal)
-    limit = ""
-    if schedule == "auto" and memory_bytes is not None:
+def arguments_of(proposal: Proposal, memory_bytes: int | None) -> dict[str, Any]:
+    """Return the arguments by which ``Stage`` runs a proposal, beside model and loss."""
+    arguments: dict[str, Any] = {
+        "balance": list(proposal.balance),
+        "chunks": proposal.chunks,
+        "checkpoint": proposal.checkpoint,
+        "schedule": schedule_name(proposal),
+    }
+    if proposal.schedule not in SCHEDULES and memory_bytes is not None:
         limits = [memory_bytes - static for static in proposal.static_bytes]
-        limit = f"memory_limit_bytes={limits}, "
-    return (
-        f"stage = Stage(model, balance={list(proposal.balance)}, chunks={proposal.chunks}, "
-        f'checkpoint="{proposal.checkpoint}", schedule="{schedule}", {limit}loss_fn={loss})'
-    )
+        arguments["memory_limit_bytes"] = limits
+    return arguments
+
+
+def line_to_paste(arguments: Mapping[str, Any], loss: str) -> str:
+    """Write the line that builds a stage."""
+    words = [
+        f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
+        for name, value in arguments.items()
+    ]
+    return f"stage = Stage(model, {', '.join(words)}, loss_fn={loss})"
 
 
 def parse_bytes(text: str) -> int:

@@ -6,8 +6,12 @@
     for each balance                   by seconds; where memory is short, more and more by bytes
     for each schedule                  a plan: its seconds, and the bytes that each device holds
 
+For the best of these in each mode a plan is searched too, task by task (``search.py``), which takes
+too long to be done for all.
+
 Of what fits into memory the fastest is chosen. Predictions are not that exact, so whatever takes
-at most 2% longer counts as equally fast: of those, what needs the least memory.
+at most 2% longer counts as equally fast: of those, what needs the least memory, and a searched plan
+only if nothing else is there.
 
     bytes of a device = parameters, gradients, optimizer     static
                       + what it holds for backward passes    held
@@ -27,8 +31,8 @@ from procpipe.plan.layers import Link, Model
 from procpipe.plan.memory import peak_bytes
 from procpipe.plan.placement import folded, looped, partitions_of
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules import SCHEDULES
-from procpipe.plan.search import Candidate, candidates
+from procpipe.plan.schedules import AUTO, SCHEDULES
+from procpipe.plan.search import SEARCHED, fixed_plans, least_bytes, searched
 from procpipe.plan.simulate import Timeline, simulate
 from procpipe.plan.task import Plan
 
@@ -54,6 +58,9 @@ _MARGIN = 0.02
 
 #: How much bytes count in a balance, and seconds for the rest.
 _SHARES_OF_BYTES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+#: In each mode, for so many numbers of chunks and balances a plan is searched.
+_NUM_SEARCHES = 2
 
 #: More micro-batches than so many a device shorten the bubble by next to nothing.
 _MOST_CHUNKS_A_DEVICE = 8
@@ -161,11 +168,12 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
             f"{n} devices are asked for, but the model has {len(model.layers)} layers: ask for at "
             "most that many, or divide the model into more layers"
         )
-    return [
+    found = [
         proposal
         for setting in _settings(model, question)
         for proposal in _of_setting(model, question, setting, divide)
     ]
+    return [*found, *_searched(question, found)]
 
 
 def default_chunks(batch: int, num_devices: int) -> tuple[int, ...]:
@@ -195,12 +203,17 @@ def choose(proposals: Sequence[Proposal], memory_bytes: int | None) -> Proposal 
         return None
     fastest_s = min(proposal.total_s for proposal in fitting)
     as_fast = [p for p in fitting if p.total_s <= (1 + _MARGIN) * fastest_s]
+    # schedule="auto" has to measure before it finds its plan, which is worth it only for one that
+    # is faster than those that have a name.
+    as_fast = [p for p in as_fast if p.schedule in SCHEDULES] or as_fast
     return min(as_fast, key=lambda p: (max(p.needed_bytes), _simplicity(p.schedule), p.chunks))
 
 
 def leanest(proposals: Sequence[Proposal]) -> Proposal:
-    """Return the proposal whose largest stage needs the least memory, of equals the fastest."""
-    return min(proposals, key=lambda p: (max(p.needed_bytes), p.total_s))
+    """Return what needs the least memory on its largest stage; of equals what has a name."""
+    return min(
+        proposals, key=lambda p: (max(p.needed_bytes), p.schedule not in SCHEDULES, p.total_s)
+    )
 
 
 @dataclass(frozen=True)
@@ -213,7 +226,6 @@ class _Setting:
         num_micro_batches: how many there really are.
         checkpoint: the mode.
         placement: the stage of each partition.
-        schedules: those to take from the candidates; none for all.
     """
 
     chunks: int
@@ -221,15 +233,13 @@ class _Setting:
     num_micro_batches: int
     checkpoint: str
     placement: tuple[int, ...]
-    schedules: tuple[str, ...] = ()
 
 
 def _settings(model: Model, question: Question) -> Iterator[_Setting]:
     n, batch = question.num_devices, question.batch
-    placements: list[tuple[tuple[int, ...], tuple[str, ...]]] = [(looped(n, n), ())]
+    placements = [looped(n, n)]
     if 1 < n and 2 * n <= len(model.layers):
-        # What is searched for two partitions a device, schedule="auto" looks for folded only.
-        placements += [(looped(2 * n, n), ("interleaved",)), (folded(2 * n, n), ())]
+        placements += [looped(2 * n, n), folded(2 * n, n)]
     seen = set()
     for chunks in question.chunks or default_chunks(batch, n):
         micro_batch = -(-batch // chunks)
@@ -240,8 +250,8 @@ def _settings(model: Model, question: Question) -> Iterator[_Setting]:
         for mode in MODES:
             if m == 1 and mode == "except_last":  # the same as never
                 continue
-            for placement, schedules in placements:
-                yield _Setting(chunks, micro_batch, m, mode, placement, schedules)
+            for placement in placements:
+                yield _Setting(chunks, micro_batch, m, mode, placement)
 
 
 def _of_setting(
@@ -289,31 +299,49 @@ def _of_balance(
     static = tuple(
         sum(of_partitions[j] for j in partitions_of(placement, stage)) for stage in range(n)
     )
-    for found in _candidates(question, setting, costs, routes, static):
-        if setting.schedules and found.name not in setting.schedules:
+    m = setting.num_micro_batches
+    for schedule, plan in fixed_plans(m, routes, recomputed(setting.checkpoint, m)):
+        if schedule == "interleaved" and len(placement) == n:  # 1F1B by another name
             continue
-        if found.name == "interleaved" and len(placement) == n:  # 1F1B by another name
-            continue
+        held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
         yield Proposal(
-            found.name, balance, setting.chunks, setting.micro_batch, setting.checkpoint,
-            found.plan, costs, routes, found.total_s, found.peak_bytes, static,
+            schedule, balance, setting.chunks, setting.micro_batch, setting.checkpoint,
+            plan, costs, routes, simulate(plan, costs, routes).total_s, held, static,
         )  # fmt: skip
 
 
-def _candidates(
-    question: Question, setting: _Setting, costs: Costs, routes: Routes, static: Sequence[int]
-) -> list[Candidate]:
-    """List plans whatever they hold; and, if memory is short, those made for what there is."""
-    m = setting.num_micro_batches
-    recompute = recomputed(setting.checkpoint, m)
-    found = candidates(m, costs, routes, recompute=recompute)
-    if question.memory_bytes is None:
-        return found
-    limits = [max(0, question.memory_bytes - num_bytes) for num_bytes in static]
-    if all(p <= most for c in found for p, most in zip(c.peak_bytes, limits, strict=True)):
-        return found
-    within = candidates(m, costs, routes, recompute=recompute, limits_bytes=limits)
-    return found + [candidate for candidate in within if candidate.name not in SCHEDULES]
+def _searched(question: Question, found: Sequence[Proposal]) -> Iterator[Proposal]:
+    """Search plans where fixed schedules do best, on placements that ``"auto"`` has."""
+    n = question.num_devices
+
+    def key(proposal: Proposal) -> tuple[bool, float]:
+        fits = proposal.fits(question.memory_bytes)
+        return not fits, proposal.total_s if fits else max(proposal.needed_bytes)
+
+    for mode in MODES:
+        best: dict[tuple[int, tuple[int, ...]], Proposal] = {}
+        for p in sorted((p for p in found if p.checkpoint == mode), key=key):
+            if AUTO.place(len(p.balance), n) == p.plan.placement:
+                best.setdefault((p.chunks, p.balance), p)
+        for base in list(best.values())[:_NUM_SEARCHES]:
+            limits = None
+            if question.memory_bytes is not None:
+                limits = [max(0, question.memory_bytes - static) for static in base.static_bytes]
+            yield _with_searched(base, limits)
+
+
+def _with_searched(base: Proposal, limits_bytes: Sequence[int] | None) -> Proposal:
+    """Search a plan within limits, or within the least that there can be."""
+    m, n, costs, routes = base.plan.num_micro_batches, base.plan.num_stages, base.costs, base.routes
+    recompute = recomputed(base.checkpoint, m)
+    plan = searched(m, costs, routes, recompute=recompute, limits_bytes=limits_bytes)
+    if plan is None:
+        least = least_bytes(m, costs, routes, recompute=recompute)
+        plan = searched(m, costs, routes, recompute=recompute, limits_bytes=least)
+    assert plan is not None, "there is a plan that holds the least"
+    held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
+    total_s = simulate(plan, costs, routes).total_s
+    return replace(base, schedule=SEARCHED, plan=plan, total_s=total_s, held_bytes=held)
 
 
 def _simplicity(schedule: str) -> int:

@@ -92,25 +92,36 @@ def test_from_costs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_little_memory_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
-    # Parameters and gradients take 2 MB, a micro-batch 3 MB: room for one, so all are recomputed.
+    # Parameters and gradients take 2 MB, a micro-batch 3 MB: room for one, which no fixed schedule
+    # does with, unless all are recomputed.
     words = ("--costs", "costs.json", "-n", "2", "--optimizer", "none", "--chunks", "8")
 
     assert plan(*words, "--memory", "5.5MB") == 0
 
     told = capsys.readouterr().out
     assert re.search(r"gpipe +never +8 .* no\n", told), told
-    assert 'checkpoint="never"' not in told
-    assert re.search(r"Stage\(model, balance=\[1, 1\], chunks=8, checkpoint=\"always\"", told), told
+    assert re.search(r"1f1b +always +8 .* yes\n", told), told
+    assert re.search(r"1f1b +except_last +8 .* no\n", told), told
+    assert told.rstrip().endswith(
+        'checkpoint="except_last", schedule="auto", memory_limit_bytes=[3500000, 3500000], '
+        "loss_fn=loss_fn)"
+    )
 
 
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_fits_but_what_is_said_to_be_the_least_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ("--costs", "costs.json", "-n", "2", "--optimizer", "none", "--chunks", "8")
 
     assert plan(*words, "--memory", "2MB") == 1
-
     told = capsys.readouterr().out
-    assert "nothing fits into 1.91 MiB: the least is 4.7" in told
-    assert 'stage = Stage(model, balance=[1, 1], chunks=8, checkpoint="always"' in told
+    found = re.search(r"nothing fits into 1\.91 MiB: the least is 4\.77 MiB \((\d+) bytes\)", told)
+    assert found, told
+    assert "    stage = Stage(model, balance=[1, 1], chunks=8, " in told
+    least = int(found[1])
+
+    assert plan(*words, "--memory", f"{least}B") == 0
+    assert plan(*words, "--memory", f"{least - 1}B") == 1
 
 
 def test_measured_and_saved_it_says_the_same(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from procpipe.balance import divide
+from procpipe.plan.check import verify
 from procpipe.plan.layers import Layer, Link, Model, Skip
 from procpipe.plan.propose import (
     Proposal,
@@ -63,7 +64,7 @@ def test_layers_are_divided_by_seconds() -> None:
 def test_two_partitions_a_device_need_so_many_layers() -> None:
     names = {p.schedule for p in propose(model(1, 1, 1), Question(2, 4, chunks=(4,)), divide)}
 
-    assert names == {"gpipe", "1f1b", "zb-h1"}
+    assert names == {"gpipe", "1f1b", "zb-h1", "searched"}
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
@@ -94,6 +95,33 @@ def test_of_those_as_fast_the_one_that_needs_least() -> None:
     assert choose([slow, fast, fat, lean], None) is lean
     assert choose([less_simple, simple], None) is simple
     assert choose([simple, fewer_chunks], None) is fewer_chunks
+
+
+def test_a_searched_plan_is_for_what_no_fixed_schedule_does() -> None:
+    # A link that takes as long as a forward: fixed schedules do not know of it.
+    question = Question(3, 8, chunks=(8,), link=Link(latency_s=1.0))
+    there = propose(model(1, 1, 1), question, divide)
+    fixed_s = min(p.total_s for p in there if p.schedule != "searched")
+
+    chosen = choose(there, None)
+    named = choose([replace(p, total_s=fixed_s) for p in there], None)
+
+    assert chosen is not None
+    assert chosen.schedule == "searched"
+    assert chosen.total_s < fixed_s / 1.02
+    assert verify(chosen.plan, chosen.routes) is None
+    assert named is not None
+    assert named.schedule != "searched"
+
+
+def test_room_for_one_micro_batch_is_used_by_a_searched_plan() -> None:
+    # 1000 bytes a micro-batch: without recomputation, fixed schedules need room for 2 or more.
+    question = Question(2, 4, memory_bytes=1100, chunks=(4,))
+    never = [
+        p for p in propose(model(1, 1, kept=1000), question, divide) if p.checkpoint == "never"
+    ]
+
+    assert {p.schedule for p in never if p.fits(1100)} == {"searched"}
 
 
 def test_memory_that_is_short_moves_layers() -> None:
