@@ -242,7 +242,8 @@ class _Planning:
 
     def _line(self, proposal: Proposal, memory_bytes: int | None) -> str:
         loss = self._options.loss.rpartition(":")[2] or "loss_fn"
-        return line_to_paste(arguments_of(proposal, memory_bytes), loss)
+        line: str = line_to_paste(arguments_of(proposal, memory_bytes), loss)
+        return line
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
@@ -336,9 +337,10 @@ def _chunks(text: str) -> list[int]:
 
 def _memory(text: str) -> int:
     try:
-        return parse_bytes(text)
+        num_bytes: int = parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return num_bytes
 
 
 def _bandwidth(text: str) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from procpipe.skip import pop, skippable, stash
 from tests.balance.test_profile import Clock, Taking, float32
 
 
-def profiled(*layers: nn.Module, sample: object, **more: object) -> Profile:
+def profiled(*layers: nn.Module, sample: object, **more: Any) -> Profile:
     return profile_layers(nn.Sequential(*layers), sample, timeout=0, **more)
 
 
@@ -156,7 +158,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scaled = Slow.for_one(self.clock, 2.0)(self.before)
-        return self.linear(Slow.for_one(self.clock, 1.0)(x)) * scaled
+        output: Tensor = self.linear(Slow.for_one(self.clock, 1.0)(x)) * scaled
+        return output
 
 
 def test_seconds_of_the_input_gradient() -> None:
@@ -200,6 +203,6 @@ def test_several_inputs() -> None:
 
 def test_what_is_no_chain_of_layers_is_refused() -> None:
     with pytest.raises(TypeError, match=r"the model is a Linear: pass an nn\.Sequential"):
-        profile_layers(nn.Linear(1, 1), torch.ones(1, 1))
+        profile_layers(nn.Linear(1, 1), torch.ones(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on the meta device nothing is computed"):
         profile_layers(nn.Sequential(nn.Linear(1, 1)), torch.ones(1, 1, device="meta"))

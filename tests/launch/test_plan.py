@@ -72,7 +72,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(*words: str) -> int:
-    return main(["plan", "--device", "cpu", *words])
+    code: int = main(["plan", "--device", "cpu", *words])
+    return code
 
 
 def test_from_costs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +169,7 @@ def test_what_autograd_keeps_in_partitions_is_what_it_keeps_there() -> None:
     for balance in ([10], [1, 9], [2, 8], [3, 7], [4, 6], [5, 5], [6, 1, 3], [7, 2, 1]):
         x, truth = sample, []
         for last, count in zip(accumulate(balance), balance, strict=True):
-            num_bytes, x = kept_bytes(model[last - count : last], x)
+            num_bytes, x = kept_bytes(nn.Sequential(*list(model)[last - count : last]), x)
             truth.append(num_bytes)
         assert list(measured.costs(balance, 6, Link()).saved_bytes) == truth, balance
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from procpipe.plan.propose import (
 )
 
 
-def model(*seconds: float, kept: float = 0.0, parameters: int = 0, **more: object) -> Model:
+def model(*seconds: float, kept: float = 0.0, parameters: int = 0, **more: Any) -> Model:
     """Make a model whose layers take so many seconds a sample forward, and twice that backward."""
     layers = tuple(
         Layer(
@@ -109,7 +110,7 @@ def test_a_searched_plan_is_for_what_no_fixed_schedule_does() -> None:
     assert chosen is not None
     assert chosen.schedule == "searched"
     assert chosen.total_s < fixed_s / 1.02
-    assert verify(chosen.plan, chosen.routes) is None
+    verify(chosen.plan, chosen.routes)
     assert named is not None
     assert named.schedule != "searched"
 
@@ -201,7 +202,7 @@ def test_default_chunks_are_powers_of_two() -> None:
         ({"num_devices": 1, "batch": 4, "chunks": (2, 8)}, "8 chunks .* 4 samples"),
     ],
 )
-def test_questions_without_an_answer(question: dict[str, object], told: str) -> None:
+def test_questions_without_an_answer(question: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Question(**question)
 
