@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shlex
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from procpipe.launch.main import main
 from procpipe.plan.interleaved import interleaved
 from procpipe.plan.render import render_text
 from procpipe.plan.zero_bubble import zb_v
+from tests.dist.pool import job_environment
 from tests.dist.script import run_forked, run_script
 
 TESTS = Path(__file__).parent
@@ -22,6 +26,7 @@ COMING_FROM = TESTS.parent / "docs" / "coming_from.md"
 SCHEDULES = TESTS.parent / "docs" / "schedules.md"
 PEER_TESTS = TESTS.parent / "docs" / "peer_tests.md"
 TIMELINE = TESTS.parent / "docs" / "timeline.md"
+PLANNING = TESTS.parent / "docs" / "planning.md"
 
 
 def python_blocks(page: Path = README) -> list[str]:
@@ -135,6 +140,42 @@ def test_the_grids_of_the_page_are_those_of_the_schedules() -> None:
         for line in render_text(plan).splitlines()[1:]:
             words = line.split()
             assert words in [each.split() for each in drawn], line
+
+
+# -- docs/planning.md ----------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_the_commands_of_planning_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model,) = python_blocks(PLANNING)
+    (commands,) = re.findall(r"```sh\n(.*?)```", PLANNING.read_text(), re.DOTALL)
+    (tmp_path / "mymodel.py").write_text(model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mymodel", raising=False)
+    from_model, from_costs, with_check = (shlex.split(line)[1:] for line in commands.splitlines())
+
+    for words in (from_model, from_costs):
+        assert main(words) == 0
+        assert "\nstage = Stage(model, balance=[" in capsys.readouterr().out
+    checked = subprocess.run(
+        [sys.executable, "-m", "procpipe.launch", *with_check],
+        env=job_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert checked.returncode == 0, checked.stderr
+    compared = checked.stdout.partition("predicted and measured\n")[2]
+    for what in ("step", "bubble", "stage 0, forward", "stage 1, forward"):
+        assert re.search(rf"{what} .*[\d.]+ *(s|ms|us|%) .*%\n", compared), compared
+    held = re.findall(r"stage \d, held between tasks +(\S+ \S+) +(\S+ \S+) ", compared)
+    assert len(held) == 2
+    assert all(predicted == measured for predicted, measured in held), compared
 
 
 # -- docs/peer_tests.md --------------------------------------------------------------------------
