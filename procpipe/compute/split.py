@@ -1,8 +1,8 @@
 """A backward pass in two tasks: gradients of the inputs now (I), of the weights later (W).
 
 The next stage down waits for the inputs' gradients only, so the others can fill what would be idle
-time. What is put off are the weights and biases of ``nn.Linear`` and ``nn.Conv1d/2d/3d``, where the
-time goes; all other gradients are computed in I.
+time. What is put off are the weights and biases of ``nn.Linear``, ``nn.Conv1d/2d/3d`` and
+``nn.MultiheadAttention``, where the time goes; all other gradients are computed in I.
 
     F or R   x ──(1) layer.forward = ours ──> y          (2) node: keeps x and weight
     I        gradient of x <──(2) node.backward── gradient of y
@@ -28,18 +28,21 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from procpipe.compute.attention import attention_with, is_known
 from procpipe.compute.graph import run_backward
 from procpipe.compute.weights import LINEAR, Convolution, Rule
 
 __all__ = ["PutOff", "Splitter"]
 
-_Forward = Callable[[Tensor], Tensor]
+_Forward = Callable[..., Any]
 
 
 class _Call(NamedTuple):
@@ -81,20 +84,27 @@ class PutOff:
     def run(self) -> None:
         """Add the gradients to the parameters, and let go of what they are computed from.
 
-        One layer after the other, so that one weight's gradient is in memory at a time; but those
-        that may meet in one parameter in one run, as in the plain model, so that hooks run once.
+        One call of a layer after the other, so that one weight's gradient is in memory at a time;
+        but those that meet in a parameter in one run, as in plain training, so that hooks run once.
         """
         waiting = self._waiting
-        uses = Counter(id(t) for call, _, _ in waiting for t in (call.weight, call.bias))
+        uses = Counter(id(leaf) for call, _, _ in waiting for leaf in _leaves_of(call))
+        to_come = uses.copy()
         shared: list[tuple[Tensor, Tensor]] = []
+        met: set[int] = set()
         while waiting:
             call, x, gradient = waiting.popleft()
             pairs = _weight_gradients(call, x, gradient)
-            if all(target.is_leaf and uses[id(target)] == 1 for target, _ in pairs):
+            leaves = [id(leaf) for leaf in _leaves_of(call)]
+            to_come.subtract(leaves)
+            if all(uses[leaf] == 1 for leaf in leaves):
                 _add(pairs)
-            else:
-                shared += pairs
-        _add(shared)
+                continue
+            shared += pairs
+            met.update(leaves)
+            if not any(to_come[leaf] for leaf in met):
+                _add(shared)
+                shared.clear()
 
 
 class Splitter:
@@ -131,6 +141,8 @@ class Splitter:
                 layer.__dict__.pop("forward", None)
 
     def _forward_of(self, layer: nn.Module) -> _Forward:
+        if isinstance(layer, nn.MultiheadAttention):
+            return self._attention(layer)
         forward = self._linear if isinstance(layer, nn.Linear) else self._convolution
 
         def stand_in(input: Tensor) -> Tensor:
@@ -140,10 +152,26 @@ class Splitter:
 
     def _linear(self, layer: Any, input: Tensor) -> Tensor:
         """Stand in for ``nn.Linear.forward``."""
-        weight, bias = layer.weight, layer.bias
+        return self._apply_linear(layer, input, layer.weight, layer.bias)
+
+    def _apply_linear(
+        self, layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Stand in for ``F.linear`` with a weight of a layer, or computed from its own."""
         if not _can_be_put_off(layer, weight, bias, input):
-            return type(layer).forward(layer, input)  # type: ignore[no-any-return]
+            return F.linear(input, weight, bias)
         return self._apply(_Call(LINEAR, weight, bias), input)
+
+    def _attention(self, layer: nn.MultiheadAttention) -> _Forward:
+        """Return what stands in for ``nn.MultiheadAttention.forward``."""
+        split = attention_with(partial(self._apply_linear, layer))
+
+        def stand_in(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not _projects_alike(layer, query, key, value):
+                return type(layer).forward(layer, query, key, value, *args, **kwargs)
+            return split(layer, query, key, value, *args, **kwargs)
+
+        return stand_in
 
     def _convolution(self, layer: Any, input: Tensor) -> Tensor:
         """Stand in for the forward of ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``."""
@@ -237,8 +265,12 @@ def _add(pairs: list[tuple[Tensor, Tensor]]) -> None:
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 #: The methods that a rule stands for, as torch made them.
-_STOCK = {nn.Linear.forward} | {kind.forward for kind in _CONVOLUTIONS}
+_STOCK = {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS, nn.MultiheadAttention)}
 _STOCK_INSIDE = {None} | {kind._conv_forward for kind in _CONVOLUTIONS}
+
+#: What an attention projects query, key and value with.
+_PACKED = ("in_proj_weight",) * 3
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -269,17 +301,46 @@ def _is_own(layer: nn.Module, computed: Tensor) -> bool:
     As ``torch.nn.utils.parametrize`` does. One that another layer computes needs its gradient in I.
     """
     own = set(map(id, layer.parameters()))
-    nodes, seen = [computed.grad_fn], set()
+    return all(id(leaf) in own for leaf in _leaves(computed))
+
+
+def _projects_alike(layer: nn.MultiheadAttention, *inputs: Tensor) -> bool:
+    """Tell whether an attention's three projections of its inputs are all put off, or none.
+
+    Or else the gradient of a parameter that they share would come in two parts.
+    """
+    own = layer._parameters  # where no computed weight is: to ask for one would compute it
+    names = _PACKED if own.get(_PACKED[0]) is not None else _SEPARATE
+    weights = [weight for name in names if (weight := own.get(name)) is not None]
+    if len(weights) < len(names) or "in_proj_bias" not in own:
+        return False
+    put_off = {
+        _can_be_put_off(layer, weight, own["in_proj_bias"], input)
+        for weight, input in zip(weights, inputs, strict=True)
+    }
+    return len(put_off) == 1
+
+
+def _leaves_of(call: _Call) -> list[Tensor]:
+    """Return the parameters that get gradients from a call, one as often as it gets a part."""
+    leaves = list(_leaves(call.weight))
+    return leaves if call.bias is None else [*leaves, *_leaves(call.bias)]
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the parameters that a tensor is computed from, or itself if it is one."""
+    if tensor.is_leaf and tensor.requires_grad:
+        yield tensor
+    nodes, seen = [tensor.grad_fn], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in own:
-            return False
+        if leaf is not None:
+            yield leaf
         nodes += [following for following, _ in node.next_functions]
-    return True
 
 
 def _suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
@@ -288,10 +349,23 @@ def _suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
     Such a parameter (an embedding's that is the head's too) would get its gradient in two parts.
     """
     modules = dict.fromkeys(module for layer in layers for module in layer.modules())
-    stock = [module for module in modules if _is_stock(module)]
-    others = modules.keys() - set(stock)
-    elsewhere = {id(p) for module in others for p in module._parameters.values()} - {id(None)}
-    return [m for m in stock if elsewhere.isdisjoint(map(id, m._parameters.values()))]
+    suited = [module for module in modules if _is_stock(module)]
+    while True:  # since what shares with a module that is not suited is not suited either
+        others = modules.keys() - set(suited)
+        elsewhere = {id(p) for module in others for p in _applied_by(module)} - {id(None)}
+        still = [m for m in suited if elsewhere.isdisjoint(map(id, _applied_by(m)))]
+        if len(still) == len(suited):
+            return suited
+        suited = still
+
+
+def _applied_by(module: nn.Module) -> list[nn.Parameter | None]:
+    """Return the parameters that a module applies: its own, and of a part that it does not call."""
+    parameters = list(module._parameters.values())
+    if isinstance(module, nn.MultiheadAttention):
+        part = module._modules.get("out_proj")
+        parameters += part._parameters.values() if part is not None else ()
+    return parameters
 
 
 def _is_stock(module: nn.Module) -> bool:
@@ -300,5 +374,6 @@ def _is_stock(module: nn.Module) -> bool:
     return (
         kind.forward in _STOCK
         and getattr(kind, "_conv_forward", None) in _STOCK_INSIDE
+        and (kind.forward is not nn.MultiheadAttention.forward or is_known())
         and "forward" not in module.__dict__
     )
