@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -297,6 +298,12 @@ def test_computed_weights():
     check(Do(to_itself, attention), ramp(5, 3, 8), put_off=4)
     parametrizations.spectral_norm(attention, "in_proj_weight")
     check(Do(to_itself, attention), ramp(5, 3, 8), put_off=0)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, partial(nn.Conv1d, kernel_size=2)])
+def test_a_computed_weight_that_is_not_put_off_is_computed_once(kind):
+    layer = parametrizations.spectral_norm(kind(8, 32)).requires_grad_(False)
+    check(layer, ramp(5, 8, 8), put_off=0)
 
 
 def test_one_layer_after_the_other():
