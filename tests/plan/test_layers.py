@@ -31,10 +31,9 @@ def test_a_partition_costs_what_its_layers_do() -> None:
     loss = layer(forward_s=(8.0,), backward_s=(80.0,), output_bytes=(4.0,))
     model = Model((1,), tuple(layers), loss, input_bytes=(7.0,), target_bytes=(5.0,))
 
-    costs = model.costs([2, 1], 1, Link(0.5, 100.0))
+    costs: Any = model.costs([2, 1], 1, Link(0.5, 100.0))
 
-    assert costs.forward_s == (3, 12)
-    assert costs.recompute_s == (3, 12)
+    assert [costs.forward_s, costs.recompute_s] == [(3, 12)] * 2
     assert costs.backward_s == (30, 120)
     assert costs.input_gradient_s == (15, 70)  # half where it was not measured
     assert costs.weight_gradient_s == (15, 50)
