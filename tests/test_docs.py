@@ -170,12 +170,13 @@ def test_the_commands_of_planning_run(
     )
 
     assert checked.returncode == 0, checked.stderr
-    compared = checked.stdout.partition("predicted and measured\n")[2]
-    for what in ("step", "bubble", "stage 0, forward", "stage 1, forward"):
+    compared = checked.stdout.partition("predicted and measured")[2]
+    for what in ("step", "bubble", r"\w+ 0, forward", r"\w+ 1, forward"):
         assert re.search(rf"{what} .*[\d.]+ *(s|ms|us|%) .*%\n", compared), compared
     held = re.findall(r"stage \d, held between tasks +(\S+ \S+) +(\S+ \S+) ", compared)
     assert len(held) == 2
-    assert all(predicted == measured for predicted, measured in held), compared
+    if "(auto: " not in compared:  # which has held what it measured and tried, too
+        assert all(predicted == measured for predicted, measured in held), compared
 
 
 # -- docs/peer_tests.md --------------------------------------------------------------------------
