@@ -37,13 +37,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from procpipe.plan.costs import Costs
 from procpipe.plan.memory import Holdings, message_bytes, peak_bytes
 from procpipe.plan.placement import partitions_of
-from procpipe.plan.routes import LOSS, Routes
+from procpipe.plan.routes import Routes
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
@@ -199,7 +200,7 @@ class _Effect:
     def __init__(self, taken: int, given_back: int, messages: tuple[tuple[int, int], ...]) -> None:
         self.taken = taken
         self.given_back = given_back
-        self.messages = messages  # each a stage and bytes
+        self.messages = messages  # each a stage and the bytes of all that it is sent
 
 
 class _Room:
@@ -231,13 +232,11 @@ class _Room:
     ) -> None:
         holdings = Holdings(plan, costs, routes, stage)
         for task in plan.tasks_of(stage):
-            leaving = [t for t in routes.leaving(task, plan) if t.kind != LOSS]
-            messages = tuple(
-                (routes.stages_of(t)[1], message_bytes(t, costs))
-                for t in leaving
-                if message_bytes(t, costs)
-            )
-            effect = _Effect(holdings.taken(task), holdings.given_back(task), messages)
+            messages: Counter[int] = Counter()
+            for transfer in routes.leaving(task, plan):
+                messages[routes.stages_of(transfer)[1]] += message_bytes(transfer, costs)
+            sizes = tuple((to, size) for to, size in messages.items() if size)
+            effect = _Effect(holdings.taken(task), holdings.given_back(task), sizes)
             self._effects[again, task.kind, task.j] = effect
 
     def lacking(self, task: Task, again: bool) -> int | None:

@@ -225,3 +225,22 @@ def test_nothing_fits_where_not_even_one_micro_batch_does() -> None:
 def test_strangers_are_not_recomputed() -> None:
     with pytest.raises(ValueError, match=r"cannot recompute micro-batches \[4\]: there are 2"):
         list_schedule(2, Costs.uniform(2), Routes(2), recompute={4})
+
+
+def test_all_that_a_task_sends_to_a_stage_must_find_room_there() -> None:
+    """I1@1 sends stage 0 a gradient and a skip's, a byte each, while it still holds W0's byte."""
+    costs = Costs(
+        (0.0,) * 2,
+        (0.0,) * 2,
+        (0.0,) * 2,
+        transfer_s=0.5,
+        output_bytes=(1, 0),
+        skip_bytes={(0, 1): 1},
+        saved_bytes=(2, 0),
+        put_off_bytes=(1, 0),
+    )
+    routes, rule = Routes(2, ((0, 1),)), Rule(in_two=True, window=None)
+    plan = made(2, costs, routes, rule=rule, limits_bytes=[7, 9])
+    assert peak_bytes(plan, costs, routes, 0) == 7
+    less = list_schedule(2, costs, routes, rule=rule, limits_bytes=[6, 9])
+    assert less is None or peak_bytes(less, costs, routes, 0) <= 6
