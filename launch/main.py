@@ -1,4 +1,4 @@
-"""The command line: ``procpipe run`` and ``procpipe doctor``.
+"""The command line: ``procpipe run``, ``doctor``, ``plan`` and ``timeline``.
 
     procpipe run -n 2 train.py --epochs 3
 
@@ -51,6 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from procpipe.launch import doctor
 
         return int(doctor.main(words[1:]))
+    if words[:1] == ["timeline"]:
+        from procpipe.launch import timeline
+
+        return int(timeline.main(words[1:]))
+    if words[:1] == ["plan"]:
+        from procpipe.launch import plan
+
+        return int(plan.main(words[1:]))
     try:
         return _Run(_parser().parse_args(words)).main()
     except KeyboardInterrupt:  # before anything was started
@@ -229,6 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("doctor", help="check what a run needs on this host", add_help=False)
+    commands.add_parser("timeline", help="show where the time of a run went", add_help=False)
+    commands.add_parser("plan", help="propose how to run a model on devices", add_help=False)
     run = commands.add_parser(
         "run",
         help="run a training script on several processes",

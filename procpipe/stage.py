@@ -18,9 +18,10 @@ cannot be used again.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -120,6 +121,10 @@ class Stage(nn.Sequential):
             there may be both.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
+        trace: where rank 0 writes a timeline of all stages when the stages close, or when the run
+            fails: JSON for https://ui.perfetto.dev and ``procpipe timeline``. Has the first steps
+            of a run and the last; give it on every rank, rank 0's path counts. On GPUs each step
+            then waits for the device.
         world: this process's place in the job; by default what the launcher says.
 
     Attributes:
@@ -160,6 +165,7 @@ class Stage(nn.Sequential):
         transport: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
+        trace: str | os.PathLike[str] | None = None,
         world: World | None = None,
     ) -> None:
         super().__init__()
@@ -199,6 +205,7 @@ class Stage(nn.Sequential):
             )
             self._placement = self._schedule.place(len(self.balance), num_ranks)
             self._transport = _checked_transport(transport)
+            self._trace = trace if self.rank else _checked_trace(trace)
             self.checkpoint = checkpoint
             check_shared_parameters(module, self.balance)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
@@ -436,7 +443,11 @@ class Stage(nn.Sequential):
     # -- looking on -----------------------------------------------------------------------------
 
     def statistics(self) -> StageStatistics:
-        """Return what this stage did so far; does not communicate."""
+        """Return what this stage did so far; does not communicate.
+
+        How its idle time divides takes the times of all stages: that is in ``split`` once
+        ``report()`` has brought them together.
+        """
         pipeline = self._calls.pipeline
         if pipeline is None:
             raise StageClosedError("there are no statistics before the first call and after close")
@@ -453,12 +464,15 @@ class Stage(nn.Sequential):
         return pipeline.executor.trace.last_step()
 
     def report(self) -> str:
-        """Return a table of what all stages did so far, on every rank, which all call it."""
+        """Return a table of what all stages did so far, on every rank, which all call it.
+
+        It also tells how each stage spent the last step: busy, and idle because of the plan
+        (bubble), of unequal stages (imbalance) and of communication. ``statistics().split`` has
+        the same numbers from then on.
+        """
         with self._calls.together("report") as pipeline:
             self._order("report")
-            ours = asdict(pipeline.statistics())
-            of_all = pipeline.control.agree(ours, lambda values: values)
-            told = table(StageStatistics(**of_one) for of_one in of_all)
+            told = table(pipeline.report())
             return f"{told}\nschedule {self.schedule}" if self._schedule is AUTO else told
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -641,6 +655,7 @@ class Stage(nn.Sequential):
             "deferred_batch_norm": self._is_deferring,
             "the type of devices": self.device.type,
             "transport": self._transport,
+            "trace": self._trace is not None,
             "layers": self._layer_facts,
         }
         partitions = {
@@ -657,7 +672,14 @@ class Stage(nn.Sequential):
         )
         auto = AutoSchedule(self._limits_bytes) if self._schedule is AUTO else None
         return Pipeline(
-            self._world, partitions, routes, facts, self._transport, self._schedule, auto
+            self._world,
+            partitions,
+            routes,
+            facts,
+            self._transport,
+            self._schedule,
+            self._trace,
+            auto,
         )
 
 
@@ -674,6 +696,13 @@ def _checked_transport(name: str | None) -> str | None:
         names = ", ".join(map(repr, NAMES))
         raise ValueError(f"transport is {name!r}, but must be one of {names}, or left out")
     return name
+
+
+def _checked_trace(path: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """Check before a long run that its timeline will have a place."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise ValueError(f"trace is {str(path)!r}, but must be a file in a folder that is there")
+    return path
 
 
 def _holder(value: Any) -> int:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shlex
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
+from procpipe.launch.main import main
 from procpipe.plan.interleaved import interleaved
 from procpipe.plan.render import render_text
 from procpipe.plan.zero_bubble import zb_v
-from tests.dist.script import run_script
+from tests.dist.pool import job_environment
+from tests.dist.script import run_forked, run_script
 
 TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"
@@ -21,6 +26,8 @@ COMING_FROM = TESTS.parent / "docs" / "coming_from.md"
 SCHEDULES = TESTS.parent / "docs" / "schedules.md"
 SCHEDULES_AUTO = TESTS.parent / "docs" / "schedules_auto.md"
 PEER_TESTS = TESTS.parent / "docs" / "peer_tests.md"
+TIMELINE = TESTS.parent / "docs" / "timeline.md"
+PLANNING = TESTS.parent / "docs" / "planning.md"
 
 
 def python_blocks(page: Path = README) -> list[str]:
@@ -38,7 +45,7 @@ def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
     code += "input, target = loader[0]\noptimizer.zero_grad()\n" + with_own_loss
     code += "optimizer.step()\n" + saving.replace("runs/digits", str(tmp_path)) * 2
     code += "stage.print('done')\n"
-    done = run_script(code, nproc=nproc)
+    done = run_forked(code) if nproc is None else run_script(code, nproc=nproc)
     done.check()
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
     assert len(losses) == 20
@@ -63,7 +70,7 @@ def test_each_peer_has_a_program_before_and_after() -> None:
 def test_the_programs_of_those_who_come_print_the_same_on_any_number_of_stages(
     program: str,
 ) -> None:
-    alone, together = (run_script(program, nproc=nproc).check() for nproc in (None, 2))
+    alone, together = (run_forked(program, num_ranks=n).check() for n in (None, 2))
     assert alone.stdout == together.stdout
     assert re.fullmatch(r"(loss \d+\.\d{4}\n)+", alone.stdout)
 
@@ -88,6 +95,31 @@ def test_every_public_name_of_pytorchs_pipelining_is_in_the_table() -> None:
     table = COMING_FROM.read_text().split("\n## torch.distributed.pipelining\n")[1]
     missing = sorted(name for name in names if not re.search(rf"\b{name}\b", table))
     assert not missing
+
+
+# -- docs/timeline.md ----------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_the_recorded_program_leaves_a_timeline_that_reads_as_on_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = python_blocks(TIMELINE)
+    code = code.replace('"run.json"', repr(str(tmp_path / "run.json"))).replace(
+        "range(20)", "range(3)"
+    )
+    done = run_script(code, nproc=2).check()
+    assert done.stdout.count("Split(stage=") == 2
+    assert main(["timeline", "run.json"]) == 0
+    told = capsys.readouterr().out
+    (shown,) = re.findall(r"```text\n(.*?)```", TIMELINE.read_text(), re.DOTALL)
+    table, shown_table = (re.sub(r"[\d.]+", "0", text).split("\n\n")[:2] for text in (told, shown))
+    assert [line.split() for line in table] == [line.split() for line in shown_table]
+    assert told.endswith("\nrun.html\n")
+    # The report's table is the page's; only the clocks were read once more.
+    ours, theirs = (re.findall(r"^ +[01] .*%.*$", text, re.M)[-2:] for text in (done.stdout, told))
+    assert [line.split()[:2] for line in ours] == [line.split()[:2] for line in theirs]
 
 
 # -- docs/schedules.md ---------------------------------------------------------------------------
@@ -119,6 +151,42 @@ def test_the_search_finds_what_the_page_says(capsys: pytest.CaptureFixture[str])
     (printed,) = re.findall(r"```text\n(.*?)```", SCHEDULES_AUTO.read_text(), re.DOTALL)
     exec(program, {})
     assert capsys.readouterr().out == printed
+
+
+# -- docs/planning.md ----------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_the_commands_of_planning_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model,) = python_blocks(PLANNING)
+    (commands,) = re.findall(r"```sh\n(.*?)```", PLANNING.read_text(), re.DOTALL)
+    (tmp_path / "mymodel.py").write_text(model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mymodel", raising=False)
+    from_model, from_costs, with_check = (shlex.split(line)[1:] for line in commands.splitlines())
+
+    for words in (from_model, from_costs):
+        assert main(words) == 0
+        assert "\nstage = Stage(model, balance=[" in capsys.readouterr().out
+    checked = subprocess.run(
+        [sys.executable, "-m", "procpipe.launch", *with_check],
+        env=job_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert checked.returncode == 0, checked.stderr
+    compared = checked.stdout.partition("predicted and measured\n")[2]
+    for what in ("step", "bubble", "stage 0, forward", "stage 1, forward"):
+        assert re.search(rf"{what} .*[\d.]+ *(s|ms|us|%) .*%\n", compared), compared
+    held = re.findall(r"stage \d, held between tasks +(\S+ \S+) +(\S+ \S+) ", compared)
+    assert len(held) == 2
+    assert all(predicted == measured for predicted, measured in held), compared
 
 
 # -- docs/peer_tests.md --------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.script import run_script
+from tests.dist.script import run_forked, run_script
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "examples/train_digits.py"
 LM = ROOT / "examples/train_lm.py"
 
-#: Under the launcher, and cut elsewhere than by default.
+#: Also cut elsewhere than by default. The first is under the launcher.
 WAYS = [
     pytest.param(2, {DIGITS: [], LM: []}, id="2"),
     pytest.param(2, {DIGITS: [3, 13], LM: [5, 2]}, id="2-uneven"),
@@ -39,12 +39,13 @@ def results(stdout):
     return lines[:start] + lines[end:]
 
 
-def run(example, *, nproc=None, balance=(), args=None):
+def run(example, *, nproc=None, balance=(), args=None, launcher=False):
     options = [*(FEW_STEPS[example] if args is None else args)]
     if balance:
         options += ["--balance", *map(str, balance)]
-    env = {"PYTHONPATH": str(ROOT)}
-    return run_script(example, nproc=nproc, args=options, env=env).check()
+    if launcher:
+        return run_script(example, nproc=nproc, args=options).check()
+    return run_forked(example, num_ranks=nproc, args=options).check()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,8 @@ def in_one_stage():
 @pytest.mark.parametrize("example", [DIGITS, LM], ids=lambda path: path.stem)
 @pytest.mark.parametrize(("nproc", "balance"), WAYS)
 def test_any_number_of_stages_prints_the_same(example, nproc, balance, in_one_stage):
-    done = run(example, nproc=nproc, balance=balance[example])
+    balance = balance[example]
+    done = run(example, nproc=nproc, balance=balance, launcher=not balance)
 
     assert results(done.stdout) == in_one_stage[example]
     assert len(in_one_stage[example]) > 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.dist.script import run_script
+from tests.dist.script import run_forked, run_script
 
 ROOT = Path(__file__).parents[1]
 UNET = ROOT / "examples/unet_segmentation.py"
@@ -21,9 +21,9 @@ RESNET_ARGS += ["--repeats", "2"]
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def run(example, picture, args, *, nproc=None):
-    """Return the lines that an example prints; it runs in another folder than the project's."""
-    done = run_script(example, nproc=nproc, args=[*args, "--picture", str(picture)]).check()
+def lines_of(done, picture):
+    """Return the lines that an example printed; it ran in another folder than the project's."""
+    done.check()
     assert [*picture.parent.iterdir()] == [picture], "nothing unfinished stays"
     return done.stdout.splitlines()
 
@@ -42,7 +42,8 @@ def progress(lines):
 def test_a_unet_learns_and_shows_it(tmp_path):
     picture = tmp_path / "unet.png"
 
-    lines = run(UNET, picture, UNET_ARGS, nproc=2)
+    args = [*UNET_ARGS, "--picture", str(picture)]
+    lines = lines_of(run_forked(UNET, num_ranks=2, args=args), picture)
 
     losses = [float(line.split()[3]) for line in lines if line.startswith("step")]
     assert len(losses) == 3
@@ -59,8 +60,10 @@ def test_a_unet_in_one_stage_prints_and_draws_the_same(tmp_path):
     for picture in (in_one, in_two):
         picture.parent.mkdir()
 
-    lines_of_one = run(UNET, in_one, UNET_ARGS)
-    lines_of_two = run(UNET, in_two, [*UNET_ARGS, "--balance", "9", "32"], nproc=2)
+    args = [*UNET_ARGS, "--picture", str(in_one)]
+    lines_of_one = lines_of(run_forked(UNET, args=args), in_one)
+    args = [*UNET_ARGS, "--picture", str(in_two), "--balance", "9", "32"]
+    lines_of_two = lines_of(run_forked(UNET, num_ranks=2, args=args), in_two)
 
     assert progress(lines_of_one) == progress(lines_of_two)
     assert len(progress(lines_of_one)) == 5
@@ -70,7 +73,8 @@ def test_a_unet_in_one_stage_prints_and_draws_the_same(tmp_path):
 def test_the_split_size_is_swept_and_drawn(tmp_path):
     picture = tmp_path / "resnet.png"
 
-    lines = run(RESNET, picture, RESNET_ARGS, nproc=2)
+    args = [*RESNET_ARGS, "--picture", str(picture)]
+    lines = lines_of(run_script(RESNET, nproc=2, args=args), picture)
 
     start = next(k for k, line in enumerate(lines) if "speed-up" in line)
     rows = [line.rsplit(maxsplit=4) for line in lines[start + 1 : start + 5]]
@@ -94,7 +98,7 @@ def test_the_split_size_is_swept_and_drawn(tmp_path):
     ],
 )
 def test_what_cannot_be_measured_is_refused(args, fault):
-    done = run_script(RESNET, args=args)
+    done = run_forked(RESNET, args=args)
 
     assert done.returncode == 2
     assert fault in done.stderr

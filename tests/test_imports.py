@@ -48,6 +48,9 @@ USERS = ("procpipe.launch", "examples", "benchmarks")
 #: Whose __all__ holds names for users.
 PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state")
 
+#: What the launcher may import besides: neither is for users.
+FOR_LAUNCHER = ("procpipe.host", "procpipe.balance.blocks")
+
 #: Standard library only, and each other.
 PURE = (
     "procpipe.plan",
@@ -235,7 +238,7 @@ def fault_of_user(module: str, an_import: Import, public: dict[str, set[str]]) -
     target = str(an_import)
     if target in PUBLIC or within(target, ("procpipe.launch", "procpipe.plan")):
         return None
-    if within(module, ("procpipe.launch",)) and within(target, ("procpipe.host",)):
+    if within(module, ("procpipe.launch",)) and within(target, FOR_LAUNCHER):
         return None
     if an_import.module not in PUBLIC:
         return f"imports {target}: use public names and procpipe.plan"

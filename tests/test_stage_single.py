@@ -359,9 +359,27 @@ def test_statistics_and_report(stage_of):
     assert 0 < statistics.busy_s <= statistics.step_s
     assert 0 <= statistics.bubble < 1
     assert statistics.waiting_s == 0
-    header, line = stage.report().splitlines()
+    assert statistics.split is None
+    header, line, _, *table = stage.report().splitlines()
     assert header.split()[:5] == ["stage", "steps", "F", "R", "B"]
     assert line.split()[:5] == ["0", "2", "10", "8", "10"]
+    # One stage idles for no plan and no other stage.
+    split = stage.statistics().split
+    assert split is not None
+    assert (split.bubble_s, split.imbalance_s) == (0, 0)
+    assert 0 < split.busy_s < split.step_s
+    assert split.busy_s + split.communication_s == pytest.approx(split.step_s)
+    assert f"{split.busy_s * 1e3:.2f}" in table[-1]
+
+
+def test_a_trace_needs_a_place(stage_of, tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere" / "run.json"):
+        with pytest.raises(ValueError, match="must be a file in a folder that is there"):
+            stage_of(make_model(), [4], trace=path)
+    stage = stage_of(make_model(), [4], trace=tmp_path / "run.json", loss_fn=F.cross_entropy)
+    stage.step(*batch())
+    stage.close()
+    assert (tmp_path / "run.json").exists()
 
 
 def test_a_closed_stage_says_so(stage_of):

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from procpipe import state
 from procpipe.state import generators, optimizers
 from procpipe.state.background import Saving, Target
-from tests.dist.script import run_script
+from tests.dist.script import run_forked
 from tests.dist.stages import assert_same
 
 # -- Resumable -----------------------------------------------------------------------------------
@@ -488,12 +488,12 @@ def test_the_documentation_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert len(blocks) == 4
     code = "".join(blocks).replace("runs/", f"{tmp_path}/") + "stage.print(progress['step'])\n"
-    assert run_script(code, nproc=2).check().stdout == "24\n"
+    assert run_forked(code, num_ranks=2).check().stdout == "24\n"
     assert names(tmp_path / "one") == ["000001-step-10", "000002-step-20", "000003"]
     shutil.rmtree(tmp_path / "exported")
     # Again, in one process: it has nothing left to train, so no input either.
     again = code.replace("stage.step(input, target)  #", "#")
-    assert run_script(again.replace("[2, 2]", "[4]")).check().stdout == "24\n"
+    assert run_forked(again.replace("[2, 2]", "[4]")).check().stdout == "24\n"
 
 
 @pytest.mark.gpu

@@ -12,8 +12,17 @@ __all__ = ["procpipe", "stage_of", "step_of"]
 
 
 def procpipe(job: Job, checkpoint: str = "never", *, num_parts: int = 1, **options: Any) -> Step:
-    """Train as a pipeline of all ranks, each with so many partitions."""
-    return step_of(stage_of(job, checkpoint, num_parts=num_parts, **options), job)
+    """Train as a pipeline of all ranks, each with so many partitions.
+
+    With ``schedule="auto"`` the steps in which it measures and tries are made before.
+    """
+    stage = stage_of(job, checkpoint, num_parts=num_parts, **options)
+    step = step_of(stage, job)
+    while stage.schedule == "auto" or stage.schedule.startswith(("auto: measuring", "auto: try")):
+        step()
+    if options.get("schedule") == "auto":
+        stage.print(f"schedule {stage.schedule}")
+    return step
 
 
 def stage_of(job: Job, checkpoint: str = "never", *, num_parts: int = 1, **options: Any) -> Stage:

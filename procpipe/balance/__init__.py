@@ -2,11 +2,24 @@
 
     from procpipe.balance import balance_by_size, balance_by_time
 
-The names are torchgpipe's.
+The names are torchgpipe's; ``profile_layers`` and ``divide``, for planning, are procpipe's.
 """
 
 from procpipe.balance.alone import Inputs
 from procpipe.balance.automatic import balance_by_size, balance_by_time
+from procpipe.balance.blocks import blocks as divide
+from procpipe.balance.layers import LayerProfile, Profile, SkipProfile, profile_layers
 from procpipe.balance.profile import layer_sizes, layer_times
 
-__all__ = ["Inputs", "balance_by_size", "balance_by_time", "layer_sizes", "layer_times"]
+__all__ = [
+    "Inputs",
+    "LayerProfile",
+    "Profile",
+    "SkipProfile",
+    "balance_by_size",
+    "balance_by_time",
+    "divide",
+    "layer_sizes",
+    "layer_times",
+    "profile_layers",
+]

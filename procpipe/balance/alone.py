@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from procpipe.skip.tracker import tracking
 from procpipe.tree import Flat, flatten
@@ -76,6 +77,10 @@ class SkipCut:
         tensor: Tensor | None = _enter(flat)
         return tensor
 
+    def waiting(self) -> dict[Hashable, list[Tensor]]:
+        """Return the tensors that wait to be popped, by what they were stashed under."""
+        return {key: flat.tensors for key, (flat, _) in self._held.items()}
+
     def take_stashed(self) -> list[Tensor]:
         """Return the tensors stashed since the last call, as they are in their layer's graph."""
         stashed, self._stashed = self._stashed, []
@@ -84,7 +89,7 @@ class SkipCut:
     @property
     def held(self) -> list[Tensor]:
         """Tensors that wait to be popped."""
-        return [tensor for flat, _ in self._held.values() for tensor in flat.tensors]
+        return [tensor for tensors in self.waiting().values() for tensor in tensors]
 
 
 class Layer:
@@ -92,13 +97,16 @@ class Layer:
 
     Attributes:
         module: the copy, in training mode, on the device.
-        inputs: tensors that exist before its forward: inputs, and skip tensors to be popped.
+        entering: its inputs' tensors.
+        inputs: all tensors that exist before its forward: ``entering``, and skip tensors to be
+            popped.
         outputs: tensors its forward made: outputs, and stashed skip tensors.
     """
 
     def __init__(self, module: nn.Module, arguments: Flat, cut: SkipCut) -> None:
         self.module = module
-        self.inputs = [*arguments.tensors, *cut.held]
+        self.entering = arguments.tensors
+        self.inputs = [*self.entering, *cut.held]
         self.outputs: list[Tensor] = []
         self.output: Any = None
         self._cut = cut
@@ -109,6 +117,20 @@ class Layer:
         arguments, self._arguments = self._arguments, ()
         self.output = self.module(*arguments)
         self.outputs = flatten(self.output)[0] + self._cut.take_stashed()
+
+    def waiting_skips(self) -> dict[Hashable, list[Tensor]]:
+        """Return the skip tensors that wait to be popped, by what they were stashed under."""
+        return self._cut.waiting()
+
+    def entries(self) -> list[GradientEdge]:
+        """Return where the gradients of its inputs come out; to be called before its forward."""
+        tensors, _ = flatten(self._arguments)
+        return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+
+    def input_gradients(self, gradients: list[Tensor], entries: list[GradientEdge]) -> None:
+        """Run as much of the layer's backward pass as the gradients of its inputs need."""
+        if gradients and entries:
+            torch.autograd.grad(self._roots(), entries, gradients, allow_unused=True)
 
     def output_gradients(self) -> list[Tensor]:
         """Return a gradient for each output that requires one."""

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from procpipe.balance.alone import Layer, as_flat, run_each
 from procpipe.tree import Flat
 
-__all__ = ["check_model", "layer_sizes", "layer_times"]
+__all__ = [
+    "Memories",
+    "Timer",
+    "check_model",
+    "check_not_meta",
+    "device_of",
+    "layer_sizes",
+    "layer_times",
+    "leaves",
+]
 
 
 def layer_times(
@@ -53,9 +62,9 @@ def layer_times(
     """
     check_model(module)
     inputs = as_flat(sample)
-    device = _device(device, inputs.tensors)
-    _check_not_meta(module, inputs.tensors, device)
-    timer = _Timer(device, clock)
+    device = device_of(device, inputs.tensors)
+    check_not_meta(module, inputs.tensors, device)
+    timer = Timer(device, clock)
 
     begun = clock()
     run_each(module, inputs, device, timer.time)
@@ -106,7 +115,7 @@ def layer_sizes(
             "from 0"
         )
     inputs = _first_micro_batch(as_flat(input), chunks)
-    device = torch.device("meta") if _on_meta(module) else _device(device, inputs.tensors)
+    device = torch.device("meta") if _on_meta(module) else device_of(device, inputs.tensors)
 
     def size(layer: Layer) -> int:
         return _num_activation_bytes(layer) + int(param_scale * _num_parameter_bytes(layer.module))
@@ -127,19 +136,21 @@ def check_model(module: nn.Module) -> None:
         )
 
 
-class _Timer:
-    """Times a layer's forward and backward on a device that may lag behind the host."""
+class Timer:
+    """Times what a layer does on a device that may lag behind the host."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self._device = device
         self._clock = clock
 
     def time(self, layer: Layer) -> float:
-        forward_s = self._seconds(layer.forward)
+        """Return the seconds of its forward and backward."""
+        forward_s = self.seconds(layer.forward)
         gradients = layer.output_gradients()
-        return forward_s + self._seconds(lambda: layer.backward(gradients))
+        return forward_s + self.seconds(lambda: layer.backward(gradients))
 
-    def _seconds(self, run: Callable[[], None]) -> float:
+    def seconds(self, run: Callable[[], None]) -> float:
+        """Return the seconds until the device has done what a function asks of it."""
         self._wait_device()
         begun = self._clock()
         run()
@@ -151,7 +162,7 @@ class _Timer:
             torch.cuda.synchronize(self._device)
 
 
-class _Memories:
+class Memories:
     """Memories that tensors lie in, each once however many tensors share it.
 
     Holds on to them, since freed memory is soon another tensor's.
@@ -169,23 +180,37 @@ class _Memories:
             self._storages[storage._cdata] = storage
         return tensor
 
-    def num_bytes_beyond(self, others: _Memories) -> int:
-        """Return the bytes of those that are not among the others."""
-        new = self._storages.keys() - others._storages.keys()
-        return sum(self._storages[key].nbytes() for key in new)
+    def __or__(self, others: Memories) -> Memories:
+        both = Memories(())
+        both._storages = self._storages | others._storages
+        return both
+
+    def beyond(self, others: Memories) -> Memories:
+        """Return those that are not among the others."""
+        left = Memories(())
+        left._storages = {k: v for k, v in self._storages.items() if k not in others._storages}
+        return left
+
+    def num_bytes_within(self, others: Memories) -> int:
+        """Return the bytes of those that are among the others."""
+        return self.num_bytes() - self.beyond(others).num_bytes()
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all."""
+        return sum(storage.nbytes() for storage in self._storages.values())
 
 
 def _num_activation_bytes(layer: Layer) -> int:
-    before = _Memories(chain(layer.inputs, layer.module.parameters(), layer.module.buffers()))
-    held = _Memories(())
+    before = Memories(chain(layer.inputs, layer.module.parameters(), layer.module.buffers()))
+    held = Memories(())
     with torch.autograd.graph.saved_tensors_hooks(held.add, lambda tensor: tensor):
         layer.forward()
-    for tensor in chain(layer.outputs, _leaves(layer.outputs)):
+    for tensor in chain(layer.outputs, leaves(layer.outputs)):
         held.add(tensor)
-    return held.num_bytes_beyond(before)
+    return held.beyond(before).num_bytes()
 
 
-def _leaves(outputs: list[Tensor]) -> Iterator[Tensor]:
+def leaves(outputs: list[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves of the outputs' graph, which it holds although they are not saved."""
     nodes = [output.grad_fn for output in outputs]
     seen = set()
@@ -213,7 +238,8 @@ def _first_micro_batch(inputs: Flat, chunks: int) -> Flat:
     return Flat(tensors, inputs.structure, inputs.requires_grad)
 
 
-def _device(device: torch.device | str | None, tensors: list[Tensor]) -> torch.device:
+def device_of(device: torch.device | str | None, tensors: list[Tensor]) -> torch.device:
+    """Return the device to profile on: by default that of the sample's tensors."""
     if device is not None:
         return torch.device(device)
     return tensors[0].device if tensors else torch.device("cpu")
@@ -223,7 +249,12 @@ def _on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
 
 
-def _check_not_meta(module: nn.Module, tensors: list[Tensor], device: torch.device) -> None:
+def check_not_meta(module: nn.Module, tensors: list[Tensor], device: torch.device) -> None:
+    """Check that there is something to time.
+
+    Raises:
+        ValueError: the model, the sample or the device is meta.
+    """
     on_meta = {
         "the model": _on_meta(module),
         "the sample": any(tensor.is_meta for tensor in tensors),

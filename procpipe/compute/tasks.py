@@ -5,7 +5,7 @@ graph through a node that catches its gradient; what goes out is detached and ke
 
               F or R, left to right                B, right to left
 
-    inputs ──(1) _Enter ──(2) layers ──(3) roots ──(4) detached, sent on
+    inputs ──(1) Enter ───(2) layers ──(3) roots ──(4) detached, sent on
                   ^                         |
                   |                         v
            (6) gradients  <──(5) torch.autograd.backward(roots, gradients received)
@@ -15,6 +15,8 @@ layer may change in place, and not leaves, which it may not.
 
 A micro-batch that is recomputed runs (2) first without a graph, keeps its inputs and surroundings,
 and goes through (1), (2) and (3) in its recompute task.
+
+B may be two tasks, I and W: then ``compute.split`` has layers of (2) put off weight gradients.
 
 Knows neither other stages nor micro-batch order: the executor calls the tasks as the plan says.
 """
@@ -27,11 +29,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from procpipe.compute.buffers import BufferCopies, Buffers
+from procpipe.compute.graph import Enter, Entry, check_shapes, run_backward
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
 from procpipe.compute.skips import SkipPorts
+from procpipe.compute.split import PutOff, Splitter
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.tracker import tracking
@@ -44,21 +47,15 @@ Finish = Callable[[Any], Any]
 
 
 @dataclass(slots=True)
-class _Entry:
-    """Where the gradients of a micro-batch's inputs are put by the backward pass."""
-
-    gradients: tuple[Tensor | None, ...] = ()
-
-
-@dataclass(slots=True)
 class _Pass:
     """One micro-batch between its forward and its backward task."""
 
     inputs: Flat
     finish: Finish | None
+    put_off: PutOff | None = None
     requires_grad: tuple[bool, ...] = ()
     roots: list[Tensor] = field(default_factory=list)
-    entry: _Entry = field(default_factory=_Entry)
+    entry: Entry = field(default_factory=Entry)
     ambient: Ambient | None = None
     buffers: BufferCopies | None = None
     versions: list[int] = field(default_factory=list)
@@ -99,7 +96,9 @@ class Partition:
         self.skips = skips or SkipPorts(SkipLayout(), 0)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._buffers = Buffers(layers)
+        self._splitter = Splitter(layers.values(), self._anchor)
         self._passes: dict[int, _Pass] = {}
+        self._put_off: dict[int, PutOff] = {}
         self._trainable: tuple[bool, ...] = ()
         self._learned: dict[tuple[Structure, tuple[bool, ...]], _Learned] = {}
         self._clone_inputs = bool(layers) and any(
@@ -109,6 +108,7 @@ class Partition:
     def begin(self) -> None:
         """Start a mini-batch; whatever an unfinished one left is let go."""
         self._passes.clear()
+        self._put_off.clear()
         trainable = tuple(  # asked for anew, since a user may replace parameters
             parameter.requires_grad for _, layer in self._layers for parameter in layer.parameters()
         )
@@ -123,8 +123,8 @@ class Partition:
 
     @property
     def num_held(self) -> int:
-        """Micro-batches between their forward and their backward task."""
-        return len(self._passes)
+        """Micro-batches between their forward and their last backward task."""
+        return len(self._passes) + len(self._put_off)
 
     # -- the tasks ------------------------------------------------------------------------------
 
@@ -147,6 +147,7 @@ class Partition:
             keep: whether a backward task will follow.
             recompute: whether a recompute task will come before it, so that no graph is kept now.
             finish: applied to the output, as a last layer.
+            split: whether its backward pass will be two tasks, I and W, instead of B.
 
         Returns:
             The output, detached; ``requires_grad`` tells which tensors want a gradient back.
@@ -155,10 +156,11 @@ class Partition:
             with torch.no_grad():
                 tensors, structure = self._run(inputs.tensors, inputs.structure, finish)
             return Flat(tensors, structure, (False,) * len(tensors))
-        this = self._passes[i] = _Pass(inputs, finish)
+        this = self._passes[i] = _Pass(inputs, finish, PutOff() if split else None)
         if recompute:
             return self._forward_without_graph(this)
-        tensors, structure = self._run_with_graph(this)
+        with self._splitter.into(this.put_off):
+            tensors, structure = self._run_with_graph(this)
         this.requires_grad = tuple(tensor.requires_grad for tensor in tensors)
         return Flat([tensor.detach() for tensor in tensors], structure, this.requires_grad)
 
@@ -178,7 +180,11 @@ class Partition:
                 "recomputing it would start from the wrong values: leave a mini-batch's input "
                 "alone until its backward() is over, or use checkpoint='never'"
             )
-        with recomputing(this.ambient), self._buffers.lent(this.buffers):
+        with (
+            recomputing(this.ambient),
+            self._buffers.lent(this.buffers),
+            self._splitter.into(this.put_off),
+        ):
             tensors, _ = self._run_with_graph(this)
         this.ambient = this.buffers = None
         flags = tuple(tensor.requires_grad for tensor in tensors)
@@ -203,6 +209,40 @@ class Partition:
         Returns:
             One for each input tensor that wants a gradient, None where it had no influence.
         """
+        assert self._passes[i].put_off is None, "split: its tasks are I and W"
+        return self._backward(i, gradients)
+
+    def backward_input(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Run task I of a split micro-batch: its backward pass but for what W will do.
+
+        Args:
+            i: the micro-batch.
+            gradients: as for ``backward``.
+
+        Returns:
+            As ``backward``.
+        """
+        this = self._passes[i]
+        assert this.put_off is not None, "not split: its task is B"
+        with self._splitter.into(this.put_off):
+            input_gradients = self._backward(i, gradients)
+        self._put_off[i] = this.put_off
+        return input_gradients
+
+    def backward_weight(self, i: int) -> None:
+        """Run task W of a split micro-batch: add the weight gradients that task I put off."""
+        put_off = self._put_off[i]
+        with without_autocast(self.device):
+            put_off.run()
+        del self._put_off[i]
+
+    def put_off_bytes(self, i: int) -> int:
+        """Return the bytes that are held from task I of a micro-batch to its task W."""
+        return self._put_off[i].num_bytes
+
+    # -- running the layers ---------------------------------------------------------------------
+
+    def _backward(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
         this = self._passes.pop(i)
         wanting = []
         if any(this.requires_grad):  # else it may not have been recomputed, and have no roots
@@ -215,22 +255,11 @@ class Partition:
         ]
         if pairs:
             roots, given = zip(*pairs, strict=True)
-            _check_shapes(i, roots, given)
+            check_shapes(i, roots, given)
             with without_autocast(self.device):
-                _run_backward(roots, given)
+                run_backward(roots, given)
         num_wanted = sum(this.inputs.requires_grad)
         return list(this.entry.gradients) or [None] * num_wanted
-
-    backward_input = backward
-
-    def backward_weight(self, i: int) -> None:
-        pass
-
-    def put_off_bytes(self, i: int) -> int:
-        """Return the bytes that are held from task I of a micro-batch to its task W."""
-        return 0
-
-    # -- running the layers ---------------------------------------------------------------------
 
     def _forward_without_graph(self, this: _Pass) -> Flat:
         """Run a first forward that will be recomputed.
@@ -252,7 +281,7 @@ class Partition:
                     tensors, structure = self._run_with_graph(this)
                 if not all(map(_are_same, before, inputs.tensors)):
                     raise RecomputeError(_CHANGED_PAST_AUTOGRAD)
-                this.roots, this.entry = [], _Entry()
+                this.roots, this.entry = [], Entry()
                 learned = _Learned(
                     _form(tensors, structure), tuple(t.requires_grad for t in tensors)
                 )
@@ -277,7 +306,7 @@ class Partition:
         inputs = self._unshared(tensors) if is_kept else list(tensors)
         entering = [k for k, wants in enumerate(flags) if wants]
         if entering:
-            entered = _Enter.apply(  # type: ignore[no-untyped-call]
+            entered = Enter.apply(  # type: ignore[no-untyped-call]
                 this.entry, self._anchor, *(inputs[k] for k in entering)
             )
             for k, tensor in zip(entering, entered, strict=True):
@@ -385,35 +414,6 @@ class Partition:
         )
 
 
-def _check_shapes(i: int, roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Check gradients against their roots: autograd would sum what can be broadcast."""
-    for root, gradient in zip(roots, gradients, strict=True):
-        if root.shape != gradient.shape:
-            raise RecomputeError(
-                f"the gradient of an output of micro-batch {i} has shape {tuple(gradient.shape)}, "
-                f"as its first forward had, but recomputing it gave {tuple(root.shape)}: a layer "
-                "takes another way the second time (see is_recomputing()); use checkpoint='never'"
-            )
-
-
-def _run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Add the gradients of all that ``roots`` were computed from.
-
-    As ``torch.autograd.backward`` does after a look at each gradient's shape, for which torch 2.13
-    imports sympy (``_make_grads`` in ``torch/autograd/__init__.py``): 0.6 s of the first step.
-    """
-    keep_graph = create_graph = False
-    _engine_run_backward(
-        roots,
-        gradients,
-        keep_graph,
-        create_graph,
-        (),  # all leaves
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
-
-
 _CHANGED_PAST_AUTOGRAD = (
     "a layer of this stage changed the stage's input past autograd (through x.data or NumPy), so "
     "recomputing it would start from the wrong values: change a copy, or use checkpoint='never'"
@@ -427,22 +427,3 @@ def _form(tensors: list[Tensor], structure: Structure) -> tuple[Structure, tuple
 def _are_same(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors hold the same values; NaN is as NaN."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-class _Enter(torch.autograd.Function):
-    """Step (1): received tensors become results of this node, which catches their gradients.
-
-    ``detach`` makes aliases that are no views, so that layers may change them in place as they may
-    in the plain model; and that share their version with what came in, so that it is noticed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, entry: _Entry, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.entry = entry
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.entry.gradients = gradients
-        return (None,) * (2 + len(gradients))

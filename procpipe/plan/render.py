@@ -20,8 +20,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from procpipe.plan.palette import LOOKS
 from procpipe.plan.simulate import Timeline
-from procpipe.plan.task import BACKWARD, FORWARD, KINDS, RECOMPUTE, Plan, Task
+from procpipe.plan.task import KINDS, Plan, Task
 
 __all__ = ["render_svg", "render_text", "render_timeline_text"]
 
@@ -76,22 +77,6 @@ def _label(task: Task, plan: Plan) -> str:
 
 LEFT, TOP, ROW, GAP = 76, 52, 30, 4  # pixels: margins, height of a stage's row, space between rows
 FONT = "font-family='system-ui, sans-serif' font-size='12'"
-
-
-@dataclass(frozen=True)
-class _Look:
-    """How the tasks of one kind are drawn."""
-
-    name: str
-    fill: str
-    ink: str
-
-
-_LOOKS = {
-    FORWARD: _Look("forward", "#0072b2", "#ffffff"),
-    RECOMPUTE: _Look("recompute", "#c4c4c4", "#000000"),
-    BACKWARD: _Look("backward", "#e69f00", "#000000"),
-}
 
 
 @dataclass(frozen=True)
@@ -193,7 +178,7 @@ def _rows(picture: _Picture) -> Iterator[str]:
 
 def _boxes(picture: _Picture) -> Iterator[str]:
     for box in picture.boxes:
-        look = _LOOKS[box.task.kind]
+        look = LOOKS[box.task.kind]
         stage = picture.plan.placement[box.task.j]
         x, y = LEFT + box.start * picture.scale, TOP + stage * (ROW + GAP)
         width = (box.end - box.start) * picture.scale
@@ -227,7 +212,7 @@ def _legend(picture: _Picture) -> Iterator[str]:
     x, y = LEFT, picture.bottom + 34
     for kind in KINDS:
         if any(box.task.kind == kind for box in picture.boxes):
-            look = _LOOKS[kind]
+            look = LOOKS[kind]
             yield f"<rect x='{x}' y='{y}' width='14' height='14' rx='2' fill='{look.fill}'/>"
             yield f"<text x='{x + 20}' y='{y + 11}'>{look.name}</text>"
             x += 104

@@ -122,6 +122,10 @@ class Coordinator:
             self._programs[key] = program(plan, routes, self._rank, ahead=self.ahead)
         return self._programs[key]
 
+    def plan_text(self, order: Order) -> str:
+        """Return the text of an order's plan."""
+        return self._plans[order.plan].to_text()
+
     def heard(self, reports: list[Any]) -> Sequence[Sequence[int]]:
         """Take on rank 0 what all ranks measured; return which stages lack memory, if any do."""
         assert self._auto is not None, "asked for by an order of its"

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.channel.base import Receiver, Sender
 from procpipe.compute.stash import Ledger, num_bytes
 from procpipe.compute.tasks import Partition
 from procpipe.errors import RemoteStageError
@@ -36,29 +35,17 @@ from procpipe.plan.routes import (
     ACTIVATION,
     GRADIENT,
     LOSS,
-    SKIP,
     SKIP_GRADIENT,
     TARGET,
-    Channel,
     Transfer,
 )
 from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Task
+from procpipe.run.faults import note_where
+from procpipe.run.ports import Channels, Key, Ports, key_of, message_of
 from procpipe.run.trace import Trace
-from procpipe.tree import TENSOR, Flat, cut, joined, parted
+from procpipe.tree import Flat, cut, joined, parted
 
-__all__ = ["Channels", "Executor", "MiniBatch"]
-
-#: What a message is known by: kind, source and destination partition, micro-batch.
-_Key = tuple[str, int, int, int]
-
-
-@dataclass
-class Channels:
-    """The ends of channels on this stage."""
-
-    senders: dict[Channel, Sender] = field(default_factory=dict)
-    receivers: dict[Channel, Receiver] = field(default_factory=dict)
-    poll: Callable[[], None] = lambda: None
+__all__ = ["Executor", "MiniBatch"]
 
 
 @dataclass
@@ -93,38 +80,6 @@ class MiniBatch:
     input_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Ports:
-    """What enters and leaves one partition, each with the partition at the other end.
-
-    Attributes:
-        partition: the layers.
-        inputs: activation and skips, in the order in which the layers take them.
-        outputs: activation and skips, in the order in which the layers give them.
-        gradients: the gradients of ``outputs``, in their order. Nobody sends that of the last
-            partition's output.
-        input_gradients: the gradients of ``inputs``, in their order.
-    """
-
-    partition: Partition
-    inputs: tuple[tuple[str, int], ...]
-    outputs: tuple[tuple[str, int], ...]
-    gradients: tuple[tuple[str, int], ...]
-    input_gradients: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of(cls, j: int, partition: Partition, last: int) -> _Ports:
-        into, out_of = partition.skips.sources, partition.skips.destinations
-        gradients = [(GRADIENT, j + 1)] if j < last else []
-        return cls(
-            partition,
-            inputs=((ACTIVATION, j - 1), *((SKIP, a) for a in into)),
-            outputs=((ACTIVATION, j + 1), *((SKIP, b) for b in out_of)),
-            gradients=(*gradients, *((SKIP_GRADIENT, b) for b in out_of)),
-            input_gradients=((GRADIENT, j - 1), *((SKIP_GRADIENT, a) for a in into)),
-        )
-
-
 class Executor:
     """One stage's runner of programs.
 
@@ -134,6 +89,7 @@ class Executor:
         partitions: the local layers, by the indices of this stage's partitions.
         channels: this stage's ends of all channels.
         board: where to say which task and layer is running.
+        trace: times the tasks.
 
     Attributes:
         around: makes a context for each task to run in, where one is to be looked at.
@@ -146,23 +102,25 @@ class Executor:
         partitions: Mapping[int, Partition],
         channels: Channels,
         board: Board,
+        trace: Trace | None = None,
     ) -> None:
         self.partitions = dict(partitions)
         self._board = board
         self.ledger = Ledger()
-        self.trace = Trace()
+        self.trace = trace or Trace()
         self.around: Callable[[Task], AbstractContextManager[None]] | None = None
         self.current_task: Task | None = None
         self._stage = stage
         self._placement = tuple(placement)
         self._last = len(placement) - 1
         self._channels = channels
-        self._ports = {j: _Ports.of(j, part, self._last) for j, part in partitions.items()}
+        self._ports = {j: Ports.of(j, part, self._last) for j, part in partitions.items()}
         num_before = 0
         for partition in partitions.values():
-            partition.on_layer = _counted_from(num_before, board.enter_layer)
+            tell = _counted_from(num_before, board.enter_layer)
+            partition.on_layer = self.trace.on_layer(tell)
             num_before += len(partition.places)
-        self._made: dict[_Key, Flat] = {}
+        self._made: dict[Key, Flat] = {}
         self._wants: dict[tuple[int, int], list[tuple[bool, ...]]] = {}
         self._num_wanted: dict[tuple[int, int], list[int]] = {}
         self._has_target_route = False
@@ -204,13 +162,14 @@ class Executor:
                         loss = step.transfer
                     self._expect(step.transfer)
             if loss is not None:
-                key = _key_of(loss)
+                key = key_of(loss)
                 (batch.loss,) = self._take(key).tensors
                 self.ledger.size(key, 0)
         except RemoteStageError:
             raise
         except BaseException as error:
-            self._note(error)
+            if self.current_task is not None:
+                note_where(error, self.current_task, self._stage, self.partitions, self.ledger)
             raise
         self.trace.end()
         self.ledger.settle()
@@ -238,7 +197,7 @@ class Executor:
             self._backward(task, batch)
         else:
             partition = self.partitions[j]
-            start_ns = time.perf_counter_ns()
+            start_ns = self.trace.start()
             if kind == RECOMPUTE:
                 self.ledger.hold(("output", j, i), partition.recompute(i))
             else:
@@ -254,7 +213,7 @@ class Executor:
         inputs += [self._take((kind, a, j, i)) for kind, a in ports.inputs[1:]]
         finish = self._finish(i, batch) if is_last else None
         recompute = (i, j) in self._recomputed
-        start_ns = time.perf_counter_ns()
+        start_ns = self.trace.start()
         output = ports.partition.forward(
             i,
             joined(inputs),
@@ -288,12 +247,12 @@ class Executor:
         run = ports.partition.backward
         if kind == INPUT_GRADIENT:
             run = ports.partition.backward_input
-        start_ns = time.perf_counter_ns()
+        start_ns = self.trace.start()
         input_gradients = run(i, gradients)
         self.trace.ran(task, start_ns)
         pieces = cut(input_gradients, self._num_wanted.pop((i, j)))
         for (kind, to), piece in zip(ports.input_gradients, pieces, strict=True):
-            self._put((kind, j, to, i), _message_of(piece), is_counted=True)
+            self._put((kind, j, to, i), message_of(piece), is_counted=True)
         if j == 0:
             batch.input_gradients[i] = list(self._made.pop((GRADIENT, 0, -1, i)).value)
         self._release_inputs(i, j)
@@ -370,7 +329,7 @@ class Executor:
     def _is_local(self, partition: int) -> bool:
         return 0 <= partition <= self._last and self._placement[partition] == self._stage
 
-    def _put(self, key: _Key, message: Flat, *, is_counted: bool) -> None:
+    def _put(self, key: Key, message: Flat, *, is_counted: bool) -> None:
         """Keep what a task has made until it is sent, or taken by another partition here.
 
         Args:
@@ -383,12 +342,12 @@ class Executor:
             self.ledger.hold(key, num_bytes(message.tensors) if is_counted else 0)
 
     def _expect(self, transfer: Transfer) -> None:
-        key = _key_of(transfer)
+        key = key_of(transfer)
         self._channels.receivers[key[:3]].expect()
         self.ledger.hold(key)
 
     def _send(self, transfer: Transfer, batch: MiniBatch) -> None:
-        key = kind, *_ = _key_of(transfer)
+        key = kind, *_ = key_of(transfer)
         if kind == LOSS:
             assert batch.loss is not None, "the stage of the last partition has the loss"
             # A copy: the user may change the loss that step returns while it is on its way.
@@ -397,60 +356,20 @@ class Executor:
             message = self._made.pop(key)
             if kind in (GRADIENT, SKIP_GRADIENT) and message.structure == ("t", ()):
                 return  # nothing requires it; the receiver knows
+        start_ns = time.perf_counter_ns()
         self._channels.senders[key[:3]].send(message)
+        if self.trace.records_messages:
+            self.trace.sent(key, message.tensors, start_ns)
 
-    def _take(self, key: _Key) -> Flat:
+    def _take(self, key: Key) -> Flat:
         """Wait for a message, and count it from where its buffer was allowed."""
         if self._is_local(key[1]):
             return self._made.pop(key)
         start_ns = time.perf_counter_ns()
         message = self._channels.receivers[key[:3]].take()
-        self.trace.waiting_ns += time.perf_counter_ns() - start_ns
+        self.trace.took(key, message.tensors, start_ns)
         self.ledger.size(key, num_bytes(message.tensors))
         return message
-
-    def _note(self, error: BaseException) -> None:
-        if self.current_task is None:
-            return
-        kind, i, j = self.current_task
-        stage, has_run_layers = self._stage, kind in (FORWARD, RECOMPUTE)
-        where = self.partitions[j].where() if has_run_layers else "its layers' backward"
-        of = f"micro-batch {i}" if len(self.partitions) == 1 else f"micro-batch {i}, partition {j}"
-        error.add_note(
-            f"procpipe: in stage {stage} (rank {stage}), task {self.current_task} ({of}), {where}"
-        )
-        if _is_out_of_memory(error):
-            error.add_note(self._memory_note(stage))
-
-    def _memory_note(self, stage: int) -> str:
-        """Say what the stage held when its memory ran out, and what would need less."""
-        partitions = list(self.partitions.values())
-        device = partitions[0].device
-        num_held = sum(partition.num_held for partition in partitions)
-        held = (
-            f"procpipe: out of memory on {device}: stage {stage} held {num_held} micro-batches "
-            f"between forward and backward, whose inputs, outputs and waiting messages take "
-            f"{self.ledger.bytes_now() / 2**20:.1f} MiB"
-        )
-        if device.type == "cuda":
-            mib = [
-                value / 2**20
-                for value in (
-                    torch.cuda.memory_allocated(device),
-                    torch.cuda.memory_reserved(device),
-                    torch.cuda.mem_get_info(device)[1],
-                )
-            ]
-            held += "; torch has {:.0f} MiB in use, {:.0f} reserved, of {:.0f}".format(*mib)
-        return (
-            f"{held}. Give the stage fewer layers (balance), split the mini-batch further "
-            "(chunks), or recompute more (checkpoint='always')"
-        )
-
-
-def _key_of(transfer: Transfer) -> _Key:
-    kind, i, source, destination = transfer
-    return kind, source, destination, 0 if kind == LOSS else i
 
 
 def _counted_from(num_before: int, enter_layer: Callable[[int], None]) -> Callable[[int], None]:
@@ -458,17 +377,3 @@ def _counted_from(num_before: int, enter_layer: Callable[[int], None]) -> Callab
     if num_before == 0:
         return enter_layer
     return lambda index: enter_layer(index + num_before if index >= 0 else index)
-
-
-def _message_of(gradients: list[Tensor | None]) -> Flat:
-    """Make a message of gradients: the tuple of them, and None where there is none."""
-    tensors = [gradient for gradient in gradients if gradient is not None]
-    structure = tuple(("v", None) if gradient is None else TENSOR for gradient in gradients)
-    return Flat(tensors, ("t", structure), (False,) * len(tensors))
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocator has failed; on a CPU torch says so only in words."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

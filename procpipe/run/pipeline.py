@@ -11,10 +11,11 @@ Building one connects to every other rank and compares what must agree.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -28,15 +29,21 @@ from procpipe.errors import (
     PeerLostError,
     RemoteStageError,
 )
+from procpipe.plan.idle import Split
 from procpipe.plan.routes import Channel, Routes
 from procpipe.plan.schedules import SCHEDULES, Schedule
 from procpipe.run.auto import AutoSchedule
+from procpipe.run.clocks import Clocks
 from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.executor import Channels, Executor, MiniBatch
+from procpipe.run.executor import Executor, MiniBatch
 from procpipe.run.measure import Meter
 from procpipe.run.messages import Order, compare_facts
-from procpipe.run.trace import StageStatistics
+from procpipe.run.ports import Channels
+from procpipe.run.recorder import Recorder
+from procpipe.run.reporting import statistics_of, with_splits
+from procpipe.run.trace import StageStatistics, Trace
+from procpipe.run.tracing import Tracing
 from procpipe.run.transports import agree_on_transports
 from procpipe.run.world import World
 from procpipe.tree import Flat, map_tensors
@@ -68,6 +75,7 @@ class Pipeline:
         facts: what must be the same on every rank, by name; plain JSON.
         transport: one of ``transports.NAMES``; None for the best that every rank can use.
         schedule: the plan of a ``step`` with its backward; rank 0's counts.
+        trace: where rank 0 writes a timeline of all stages; None to record none.
         auto: chooses that plan instead; rank 0's counts.
 
     Raises:
@@ -84,6 +92,7 @@ class Pipeline:
         facts: dict[str, Any],
         transport: str | None = None,
         schedule: Schedule = SCHEDULES["gpipe"],
+        trace: str | os.PathLike[str] | None = None,
         auto: AutoSchedule | None = None,
     ) -> None:
         self._world = world
@@ -95,16 +104,26 @@ class Pipeline:
         if differences:
             raise DisagreementError(differences)
         self.channels = self._open_channels(routes, transport)
+        self._clocks = Clocks(self._mesh)
+        self._tracing = None
+        if trace is not None:
+            self._tracing = Tracing(trace, self._mesh, self._clocks, facts)
         # Who ran its part and left, while another still connected, would break its connection.
-        self.control.agree(None, lambda _: None)
+        self.control.agree(None, self._all_are_here)
         self._values_to, self._values_from = self._open_value_channels()
         self._board = world.board
         self._device_told_s = 0.0
         places = [place for partition in partitions.values() for place in partition.places]
         self._board.tell_facts({"device": str(world.device), "layers": places})
         self.executor = Executor(
-            self._rank, routes.placement, partitions, self.channels, self._board
+            self._rank,
+            routes.placement,
+            partitions,
+            self.channels,
+            self._board,
+            Recorder(world.device) if trace is not None else Trace(),
         )
+        self._split: Split | None = None
         self.coordinator = Coordinator(self.control, self._rank, routes, schedule, auto)
         self.meter = Meter(self.executor)
 
@@ -113,6 +132,8 @@ class Pipeline:
         self._board.start_mini_batch(len(order.sizes))
         with self.meter.watching(order):
             self.executor.run(self.coordinator.program(order), batch)
+        if self._tracing is not None:
+            self._note(self._tracing, order)
         is_done = order.call != "forward" or not batch.keep  # else its backward call will be
         self._board.end_program(
             sum(order.sizes) if is_done else 0,
@@ -165,7 +186,21 @@ class Pipeline:
             num_messages=num_messages,
             peak_held_bytes=ledger.peak_bytes,
             held_bytes=ledger.held_bytes,
+            split=self._split,
         )
+
+    def report(self) -> list[StageStatistics]:
+        """Return what every stage did so far, and how it spent the last step.
+
+        Every rank calls it, and it waits for all of them.
+        """
+        ours = {"statistics": asdict(self.statistics()), "step": self.executor.trace.last_record()}
+        of_all = self.control.agree(
+            ours, lambda values: with_splits(values, self._clocks.read_all())
+        )
+        statistics = [statistics_of(told) for told in of_all]
+        self._split = statistics[self._rank].split
+        return statistics
 
     def flush(self) -> None:
         """Wait until nothing of this call is left to be done by this rank, or read from its memory.
@@ -188,6 +223,8 @@ class Pipeline:
             for sender in self.channels.senders.values():
                 sender.settle()
             self._mesh.flush()
+            if self._tracing is not None:
+                self._tracing.finish()
             self._world.drain()
         finally:
             self.abandon()
@@ -199,6 +236,19 @@ class Pipeline:
         self._values_to.clear()
         self._values_from.clear()
         self._world.close()
+        if self._tracing is not None:
+            self._tracing.write()
+
+    def _all_are_here(self, _: list[Any]) -> None:
+        """Read the clocks of the other ranks, which all wait, on rank 0."""
+        if self._tracing is not None:
+            self._tracing.read_clocks()
+
+    def _note(self, tracing: Tracing, order: Order) -> None:
+        """Hand in what this stage recorded of the step that has just ended."""
+        record = self.executor.trace.last_record()
+        record |= {"call": order.call, "sizes": order.sizes}
+        tracing.note(record, order.plan, self.coordinator.plan_text(order))
 
     def _check_number(self, numbers: list[int]) -> None:
         """Check that every rank is in the first call of the same pipeline."""

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.tasks import Partition, _run_backward
+from procpipe.compute.graph import run_backward
+from procpipe.compute.tasks import Partition
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.tree import Flat
 
@@ -233,7 +234,7 @@ def test_a_recomputed_output_of_another_shape_is_told():
 def test_backward_is_that_of_torch():
     """The engine is called past torch.autograd.backward: it must do the same, hooks included."""
     found = []
-    for run in (torch.autograd.backward, _run_backward):
+    for run in (torch.autograd.backward, run_backward):
         torch.manual_seed(1)
         layer = nn.Linear(3, 2)
         heard: list[Tensor] = []

@@ -12,8 +12,9 @@
                         <-- Outcome -----------   closes the World
       no outcome in time: stop all, SIGABRT all, continue all: faulthandler writes every stack
 
-Starting a process and importing torch takes a second or two, so processes start when first
-needed and are used again; a pool of which a process died or hung is thrown away.
+Processes start when first needed and are used again; a pool of which a process died or hung is
+thrown away. They are forks of one process that has imported torch (tests/dist/forks.py), which
+would take a second or two in each.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -32,6 +32,7 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.dist.forks import fork_server
 from tests.dist.report import Failure, Outcome, Outcomes, RanksHungError
 from tests.dist.worker import Job
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 MAX_NUM_RANKS = 4
 START_TIMEOUT_S = 100.0
+WORKER = "from tests.dist.worker import main; main()"
 
 #: A job must not inherit these from whatever launched the tests.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -181,19 +183,10 @@ class Worker:
         self.log = path.with_suffix(".log")
         self.log_start = 0
         self.pipe, theirs = Pipe()
-        argv = [sys.executable, "-u", "-m", "tests.dist.worker"]
-        argv += map(str, (theirs.fileno(), rank, port, self.stacks))
+        argv = ["-c", WORKER, *map(str, (rank, port, self.stacks))]
         with theirs, self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                argv,
-                cwd=ROOT,
-                env=job_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            files = (theirs.fileno(), log.fileno(), log.fileno())
+            self.process = fork_server().start(argv, env=job_environment(), cwd=ROOT, files=files)
 
     def read_outcome(self) -> Outcome:
         """Return the outcome that is ready in the pipe, or that of a process that has ended."""

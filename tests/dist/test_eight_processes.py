@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.script import run_script
+from tests.dist.script import run_forked
 
 PARITY = """
 import torch
@@ -40,6 +40,6 @@ print("equal")
 
 @pytest.mark.dist
 def test_eight_stages_equal_the_plain_model() -> None:
-    done = run_script(PARITY, nproc=8)
+    done = run_forked(PARITY, num_ranks=8)
     done.check()
     assert done.stdout.count("equal") == 8

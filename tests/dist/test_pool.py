@@ -99,8 +99,8 @@ def hold_in_a_thread():
     threading.Event().wait()
 
 
-def interrupt_the_parent(world):
-    os.kill(os.getppid(), signal.SIGUSR2)
+def interrupt(world, pid):
+    os.kill(pid, signal.SIGUSR2)
     hold_in_a_thread()
 
 
@@ -257,14 +257,14 @@ def test_a_hang_in_cpp_and_a_stopped_process_are_ended_too(ranks):
 
 
 def test_an_interrupt_of_the_test_ends_the_run(ranks):
-    def interrupt(number, frame):
+    def raise_interrupt(number, frame):
         raise KeyboardInterrupt
 
     before = ranks(1).run(pid, world=False).values()
-    old = signal.signal(signal.SIGUSR2, interrupt)
+    old = signal.signal(signal.SIGUSR2, raise_interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            ranks(1).run(interrupt_the_parent, world=False)
+            ranks(1).run(interrupt, os.getpid(), world=False)
     finally:
         signal.signal(signal.SIGUSR2, old)
 

@@ -10,12 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe import Stage
-from procpipe.errors import DisagreementError, PlanError, RemoteStageError
-from procpipe.plan.check import verify
 from procpipe.plan.costs import Costs
-from procpipe.plan.gpipe import gpipe, recomputed
-from procpipe.plan.placement import folded, looped
+from procpipe.plan.gpipe import recomputed
 from procpipe.plan.routes import Routes
 from procpipe.plan.rows import plan_of_rows
 from procpipe.plan.schedules import schedule_of
@@ -30,7 +26,6 @@ from tests.dist.stages import (
     plain_backward,
     plain_step,
     stage_of,
-    world_of,
 )
 
 #: By number of partitions.
@@ -298,126 +293,3 @@ def check_other_calls(bare: Any, schedule: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_other_calls_with_two_partitions_a_stage(ranks, schedule, num_ranks):
     ranks(num_ranks).run(check_other_calls, schedule, world=False).values()
-
-
-def check_misfits(bare: Any) -> None:
-    for balance, schedule, told in (
-        ([3, 6], "zb-v", "makes 2 partitions for 2 processes, but schedule='zb-v' needs two"),
-        (
-            [3, 3, 3],
-            "interleaved",
-            "makes 3 partitions for 2 processes, but sched",
-        ),
-        ([1, 2, 3, 3], "gpipe", "balance .1, 2, 3, 3. makes 4 partitions, but there are 2"),
-        ([1, 2, 3, 3], two_at_a_time, r"4 partitions, but the plan of schedule\(1, 2\) has 2"),
-        (None, "zb-v", r"for instance balance=\[2, 2, 2, 3\]"),
-    ):
-        with pytest.raises((ValueError, IndexError), match=told):
-            Stage(make_model(), balance, schedule=schedule, world=world_of(bare, told))
-
-
-def test_a_balance_that_does_not_fit_the_schedule_is_told(ranks):
-    ranks(2).run(check_misfits, world=False).values()
-
-
-def well_for_one(m: int, n: int) -> Plan:
-    """A user's plan that is right for one micro-batch only."""
-    if m == 2:
-        raise ZeroDivisionError("no plan for two")
-    plan = two_at_a_time(m, n)
-    return plan if m == 1 else Plan(m, n, tuple(reversed(plan.cycles)))
-
-
-def fail_later(bare: Any, size: int) -> tuple[str, str]:
-    data = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
-    options: Any = {"schedule": well_for_one, "loss_fn": F.cross_entropy}
-    stage = Stage(make_model(), [3, 6], world=world_of(bare, f"{size}"), **options)
-    stage.step(*data)
-    stage.chunks = size
-    with pytest.raises((ZeroDivisionError, PlanError, RemoteStageError)) as caught:
-        stage.step(*data)
-    return type(caught.value).__name__, str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("size", "error", "told"),
-    [
-        (2, "ZeroDivisionError", "no plan for two"),
-        (3, "PlanError", "F0@1 in cycle"),
-    ],
-)
-def test_a_users_schedule_that_fails_later_ends_all_ranks(ranks, size, error, told):
-    (own, text), (others, others_text) = ranks(2).run(fail_later, size, world=False).values()
-    assert (own, others) == (error, "RemoteStageError")
-    assert told in text
-    assert f"stage 0 (rank 0), in step(): {error}" in others_text
-    assert told in others_text
-
-
-def differ(bare: Any) -> str:
-    """Ranks whose functions place the layers otherwise."""
-    schedule = two_in_a_loop if bare.rank == 0 else two_in_a_fold
-    options: Any = {"schedule": schedule, "loss_fn": F.cross_entropy}
-    stage = Stage(make_model(), BALANCES[4], world=world_of(bare, "differ"), **options)
-    with pytest.raises(DisagreementError) as caught:
-        stage.step(torch.randn(5, 5, dtype=torch.float64), torch.randint(3, (5,)))
-    return str(caught.value)
-
-
-def two_in_a_loop(m: int, n: int) -> Plan:
-    return gpipe(m, n, placement=looped(2 * n, n))
-
-
-def two_in_a_fold(m: int, n: int) -> Plan:
-    return gpipe(m, n, placement=folded(2 * n, n))
-
-
-def test_users_schedules_that_differ_between_ranks_are_told_on_all(ranks):
-    for told in ranks(2).run(differ, world=False).values():
-        assert "placement is [0, 1, 0, 1] on rank 0 and [0, 1, 1, 0] on rank 1" in told
-
-
-def test_a_users_plan_with_several_partitions_a_stage_is_the_plain_model(ranks):
-    for schedule in (two_in_a_loop, two_in_a_fold):
-        ranks(2).run(check_reversed, schedule, world=False).values()
-
-
-def check_reversed(bare: Any, schedule: Callable[[int, int], Plan]) -> None:
-    plain = make_model()
-    options: Any = {"schedule": schedule, "loss_fn": F.cross_entropy, "chunks": 3}
-    torch.manual_seed(3)
-    inputs, target = torch.randn(8, 5, dtype=torch.float64), torch.randint(3, (8,))
-    with stage_of(bare, schedule.__name__, plain, BALANCES[4], **options) as stage:
-        expected = plain_step(plain, (inputs,), target, 3, F.cross_entropy)
-        assert_same(stage.step(inputs, target), expected, "loss")
-        assert_same_gradients(stage, plain)
-
-
-def backward_first(m: int, n: int) -> Plan:
-    return Plan(m, n, [(Task(BACKWARD, i, j),) for i in range(m) for j in range(n)])
-
-
-def upside_down(m: int, n: int) -> Plan:
-    rows = [(Task(FORWARD, i, j),) for i in range(m) for j in reversed(range(n))]
-    return Plan(m, n, [*rows, *[(Task(BACKWARD, i, j),) for i in range(m) for j in range(n)]])
-
-
-@pytest.mark.parametrize(
-    ("schedule", "error", "told"),
-    [
-        (upside_down, PlanError, "F0@1 in cycle 0 needs 'activation 0: 0->1'"),
-        (backward_first, PlanError, "a plan without forward tasks"),
-        (lambda m, n: two_at_a_time(m + 1, n), PlanError, "a plan of 3 micro-batches and 1 stages"),
-        (lambda m, n: "F0@0", TypeError, "returned 'F0@0', but must return a procpipe.plan"),
-        (
-            "zb",
-            ValueError,
-            "schedule is 'zb', but must be one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v'",
-        ),
-        (7, TypeError, "schedule is 7, but must be a str or a function"),
-    ],
-)
-def test_what_is_no_schedule_is_refused(schedule, error, told):
-    n = 2 if schedule is upside_down else 1
-    with pytest.raises(error, match=told):
-        verify(schedule_of(schedule).plan(2, tuple(range(n)), ()), Routes(n))

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.dist.report import RanksFailedError, RanksHungError
-from tests.dist.script import run_script
+from tests.dist.script import run_forked, run_script
 
 pytestmark = pytest.mark.dist
 
@@ -26,6 +26,15 @@ HANG = """
         threading.Event().wait()
 
     wait_for_ever()
+"""
+
+LEAVE_A_FORK = """
+    import os, threading
+    child = os.fork()
+    if child == 0:
+        threading.Event().wait()
+    print("pid", child)
+    raise SystemExit(3)
 """
 
 LEAVE_A_PROCESS = """
@@ -97,3 +106,57 @@ def test_a_hang_ends_with_the_stacks_of_every_process(nproc, timeout_s):
         _, _, stack = story.partition(f"--- rank {rank} (process ")
         assert "in wait_for_ever" in stack.partition("---")[0]
     assert story.count("in wait_for_ever") == (nproc or 1)
+
+
+def test_forks_have_what_a_launcher_tells_and_a_main_module_of_their_own():
+    code = """
+        import os, sys, __main__
+        assert "torch" in sys.modules
+        assert vars(__main__) is globals() and __name__ == "__main__" and __file__ == sys.argv[0]
+        assert os.listdir() == []
+        names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS"
+        sys.stdout.write(f"{[os.environ.get(name) for name in names]} {sys.argv[1:]}\\n")
+    """
+
+    done = run_forked(code, num_ranks=2, args=["--lr=1"]).check()
+    alone = run_forked(code).check()
+
+    assert sorted(done.stdout.splitlines()) == [
+        "['0', '0', '2', '1'] ['--lr=1']",
+        "['1', '1', '2', '1'] ['--lr=1']",
+    ]
+    assert alone.stdout == "[None, None, None, '1'] []\n"
+
+
+def test_a_fork_fails_as_a_script_does():
+    code = """
+        import atexit, os, sys
+        atexit.register(print, "at exit")
+        {}
+    """
+    known, unknown, hard = (
+        run_forked(code.format(end))
+        for end in ("sys.exit('wrong')", "raise KeyError('mine')", "os.kill(os.getpid(), 9)")
+    )
+
+    assert (known.returncode, known.stdout, known.stderr) == (1, "at exit\n", "wrong\n")
+    assert (unknown.returncode, unknown.stdout) == (1, "at exit\n")
+    assert unknown.stderr.endswith("KeyError: 'mine'\n")
+    assert (hard.returncode, hard.stdout) == (-9, "")
+    with pytest.raises(RanksFailedError, match=r"exit code -9"):
+        hard.check()
+
+
+def test_a_fork_that_hangs_or_leaves_a_process_is_told_and_killed(monkeypatch):
+    monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
+    with pytest.raises(RanksHungError, match=r"on 2 ranks did not end in 2\.0 s") as caught:
+        run_forked(HANG, num_ranks=2, timeout_s=2.0)
+    story = str(caught.value)
+    assert story.count("in wait_for_ever") == len(pids(story)) == 2
+    assert not any(map(runs, pids(story)))
+
+    done = run_forked(LEAVE_A_FORK)
+
+    assert done.returncode == 3
+    assert len(done.left_behind) == len(pids(done.stdout)) == 1
+    assert not any(map(runs, pids(done.stdout)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.script import run_script
+from tests.dist.script import run_forked
 
 pytestmark = pytest.mark.dist
 
@@ -145,7 +145,7 @@ print("survived", len(CASES))
 
 
 def test_killed_at_every_change_of_the_folder():
-    done = run_script(COMMON + ONE_PROCESS, timeout_s=90).check()
+    done = run_forked(COMMON + ONE_PROCESS, timeout_s=90).check()
 
     assert done.stdout.startswith("survived ")
 
@@ -165,7 +165,7 @@ CASES = [
 
 def test_a_killed_rank_of_a_pipeline():
     """The others end too, at once or in the background, and the next run cleans up."""
-    done = run_script(COMMON + RANKS + f"CASES = {CASES}\n" + KILLED, timeout_s=90)
+    done = run_forked(COMMON + RANKS + f"CASES = {CASES}\n" + KILLED, timeout_s=90)
 
     assert done.stdout == f"survived {len(CASES)}\n", done
     assert done.returncode == 0
@@ -202,7 +202,7 @@ print("done")
 
 def test_the_end_of_a_script_waits():
     """A save that fails then fails the script; and a script's own error comes first."""
-    done = run_script(COMMON + RANKS + ENDS, timeout_s=90).check()
+    done = run_forked(COMMON + RANKS + ENDS, timeout_s=90).check()
 
     assert done.stdout == "done\n"
     first, second = done.stderr.split("a full disk is told")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.dist.script import run_script
+from tests.dist.script import run_forked, run_script
 
 pytestmark = pytest.mark.dist
 
@@ -93,7 +93,7 @@ def test_a_rank_that_ends_early_and_well():
     assert "rank 2 failed" not in done.stderr
 
 
-#: Forked, so that several jobs need one start of Python. Every rank ends as a script does.
+#: Forks, so that several jobs are one script. Every rank ends as a script does.
 REPEATED = """
 import os, socket, sys
 import torch, torch.distributed, torch.nn.functional as F
@@ -133,7 +133,7 @@ print("codes", codes)
 
 def test_correct_jobs_end_well_every_time():
     """Gloo aborts processes whose interpreter ends before its transfers are dropped."""
-    done = run_script(REPEATED, args=["2"]).check()
+    done = run_forked(REPEATED, args=["2"]).check()
 
     assert done.stdout == f"codes {[0] * 4}\n"
     assert done.stderr == ""

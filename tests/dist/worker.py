@@ -1,8 +1,7 @@
 """The process behind one rank of the pool: runs one function after another until told to stop.
 
-    python -m tests.dist.worker <pipe's file descriptor> <rank> <store's port> <file for stacks>
-
-It speaks pickle with its parent over an inherited pipe (this is test code on one machine).
+It is started by tests/dist/pool.py with the arguments <rank> <store's port> <file for stacks>, and
+speaks pickle with it over a pipe that is its standard input (this is test code on one machine).
 """
 
 from __future__ import annotations
@@ -71,12 +70,14 @@ class BareWorld:
 
 def main() -> None:
     """Serve jobs until the pipe ends."""
-    pipe_fd, rank, port = map(int, sys.argv[1:4])
+    rank, port = map(int, sys.argv[1:3])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.set_inheritable(pipe_fd, False)
-    pipe = Connection(pipe_fd)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr] # for last words
+    pipe = Connection(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     # The parent asks for stacks with SIGABRT; a crash writes them too.
-    with open(sys.argv[4], "w") as stacks:
+    with open(sys.argv[3], "w") as stacks:
         faulthandler.enable(file=stacks, all_threads=True)
         store = _connect(port)
         pipe.send_bytes(b"ready")
@@ -177,7 +178,3 @@ def _dumps(outcome: Outcome) -> bytes:
         error.add_note(f"(raised while pickling the value that rank {outcome.rank} returned)")
         failure = Failure.of(error)
         return pickle.dumps(Outcome(outcome.rank, None, failure, duration_s=outcome.duration_s))
-
-
-if __name__ == "__main__":
-    main()

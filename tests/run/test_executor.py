@@ -16,7 +16,8 @@ from procpipe.host.board import Board
 from procpipe.plan.fence import programs
 from procpipe.plan.gpipe import gpipe, recomputed
 from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, TARGET, Routes
-from procpipe.run.executor import Channels, Executor, MiniBatch
+from procpipe.run.executor import Executor, MiniBatch
+from procpipe.run.ports import Channels
 from procpipe.tree import Flat
 
 CPU = torch.device("cpu")

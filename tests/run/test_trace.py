@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
+from procpipe.plan.idle import Split
 from procpipe.plan.task import Task
+from procpipe.run.reporting import statistics_of, with_splits
 from procpipe.run.trace import StageStatistics, Trace, table
 
 
@@ -63,10 +66,47 @@ def test_the_table_has_a_line_a_stage():
     text = table([statistics(), statistics(stage=1, num_tasks={}, step_s=0.0)])
 
     assert text.splitlines() == [
-        "stage  steps       F       R       B   busy s  waiting s  bubble  sent MiB  messages  "
+        "stage  steps       F       R       B   busy s  waiting s    idle  sent MiB  messages  "
         "peak held MiB",
         "    0      2       8       6       8     3.00       0.50   25.0%      1.50        16  "
         "        0.002",
         "    1      2       0       0       0     3.00       0.50    0.0%      1.50        16  "
         "        0.002",
     ]
+
+
+def test_a_second_table_tells_of_the_last_step():
+    split = Split(0, 2.0, busy_s=1.0, bubble_s=0.5, imbalance_s=0.25, communication_s=0.25)
+    lines = table([statistics(split=split)]).splitlines()
+
+    assert lines[3] == "the last step:"
+    assert lines[-1].split() == [
+        "0", "1000.00", "50.0%", "500.00", "25.0%", "250.00", "12.5%", "250.00", "12.5%", "2000.00",
+    ]  # fmt: skip
+
+
+def test_a_report_divides_the_last_step_of_all_stages():
+    tasks = [["F", 0, 0, 0, 10]], [["F", 0, 1, 2, 12]]
+    told = [
+        {
+            "statistics": asdict(statistics(stage=rank)),
+            "step": {"step": 1, "begin": 100 + 10 * rank, "end": 110 + 12 * rank, "tasks": row},
+        }
+        for rank, row in enumerate(tasks)
+    ]
+    ours, theirs = map(statistics_of, with_splits(told, {}))
+
+    # Stage 1 is idle until the activation is there, 2 ns of which are communication.
+    assert ours.split is not None
+    assert ours == statistics(stage=0, split=ours.split)
+    assert theirs.split is not None
+    assert theirs.split.stage == 1
+    nanoseconds = [round(part_s * 1e9, 3) for part_s in asdict(theirs.split).values()]
+    assert nanoseconds[0] == 1e9
+    assert nanoseconds[1:] == [22, 10, 10, 0, 2]
+
+
+def test_before_the_first_step_there_is_nothing_to_divide():
+    told = {"statistics": asdict(statistics()), "step": Trace().last_record()}
+
+    assert statistics_of(with_splits([told], {})[0]) == statistics()

@@ -1,0 +1,79 @@
+"""The edges of a partition's autograd graph, and the engine run over it.
+
+``Enter`` is where received tensors come in and their gradients come out; ``run_backward`` starts
+the engine. Knows neither layers nor tasks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+from procpipe.errors import RecomputeError
+
+__all__ = ["Enter", "Entry", "check_shapes", "run_backward"]
+
+
+@dataclass(slots=True)
+class Entry:
+    """Where the gradients of a micro-batch's inputs are put by the backward pass."""
+
+    gradients: tuple[Tensor | None, ...] = ()
+
+
+class Enter(torch.autograd.Function):
+    """Received tensors become results of this node, which catches their gradients.
+
+    ``detach`` makes aliases that are no views, so that layers may change them in place as they may
+    in the plain model; and that share their version with what came in, so that it is noticed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, entry: Entry, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Give the tensors on; ``anchor`` requires a gradient, so that they do."""
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        """Put the gradients into the entry."""
+        ctx.entry.gradients = gradients
+        return (None,) * (2 + len(gradients))
+
+
+def check_shapes(i: int, roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Check gradients against their roots: autograd would sum what can be broadcast.
+
+    Raises:
+        RecomputeError: they differ, which only recomputation can bring about.
+    """
+    for root, gradient in zip(roots, gradients, strict=True):
+        if root.shape != gradient.shape:
+            raise RecomputeError(
+                f"the gradient of an output of micro-batch {i} has shape {tuple(gradient.shape)}, "
+                f"as its first forward had, but recomputing it gave {tuple(root.shape)}: a layer "
+                "takes another way the second time (see is_recomputing()); use checkpoint='never'"
+            )
+
+
+def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Add the gradients of all that ``roots`` were computed from.
+
+    As ``torch.autograd.backward`` does after a look at each gradient's shape, for which torch 2.13
+    imports sympy (``_make_grads`` in ``torch/autograd/__init__.py``): 0.6 s of the first step.
+    """
+    keep_graph = create_graph = False
+    _engine_run_backward(
+        roots,
+        gradients,
+        keep_graph,
+        create_graph,
+        (),  # all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )

@@ -1,0 +1,62 @@
+"""What is added to an exception that ends a task: where it was, and what was held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from procpipe.compute.stash import Ledger
+from procpipe.compute.tasks import Partition
+from procpipe.plan.task import FORWARD, RECOMPUTE, Task
+
+__all__ = ["note_where"]
+
+
+def note_where(
+    error: BaseException,
+    task: Task,
+    stage: int,
+    partitions: Mapping[int, Partition],
+    ledger: Ledger,
+) -> None:
+    """Add notes to an exception: stage, task and layer; where memory ran out, what was held."""
+    kind, i, j = task
+    has_run_layers = kind in (FORWARD, RECOMPUTE)
+    where = partitions[j].where() if has_run_layers else "its layers' backward"
+    of = f"micro-batch {i}" if len(partitions) == 1 else f"micro-batch {i}, partition {j}"
+    error.add_note(f"procpipe: in stage {stage} (rank {stage}), task {task} ({of}), {where}")
+    if _is_out_of_memory(error):
+        error.add_note(_memory_note(stage, list(partitions.values()), ledger))
+
+
+def _memory_note(stage: int, partitions: Sequence[Partition], ledger: Ledger) -> str:
+    """Say what the stage held when its memory ran out, and what would need less."""
+    device = partitions[0].device
+    num_held = sum(partition.num_held for partition in partitions)
+    held = (
+        f"procpipe: out of memory on {device}: stage {stage} held {num_held} micro-batches "
+        f"between forward and backward, whose inputs, outputs and waiting messages take "
+        f"{ledger.bytes_now() / 2**20:.1f} MiB"
+    )
+    if device.type == "cuda":
+        mib = [
+            value / 2**20
+            for value in (
+                torch.cuda.memory_allocated(device),
+                torch.cuda.memory_reserved(device),
+                torch.cuda.mem_get_info(device)[1],
+            )
+        ]
+        held += "; torch has {:.0f} MiB in use, {:.0f} reserved, of {:.0f}".format(*mib)
+    return (
+        f"{held}. Give the stage fewer layers (balance), split the mini-batch further "
+        "(chunks), or recompute more (checkpoint='always')"
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an allocator has failed; on a CPU torch says so only in words."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,0 +1,203 @@
+"""Starts Python processes that have imported torch already: in milliseconds, not in seconds.
+
+    process = fork_server().start([script, "--epochs", "1"], env=..., cwd=..., files=(0, 1, 2))
+    code = process.wait(timeout_s=60)
+
+    parent                             fork server                      child
+      Start, three descriptors --->      has imported torch;
+                                         forks ------------------->     runs as ``python <argv>``
+                               <---      process id
+      waits for the end
+      process id               --->      waitpid
+                               <---      exit code
+
+A child has an environment, a working folder, a session and a main module of its own; nothing has
+run in it but imports. The server has one thread, for only the thread that forks is in the child.
+What a fresh interpreter imports, and when, cannot be seen in such a process. This file does not
+know what the processes do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import functools
+import gc
+import importlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+#: What takes long to import; the second is what the first optimizer of a process imports.
+IMPORTS = ("torch.distributed", "torch._dynamo", "sklearn.datasets", "procpipe.state")
+
+_MAX_MESSAGE_BYTES = 1 << 17
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a child needs to know.
+
+    Attributes:
+        argv: a script and its arguments; or ``-c``, code and its arguments.
+        env: the whole environment.
+        cwd: the working folder.
+    """
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    cwd: str
+
+
+class Forked:
+    """A child of the server, with those methods of ``subprocess.Popen`` that are needed."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+        # Its number stays taken until the server is asked how it ended.
+        self._pidfd: int | None = os.pidfd_open(pid)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or ``None`` while the process runs."""
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for the end, and return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: the process runs on.
+        """
+        if self._code is None:
+            assert self._pidfd is not None
+            if not wait([self._pidfd], timeout_s):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s or 0.0)
+            os.close(self._pidfd)
+            self._pidfd = None
+            self._code = self._server.code_of(self.pid)
+        return self._code
+
+
+class ForkServer:
+    """The server, seen from the parent; it ends when the parent does."""
+
+    def __init__(self) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        argv = [sys.executable, "-m", "tests.dist.forks", str(theirs.fileno())]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        with theirs:
+            self._process = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                # Read when torch is imported: with more, there would be threads.
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        files: tuple[int, int, int],
+    ) -> Forked:
+        """Start a process; the files are its standard input, output and error."""
+        message = pickle.dumps(Start(tuple(argv), dict(env), str(cwd)))
+        assert len(message) < _MAX_MESSAGE_BYTES
+        socket.send_fds(self._requests, [message], list(files))
+        return Forked(self, self._answer())
+
+    def code_of(self, pid: int) -> int:
+        """Wait for the end of a child and forget it; return its exit code."""
+        self._requests.send(pickle.dumps(pid))
+        return self._answer()
+
+    def close(self) -> None:
+        """End the server; children run on."""
+        self._requests.close()
+        self._process.wait()
+
+    def _answer(self) -> int:
+        message = self._requests.recv(_MAX_MESSAGE_BYTES)
+        if not message:
+            raise RuntimeError(f"the fork server has ended, exit code {self._process.wait()}")
+        return int(pickle.loads(message))
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """Return the one server of this process, which starts when it is first needed."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
+def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
+    """Answer requests until there are no more; return in each child what it has to be."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 3)
+        if not message:
+            os._exit(0)
+        request = pickle.loads(message)
+        if isinstance(request, int):
+            answer = os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                requests.close()
+                return request, descriptors
+            for descriptor in descriptors:
+                os.close(descriptor)
+        requests.send(pickle.dumps(answer))
+
+
+def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[str, Any]]:
+    """Make this child what a new interpreter would be; return its main code and the globals."""
+    os.setsid()
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.chdir(start.cwd)
+    os.environ.clear()
+    os.environ.update(start.env)
+    if "PYTHONFAULTHANDLER" in start.env:
+        faulthandler.enable()
+    main = types.ModuleType("__main__")
+    if start.argv[0] == "-c":
+        sys.argv = ["-c", *start.argv[2:]]
+        sys.path[0] = ""
+        code = compile(start.argv[1], "<string>", "exec")
+    else:
+        sys.argv = [*start.argv]
+        sys.path[0] = str(Path(start.argv[0]).parent)
+        main.__file__ = start.argv[0]
+        code = compile(Path(start.argv[0]).read_bytes(), start.argv[0], "exec")
+    sys.modules["__main__"] = main
+    return code, vars(main)
+
+
+if __name__ == "__main__":
+    for name in IMPORTS:
+        importlib.import_module(name)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads: a fork would lose some"
+    gc.collect()
+    gc.freeze()  # so that no child writes to, and so copies, what all have
+    exec(*_become(*_serve(socket.socket(fileno=int(sys.argv[1])))))
