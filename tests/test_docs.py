@@ -24,6 +24,7 @@ TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"
 COMING_FROM = TESTS.parent / "docs" / "coming_from.md"
 SCHEDULES = TESTS.parent / "docs" / "schedules.md"
+SCHEDULES_AUTO = TESTS.parent / "docs" / "schedules_auto.md"
 PEER_TESTS = TESTS.parent / "docs" / "peer_tests.md"
 TIMELINE = TESTS.parent / "docs" / "timeline.md"
 PLANNING = TESTS.parent / "docs" / "planning.md"
@@ -140,6 +141,16 @@ def test_the_grids_of_the_page_are_those_of_the_schedules() -> None:
         for line in render_text(plan).splitlines()[1:]:
             words = line.split()
             assert words in [each.split() for each in drawn], line
+
+
+# -- docs/schedules_auto.md ----------------------------------------------------------------------
+
+
+def test_the_search_finds_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = python_blocks(SCHEDULES_AUTO)
+    (printed,) = re.findall(r"```text\n(.*?)```", SCHEDULES_AUTO.read_text(), re.DOTALL)
+    exec(program, {})
+    assert capsys.readouterr().out == printed
 
 
 # -- docs/planning.md ----------------------------------------------------------------------------

@@ -29,23 +29,22 @@ Only the oldest micro-batch that has not gone backward there may use that room. 
 micro-batch's. ``W`` needs no room and gives some back, so that what waits for one counts as room.
 
 A message counts from the start of the task that its receiver began last, since its buffer is
-posted there; that task's own bytes are given back only when the next one starts. So two stages can
-still come to stand: then there is no plan by this rule. With windows of one micro-batch there is
-one wherever there can be any.
+posted there; that task's own bytes are given back only when the next one starts. So stages can
+still come to stand: then there is no plan by this rule. ``one_at_a_time`` needs the least.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from procpipe.plan.costs import Costs
 from procpipe.plan.memory import Holdings, message_bytes, peak_bytes
 from procpipe.plan.placement import partitions_of
-from procpipe.plan.routes import LOSS, Routes
-from procpipe.plan.rows import plan_of_rows
+from procpipe.plan.routes import Routes
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
@@ -57,7 +56,7 @@ from procpipe.plan.task import (
     Task,
 )
 
-__all__ = ["Rule", "list_schedule"]
+__all__ = ["Rule", "list_schedule", "one_at_a_time", "windows"]
 
 #: Times that differ by less are the same; sums in another order differ in their last digits.
 _SAME_S = 1e-12
@@ -69,8 +68,7 @@ class Rule:
 
     Attributes:
         in_two: backward as I and W instead of B.
-        window: what is added to the windows; None for no windows, ``-m`` or less for windows of one
-            micro-batch.
+        window: what is added to the windows; None for no windows.
         patience: a ``W``, or an ``F``, does not start if a better task comes before this share of
             its time is over.
         deep_first: among tasks of a kind, those of later partitions first; else older micro-batches
@@ -112,8 +110,34 @@ def list_schedule(
         raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
     maker = _Maker(m, costs, routes, frozenset(recompute), limits_bytes, rule)
     order = maker.run()
-    if order is None:
-        return None
+    return None if order is None else _plan(m, order, routes)
+
+
+def one_at_a_time(
+    m: int, routes: Routes, *, recompute: Collection[int] = (), in_two: bool = False
+) -> Plan:
+    """Plan a mini-batch whose micro-batches go forward and backward one after another.
+
+    It holds about as little as can be: where backward is in two, a plan that waits for a message
+    elsewhere may hold a little less on a stage.
+
+    Args:
+        m: the number of micro-batches.
+        routes: where its tensors go, and on which stages the partitions are.
+        recompute: the micro-batches to recompute.
+        in_two: backward as I and W instead of B.
+    """
+    partitions = range(len(routes.placement))
+    backward = (INPUT_GRADIENT, WEIGHT_GRADIENT) if in_two else (BACKWARD,)
+    order = []
+    for i in range(m):
+        kinds = (RECOMPUTE, *backward) if i in recompute else backward
+        order += [Task(FORWARD, i, j) for j in partitions]
+        order += [Task(kind, i, j) for j in reversed(partitions) for kind in kinds]
+    return _plan(m, order, routes)
+
+
+def _plan(m: int, order: Sequence[Task], routes: Routes) -> Plan:
     return Plan(m, routes.num_stages, _cycles(order, routes.placement), routes.placement)
 
 
@@ -176,7 +200,7 @@ class _Effect:
     def __init__(self, taken: int, given_back: int, messages: tuple[tuple[int, int], ...]) -> None:
         self.taken = taken
         self.given_back = given_back
-        self.messages = messages  # each a stage and bytes
+        self.messages = messages  # each a stage and the bytes of all that it is sent
 
 
 class _Room:
@@ -191,7 +215,7 @@ class _Room:
         self._effects: dict[tuple[bool, str, int], _Effect] = {}
         self._apart = [0] * n
         for again in (False, True):
-            plan = _alone(routes, in_two, again)
+            plan = one_at_a_time(1, routes, recompute=range(again), in_two=in_two)
             for stage in range(n):
                 peak = peak_bytes(plan, costs, routes, stage)
                 self._apart[stage] = max(self._apart[stage], peak)
@@ -208,13 +232,11 @@ class _Room:
     ) -> None:
         holdings = Holdings(plan, costs, routes, stage)
         for task in plan.tasks_of(stage):
-            leaving = [t for t in routes.leaving(task, plan) if t.kind != LOSS]
-            messages = tuple(
-                (routes.stages_of(t)[1], message_bytes(t, costs))
-                for t in leaving
-                if message_bytes(t, costs)
-            )
-            effect = _Effect(holdings.taken(task), holdings.given_back(task), messages)
+            messages: Counter[int] = Counter()
+            for transfer in routes.leaving(task, plan):
+                messages[routes.stages_of(transfer)[1]] += message_bytes(transfer, costs)
+            sizes = tuple((to, size) for to, size in messages.items() if size)
+            effect = _Effect(holdings.taken(task), holdings.given_back(task), sizes)
             self._effects[again, task.kind, task.j] = effect
 
     def lacking(self, task: Task, again: bool) -> int | None:
@@ -279,19 +301,6 @@ class _NoLimit(_Room):
 
     def start(self, task: Task, again: bool) -> None:
         pass
-
-
-def _alone(routes: Routes, in_two: bool, again: bool) -> Plan:
-    """Plan one micro-batch alone."""
-    placement = routes.placement
-    rows: list[list[Task]] = [[] for _ in range(routes.num_stages)]
-    for j, stage in enumerate(placement):
-        rows[stage].append(Task(FORWARD, 0, j))
-    for j, stage in reversed([*enumerate(placement)]):
-        again_first = [RECOMPUTE] if again else []
-        kinds = [*again_first, *((INPUT_GRADIENT, WEIGHT_GRADIENT) if in_two else (BACKWARD,))]
-        rows[stage] += [Task(kind, 0, j) for kind in kinds]
-    return plan_of_rows(1, rows, placement)
 
 
 class _Maker:
@@ -402,8 +411,8 @@ class _Maker:
                 return []
             ready_s = made[b] + self._hops_s[j]
         if b in self._recompute:
-            num_before = len(self._ends_s[RECOMPUTE][j])
-            if num_before == sum(1 for i in range(b) if i in self._recompute):
+            num_before = sum(1 for i in range(b) if i in self._recompute)
+            if len(self._ends_s[RECOMPUTE][j]) == num_before:
                 start_s = ready_s - self._seconds[RECOMPUTE][j]
                 return [(1, Task(RECOMPUTE, b, j), start_s)]
         return [(0, Task(self._gradient, b, j), ready_s)]

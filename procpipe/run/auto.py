@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from procpipe.errors import MemoryLimitError
 from procpipe.plan.costs import Costs
 from procpipe.plan.gpipe import recomputed
-from procpipe.plan.list_schedule import Rule, list_schedule
+from procpipe.plan.list_schedule import Rule, list_schedule, one_at_a_time
 from procpipe.plan.routes import Routes
 from procpipe.plan.search import SEARCHED, Candidate, candidates, fixed_plans, least_bytes
 from procpipe.plan.simulate import simulate
@@ -239,18 +239,16 @@ class AutoSchedule:
     def _first(self, case: _Case, *, in_two: bool) -> tuple[str, Plan]:
         """Make a plan to measure with."""
         m, routes = case.m, case.routes
-        rule, recompute = Rule(in_two), case.recompute
         if self._limits_bytes is not None:
-            rule, recompute = Rule(in_two, window=-m), frozenset(range(m))
-        else:
-            fixed = dict(fixed_plans(m, routes, recompute))
-            for name in ("zb-h1", "zb-v") if in_two else ("1f1b", "interleaved"):
-                if name in fixed:
-                    return name, fixed[name]
+            return _ONE_AT_A_TIME, one_at_a_time(m, routes, recompute=range(m), in_two=in_two)
+        fixed = dict(fixed_plans(m, routes, case.recompute))
+        for name in ("zb-h1", "zb-v") if in_two else ("1f1b", "interleaved"):
+            if name in fixed:
+                return name, fixed[name]
         equal = Costs.uniform(len(routes.placement))
-        plan = list_schedule(m, equal, routes, recompute=recompute, rule=rule)
+        plan = list_schedule(m, equal, routes, recompute=case.recompute, rule=Rule(in_two))
         assert plan is not None, "without limits there always is a plan"
-        return (SEARCHED if self._limits_bytes is None else _ONE_AT_A_TIME), plan
+        return SEARCHED, plan
 
     def _finalists(self, case: _Case) -> list[Candidate]:
         """Choose what to try, the first plan at its head."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from procpipe.plan.check import verify
 from procpipe.plan.costs import Costs
 from procpipe.plan.gpipe import recomputed
-from procpipe.plan.list_schedule import Rule, list_schedule, windows
+from procpipe.plan.list_schedule import Rule, list_schedule, one_at_a_time, windows
 from procpipe.plan.memory import peak_bytes
 from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
@@ -18,8 +18,6 @@ from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.zero_bubble import zb_h1
 from tests.plan.grids import SIZES, grid, read
-
-ONE_AT_A_TIME = Rule(window=-99)
 
 
 def made(m: int, costs: Costs, routes: Routes, **options: object) -> Plan:
@@ -55,7 +53,8 @@ def test_a_stage_that_takes_twice_as_long_is_never_left_without_work() -> None:
 
 
 def test_one_micro_batch_at_a_time() -> None:
-    plan = made(2, Costs.uniform(2), Routes(2), rule=ONE_AT_A_TIME, recompute={0})
+    plan = one_at_a_time(2, Routes(2), recompute={0})
+    verify(plan, Routes(2))
     assert grid(plan) == read("""
         F0  --
         --  F0
@@ -187,7 +186,7 @@ def cases(draw: st.DrawFn) -> tuple[int, Costs, Routes, set[int]]:
 RULES = st.builds(
     Rule,
     in_two=st.booleans(),
-    window=st.sampled_from([None, -99, -1, 0, 2]),
+    window=st.sampled_from([None, -9, -1, 0, 2]),
     patience=st.sampled_from([0.0, 0.7]),
     deep_first=st.booleans(),
 )
@@ -204,10 +203,10 @@ def test_limits_are_kept_and_what_can_fit_does(
         return [peak_bytes(plan, costs, routes, stage) for stage in range(routes.num_stages)]
 
     most = peaks(made(m, costs, routes, rule=rule, recompute=again))
-    frugal = Rule(rule.in_two, window=-99)
-    least = peaks(made(m, costs, routes, rule=frugal, recompute=again))
+    frugal = one_at_a_time(m, routes, recompute=again, in_two=rule.in_two)
+    verify(frugal, routes)
+    least = peaks(frugal)
     limits = [low + int(share * max(0, high - low)) for low, high in zip(least, most, strict=True)]
-    made(m, costs, routes, rule=frugal, recompute=again, limits_bytes=limits)
     plan = list_schedule(m, costs, routes, rule=rule, recompute=again, limits_bytes=limits)
     if plan is not None:
         verify(plan, routes)
@@ -226,3 +225,22 @@ def test_nothing_fits_where_not_even_one_micro_batch_does() -> None:
 def test_strangers_are_not_recomputed() -> None:
     with pytest.raises(ValueError, match=r"cannot recompute micro-batches \[4\]: there are 2"):
         list_schedule(2, Costs.uniform(2), Routes(2), recompute={4})
+
+
+def test_all_that_a_task_sends_to_a_stage_must_find_room_there() -> None:
+    """I1@1 sends stage 0 a gradient and a skip's, a byte each, while it still holds W0's byte."""
+    costs = Costs(
+        (0.0,) * 2,
+        (0.0,) * 2,
+        (0.0,) * 2,
+        transfer_s=0.5,
+        output_bytes=(1, 0),
+        skip_bytes={(0, 1): 1},
+        saved_bytes=(2, 0),
+        put_off_bytes=(1, 0),
+    )
+    routes, rule = Routes(2, ((0, 1),)), Rule(in_two=True, window=None)
+    plan = made(2, costs, routes, rule=rule, limits_bytes=[7, 9])
+    assert peak_bytes(plan, costs, routes, 0) == 7
+    less = list_schedule(2, costs, routes, rule=rule, limits_bytes=[6, 9])
+    assert less is None or peak_bytes(less, costs, routes, 0) <= 6
