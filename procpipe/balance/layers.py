@@ -44,7 +44,7 @@ from procpipe.tree import Flat, flatten, map_tensors
 
 __all__ = ["LayerProfile", "Profile", "SkipProfile", "profile_layers"]
 
-#: Layers whose weights' gradients a backward in two puts off.
+#: Layers whose weights' gradients a backward in two puts off; and so does attention.
 _PUT_OFF = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 _MIN_ROUNDS = 3
@@ -70,8 +70,9 @@ class LayerProfile:
         kept_bytes: what autograd keeps that is neither input nor output nor a skip tensor.
         kept_input_bytes: what autograd keeps of its input.
         kept_output_bytes: what autograd keeps of its output.
-        put_off_bytes: inputs of its linear and convolution layers, and gradients of their outputs:
-            what is kept until the weights' gradients are computed.
+        put_off_bytes: inputs of its linear and convolution layers and of its attentions'
+            projections, and gradients of their outputs: what is kept until the weights' gradients
+            are computed.
         is_in_place: whether its output lies in the memory of its input.
         parameter_bytes: its parameters and buffers.
         trained_bytes: parameters that get a gradient.
@@ -376,12 +377,32 @@ def _put_off(module: nn.Module) -> Iterator[Memories]:
     """
     found = Memories(())
 
-    def note(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        found.add(inputs[0])
+    def add_one_like(output: Tensor) -> None:
         found.add(torch.empty(output.shape, dtype=output.dtype, device="meta"))
 
-    layers = [m for m in module.modules() if any(type(m).forward is k.forward for k in _PUT_OFF)]
-    hooks = [m.register_forward_hook(note) for m in layers if m.weight.requires_grad]
+    def note(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        found.add(inputs[0])
+        add_one_like(output)
+
+    def note_attention(
+        _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any], output: tuple[Tensor, ...]
+    ) -> None:
+        """Count query, key and value, what they are projected to, and the last projection."""
+        given = [*inputs[:3], *(named[name] for name in ("query", "key", "value") if name in named)]
+        for each in given:
+            found.add(each)
+            add_one_like(each[..., :1].expand(*each.shape[:-1], output[0].shape[-1]))
+        add_one_like(output[0])
+        add_one_like(output[0])
+
+    hooks = []
+    layer: Any
+    for layer in module.modules():
+        forward = type(layer).forward
+        if any(forward is kind.forward for kind in _PUT_OFF) and layer.weight.requires_grad:
+            hooks.append(layer.register_forward_hook(note))
+        elif forward is nn.MultiheadAttention.forward and layer.out_proj.weight.requires_grad:
+            hooks.append(layer.register_forward_hook(note_attention, with_kwargs=True))
     try:
         yield found
     finally:

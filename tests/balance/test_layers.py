@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe.balance import Inputs, Profile, profile_layers
+from procpipe.compute.tasks import Partition
 from procpipe.skip import pop, skippable, stash
+from procpipe.tree import Flat
 from tests.balance.test_profile import Clock, Taking, float32
 
 
@@ -47,6 +49,20 @@ def test_what_is_kept_inside_a_layer() -> None:
     assert layer.kept_bytes == float32(8, 20)  # the ReLU and the second linear layer keep the same
     assert layer.kept_input_bytes == float32(8, 10)
     assert layer.put_off_bytes == float32(8, 10) + 2 * float32(8, 20) + float32(8, 5)
+
+
+def test_what_a_transformer_puts_off_is_what_a_partition_does() -> None:
+    block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.rand(3, 4, 8)
+
+    (layer,) = profiled(block, sample=x).layers
+
+    partition = Partition({"0": block}, torch.device("cpu"), is_first=False)
+    partition.begin()
+    output = partition.forward(0, Flat([x], "*", (True,)), keep=True, recompute=False, split=True)
+    partition.backward_input(0, [torch.ones_like(output.tensors[0])])
+    assert layer.put_off_bytes == partition.put_off_bytes(0)
+    assert layer.input_gradient_s < layer.backward_s
 
 
 def test_layers_that_work_in_place_or_hand_on_a_view() -> None:
