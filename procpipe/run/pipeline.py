@@ -113,6 +113,7 @@ class Pipeline:
         self._values_to, self._values_from = self._open_value_channels()
         self._board = world.board
         self._device_told_s = 0.0
+        asks_device = auto is not None and world.device.type == "cuda"  # the host's times lie there
         places = [place for partition in partitions.values() for place in partition.places]
         self._board.tell_facts({"device": str(world.device), "layers": places})
         self.executor = Executor(
@@ -121,7 +122,7 @@ class Pipeline:
             partitions,
             self.channels,
             self._board,
-            Recorder(world.device) if trace is not None else Trace(),
+            Recorder(world.device) if trace is not None or asks_device else Trace(),
         )
         self._split: Split | None = None
         self.coordinator = Coordinator(self.control, self._rank, routes, schedule, auto)
