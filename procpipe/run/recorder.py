@@ -1,7 +1,8 @@
 """A trace that also keeps each wait, each message and the seconds of each layer.
 
-What ``Stage(trace=…)`` puts in the place of the plain ``Trace``, and ``schedule="auto"`` on a GPU: the executor tells both the same,
-and this one remembers it until the step is over and ``tracing.py`` sends it to rank 0.
+What ``Stage(trace=…)`` puts in the place of the plain ``Trace``, and on a GPU ``schedule="auto"``
+too. The executor tells both the same, and this one remembers it until the step is over and
+``tracing.py`` sends it to rank 0.
 
 On a GPU the host's times say when a task was launched. There a CUDA event is recorded at either end
 of a task, and the host waits for the last one when the step is over: so tracing keeps the host from
