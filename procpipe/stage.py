@@ -31,6 +31,7 @@ from procpipe.balancing import agreed_balance
 from procpipe.batches import Batches, Loader
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.skips import SkipPorts
+from procpipe.compute.stash import num_bytes
 from procpipe.compute.tasks import Partition
 from procpipe.errors import StageClosedError
 from procpipe.microbatch import scatter_like
@@ -540,7 +541,7 @@ class Stage(nn.Sequential):
             order, ingoing = self._order(call), None
         else:
             ingoing = Ingoing.of(inputs, _checked_chunks(self.chunks), self.device)
-            order = self._issue(call, ingoing.sizes, target)
+            order = self._issue(call, ingoing, target)
         keep = order.keeps_graph if call == "step" else order.is_grad_enabled
         batch = MiniBatch(keep=keep, recompute=frozenset(order.recompute))
         batch.inputs = ingoing.inputs if ingoing else None
@@ -548,11 +549,13 @@ class Stage(nn.Sequential):
             self._give_target(batch, order, target)
         return order, batch, ingoing
 
-    def _issue(self, call: str, sizes: tuple[int, ...], target: Any) -> Order:
+    def _issue(self, call: str, ingoing: Ingoing, target: Any) -> Order:
         """Issue the order of a mini-batch, on rank 0."""
         keeps = self.training and torch.is_grad_enabled()
+        sizes = ingoing.sizes
         decided: dict[str, Any] = {
             "sizes": sizes,
+            "input_bytes": num_bytes(ingoing.inputs[0].tensors),  # the first is the largest
             "recompute": tuple(sorted(recomputed(self.checkpoint, len(sizes)))) if keeps else (),
         }
         if call == "step":

@@ -53,17 +53,26 @@ class _Call(NamedTuple):
     bias: Tensor | None
 
 
+class _Waiting(NamedTuple):
+    """What the weight gradients of one call are computed from, as it was at task I."""
+
+    call: _Call
+    x: Tensor
+    gradient: Tensor
+    versions: tuple[int, int]
+
+
 class PutOff:
     """The weight gradients of one micro-batch that wait for its task W."""
 
     def __init__(self) -> None:
         #: The task a node was made in, and the one it runs in, are told apart by this.
         self.num_tasks = 0
-        self._waiting: deque[tuple[_Call, Tensor, Tensor]] = deque()
+        self._waiting: deque[_Waiting] = deque()
 
     def add(self, call: _Call, x: Tensor, gradient: Tensor) -> None:
         """Keep what a layer's weight gradients are computed from."""
-        self._waiting.append((call, x, gradient))
+        self._waiting.append(_Waiting(call, x, gradient, (x._version, gradient._version)))
 
     @property
     def num_bytes(self) -> int:
@@ -73,8 +82,8 @@ class PutOff:
         """
         parts: dict[int, dict[int, int]] = {}  # by memory and place in it
         whole: dict[int, int] = {}
-        for _, x, gradient in self._waiting:
-            for tensor in (x, gradient):
+        for waiting in self._waiting:
+            for tensor in (waiting.x, waiting.gradient):
                 memory = tensor.untyped_storage()
                 whole[memory.data_ptr()] = memory.nbytes()
                 parts.setdefault(memory.data_ptr(), {})[tensor.data_ptr()] = tensor.nbytes
@@ -88,12 +97,14 @@ class PutOff:
         but those that meet in a parameter in one run, as in plain training, so that hooks run once.
         """
         waiting = self._waiting
-        uses = Counter(id(leaf) for call, _, _ in waiting for leaf in _leaves_of(call))
+        uses = Counter(id(leaf) for call, *_ in waiting for leaf in _leaves_of(call))
         to_come = uses.copy()
         shared: list[tuple[Tensor, Tensor]] = []
         met: set[int] = set()
         while waiting:
-            call, x, gradient = waiting.popleft()
+            call, x, gradient, versions = waiting.popleft()
+            if versions != (x._version, gradient._version):  # as autograd looks at I
+                raise _overwritten(call)
             pairs = _weight_gradients(call, x, gradient)
             leaves = [id(leaf) for leaf in _leaves_of(call)]
             to_come.subtract(leaves)
@@ -131,13 +142,15 @@ class Splitter:
             self._found = [(layer, self._forward_of(layer)) for layer in _suited(self._layers)]
         put_off.num_tasks += 1
         self._put_off = put_off
-        for layer, forward in self._found:
+        # A user may have put a forward of their own into a layer since.
+        ours = [pair for pair in self._found if "forward" not in pair[0].__dict__]
+        for layer, forward in ours:
             layer.__dict__["forward"] = forward  # past nn.Module's, which looks for parameters
         try:
             yield
         finally:
             self._put_off = None
-            for layer, _ in self._found:
+            for layer, _ in ours:
                 layer.__dict__.pop("forward", None)
 
     def _forward_of(self, layer: nn.Module) -> _Forward:
@@ -244,6 +257,15 @@ def _adds_up(anchor: Tensor) -> bool:
             "follow: use torch.autograd.grad, or a schedule that does not split backward"
         )
     return adds
+
+
+def _overwritten(call: _Call) -> RuntimeError:
+    return RuntimeError(
+        f"the input, or the gradient of the output, of a layer whose weight is "
+        f"{tuple(call.weight.shape)} was changed in place before its weight gradients were "
+        "computed, which a backward pass in two tasks puts off: let the layer have a tensor of its "
+        "own for each micro-batch, or use a schedule that does not split backward"
+    )
 
 
 def _weight_gradients(call: _Call, x: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -9,7 +9,8 @@ hold whatever the timing, and equals what ``plan.simulate`` predicts from sizes 
     Run B(i)                  - input, - output, - gradient
 
 Counted are the tensors that travel or wait between tasks. What autograd saves inside the layers
-depends on the layers, and is not counted.
+depends on the layers, and is not counted; nor is what a backward in two tasks puts off from I to W,
+though a partition's input may be among it, which counts until I.
 """
 
 from __future__ import annotations

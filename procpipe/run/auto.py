@@ -9,7 +9,8 @@
 
 The finalists are the first plan, the fastest as simulated and the fastest fixed schedule as
 simulated; what is not simulated to be faster than the first plan by ``MARGIN`` is none. So what
-stays has been measured to be no slower than the best fixed schedule. Another number of
+stays has been measured to be no slower than the first plan, nor than the fixed schedule that is
+best as simulated; a fixed schedule that the simulation misjudges is not tried. Another number of
 micro-batches, later, is searched for with the same costs.
 
 Under a limit of memory the first plans take one micro-batch at a time and recompute all: less is
@@ -83,7 +84,7 @@ class _Case(NamedTuple):
     """What one plan can serve."""
 
     m: int
-    samples: int
+    input_bytes: int
     recompute: frozenset[int]
     routes: Routes
 
@@ -166,25 +167,30 @@ class AutoSchedule:
     def __init__(self, limits_bytes: Sequence[int] | None = None) -> None:
         self.costs: Costs | None = None
         self._limits_bytes = limits_bytes
-        self._samples = 0  # of the largest micro-batch that was measured
+        self._input_bytes = 0  # of the largest micro-batch that was measured
         self._reports: dict[str, list[Sequence[Report]]] = {BYTES: [], SECONDS: []}
         self._found: dict[_Case, Sequence[Candidate]] = {}
         self._contest: _Contest | None = None
         self._asked: tuple[_Case, str] | None = None
 
-    def next(self, m: int, samples: int, recompute: Collection[int], routes: Routes) -> Choice:
+    def next(self, m: int, input_bytes: int, recompute: Collection[int], routes: Routes) -> Choice:
         """Choose the plan of the next training step.
 
         Args:
             m: the number of micro-batches.
-            samples: those of the largest micro-batch.
+            input_bytes: the model's input of the largest micro-batch. Where that has more than
+                those that were measured, all else is taken to have as much more.
             recompute: the micro-batches that the user wants recomputed.
             routes: where tensors go in this step.
 
         Raises:
             MemoryLimitError: no plan keeps the limits.
         """
-        case = _Case(m, samples, frozenset(recompute), routes)
+        if self._limits_bytes is None:  # then one plan does for all sizes
+            input_bytes = 0
+        elif self.costs is not None:
+            input_bytes = max(input_bytes, self._input_bytes)
+        case = _Case(m, input_bytes, frozenset(recompute), routes)
         choice = self._choose(case)
         self._asked = case, choice.tells
         return choice
@@ -204,7 +210,7 @@ class AutoSchedule:
             assert self._contest is not None, "only finalists are timed as a whole"
             self._contest.taken_s.append(max(report.step_s for report in reports))
             return
-        self._samples = max(self._samples, case.samples)
+        self._input_bytes = max(self._input_bytes, case.input_bytes)
         self._reports[tells].append(reports)
         if self._num_measured == len(_MEASURED):
             self.costs = costs_of(self._reports[BYTES], self._reports[SECONDS], case.routes)
@@ -291,9 +297,9 @@ class AutoSchedule:
     def _costs_for(self, case: _Case) -> Costs:
         """Return the costs, with more bytes for larger micro-batches than were measured."""
         assert self.costs is not None, "searched with what was measured"
-        if case.samples <= self._samples:
+        if case.input_bytes <= self._input_bytes:
             return self.costs
-        return _grown(self.costs, case.samples / self._samples)
+        return _grown(self.costs, case.input_bytes / self._input_bytes)
 
 
 def _described(candidate: Candidate, case: _Case) -> str:

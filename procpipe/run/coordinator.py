@@ -153,9 +153,9 @@ class Coordinator:
         return self._chosen[key], order
 
     def _choose_auto(self, order: Order, auto: AutoSchedule) -> tuple[Plan, Order]:
-        m, samples, routes = len(order.sizes), max(order.sizes), self._routes_of(order)
+        m, routes = len(order.sizes), self._routes_of(order)
         try:
-            choice = auto.next(m, samples, order.recompute, routes)
+            choice = auto.next(m, order.input_bytes, order.recompute, routes)
         except MemoryLimitError as error:
             self._control.tell_all(encode(replace(order, detail={"lacks": error.lacks})))
             raise

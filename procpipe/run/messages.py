@@ -42,6 +42,7 @@ class Order:
         plan: digest of the plan, or "".
         plan_text: the plan itself, the first time it is named.
         sizes: samples of each micro-batch.
+        input_bytes: the model's input of the largest micro-batch.
         shares: each micro-batch's share in the loss of the mini-batch.
         recompute: the micro-batches that are recomputed.
         target: where the last stage finds the target (ROUTED, LOCAL, DELIVERED).
@@ -55,6 +56,7 @@ class Order:
     plan: str = ""
     plan_text: str = ""
     sizes: tuple[int, ...] = ()
+    input_bytes: int = 0
     shares: tuple[float, ...] = ()
     recompute: tuple[int, ...] = ()
     target: str = LOCAL

@@ -728,3 +728,49 @@ def test_what_layers_share_is_held_once():
     next(tasks)
     next(tasks)
     assert partition.put_off_bytes(0) == 3 * 6 * 4 + 3 * 5 * 4
+
+
+class Workspace(nn.Module):
+    """Writes what a layer gets into the same memory for every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.buffer = torch.empty(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.mul(x, 2, out=self.buffer)
+        output: Tensor = self.linear(self.buffer) + x[:, :3]
+        return output
+
+
+def test_an_input_that_is_overwritten_before_task_w_is_told() -> None:
+    """Autograd looks whether it was before task I, which is over by then."""
+    partition = Partition({"0": Workspace()}, torch.device("cpu"), is_first=False)
+    partition.begin()
+    for i in range(2):
+        x = Flat([torch.randn(2, 4)], "*", (True,))
+        partition.forward(i, x, keep=True, recompute=False, split=True)
+        partition.backward_input(i, [torch.ones(2, 3)])
+    with pytest.raises(RuntimeError, match=r"layer whose weight is \(3, 4\) was changed in place"):
+        partition.backward_weight(0)
+    partition.backward_weight(1)
+
+
+def test_a_forward_that_a_user_puts_in_later_is_run_and_stays() -> None:
+    layer = nn.Linear(3, 3)
+    partition = Partition({"0": layer}, torch.device("cpu"), is_first=False)
+    for forward in (None, lambda x: 5 * x):
+        if forward is not None:
+            layer.forward = forward  # type: ignore[method-assign]
+        partition.begin()
+        x = torch.ones(1, 3)
+        output = partition.forward(
+            0, Flat([x], "*", (True,)), keep=True, recompute=False, split=True
+        )
+        expected = layer(x) if forward is None else 5 * x
+        assert torch.equal(output.tensors[0], expected)
+        partition.backward_input(0, [torch.ones(1, 3)])
+        partition.backward_weight(0)
+    assert layer.forward is forward

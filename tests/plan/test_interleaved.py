@@ -84,10 +84,11 @@ def test_it_takes_the_time_of_its_longest_stage_or_way(m: int, n: int, v: int) -
 
 @pytest.mark.parametrize("v", [2, 3, 4])
 def test_a_stage_holds_what_the_warm_up_takes_in(v: int) -> None:
-    """Stage j holds 2(n-1-j) + (v-1)n + 1 partitions' micro-batches, whatever their number."""
-    n = 4
-    costs = Costs.uniform(v * n, saved_bytes=1)
-    for m in (8, 16):
-        timeline = simulate(interleaved(m, n, v), costs)
-        for j in range(n):
-            assert timeline.peak_bytes(j) == 2 * (n - 1 - j) + (v - 1) * n + 1
+    """Stage j holds 2(n-1-j) + (v-1)g + 1 partitions' micro-batches, of groups of g."""
+    for n in range(1, 5):
+        costs = Costs.uniform(v * n, saved_bytes=1)
+        for m in range(2 * n, 4 * n + 1):
+            g = -(-m // (m // n))
+            timeline = simulate(interleaved(m, n, v), costs)
+            for j in range(n):
+                assert timeline.peak_bytes(j) == 2 * (n - 1 - j) + (v - 1) * g + 1, (m, n, j)
