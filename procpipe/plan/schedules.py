@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from procpipe.errors import BalanceError, PlanError
+from procpipe.plan.costs import Costs
+from procpipe.plan.fuse import fused
 from procpipe.plan.gpipe import gpipe
 from procpipe.plan.interleaved import interleaved
 from procpipe.plan.one_f_one_b import one_f_one_b
@@ -68,10 +70,19 @@ def _interleaved(m: int, placement: tuple[int, ...], recompute: Collection[int])
     return interleaved(m, n, len(placement) // n, recompute=recompute)
 
 
+def _zb_h1(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
+    return _in_two_where_it_helps(zb_h1(m, _num_stages(placement), recompute=recompute))
+
+
 def _zb_v(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
     if len(placement) == 1:  # one stage with the whole model
-        return zb_h1(m, 1, recompute=recompute)
-    return zb_v(m, _num_stages(placement), recompute=recompute)
+        return _zb_h1(m, placement, recompute)
+    return _in_two_where_it_helps(zb_v(m, _num_stages(placement), recompute=recompute))
+
+
+def _in_two_where_it_helps(plan: Plan) -> Plan:
+    """Join the halves that would be needed apart by nobody if all tasks took equally long."""
+    return fused(plan, Costs.uniform(plan.num_partitions, forward_s=1.0, backward_s=2.0))
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -82,7 +93,7 @@ SCHEDULES: dict[str, Schedule] = {
             "1f1b", lambda m, at, recompute: one_f_one_b(m, _num_stages(at), recompute=recompute)
         ),
         Schedule("interleaved", _interleaved, num_parts=None, count=_twice),
-        Schedule("zb-h1", lambda m, at, recompute: zb_h1(m, _num_stages(at), recompute=recompute)),
+        Schedule("zb-h1", _zb_h1),
         Schedule("zb-v", _zb_v, placement=folded, num_parts=2, count=_twice),
     )
 }

@@ -15,14 +15,25 @@ from itertools import product
 from procpipe.errors import PlanError
 from procpipe.plan.check import verify
 from procpipe.plan.costs import Costs
+from procpipe.plan.fuse import fused
 from procpipe.plan.list_schedule import Rule, list_schedule, one_at_a_time
 from procpipe.plan.memory import peak_bytes
+from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules import SCHEDULES
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
+from procpipe.plan.zero_bubble import zb_h1, zb_v
 
-__all__ = ["SEARCHED", "Candidate", "candidates", "fixed_plans", "least_bytes", "searched"]
+__all__ = [
+    "SEARCHED",
+    "Candidate",
+    "candidates",
+    "fixed_plans",
+    "least_bytes",
+    "plans_in_two",
+    "searched",
+]
 
 #: The name of the candidate that is no fixed schedule.
 SEARCHED = "searched"
@@ -103,10 +114,16 @@ def searched(
     """
     best: Plan | None = None
     best_s = num_tasks = 0.0
-    for in_two in (False, True):
-        plan = one_at_a_time(m, routes, recompute=recompute, in_two=in_two)
-        if limits_bytes is not None and _fits(_peaks(plan, costs, routes), limits_bytes):
-            best, best_s = plan, simulate(plan, costs, routes).total_s
+    if limits_bytes is not None:
+        plans = [
+            one_at_a_time(m, routes, recompute=recompute, in_two=in_two) for in_two in (False, True)
+        ]
+        plans += [plan for _, plan in plans_in_two(m, routes, recompute)]
+        fitting = [plan for plan in plans if _fits(_peaks(plan, costs, routes), limits_bytes)]
+        for plan in fitting:
+            total_s = simulate(plan, costs, routes).total_s
+            if best is None or total_s < best_s:
+                best, best_s = plan, total_s
     shortest_s = _shortest_s(m, costs, routes, recompute)
     for is_first, share, rule in _rules(routes.num_stages, m):
         if limits_bytes is None and share < 1.0:
@@ -120,6 +137,10 @@ def searched(
         num_tasks += (2 + rule.in_two) * m * len(routes.placement)
         if made is None:
             continue
+        if rule.in_two:
+            joined = fused(made, costs)
+            if limits_bytes is None or _fits(_peaks(joined, costs, routes), limits_bytes):
+                made = joined
         total_s = simulate(made, costs, routes).total_s
         if (best is None or total_s < best_s * (1.0 - _FASTER)) and _runs(made, routes):
             best, best_s = made, total_s
@@ -137,6 +158,19 @@ def fixed_plans(
             continue
         if schedule.place(len(placement), n) == placement:
             yield schedule.name, schedule.plan(m, placement, recompute)
+
+
+def plans_in_two(
+    m: int, routes: Routes, recompute: Collection[int] = ()
+) -> Iterator[tuple[str, Plan]]:
+    """Walk through the zero-bubble schedules for this placement, with every backward in two.
+
+    What a fixed schedule joins holds a message more at times, as buffers are posted by task.
+    """
+    n = routes.num_stages
+    for name, make, placement in (("zb-h1", zb_h1, looped(n, n)), ("zb-v", zb_v, folded(2 * n, n))):
+        if routes.placement == placement:
+            yield name, make(m, n, recompute=recompute)
 
 
 def least_bytes(

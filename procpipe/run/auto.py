@@ -33,7 +33,14 @@ from procpipe.plan.costs import Costs
 from procpipe.plan.gpipe import recomputed
 from procpipe.plan.list_schedule import Rule, list_schedule, one_at_a_time
 from procpipe.plan.routes import Routes
-from procpipe.plan.search import SEARCHED, Candidate, candidates, fixed_plans, least_bytes
+from procpipe.plan.search import (
+    SEARCHED,
+    Candidate,
+    candidates,
+    fixed_plans,
+    least_bytes,
+    plans_in_two,
+)
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import RECOMPUTE, Plan
 from procpipe.run.reports import Report, costs_of
@@ -247,10 +254,11 @@ class AutoSchedule:
         m, routes = case.m, case.routes
         if self._limits_bytes is not None:
             return _ONE_AT_A_TIME, one_at_a_time(m, routes, recompute=range(m), in_two=in_two)
-        fixed = dict(fixed_plans(m, routes, case.recompute))
+        plans = plans_in_two if in_two else fixed_plans
+        found = dict(plans(m, routes, case.recompute))
         for name in ("zb-h1", "zb-v") if in_two else ("1f1b", "interleaved"):
-            if name in fixed:
-                return name, fixed[name]
+            if name in found:
+                return name, found[name]
         equal = Costs.uniform(len(routes.placement))
         plan = list_schedule(m, equal, routes, recompute=case.recompute, rule=Rule(in_two))
         assert plan is not None, "without limits there always is a plan"

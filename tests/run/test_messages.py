@@ -45,7 +45,7 @@ def test_an_order_is_short():
     order = Order("step", 0, plan="0123456789abcdef", sizes=(2, 2), shares=(0.5, 0.5))
 
     assert encode(order) == (
-        b'["step",0,true,true,"0123456789abcdef","",[2,2],[0.5,0.5],[],"local",null]'
+        b'["step",0,true,true,"0123456789abcdef","",[2,2],0,[0.5,0.5],[],"local",null]'
     )
 
 
