@@ -156,14 +156,14 @@ def check_shared_parameters(module: nn.Sequential, balance: Sequence[int]) -> No
     """
     users: dict[Tensor, tuple[str, int]] = {}
     faults = []
-    for stage, layers in enumerate(split(module, balance)):
+    for part, layers in enumerate(split(module, balance)):
         for name, layer in layers.items():
             for inner_name, tensor in _named_tensors(layer):
                 full_name = f"{name}.{inner_name}"
-                other_name, other_stage = users.setdefault(tensor, (full_name, stage))
-                if other_stage != stage:
+                other_name, other_part = users.setdefault(tensor, (full_name, part))
+                if other_part != part:
                     faults.append(
-                        f"{other_name} in stage {other_stage} is {full_name} in stage {stage}"
+                        f"{other_name} in partition {other_part} is {full_name} in partition {part}"
                     )
     if faults:
         raise ValueError(

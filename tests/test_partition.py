@@ -120,15 +120,15 @@ def test_shared_parameters_are_all_named() -> None:
     model = nn.Sequential(embedding, Shares(table), nn.Sequential(head), Shares(table))
 
     check_shared_parameters(model, (4,))
-    with pytest.raises(ValueError, match=r"two partitions: 0\.weight in stage 0 is 2\.0\.weight"):
+    with pytest.raises(ValueError, match=r"0\.weight in partition 0 is 2\.0\.weight"):
         check_shared_parameters(model, (2, 2))
     with pytest.raises(
         ValueError,
-        match=r"0\.weight in stage 0 is 2\.0\.weight in stage 2; "
-        r"1\.table in stage 1 is 3\.table in stage 2: choose a balance",
+        match=r"0\.weight in partition 0 is 2\.0\.weight in partition 2; "
+        r"1\.table in partition 1 is 3\.table in partition 2: choose a balance",
     ):
         check_shared_parameters(model, (1, 1, 2))
-    with pytest.raises(ValueError, match=r"1\.table in stage 0 is 3\.table in stage 1: choose"):
+    with pytest.raises(ValueError, match=r"1\.table in partition 0 is 3\.table in partition 1"):
         check_shared_parameters(model, (3, 1))
 
 

@@ -1,10 +1,10 @@
-"""The skip tensors of one micro-batch on one stage, while its layers run.
+"""The skip tensors of one micro-batch in one partition, while its layers run.
 
-stash ──> popped on this stage       kept here, part of the local graph
-      └─> popped on later stages     handed out with the output, a root of the backward pass
+stash ──> popped in this partition   kept here, part of the local graph
+      └─> popped in later ones       handed out with the output, a root of the backward pass
 
-pop   <── stashed on this stage
-      <── stashed on an earlier one  came in with the input, and catches a gradient like it
+pop   <── stashed in this partition
+      <── stashed in an earlier one  came in with the input, and catches a gradient like it
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ _ABSENT = "not stashed"
 
 
 class SkipPorts:
-    """Where skip tensors enter and leave a stage.
+    """Where skip tensors enter and leave a partition.
 
     Args:
         layout: the model's.
-        stage: this stage.
+        partition: this partition.
 
     Attributes:
-        sources: the stages that skip tensors come from, in the order of their messages.
-        destinations: the stages that skip tensors go to, in the order of their messages.
+        sources: the partitions that skip tensors come from, in the order of their messages.
+        destinations: the partitions that skip tensors go to, in the order of their messages.
     """
 
-    def __init__(self, layout: SkipLayout, stage: int) -> None:
-        self.sources = layout.into(stage)
-        self.destinations = layout.out_of(stage)
-        self._entering = [layout.keys[a, stage] for a in self.sources]
-        self._leaving = [layout.keys[stage, b] for b in self.destinations]
-        self._num_pops = [layout.num_pops[a, stage] for a in self.sources]
+    def __init__(self, layout: SkipLayout, partition: int) -> None:
+        self.sources = layout.into(partition)
+        self.destinations = layout.out_of(partition)
+        self._entering = [layout.keys[a, partition] for a in self.sources]
+        self._leaving = [layout.keys[partition, b] for b in self.destinations]
+        self._num_pops = [layout.num_pops[a, partition] for a in self.sources]
         self._num_pops_elsewhere: dict[SkipKey, int] = {}
         for b in self.destinations:
-            pair = stage, b
+            pair = partition, b
             for key, num_pops in zip(layout.keys[pair], layout.num_pops[pair], strict=True):
                 known = self._num_pops_elsewhere.get(key, 0)
                 self._num_pops_elsewhere[key] = known + num_pops
-        #: Skip tensors popped here of which a later stage has a copy of its own.
+        #: Skip tensors popped here of which a later partition has a copy of its own.
         self._needed_later = {
             key: b
             for (a, b), keys in layout.keys.items()
             for key in keys
-            if b > stage and a in self.sources and key in layout.keys[a, stage]
+            if b > partition and a in self.sources and key in layout.keys[a, partition]
         }
 
     def tracker(self, messages: Iterable[Sequence[Any]]) -> StageTracker:
@@ -70,21 +70,21 @@ class SkipPorts:
         return [tuple(tracker.leaving.get(key, _ABSENT) for key in keys) for keys in self._leaving]
 
     def check(self, tracker: StageTracker) -> None:
-        """Check, once the layers have run, that they left alone what later stages need.
+        """Check, once the layers have run, that they left alone what later partitions need.
 
         Raises:
-            RuntimeError: a skip tensor that a later stage pops too was changed in place.
+            RuntimeError: a skip tensor that a later one pops too was changed in place.
         """
         for key in tracker.changed():
             raise RuntimeError(
-                f"skip tensor {key} was changed in place by a layer that popped it, but stage "
+                f"skip tensor {key} was changed in place by a layer that popped it, but partition "
                 f"{self._needed_later[key]} pops it too, and has it as it was: change a copy "
                 "(skip = skip + 1 for skip.add_(1))"
             )
 
 
 class StageTracker:
-    """A tracker that knows what came from, and goes to, other stages."""
+    """A tracker that knows what came from, and goes to, other partitions."""
 
     def __init__(self, num_pops_elsewhere: dict[SkipKey, int]) -> None:
         self.leaving: dict[SkipKey, Tensor | None] = {}
@@ -95,19 +95,19 @@ class StageTracker:
     def enter(
         self, key: SkipKey, tensor: Tensor | None, num_pops: int, *, is_needed_later: bool
     ) -> None:
-        """Keep a tensor that came from an earlier stage for the layers that will pop it."""
+        """Keep a tensor that came from an earlier partition for the layers that will pop it."""
         self._local.stash(key, tensor, num_pops)
         if is_needed_later and tensor is not None and not tensor.is_inference():
             self._versions[key] = tensor, tensor._version
 
     def changed(self) -> list[SkipKey]:
-        """List the tensors needed on later stages too that were changed in place."""
+        """List the tensors needed on later partitions too that were changed in place."""
         return [
             key for key, (tensor, version) in self._versions.items() if tensor._version != version
         ]
 
     def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
-        """Keep a tensor for the layers of this stage that will pop it, and hand it out."""
+        """Keep a tensor for the layers of this partition that will pop it, and hand it out."""
         num_elsewhere = self._num_pops_elsewhere.get(key, 0)
         if num_elsewhere:
             self.leaving[key] = tensor
@@ -115,5 +115,5 @@ class StageTracker:
             self._local.stash(key, tensor, num_pops - num_elsewhere)
 
     def pop(self, key: SkipKey) -> Tensor | None:
-        """Give a tensor that came from an earlier stage or layer."""
+        """Give a tensor that came from an earlier partition or layer."""
         return self._local.pop(key)

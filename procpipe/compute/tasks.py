@@ -1,4 +1,4 @@
-"""The tasks of one stage: forward, recompute and backward of one micro-batch on the local layers.
+"""The tasks of one partition: forward, recompute and backward of one micro-batch on its layers.
 
 The autograd graph is cut at the partition's edges. What comes in is detached and enters the local
 graph through a node that catches its gradient; what goes out is detached and kept as a root:
@@ -18,7 +18,7 @@ and goes through (1), (2) and (3) in its recompute task.
 
 B may be two tasks, I and W: then ``compute.split`` has layers of (2) put off weight gradients.
 
-Knows neither other stages nor micro-batch order: the executor calls the tasks as the plan says.
+Knows neither other partitions nor micro-batch order: the executor calls the tasks as the plan says.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Partition:
     """The local layers, run task by task.
 
     Args:
-        layers: this stage's layers by their names in the full model.
+        layers: the partition's layers by their names in the full model.
         device: the stage's device, on which every tensor at the partition's edges must be.
         is_first: whether the first layer is the model's, which takes several positional inputs.
         skips: where skip tensors enter and leave. Where any do, an input is the tuple of what
-            comes from the stage before and of each source's skip tensors, and an output the tuple
-            of what goes to the next stage and of each destination's.
+            comes from the partition before and of each source's skip tensors, and an output the
+            tuple of what goes to the next partition and of each destination's.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Partition:
 
         Args:
             i: the micro-batch.
-            inputs: what came from the stage before; on the first stage a tuple of positional
+            inputs: what came from the partition before; in the first a tuple of positional
                 inputs.
             keep: whether a backward task will follow.
             recompute: whether a recompute task will come before it, so that no graph is kept now.
@@ -401,7 +401,7 @@ class Partition:
 
     def _changed_in_place(self) -> RecomputeError:
         return RecomputeError(
-            f"{self.where()} changed its stage's input in place, so recomputing it would start "
+            f"{self.where()} changed its partition's input in place, so recomputing it would start "
             "from the wrong values: make the change out of place (x = x + 1 for x.add_(1)), let "
             "the partition begin at another layer, or use checkpoint='never'"
         )
@@ -415,7 +415,7 @@ class Partition:
 
 
 _CHANGED_PAST_AUTOGRAD = (
-    "a layer of this stage changed the stage's input past autograd (through x.data or NumPy), so "
+    "a layer changed its partition's input past autograd (through x.data or NumPy), so "
     "recomputing it would start from the wrong values: change a copy, or use checkpoint='never'"
 )
 

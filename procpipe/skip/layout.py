@@ -1,7 +1,7 @@
-"""Which skip tensors travel from which stage to which.
+"""Which skip tensors travel from which partition to which.
 
-Computed alike on every rank from the model and the balance, so that a message between two stages
-need only carry the tensors, in the order given here.
+Computed alike on every rank from the model and the balance, so that a message between two
+partitions need only carry the tensors, in the order given here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["SkipLayout"]
 
 @dataclass(frozen=True)
 class SkipLayout:
-    """The skip tensors that cross stages.
+    """The skip tensors that cross partitions.
 
     Attributes:
-        keys: for each pair of stages ``(a, b)``, ``a < b``, in order: the skip tensors made on
+        keys: for each pair of partitions ``(a, b)``, ``a < b``, in order: the skip tensors made on
             ``a`` that are popped on ``b``, each once however many layers of ``b`` pop it, in the
             order in which the model stashes them.
-        num_pops: for each pair of stages, how many layers of ``b`` pop each of its keys.
+        num_pops: for each pair of partitions, how many layers of ``b`` pop each of its keys.
     """
 
     keys: dict[tuple[int, int], tuple[SkipKey, ...]] = field(default_factory=dict)
@@ -36,14 +36,14 @@ class SkipLayout:
         """Work the layout out from all partitions of a model whose skip tensors match."""
         made: dict[SkipKey, int] = {}
         counts: dict[tuple[int, int], dict[SkipKey, int]] = {}
-        for stage, layers in enumerate(partitions):
+        for partition, layers in enumerate(partitions):
             for layer in layers.values():
                 stashes, pops = declared(layer)
                 for key in stashes:
-                    made[key] = stage
+                    made[key] = partition
                 for key in pops:
-                    if made[key] != stage:
-                        of_pair = counts.setdefault((made[key], stage), {})
+                    if made[key] != partition:
+                        of_pair = counts.setdefault((made[key], partition), {})
                         of_pair[key] = of_pair.get(key, 0) + 1
         order = {key: position for position, key in enumerate(made)}
         keys = {
@@ -54,10 +54,10 @@ class SkipLayout:
             {pair: tuple(counts[pair][key] for key in keys[pair]) for pair in sorted(keys)},
         )
 
-    def into(self, stage: int) -> tuple[int, ...]:
-        """List the stages whose skip tensors are popped on this one."""
-        return tuple(a for a, b in self.keys if b == stage)
+    def into(self, partition: int) -> tuple[int, ...]:
+        """List the partitions whose skip tensors are popped on this one."""
+        return tuple(a for a, b in self.keys if b == partition)
 
-    def out_of(self, stage: int) -> tuple[int, ...]:
-        """List the stages that pop skip tensors made on this one."""
-        return tuple(b for a, b in self.keys if a == stage)
+    def out_of(self, partition: int) -> tuple[int, ...]:
+        """List the partitions that pop skip tensors made on this one."""
+        return tuple(b for a, b in self.keys if a == partition)

@@ -176,7 +176,7 @@ def test_a_layer_may_change_what_it_receives_in_place(recompute):
 @pytest.mark.parametrize("wants", [True, False])
 def test_a_change_in_place_of_what_is_kept_is_told(wants):
     partition = partition_of({"view": Do(lambda t: t[:]), "add": Do(lambda t: t.add_(1))})
-    with pytest.raises(RecomputeError, match=r"layer 'add' \(Do\) changed its stage's input"):
+    with pytest.raises(RecomputeError, match=r"layer 'add' \(Do\) changed its partition's input"):
         partition.forward(0, received(torch.ones(2), wants), keep=True, recompute=True)
     assert partition.where() == "layer 'add' (Do)"
 

@@ -596,7 +596,7 @@ def test_a_layer_that_changes_its_checkpointed_input_is_named_everywhere(ranks, 
         RemoteStageError.__name__,
     ]
     for error in errors:
-        assert "layer 'add' (Do) changed its stage's input in place" in error.text
+        assert "layer 'add' (Do) changed its partition's input in place" in error.text
         assert "x = x + 1 for x.add_(1)" in error.text
 
 

@@ -377,7 +377,7 @@ def test_a_change_of_a_checkpointed_input_is_told_with_the_layer(ranks, num_rank
             kind, text = found[name]
             wanted = RecomputeError if rank == at_stage else RemoteStageError
             assert kind == wanted.__name__, (name, rank, kind, text)
-            assert "layer 'change' (Do) changed its stage's input in place" in text, name
+            assert "layer 'change' (Do) changed its partition's input in place" in text, name
 
 
 @pytest.mark.parametrize("style", ["step", "backward"])
@@ -449,7 +449,7 @@ def test_a_change_by_the_loss_function_is_told(ranks):
     for mode in ("always", "except_last"):
         errors = ranks(2).run(change_in_the_loss, mode, world=False).errors()
         assert [error.type for error in errors] == ["RemoteStageError", "RecomputeError"]
-        assert all("loss_fn changed its stage's input in place" in e.text for e in errors)
+        assert all("loss_fn changed its partition's input in place" in e.text for e in errors)
 
 
 @skippable(stash=["skip"])

@@ -408,7 +408,7 @@ def test_a_skip_that_is_needed_later_stays_as_it_is(ranks: Any, mode: str) -> No
     assert "in place" in text
     if mode == "never":
         assert "skip tensor 'skip' was changed in place" in text
-        assert "stage 2 pops it too" in text
+        assert "partition 2 pops it too" in text
 
 
 class OnlyInTraining(nn.Module):
