@@ -107,7 +107,8 @@ class Stage(nn.Sequential):
         memory_limit_bytes: the most that a stage, or each stage in order, may hold for backward
             passes: activations, messages and what layers save, not parameters, gradients and the
             optimizer's state. Only with ``schedule="auto"``, which recomputes more micro-batches
-            than ``checkpoint`` says where they would not fit else.
+            than ``checkpoint`` says where they would not fit else. Without a launcher one number
+            is for the whole model, and of several the sum.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of

@@ -53,8 +53,10 @@ class Meter:
             return
         self._saved, self._put_off = {}, {}
         self._executor.around, self._executor.ledger.seen = self._around, {}
-        yield
-        self._executor.around = None
+        try:
+            yield
+        finally:
+            self._executor.around = None
 
     def tell(self, order: Order, control: Control, heard: Callable[[list[Any]], Any]) -> None:
         """Tell rank 0 what the step was measured to take, if its order asks; waits for all ranks.
