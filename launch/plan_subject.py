@@ -117,7 +117,7 @@ def _get(path: str, what: str, types: Any) -> Any:
         return value
     try:
         return value()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise MistakeError(f"{what}, {path}(), raised {type(error).__name__}: {error}") from error
 
 
@@ -131,7 +131,7 @@ def _attribute(path: str, what: str) -> Any:
         sys.path.insert(0, folder)
     try:
         value: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         told = f"{type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name == module_name:
             told = f"there is no module {module_name!r} (seen from {folder})"
