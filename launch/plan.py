@@ -24,9 +24,9 @@ from rich.console import Console
 
 from procpipe.balance import divide
 from procpipe.launch.plan_check import rehearse
-from procpipe.launch.plan_measure import SizeError, measure_link, measure_model, sizes_to_measure
+from procpipe.launch.plan_measure import measure_link, measure_model, sizes_to_measure
 from procpipe.launch.plan_options import STATES, check_options, device_type, parser
-from procpipe.launch.plan_subject import MistakeError, Named, Subject, load
+from procpipe.launch.plan_subject import MistakeError, Named, SizeError, Subject, load
 from procpipe.launch.plan_text import (
     arguments_of,
     best_of_each,

@@ -17,25 +17,12 @@ import torch
 from torch import nn
 
 from procpipe.balance import LayerProfile, Profile, profile_layers
-from procpipe.launch.plan_subject import MistakeError, Subject
+from procpipe.launch.plan_subject import MistakeError, SizeError, Subject
 from procpipe.minibatch import Loss
 from procpipe.partition import check_model
 from procpipe.plan.layers import Layer, Link, Model, Skip
 
-__all__ = ["SizeError", "measure_link", "measure_model", "sizes_to_measure"]
-
-
-class SizeError(MistakeError):
-    """The model cannot be run on micro-batches of a size.
-
-    Attributes:
-        num_samples: the size.
-    """
-
-    def __init__(self, num_samples: int, told: str) -> None:
-        super().__init__(told)
-        self.num_samples = num_samples
-
+__all__ = ["measure_link", "measure_model", "sizes_to_measure"]
 
 #: For each size, unless three rounds take longer.
 _BUDGET_S = 0.5

@@ -21,11 +21,23 @@ from torch import Tensor, nn
 from procpipe import NoChunk
 from procpipe.balance import Inputs
 
-__all__ = ["MistakeError", "Named", "Subject", "load", "stand_in_loss"]
+__all__ = ["MistakeError", "Named", "SizeError", "Subject", "load", "stand_in_loss"]
 
 
 class MistakeError(ValueError):
     """What the user asks for cannot be done; says why, in one sentence."""
+
+
+class SizeError(MistakeError):
+    """The model cannot be run on micro-batches of a size.
+
+    Attributes:
+        num_samples: the size.
+    """
+
+    def __init__(self, num_samples: int, told: str) -> None:
+        super().__init__(told)
+        self.num_samples = num_samples
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def has_run(proposal: Proposal, measured: Rehearsal) -> bool:
     """Tell whether the plan that was predicted is the one that was run."""
     stages = range(proposal.plan.num_stages)
     planned = tuple(tuple(map(str, proposal.plan.tasks_of(stage))) for stage in stages)
-    return planned == measured.tasks
+    return bool(planned == measured.tasks)
 
 
 def _tasks_compared(proposal: Proposal, measured: Rehearsal) -> Iterator[tuple[str, str, str, str]]:

@@ -186,7 +186,8 @@ class Scale(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * Slow.for_one(self.clock, 4.0)(self.factor)
+        scaled: Tensor = x * Slow.for_one(self.clock, 4.0)(self.factor)
+        return scaled
 
 
 def test_seconds_of_the_input_gradient() -> None:
@@ -248,7 +249,8 @@ def test_the_first_half_of_an_attention_without_a_gradient_of_its_input() -> Non
             return self
 
         def forward(self, x: Tensor) -> Tensor:
-            return Slow.for_one(clock, 1.0)(self.attention(x, x, x, need_weights=False)[0])
+            output: Tensor = Slow.for_one(clock, 1.0)(self.attention(x, x, x)[0])
+            return output
 
     (layer,) = profiled(First(), sample=torch.ones(3, 1, 2), clock=clock).layers
 
