@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from procpipe.launch.facts import Facts
+from procpipe.plan.words import bytes_text
 
 __all__ = ["Check", "Status", "check_host", "failure", "ok", "warning"]
 
@@ -270,7 +271,8 @@ def _check_shared_memory(facts: Facts) -> Iterator[Check]:
     if facts.shm_bytes is None:
         yield warning(name, "there is no /dev/shm", mend)
     elif facts.shm_free_bytes < _MIN_SHM_BYTES:
-        told = f"{_mib(facts.shm_free_bytes)} of {_mib(facts.shm_bytes)} free in /dev/shm"
+        free, whole = bytes_text(facts.shm_free_bytes), bytes_text(facts.shm_bytes)
+        told = f"{free} of {whole} free in /dev/shm"
         if facts.shm_bytes >= _MIN_SHM_BYTES:
             mend = "see what is left in /dev/shm by programs that have ended, and remove it"
         yield warning(name, told, mend)
@@ -375,7 +377,3 @@ def _processes(number: int) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f} GiB"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:.0f} MiB"

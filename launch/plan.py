@@ -25,20 +25,20 @@ from rich.console import Console
 from procpipe.balance import divide
 from procpipe.launch.plan_check import rehearse
 from procpipe.launch.plan_measure import measure_link, measure_model, sizes_to_measure
-from procpipe.launch.plan_subject import MistakeError, Named, load
+from procpipe.launch.plan_options import STATES, check_options, device_type, parser
+from procpipe.launch.plan_subject import MistakeError, Named, SizeError, Subject, load
 from procpipe.launch.plan_text import (
     arguments_of,
     best_of_each,
-    bytes_text,
     check_table,
+    has_run,
     line_to_paste,
     overview_table,
-    parse_bytes,
-    seconds_text,
     show,
     stages_table,
 )
 from procpipe.plan.costs_file import Measured, from_text, to_text
+from procpipe.plan.layers import Model
 from procpipe.plan.propose import (
     Proposal,
     Question,
@@ -49,19 +49,9 @@ from procpipe.plan.propose import (
     propose,
 )
 from procpipe.plan.render import render_timeline_text
+from procpipe.plan.words import bytes_text, seconds_text
 
 __all__ = ["main"]
-
-#: Bytes that an optimizer keeps for each byte of the parameters that it trains.
-_STATES = {"adam": 2.0, "momentum": 1.0, "sgd": 0.0, "none": 0.0}
-
-_EPILOG = """\
-A step is the forward and backward of a mini-batch, without the optimizer's. Memory is that of
-parameters, gradients, optimizer and what is held for backward passes; not what a layer needs
-meanwhile, nor what the device itself takes (CUDA's context, for one): leave some room.
-
-exit code: 0; 1 if nothing fits into memory, or --check fails; 2 for a mistake in the command line
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: the words are wrong (code 2), or ask for help.
     """
-    parser = _parser()
-    options = parser.parse_args(argv)
+    reader = parser()
+    options = reader.parse_args(argv)
     try:
         return _Planning(options).main()
     except MistakeError as mistake:
-        _refuse(parser, str(mistake))
+        _refuse(reader, str(mistake))
     except KeyboardInterrupt:
         print("procpipe plan: interrupted", file=sys.stderr)
         return 130
@@ -97,11 +87,13 @@ class _Planning:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._console = Console()
-        self._device = torch.device(_device_type(options.device))
+        is_measured = not options.costs
+        self._device = torch.device(device_type(options.device) if is_measured else "cpu")
         self._named = Named(options.model or "", options.sample, options.loss, options.batch)
-        _check_combination(options, self._device)
+        check_options(options, self._device)
+        self._chunks: tuple[int, ...] = tuple(options.chunks or ())
         self._memory_bytes: int | None = options.memory
-        if options.memory is None and self._device.type == "cuda" and not options.costs:
+        if options.memory is None and self._device.type == "cuda":
             self._memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
 
     def main(self) -> int:
@@ -134,18 +126,13 @@ class _Planning:
             )
         if options.n > len(subject.model):
             raise MistakeError(
-                f"-n {options.n}: the model has {len(subject.model)} layers, and each device needs "
-                "at least one"
+                f"-n {options.n}: the model has {_counted(len(subject.model), 'layer')}, and each "
+                "device needs at least one"
             )
-        sizes = sizes_to_measure(subject.batch, chunks)
         name = "one CPU thread"
         if self._device.type == "cuda":
             name = torch.cuda.get_device_name(self._device)
-        told = ", ".join(map(str, sizes))
-        self._say(
-            f"measuring {len(subject.model)} layers on {name}, micro-batches of {told} samples …"
-        )
-        model = measure_model(subject, sizes, self._device)
+        model = self._measure_layers(subject, chunks, name)
         link, story = measure_link(self._device)
         self._say(f"transfers: {link.bytes_per_s / 1e9:.1f} GB/s ({story})")
         if not options.loss:
@@ -154,6 +141,40 @@ class _Planning:
                 "may be cheaper"
             )
         return Measured(model, subject.batch, link, name)
+
+    def _measure_layers(self, subject: Subject, chunks: Sequence[int], name: str) -> Model:
+        """Measure on all sizes, but for small ones that only the default asks for and that fail."""
+        batch, left_out = subject.batch, ""
+        while True:
+            sizes = sizes_to_measure(batch, chunks)
+            told = ", ".join(map(str, sizes))
+            self._say(
+                f"measuring {_counted(len(subject.model), 'layer')} on {name}, micro-batches of "
+                f"{told} {'sample' if sizes == (1,) else 'samples'} …"
+            )
+            try:
+                model: Model = measure_model(subject, sizes, self._device)
+            except SizeError as error:
+                size = error.num_samples
+                larger = [count for count in chunks if -(-batch // count) > size]
+                if larger and not self._options.chunks:
+                    left_out = left_out or f"{_counted(size, 'sample')}{error}"
+                    chunks = larger
+                    continue
+                if size == batch:
+                    raise MistakeError(f"the model cannot be run on the sample{error}") from error
+                count = next(count for count in chunks if -(-batch // count) == size)
+                raise MistakeError(
+                    f"--chunks {count}: the model cannot be run on micro-batches of "
+                    f"{_counted(size, 'sample')}{error}"
+                ) from error
+            if left_out:
+                self._chunks = tuple(chunks)
+                self._say(
+                    f"left out: micro-batches of less than {sizes[0]}, since the model cannot be "
+                    f"run on {left_out}"
+                )
+            return model
 
     def _read(self) -> Measured:
         path = Path(self._options.costs)
@@ -182,8 +203,8 @@ class _Planning:
                 options.n,
                 options.batch or measured.batch,
                 self._memory_bytes,
-                _STATES[options.optimizer],
-                tuple(options.chunks or ()),
+                STATES[options.optimizer],
+                self._chunks,
                 link,
             )
         except ValueError as error:
@@ -198,8 +219,9 @@ class _Planning:
     ) -> None:
         memory_bytes, one_s = question.memory_bytes, alone_s(measured.model, question)
         self._say(
-            f"a mini-batch of {question.batch} samples on {_counted(question.num_devices)}; one "
-            f"alone, if it had the memory, would take {seconds_text(one_s)}\n"
+            f"a mini-batch of {_counted(question.batch, 'sample')} on "
+            f"{_counted(question.num_devices, 'device')}; one alone, if it had the memory, would "
+            f"take {seconds_text(one_s)}\n"
         )
         best = best_of_each(proposals, memory_bytes)
         if chosen is not None:
@@ -238,6 +260,11 @@ class _Planning:
             print(f"procpipe plan: the check failed: {error}", file=sys.stderr)
             return 1
         show(self._console, check_table(chosen, measured, is_cpu=is_cpu))
+        if not has_run(chosen, measured):
+            self._say(
+                f"\n{measured.schedule} came to another plan than was predicted, so idle time and "
+                "what is held are not compared."
+            )
         return 0
 
     def _line(self, proposal: Proposal, memory_bytes: int | None) -> str:
@@ -253,104 +280,12 @@ def _are_alike(one: Proposal, other: Proposal) -> bool:
     return (one.schedule, one.checkpoint) == (other.schedule, other.checkpoint)
 
 
-def _counted(num_devices: int) -> str:
-    return "1 device" if num_devices == 1 else f"{num_devices} devices"
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _device_type(asked: str | None) -> str:
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and there == "cpu":
-        raise MistakeError("--device cuda: there is no GPU that torch can use here")
-    return asked or there
-
-
-def _check_combination(options: argparse.Namespace, device: torch.device) -> None:
-    """Check that the options go together."""
-    if options.costs:
-        for name in ("model", "sample", "save", "check"):
-            if getattr(options, name):
-                raise MistakeError(
-                    f"--costs is in the place of a model, so leave out {_SPELT[name]}"
-                )
-    elif not options.model:
-        raise MistakeError("a model is needed, as in mymodel:build, or --costs with those of one")
-    elif not options.sample:
-        raise MistakeError(
-            "a sample is needed to measure the model on: --sample mymodel:sample, which gives a "
-            "mini-batch, (input, target) or the input alone"
-        )
-    if options.check and device.type == "cuda" and torch.cuda.device_count() < options.n:
-        raise MistakeError(
-            f"--check: {options.n} GPUs are needed, and there are {torch.cuda.device_count()} here"
-        )
-
-
-_SPELT = {"model": "the model", "sample": "--sample", "save": "--save", "check": "--check"}
-
-
-def _refuse(parser: argparse.ArgumentParser, told: str) -> NoReturn:
-    parser.exit(2, f"procpipe plan: {told}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="procpipe plan",
-        description="Propose balance, chunks, checkpoint mode and schedule for a model, predict "
-        "what comes of it, and write the line to paste.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("model", nargs="?", metavar="MODULE:NAME",
-        help="an nn.Sequential, or a function that returns one; as in mymodel:build")  # fmt: skip
-    add("--sample", default="", metavar="MODULE:NAME",
-        help="a mini-batch, (input, target) or the input alone; or a function for it")  # fmt: skip
-    add("--loss", default="", metavar="MODULE:NAME",
-        help="the loss function, of output and target, or of the output alone")  # fmt: skip
-    add("-n", type=_count, required=True, metavar="N", help="how many devices there are")
-    add("--memory", type=_memory, metavar="BYTES",
-        help="of each device, as in 24GiB; by default a GPU's own, no limit on CPUs")  # fmt: skip
-    add("--batch", type=_count, metavar="B",
-        help="samples in a mini-batch; by default those of the sample")  # fmt: skip
-    add("--chunks", type=_chunks, metavar="M,M,…",
-        help="numbers of chunks to try; by default powers of two up to 8 a device")  # fmt: skip
-    add("--optimizer", choices=tuple(_STATES), default="adam",
-        help="what it keeps for each parameter counts as memory; default: %(default)s")  # fmt: skip
-    add("--device", choices=("cuda", "cpu"), help="where to measure; by default a GPU, if any")
-    add("--bandwidth", type=_bandwidth, metavar="BYTES/s",
-        help="between devices, as in 20GB/s; by default measured here")  # fmt: skip
-    add("--check", action="store_true", help="run what was proposed, and compare")
-    add("--save", metavar="FILE", help="write the layers' costs, as JSON")
-    add("--costs", metavar="FILE", help="read the layers' costs instead of measuring a model")
-    return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 1")
-    return int(text)
-
-
-def _chunks(text: str) -> list[int]:
-    return [_count(part.strip()) for part in text.split(",")]
-
-
-def _memory(text: str) -> int:
-    try:
-        num_bytes: int = parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return num_bytes
-
-
-def _bandwidth(text: str) -> float:
-    try:
-        found = parse_bytes(text.removesuffix("/s"))
-    except ValueError:
-        found = 0
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth; one reads like 20GB/s")
-    return float(found)
+def _refuse(reader: argparse.ArgumentParser, told: str) -> NoReturn:
+    reader.exit(2, f"procpipe plan: {told}\n")
 
 
 if __name__ == "__main__":

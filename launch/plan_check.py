@@ -48,17 +48,19 @@ class Rehearsal:
 
     Attributes:
         step_s: seconds of a mini-batch, the median.
-        bubble: the share of it that a stage rests, as the mean over stages.
+        idle: the share of it that a stage rests, as the mean over stages.
         task_s: seconds of a task, by kind and partition: "F0".
-        held_bytes: the most that each stage held between tasks.
+        held_bytes: the most that each stage held between tasks, in the steps that count.
         schedule: what the last step ran, as ``Stage.schedule`` tells it.
+        tasks: the tasks of each stage in it, in order: "F0@0".
     """
 
     step_s: float
-    bubble: float
+    idle: float
     task_s: Mapping[str, float]
     held_bytes: tuple[int, ...]
     schedule: str
+    tasks: tuple[tuple[str, ...], ...]
 
 
 def rehearse(
@@ -106,9 +108,10 @@ def _rehearsal(of_ranks: Sequence[Mapping[str, Any]]) -> Rehearsal:
     step_s = max(statistics.median(told["steps_s"]) for told in of_ranks)
     busy_s = [statistics.median(told["busy_s"]) for told in of_ranks]
     task_s = {name: seconds for told in of_ranks for name, seconds in told["task_s"].items()}
-    bubble = 1 - sum(busy_s) / (len(of_ranks) * step_s)
+    idle = 1 - sum(busy_s) / (len(of_ranks) * step_s)
     held_bytes = tuple(told["held_bytes"] for told in of_ranks)
-    return Rehearsal(step_s, bubble, task_s, held_bytes, of_ranks[0]["schedule"])
+    tasks = tuple(tuple(told["tasks"]) for told in of_ranks)
+    return Rehearsal(step_s, idle, task_s, held_bytes, of_ranks[0]["schedule"], tasks)
 
 
 # -- on each rank ---------------------------------------------------------------------------------
@@ -127,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stage = Stage(subject.model, loss_fn=subject.loss_fn, **settings["stage"])
     for _ in range(settings["num_warm_up"]):
         _step(stage, subject.inputs, subject.target)
+    stage.reset_peak_held_bytes()  # auto has measured with plans that hold more, and tried others
     steps_s, busy_s = [], []
     tasks_s: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(settings["num_steps"]):
@@ -141,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "task_s": {name: statistics.median(found) for name, found in tasks_s.items()},
         "held_bytes": stage.statistics().peak_held_bytes,
         "schedule": stage.schedule,
+        "tasks": [str(timed.task) for timed in tasks],
     }
     _file_of(options.output, stage.rank).write_text(json.dumps(ours))
     stage.report()  # which waits for all ranks, so that all files are there

@@ -9,12 +9,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from procpipe.balance import LayerProfile, Profile, profile_layers
-from procpipe.launch.plan_subject import MistakeError, Subject
+from procpipe.launch.plan_subject import MistakeError, SizeError, Subject
+from procpipe.minibatch import Loss
+from procpipe.partition import check_model
 from procpipe.plan.layers import Layer, Link, Model, Skip
 
 __all__ = ["measure_link", "measure_model", "sizes_to_measure"]
@@ -42,8 +47,14 @@ def measure_model(subject: Subject, sizes: Sequence[int], device: torch.device) 
     """Measure a model's layers on micro-batches of some sizes.
 
     Raises:
-        MistakeError: the model cannot be run on the sample, or has no time on a meta device.
+        SizeError: the model cannot be run on as many samples, or on any.
+        MistakeError: a ``Stage`` would not take it, whatever the balance.
     """
+    try:
+        check_model(subject.model)
+    except ValueError as error:
+        raise MistakeError(str(error)) from error
+    loss = Loss(subject.loss_fn, None)  # a stage's, which is as strict
     profiles = []
     for size in sizes:
         inputs, target = subject.micro_batch(size)
@@ -52,17 +63,26 @@ def measure_model(subject: Subject, sizes: Sequence[int], device: torch.device) 
                 subject.model,
                 inputs,
                 target=target,
-                loss_fn=subject.loss_fn,
+                loss_fn=lambda output, target=None: loss.of(output, target),
                 timeout=_BUDGET_S,
                 device=device,
             )
+        except MistakeError:
+            raise
         except Exception as error:
             where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-            raise MistakeError(
-                f"the model cannot be run on the sample{where}: {type(error).__name__}: {error}"
-            ) from error
+            raise SizeError(size, f"{where}: {type(error).__name__}: {error}") from error
         profiles.append(profile)
-    return _model(sizes, profiles)
+    return replace(_model(sizes, profiles), shared=shared_by(subject.model))
+
+
+def shared_by(model: nn.Sequential) -> tuple[tuple[int, int], ...]:
+    """List the first and the last of layers that share a parameter or buffer."""
+    users: dict[int, list[int]] = {}
+    for k, layer in enumerate(model):
+        for tensor in chain(layer.parameters(), layer.buffers()):
+            users.setdefault(id(tensor), []).append(k)
+    return tuple(sorted({(found[0], found[-1]) for found in users.values() if len(found) > 1}))
 
 
 def measure_link(device: torch.device) -> tuple[Link, str]:

@@ -21,11 +21,23 @@ from torch import Tensor, nn
 from procpipe import NoChunk
 from procpipe.balance import Inputs
 
-__all__ = ["MistakeError", "Named", "Subject", "load", "stand_in_loss"]
+__all__ = ["MistakeError", "Named", "SizeError", "Subject", "load", "stand_in_loss"]
 
 
 class MistakeError(ValueError):
     """What the user asks for cannot be done; says why, in one sentence."""
+
+
+class SizeError(MistakeError):
+    """The model cannot be run on micro-batches of a size.
+
+    Attributes:
+        num_samples: the size.
+    """
+
+    def __init__(self, num_samples: int, told: str) -> None:
+        super().__init__(told)
+        self.num_samples = num_samples
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,7 @@ def _get(path: str, what: str, types: Any) -> Any:
         return value
     try:
         return value()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise MistakeError(f"{what}, {path}(), raised {type(error).__name__}: {error}") from error
 
 
@@ -131,7 +143,7 @@ def _attribute(path: str, what: str) -> Any:
         sys.path.insert(0, folder)
     try:
         value: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         told = f"{type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name == module_name:
             told = f"there is no module {module_name!r} (seen from {folder})"

@@ -1,4 +1,4 @@
-"""What ``procpipe plan`` writes: tables, the line to paste, and numbers as people read them."""
+"""What ``procpipe plan`` writes, tables and the line to paste; and the amounts that it reads."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from procpipe.plan.task import (
     RECOMPUTE,
     WEIGHT_GRADIENT,
 )
+from procpipe.plan.words import bytes_text, seconds_text
 
 __all__ = [
     "Table",
     "arguments_of",
     "best_of_each",
-    "bytes_text",
     "check_table",
+    "has_run",
     "line_to_paste",
     "overview_table",
     "parse_bytes",
     "schedule_name",
-    "seconds_text",
     "show",
     "stages_table",
 ]
@@ -72,9 +72,10 @@ class Table:
 
 
 def show(console: Console, table: Table) -> None:
-    """Write a table: with lines on a terminal, plain elsewhere."""
+    """Write a table: with lines on a terminal that is wide enough for it, plain elsewhere."""
     heading, *rows = table.rows
-    if console.is_terminal:
+    widths = [max(map(len, column)) for column in zip(*table.rows, strict=True)]
+    if console.is_terminal and sum(widths) + 3 * len(widths) + 1 <= console.width:
         drawn = RichTable(title=table.title, title_justify="left")
         for k, name in enumerate(heading):
             drawn.add_column(name, justify="left" if k < table.num_left else "right")
@@ -82,7 +83,6 @@ def show(console: Console, table: Table) -> None:
             drawn.add_row(*row)
         console.print(drawn)
         return
-    widths = [max(map(len, column)) for column in zip(*table.rows, strict=True)]
     print(table.title)
     for row in table.rows:
         cells = (
@@ -116,7 +116,7 @@ def overview_table(
     proposals: Sequence[Proposal], chosen: Proposal | None, alone_s: float, memory_bytes: int | None
 ) -> Table:
     """Lay out the best of each schedule and checkpoint mode."""
-    heading = ("schedule", "checkpoint", "chunks", "step", "speed-up", "bubble", "memory", "fits")
+    heading = ("schedule", "checkpoint", "chunks", "step", "speed-up", "idle", "memory", "fits")
     rows = [
         (
             f"{schedule_name(p)}{' *' if p is chosen else ''}",
@@ -156,24 +156,31 @@ def stages_table(model: Model, proposal: Proposal, memory_bytes: int | None) -> 
 def check_table(proposal: Proposal, measured: Rehearsal, *, is_cpu: bool) -> Table:
     """Lay out what was predicted beside what was measured.
 
-    On a GPU a task's measured time is the host's, which says nothing of the device: left out.
+    On a GPU a task's measured time is the host's, which says nothing of the device: left out. So
+    are predictions for a plan, of idle time and of what is held, where another plan was run.
     """
+    is_same = has_run(proposal, measured)
     rows = [("", "predicted", "measured", "difference")]
     rows.append(_compared("step", proposal.total_s, measured.step_s))
     if is_cpu:
-        bubbles = f"{proposal.timeline.bubble:.1%}", f"{measured.bubble:.1%}"
-        rows.append(("bubble", *bubbles, f"{measured.bubble - proposal.timeline.bubble:+.1%}"))
+        idle, found_idle = proposal.timeline.bubble, f"{measured.idle:.1%}"
+        cells = (f"{idle:.1%}", found_idle, f"{measured.idle - idle:+.1%}")
+        rows.append(("idle", *(cells if is_same else ("", found_idle, ""))))
         rows += _tasks_compared(proposal, measured)
     for stage, (predicted, found) in enumerate(
         zip(proposal.between_tasks_bytes, measured.held_bytes, strict=True)
     ):
-        texts = bytes_text(predicted), bytes_text(found)
-        difference = f"{found / predicted - 1:+.1%}" if predicted else ""
-        rows.append((f"stage {stage}, held between tasks", *texts, difference))
-    title = "predicted and measured"
-    if proposal.schedule not in SCHEDULES:  # it may have come to another plan than was predicted
-        title += f" ({measured.schedule})"
-    return Table(title, rows)
+        cells = (bytes_text(predicted), bytes_text(found), _difference(found, predicted))
+        told = cells if is_same else ("", bytes_text(found), "")
+        rows.append((f"stage {stage}, held between tasks", *told))
+    return Table("predicted and measured", rows)
+
+
+def has_run(proposal: Proposal, measured: Rehearsal) -> bool:
+    """Tell whether the plan that was predicted is the one that was run."""
+    stages = range(proposal.plan.num_stages)
+    planned = tuple(tuple(map(str, proposal.plan.tasks_of(stage))) for stage in stages)
+    return bool(planned == measured.tasks)
 
 
 def _tasks_compared(proposal: Proposal, measured: Rehearsal) -> Iterator[tuple[str, str, str, str]]:
@@ -185,16 +192,26 @@ def _tasks_compared(proposal: Proposal, measured: Rehearsal) -> Iterator[tuple[s
         INPUT_GRADIENT: costs.input_gradient_s,
         WEIGHT_GRADIENT: costs.weight_gradient_s,
     }
+    planned = {(task.kind, task.j) for task in proposal.plan.tasks()}
     for j, stage in enumerate(placement):
         where = f"stage {stage}" if len(set(placement)) == len(placement) else f"partition {j}"
         for kind in KINDS:
-            if (found_s := measured.task_s.get(f"{kind}{j}")) is not None:
-                yield _compared(f"{where}, {_KIND_NAMES[kind]}", seconds[kind][j], found_s)
+            if (found_s := measured.task_s.get(f"{kind}{j}")) is None:
+                continue
+            what = f"{where}, {_KIND_NAMES[kind]}"
+            if (kind, j) in planned:
+                yield _compared(what, seconds[kind][j], found_s)
+            else:
+                yield what, "", seconds_text(found_s), ""
 
 
 def _compared(what: str, predicted_s: float, found_s: float) -> tuple[str, str, str, str]:
-    difference = f"{found_s / predicted_s - 1:+.1%}" if predicted_s else ""
+    difference = _difference(found_s, predicted_s)
     return what, seconds_text(predicted_s), seconds_text(found_s), difference
+
+
+def _difference(found: float, predicted: float) -> str:
+    return f"{found / predicted - 1:+.1%}" if predicted else ""
 
 
 def _layers_text(model: Model, proposal: Proposal, stage: int) -> Iterator[str]:
@@ -247,26 +264,3 @@ def parse_bytes(text: str) -> int:
     number, unit = match.groups()
     units = {name.lower(): size for name, size in _UNITS.items()} | {"b": 1}
     return int(float(number) * units[unit.lower()])
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Write an amount of bytes in three digits."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1000:
-            return f"{_three_digits(num_bytes)} {unit}"
-        num_bytes /= 1024
-    return f"{_three_digits(num_bytes)} GiB"
-
-
-def seconds_text(seconds: float) -> str:
-    """Write seconds in three digits."""
-    if seconds >= 0.9995:
-        return f"{_three_digits(seconds)} s"
-    if seconds >= 0.9995e-3:
-        return f"{_three_digits(seconds * 1e3)} ms"
-    return f"{_three_digits(seconds * 1e6)} us"
-
-
-def _three_digits(number: float) -> str:
-    num_decimals = 2 if number < 9.995 else 1 if number < 99.95 else 0
-    return f"{number:.{num_decimals}f}"

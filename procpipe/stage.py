@@ -455,6 +455,16 @@ class Stage(nn.Sequential):
             raise StageClosedError("there are no statistics before the first call and after close")
         return pipeline.statistics()
 
+    def reset_peak_held_bytes(self) -> None:
+        """Let ``statistics().peak_held_bytes`` start anew, as after a warm-up.
+
+        Does not communicate.
+        """
+        pipeline = self._calls.pipeline
+        if pipeline is None:
+            raise StageClosedError("nothing is counted before the first call and after close")
+        pipeline.executor.ledger.reset_peak()
+
     def last_step(self) -> list[TimedTask]:
         """Return this stage's tasks of the last call that ran any, in order, with their times.
 

@@ -48,8 +48,13 @@ USERS = ("procpipe.launch", "examples", "benchmarks")
 #: Whose __all__ holds names for users.
 PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state")
 
-#: What the launcher may import besides: neither is for users.
-FOR_LAUNCHER = ("procpipe.host", "procpipe.balance.blocks")
+#: What the launcher may import besides: none is for users.
+FOR_LAUNCHER = (
+    "procpipe.host",
+    "procpipe.balance.blocks",
+    "procpipe.minibatch",
+    "procpipe.partition",
+)
 
 #: Standard library only, and each other.
 PURE = (

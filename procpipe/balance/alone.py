@@ -53,6 +53,7 @@ class SkipCut:
 
     def __init__(self) -> None:
         self._stashed: list[Tensor] = []
+        self._popped: list[GradientEdge] = []
         self._held: dict[Hashable, tuple[Flat, int]] = {}
 
     def stash(self, key: Hashable, tensor: Tensor | None, num_pops: int) -> None:
@@ -75,6 +76,8 @@ class SkipCut:
         if num_pops > 1:
             self._held[key] = flat, num_pops - 1
         tensor: Tensor | None = _enter(flat)
+        if tensor is not None and tensor.requires_grad:
+            self._popped.append(get_gradient_edge(tensor))
         return tensor
 
     def waiting(self) -> dict[Hashable, list[Tensor]]:
@@ -85,6 +88,11 @@ class SkipCut:
         """Return the tensors stashed since the last call, as they are in their layer's graph."""
         stashed, self._stashed = self._stashed, []
         return stashed
+
+    def take_popped(self) -> list[GradientEdge]:
+        """Return where gradients of the tensors popped since the last call come out."""
+        popped, self._popped = self._popped, []
+        return popped
 
     @property
     def held(self) -> list[Tensor]:
@@ -110,6 +118,7 @@ class Layer:
         self.outputs: list[Tensor] = []
         self.output: Any = None
         self._cut = cut
+        self._popped: list[GradientEdge] = []
         self._arguments: tuple[Any, ...] = _enter(arguments)
 
     def forward(self) -> None:
@@ -117,6 +126,7 @@ class Layer:
         arguments, self._arguments = self._arguments, ()
         self.output = self.module(*arguments)
         self.outputs = flatten(self.output)[0] + self._cut.take_stashed()
+        self._popped = self._cut.take_popped()
 
     def waiting_skips(self) -> dict[Hashable, list[Tensor]]:
         """Return the skip tensors that wait to be popped, by what they were stashed under."""
@@ -127,10 +137,18 @@ class Layer:
         tensors, _ = flatten(self._arguments)
         return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
-    def input_gradients(self, gradients: list[Tensor], entries: list[GradientEdge]) -> None:
-        """Run as much of the layer's backward pass as the gradients of its inputs need."""
-        if gradients and entries:
-            torch.autograd.grad(self._roots(), entries, gradients, allow_unused=True)
+    def gradients_up_to(self, ends: list[GradientEdge], gradients: list[Tensor]) -> None:
+        """Run as much of the layer's backward pass as gradients at some places need.
+
+        Those of the skip tensors it popped are needed in any case.
+
+        Args:
+            ends: the places.
+            gradients: as ``output_gradients`` gave them.
+        """
+        ends = [*ends, *self._popped]
+        if gradients and ends:
+            torch.autograd.grad(self._roots(), ends, gradients, allow_unused=True)
 
     def output_gradients(self) -> list[Tensor]:
         """Return a gradient for each output that requires one."""

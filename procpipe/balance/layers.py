@@ -11,7 +11,7 @@ Each is measured in passes of its own over all layers (``alone.py``), as hooks t
 
     1  once        bytes
     2  repeatedly  seconds of forward and backward, with gradients that are there to be added to
-    3  repeatedly  seconds of the part of the backward that the inputs' gradients need
+    3  repeatedly  seconds of the backward without the weights' gradients that can be put off
 
 Knows nothing of plans, nor of more than one size of micro-batch.
 """
@@ -21,8 +21,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.balance.alone import Layer, as_flat, run_each
+from procpipe.balance.halves import counting_put_off, noting_ends
 from procpipe.balance.profile import (
     Memories,
     Timer,
@@ -43,9 +43,6 @@ from procpipe.skip.skippable import declared
 from procpipe.tree import Flat, flatten, map_tensors
 
 __all__ = ["LayerProfile", "Profile", "SkipProfile", "profile_layers"]
-
-#: Layers whose weights' gradients a backward in two puts off; and so does attention.
-_PUT_OFF = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 _MIN_ROUNDS = 3
 
@@ -64,8 +61,8 @@ class LayerProfile:
         type: its class.
         forward_s: seconds of its forward.
         backward_s: seconds of its backward, gradients added to those that are there.
-        input_gradient_s: seconds of the part of it that its inputs' gradients need; all of it
-            where no weights' gradients can be put off.
+        input_gradient_s: seconds of it without the weights' gradients that can be put off; all of
+            it where there are none.
         output_bytes: its output.
         kept_bytes: what autograd keeps that is neither input nor output nor a skip tensor.
         kept_input_bytes: what autograd keeps of its input.
@@ -254,11 +251,13 @@ def _all_seconds(
         gradients = layer.output_gradients()
         return forward_s, timer.seconds(lambda: layer.backward(gradients))
 
-    def time_input_gradients(layer: Layer) -> float:
+    def time_first_half(layer: Layer) -> float:
         entries = layer.entries()
-        layer.forward()
+        with noting_ends(layer.module) as ends:
+            layer.forward()
+        ends += entries
         gradients = layer.output_gradients()
-        return timer.seconds(lambda: layer.input_gradients(gradients, entries))
+        return timer.seconds(lambda: layer.gradients_up_to(ends, gradients))
 
     begun = clock()
     run_each(module, inputs, device, time_both)
@@ -266,7 +265,7 @@ def _all_seconds(
     halves: list[list[float]] = []
     while len(wholes) < _MIN_ROUNDS or clock() - begun < timeout:
         wholes.append(run_each(module, inputs, device, time_both))
-        halves.append(run_each(module, inputs, device, time_input_gradients))
+        halves.append(run_each(module, inputs, device, time_first_half))
     return [
         _Seconds(
             statistics.median(forward_s for forward_s, _ in whole),
@@ -325,7 +324,7 @@ class _Counts:
         waiting = layer.waiting_skips()
         saved = Memories(())
         with (
-            _put_off(layer.module) as put_off,
+            counting_put_off(layer.module) as put_off,
             torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor),
         ):
             layer.forward()
@@ -367,47 +366,6 @@ class _Counts:
             for key, (source, num_bytes, kept) in self._skips.items()
             if key in self._pops
         )
-
-
-@contextmanager
-def _put_off(module: nn.Module) -> Iterator[Memories]:
-    """Collect what a forward shall leave behind for the weights' gradients of a module.
-
-    The gradient of an output, which does not exist yet, is as large as the output.
-    """
-    found = Memories(())
-
-    def add_one_like(output: Tensor) -> None:
-        found.add(torch.empty(output.shape, dtype=output.dtype, device="meta"))
-
-    def note(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        found.add(inputs[0])
-        add_one_like(output)
-
-    def note_attention(
-        _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any], output: tuple[Tensor, ...]
-    ) -> None:
-        """Count query, key and value, what they are projected to, and the last projection."""
-        given = [*inputs[:3], *(named[name] for name in ("query", "key", "value") if name in named)]
-        for each in given:
-            found.add(each)
-            add_one_like(each[..., :1].expand(*each.shape[:-1], output[0].shape[-1]))
-        add_one_like(output[0])
-        add_one_like(output[0])
-
-    hooks = []
-    layer: Any
-    for layer in module.modules():
-        forward = type(layer).forward
-        if any(forward is kind.forward for kind in _PUT_OFF) and layer.weight.requires_grad:
-            hooks.append(layer.register_forward_hook(note))
-        elif forward is nn.MultiheadAttention.forward and layer.out_proj.weight.requires_grad:
-            hooks.append(layer.register_forward_hook(note_attention, with_kwargs=True))
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

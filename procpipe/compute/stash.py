@@ -24,14 +24,14 @@ __all__ = ["Ledger", "num_bytes"]
 
 
 class Ledger:
-    """The bytes a stage holds, by key, in program order, with the peak over all steps.
+    """The bytes a stage holds, by key, in program order, with the peak since ``reset_peak``.
 
     A buffer is allowed before its size is known (``hold`` with no bytes), sized when its message
     comes (``size``) and let go with ``release``; ``settle`` replays the events of one step once
     every size is known. A handful of list appends a task is all this costs.
 
     Attributes:
-        peak_bytes: the most that was held so far.
+        peak_bytes: the most that was held since ``reset_peak``, or at all.
         seen: where who wants to know gets the size of all that a step held, by key.
     """
 
@@ -75,6 +75,10 @@ class Ledger:
         self._held_bytes = 0
         self._sizes.clear()
         self._events.clear()
+
+    def reset_peak(self) -> None:
+        """Forget the peak but for what is held now."""
+        self.peak_bytes = self._held_bytes
 
     def bytes_now(self) -> int:
         """Return the bytes held in the middle of a step, as far as their sizes are known."""

@@ -16,12 +16,13 @@
         …
       ],
       "loss": {"name": "loss_fn", …},                as a layer
-      "skips": [{"source": 0, "destinations": [5], "tensor_bytes": [4096, 32768]}]
+      "skips": [{"source": 0, "destinations": [5], "tensor_bytes": [4096, 32768]}],
+      "shared": [[0, 5]]                             layers that share a parameter, first and last
     }
 
 A layer needs a name, ``forward_s``, ``backward_s`` and ``output_bytes``; of the rest, what
-``layers.py`` says of each holds if it is left out. A text written by hand will do: whatever is
-wrong is told with its place.
+``layers.py`` says of each holds if it is left out, or null. A text written by hand will do:
+whatever is wrong is told with its place.
 
 Knows only the form of the numbers.
 """
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
@@ -42,6 +44,10 @@ FORMAT = "procpipe layer costs"
 VERSION = 1
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
+
+#: More seconds or bytes than anything has; sums of less stay finite.
+_TOO_MANY = 1 << 63
 
 _NEEDED = ("forward_s", "backward_s", "output_bytes")
 _NO_NUMBERS: tuple[float, ...] = ()
@@ -88,6 +94,7 @@ def to_text(measured: Measured) -> str:
         "layers": [_without_nothing(layer) for layer in model["layers"]],
         "loss": _without_nothing(model["loss"]) if model["loss"] else None,
         "skips": [_without_nothing(skip) for skip in model["skips"]],
+        "shared": model["shared"],
     }
     return json.dumps(_without_nothing(whole), indent=1) + "\n"
 
@@ -102,9 +109,12 @@ def from_text(text: str) -> Measured:
         whole = json.loads(text)
     except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("it is not of this format: it is nested too deeply") from None
     if not isinstance(whole, dict) or FORMAT not in whole:
         raise ValueError(f'it has no "{FORMAT}": {VERSION} at its top')
-    if whole.pop(FORMAT) != VERSION:
+    version = whole.pop(FORMAT)
+    if version != VERSION or isinstance(version, bool):
         raise ValueError(f"it is of another version than {VERSION}, which this procpipe reads")
     found = _Object(whole, "")
     samples = found.take("samples", _sizes)
@@ -120,6 +130,7 @@ def from_text(text: str) -> Measured:
         found.take("input_bytes", numbers, _NO_NUMBERS),
         found.take("target_bytes", numbers, _NO_NUMBERS),
         found.take("start_s", _pair, (0.0, 0.0)),
+        found.take("shared", _list_of(lambda value, at: _shared(value, at, len(layers))), ()),
     )
     link = found.take("link", _link, Link())
     batch = found.take("batch", _count, samples[-1])
@@ -138,11 +149,12 @@ class _Object:
         self._at = at
 
     def take(self, name: str, read: Callable[[Any, str], T], *default: T) -> T:
-        """Read an entry; it must be there unless there is a default."""
+        """Read an entry; it must be there, and not null, unless there is a default."""
         at = f"{self._at}.{name}" if self._at else name
+        if default and self._left.get(name) is None:
+            self._left.pop(name, None)
+            return default[0]
         if name not in self._left:
-            if default:
-                return default[0]
             raise ValueError(f"{at} is missing")
         return read(self._left.pop(name), at)
 
@@ -176,7 +188,26 @@ def _layer(value: Any, at: str, numbers: _Numbers) -> Layer:
     entries |= {name: found.take(name, numbers, _NO_NUMBERS) for name in _OPTIONAL}
     entries |= {name: found.take(name, _natural, 0) for name in _COUNTS}
     found.close()
+    for part, whole in (("trained_bytes", "parameter_bytes"), ("input_gradient_s", "backward_s")):
+        if _exceeds(entries[part], entries[whole]):
+            raise ValueError(
+                f"{at}.{part}: {_shown(entries[part])} is more than {whole}, "
+                f"{_shown(entries[whole])}, of which it is a part"
+            )
     return Layer(**entries)
+
+
+def _exceeds(part: Any, whole: Any) -> bool:
+    if isinstance(part, tuple):
+        return any(map(operator.gt, part, whole))
+    return bool(part > whole)
+
+
+def _shared(value: Any, at: str, num_layers: int) -> tuple[int, int]:
+    found = _list_of(_natural)(value, at)
+    if len(found) != 2 or not found[0] < found[1] < num_layers:
+        raise ValueError(f"{at}: {_shown(value)} are not two of {num_layers} layers in order")
+    return found[0], found[1]
 
 
 def _skip(value: Any, at: str, numbers: _Numbers, num_layers: int) -> Skip:
@@ -190,7 +221,9 @@ def _skip(value: Any, at: str, numbers: _Numbers, num_layers: int) -> Skip:
         found.take("kept_bytes", numbers, _NO_NUMBERS),
     )
     found.close()
-    if not all(source <= destination < num_layers for destination in destinations):
+    if not destinations:
+        raise ValueError(f"{at}.destinations: there is none, so nothing is sent")
+    if not all(source < destination < num_layers for destination in destinations):
         raise ValueError(f"{at}: layers {destinations} do not come after layer {source}")
     return skip
 
@@ -199,8 +232,10 @@ def _link(value: Any, at: str) -> Link:
     found = _Object(value, at)
     link = Link(found.take("latency_s", _number, 0.0), found.take("bytes_per_s", _number, math.inf))
     found.close()
-    if not link.bytes_per_s:
-        raise ValueError(f"{at}.bytes_per_s: at 0 bytes a second nothing arrives")
+    if link.bytes_per_s < 1:
+        raise ValueError(
+            f"{at}.bytes_per_s: at {link.bytes_per_s:g} bytes a second nothing arrives"
+        )
     return link
 
 
@@ -229,12 +264,18 @@ def _number(value: Any, at: str) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:
         raise ValueError(f"{at}: {_shown(value)} is not a finite number from 0")
-    return float(value)
+    return float(_not_too_many(value, at))
 
 
 def _natural(value: Any, at: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{at}: {_shown(value)} is not a whole number from 0")
+    return _not_too_many(value, at)
+
+
+def _not_too_many(value: N, at: str) -> N:
+    if value >= _TOO_MANY:
+        raise ValueError(f"{at}: {_shown(value)} is too large to be right")
     return value
 
 

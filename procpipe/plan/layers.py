@@ -113,6 +113,8 @@ class Model:
         input_bytes: the model's input, on a micro-batch of each size.
         target_bytes: the target likewise; empty if there is none.
         start_s: seconds that a forward task and a backward task take beside those of the layers.
+        shared: the first and the last of layers that share a parameter or buffer, each time that
+            some do; they must be in one partition.
     """
 
     samples: tuple[int, ...]
@@ -122,6 +124,14 @@ class Model:
     input_bytes: tuple[float, ...] = ()
     target_bytes: tuple[float, ...] = ()
     start_s: tuple[float, float] = (0.0, 0.0)
+    shared: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """How many layers there are from each place where the model may be cut to the next."""
+        within = {k for first, last in self.shared for k in range(first + 1, last + 1)}
+        cuts = [k for k in range(len(self.layers)) if k not in within]
+        return tuple(after - cut for cut, after in pairwise([*cuts, len(self.layers)]))
 
     def costs(self, balance: Sequence[int], num_samples: int, link: Link) -> Costs:
         """Work out the costs of each partition.

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
 from procpipe.plan.costs import Costs
 from procpipe.plan.gpipe import recomputed
@@ -160,13 +161,23 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
         divide: divides costs of layers into contiguous parts, the largest as small as can be.
 
     Raises:
-        ValueError: there are more devices than layers.
+        ValueError: there are more devices than layers, or than groups of those that share
+            parameters.
     """
     n = question.num_devices
     if n > len(model.layers):
         raise ValueError(
-            f"{n} devices are asked for, but the model has {len(model.layers)} layers: ask for at "
-            "most that many, or divide the model into more layers"
+            f"{n} devices are asked for, but the model has {_counted(len(model.layers))}: ask for "
+            "at most that many, or divide the model into more layers"
+        )
+    if n > len(model.groups):
+        (first, last), *_ = model.shared
+        names = [model.layers[k].name for k in (first, last)]
+        raise ValueError(
+            f"{n} devices are asked for, but layers that share a parameter or buffer, as "
+            f"{names[0]!r} and {names[1]!r} do, must be in one partition, with all between: that "
+            f"makes {_counted(len(model.groups), 'partition')} at most; ask for no more, or give "
+            "each layer its own"
         )
     found = [
         proposal
@@ -238,7 +249,7 @@ class _Setting:
 def _settings(model: Model, question: Question) -> Iterator[_Setting]:
     n, batch = question.num_devices, question.batch
     placements = [looped(n, n)]
-    if 1 < n and 2 * n <= len(model.layers):
+    if 1 < n and 2 * n <= len(model.groups):
         placements += [looped(2 * n, n), folded(2 * n, n)]
     seen = set()
     for chunks in question.chunks or default_chunks(batch, n):
@@ -261,7 +272,8 @@ def _of_setting(
     found: list[Proposal] = []
     balances: set[tuple[int, ...]] = set()
     for share in _SHARES_OF_BYTES:
-        balance = tuple(divide(_weights(model, question, setting, share), len(setting.placement)))
+        weights = _weights(model, question, setting, share)
+        balance = _balance(model.groups, weights, len(setting.placement), divide)
         if balance in balances:
             continue
         balances.add(balance)
@@ -269,6 +281,15 @@ def _of_setting(
         if all(proposal.fits(question.memory_bytes) for proposal in found):
             break
     return found
+
+
+def _balance(
+    groups: Sequence[int], weights: Sequence[float], num_parts: int, divide: Divide
+) -> tuple[int, ...]:
+    """Divide layers, but not those of a group."""
+    layers_left, groups_left = iter(weights), iter(groups)
+    of_groups = [sum(islice(layers_left, count)) for count in groups]
+    return tuple(sum(islice(groups_left, count)) for count in divide(of_groups, num_parts))
 
 
 def _weights(
@@ -342,6 +363,10 @@ def _with_searched(base: Proposal, limits_bytes: Sequence[int] | None) -> Propos
     held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
     total_s = simulate(plan, costs, routes).total_s
     return replace(base, schedule=SEARCHED, plan=plan, total_s=total_s, held_bytes=held)
+
+
+def _counted(number: int, what: str = "layer") -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _simplicity(schedule: str) -> int:

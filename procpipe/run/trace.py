@@ -45,8 +45,9 @@ class StageStatistics:
         step_s: seconds in calls that ran a plan, from first to last task.
         sent_bytes: bytes of tensors sent, by kind of channel.
         num_messages: messages sent, by kind of channel.
-        peak_held_bytes: most bytes of tensors held between tasks (see ``compute.stash``); without
-            what layers save for their backward, or put off to its second half.
+        peak_held_bytes: most bytes of tensors held between tasks (see ``compute.stash``), since
+            the last ``Stage.reset_peak_held_bytes``, if any; without what layers save for their
+            backward, or put off to its second half.
         held_bytes: the same now; 0 between steps.
         split: how this stage spent the last step: busy, and idle because of the plan, of unequal
             stages and of communication. It takes the times of all stages, so it is that of the

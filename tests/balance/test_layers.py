@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from procpipe.balance import Inputs, Profile, profile_layers
 from procpipe.compute.tasks import Partition
 from procpipe.skip import pop, skippable, stash
 from procpipe.tree import Flat
-from tests.balance.test_profile import Clock, Taking, float32
+from tests.balance.test_profile import Calling, Clock, Taking, float32
 
 
 def profiled(*layers: nn.Module, sample: object, **more: Any) -> Profile:
@@ -160,39 +161,124 @@ class Slow(torch.autograd.Function):
         return gradient, None, None
 
 
-class Block(nn.Module):
+class Linear(nn.Linear):
     """A linear layer whose input's gradient takes 1 s and whose weight's takes 2 s."""
 
     def __init__(self, clock: Clock) -> None:
+        super().__init__(2, 2)
+        self.clock = clock
+        self.register_forward_pre_hook(lambda _, x: Slow.for_one(clock, 1.0)(x[0]))
+        parametrize.register_parametrization(self, "weight", Calling(Slow.for_one(clock, 2.0)))
+
+    def __deepcopy__(self, memo: object) -> Linear:
+        return self
+
+
+class Scale(nn.Module):
+    """Scales by a parameter whose gradient takes 4 s."""
+
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.before = nn.Parameter(torch.ones(2))
+        self.factor = nn.Parameter(torch.ones(2))
         self.clock = clock
 
-    def __deepcopy__(self, memo: object) -> Block:
+    def __deepcopy__(self, memo: object) -> Scale:
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        scaled = Slow.for_one(self.clock, 2.0)(self.before)
-        output: Tensor = self.linear(Slow.for_one(self.clock, 1.0)(x)) * scaled
-        return output
+        scaled: Tensor = x * Slow.for_one(self.clock, 4.0)(self.factor)
+        return scaled
 
 
 def test_seconds_of_the_input_gradient() -> None:
     clock = Clock()
     sample = torch.ones(1, 2, requires_grad=True)
 
-    (layer,) = profiled(Block(clock), sample=sample, clock=clock).layers
+    (layer,) = profiled(Linear(clock), sample=sample, clock=clock).layers
 
     assert (layer.backward_s, layer.input_gradient_s) == (3.0, 1.0)
+
+
+def test_only_weights_of_stock_layers_are_put_off() -> None:
+    clock = Clock()
+    sample = torch.ones(1, 2, requires_grad=True)
+    block = nn.Sequential(Linear(clock), Scale(clock))
+
+    (layer,) = profiled(block, sample=sample, clock=clock).layers
+
+    assert (layer.backward_s, layer.input_gradient_s) == (7.0, 5.0)
 
 
 def test_the_first_layer_has_no_gradient_of_its_input() -> None:
     clock = Clock()
 
-    (layer,) = profiled(Block(clock), sample=torch.ones(1, 2), clock=clock).layers
+    (layer,) = profiled(Linear(clock), sample=torch.ones(1, 2), clock=clock).layers
 
     assert (layer.backward_s, layer.input_gradient_s) == (2.0, 0.0)
+
+
+def test_the_first_layer_has_gradients_within() -> None:
+    clock = Clock()
+    block = nn.Sequential(Linear(clock), nn.ReLU(inplace=True), Linear(clock), Scale(clock))
+
+    (layer,) = profiled(block, sample=torch.ones(1, 2), clock=clock).layers
+
+    assert (layer.backward_s, layer.input_gradient_s) == (9.0, 5.0)
+
+
+def test_the_first_half_of_an_attention_without_a_gradient_of_its_input() -> None:
+    clock = Clock()
+
+    class Attention(nn.MultiheadAttention):
+        forward = nn.MultiheadAttention.forward
+
+        def __deepcopy__(self, memo: object) -> Attention:
+            return self
+
+    attention = Attention(2, 1)
+    parametrize.register_parametrization(
+        attention.out_proj, "weight", Calling(Slow.for_one(clock, 2.0))
+    )
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def __deepcopy__(self, memo: object) -> First:
+            return self
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = Slow.for_one(clock, 1.0)(self.attention(x, x, x)[0])
+            return output
+
+    (layer,) = profiled(First(), sample=torch.ones(3, 1, 2), clock=clock).layers
+
+    assert (layer.backward_s, layer.input_gradient_s) == (3.0, 1.0)
+
+
+@skippable(pop=["skip"])
+class SlowPop(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.clock = clock
+
+    def __deepcopy__(self, memo: object) -> SlowPop:
+        return self
+
+    def forward(self, x):
+        skip = yield pop("skip")
+        return self.linear(x) + Slow.for_one(self.clock, 1.0)(skip)
+
+
+def test_the_first_half_has_the_gradients_of_skip_tensors() -> None:
+    clock = Clock()
+    sample = torch.ones(1, 2, requires_grad=True)
+
+    popping = profiled(Stash(), SlowPop(clock), sample=sample, clock=clock).layers[1]
+
+    assert (popping.backward_s, popping.input_gradient_s) == (1.0, 1.0)
 
 
 def test_the_model_and_the_sample_stay_as_they_are() -> None:

@@ -52,6 +52,21 @@ def test_clear_forgets_all_but_the_peak():
     assert (ledger.peak_bytes, ledger.held_bytes) == (3, 0)
 
 
+def test_the_peak_starts_anew_from_what_is_held():
+    ledger = Ledger()
+    ledger.hold("a", 5)
+    ledger.hold("b", 3)
+    ledger.release("a")
+    ledger.settle()
+
+    ledger.reset_peak()
+    assert ledger.peak_bytes == 3
+
+    ledger.hold("c", 1)
+    ledger.settle()
+    assert ledger.peak_bytes == 4
+
+
 def test_what_is_held_must_have_a_size():
     ledger = Ledger()
     ledger.hold("a")

@@ -158,7 +158,7 @@ BAD = [
     (
         {"shm_free_bytes": 1 << 20},
         "shared memory: warning",
-        "1 MiB of 8192 MiB free",
+        "1 MiB of 8 GiB free",
         "left in /dev/shm by programs that have ended",
     ),
     ({"max_files": 40}, "open files: failure", "40 a process, of which 48 are", "ulimit -n 65536"),

@@ -11,15 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
+from procpipe.balance import divide
 from procpipe.launch.main import main
+from procpipe.launch.plan_check import Rehearsal
 from procpipe.launch.plan_measure import measure_model
 from procpipe.launch.plan_subject import Subject, stand_in_loss
-from procpipe.launch.plan_text import bytes_text, parse_bytes, seconds_text
+from procpipe.launch.plan_text import Table, check_table, has_run, parse_bytes, show
+from procpipe.plan.costs_file import from_text
 from procpipe.plan.layers import Link
+from procpipe.plan.propose import Proposal, Question, propose
+from procpipe.plan.words import bytes_text, seconds_text
 
 MYMODEL = """
+import sys
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,8 +44,17 @@ wide = torch.rand(8, 5)
 two = nn.Sequential(nn.Bilinear(4, 3, 2), nn.ReLU())
 two_inputs = Inputs(torch.rand(8, 4), torch.rand(8, 3)), torch.rand(8, 2)
 
+twice = nn.Sequential(linear, nn.ReLU(), linear)
+normed = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+tied = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+tied[2].weight = tied[0].weight
+each = lambda output, target: F.mse_loss(output, target, reduction="none")
+
 def broken():
     raise RuntimeError("no data here")
+
+def leaves():
+    sys.exit("bye")
 """
 
 #: Two even layers that keep 3 MB a sample each, on 8 samples.
@@ -82,10 +98,10 @@ def test_from_costs(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     # 8 micro-batches of 1 + 1 + 1 ms (forward and both halves) on each stage, and 1 ms at the ends
     # as the first one comes down and the last one goes up: zb-h1. On one device, 8 * 6 ms.
-    assert "one alone, if it had the memory, would take 48.0 ms" in told
-    assert re.search(r"zb-h1 \* +never +8 +25\.0 ms +1\.92x", told), told
-    assert re.search(r"gpipe +never +8 +27\.0 ms +1\.78x", told), told
-    assert re.search(r"0 +first +24\.0 ms +1\.91 MiB", told), told
+    assert "one alone, if it had the memory, would take 48 ms" in told
+    assert re.search(r"zb-h1 \* +never +8 +25 ms +1\.92x", told), told
+    assert re.search(r"gpipe +never +8 +27 ms +1\.78x", told), told
+    assert re.search(r"0 +first +24 ms +1\.91 MiB", told), told
     assert told.rstrip().endswith(
         'stage = Stage(model, balance=[1, 1], chunks=8, checkpoint="never", schedule="zb-h1", '
         "loss_fn=loss_fn)"
@@ -190,8 +206,118 @@ def kept_bytes(layers: nn.Sequential, x: torch.Tensor) -> tuple[int, torch.Tenso
     return sum(saved.values()), output.detach()
 
 
+def test_sizes_that_the_default_asks_for_and_the_model_cannot_have_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan("mymodel:normed", "--sample", "mymodel:sample", "-n", "2") == 0
+
+    told = capsys.readouterr().out
+    assert "left out: micro-batches of less than 2, since the model cannot be run on 1 s" in told
+    assert "Expected more than 1 value per channel" in told
+    assert re.search(r"gpipe[ *]+never +[124] ", told), told
+    assert not re.search(r"(never|always|except_last) +8 ", told), told
+
+
+def test_layers_that_share_a_parameter_stay_together(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-n", "2", "--chunks", "2", "--save", "mine.json")
+
+    assert plan("mymodel:tied", "--sample", "mymodel:sample", *words) == 0
+    assert plan("--costs", "mine.json", "-n", "2", "--chunks", "2") == 0
+
+    told = capsys.readouterr().out
+    assert re.findall(r"balance=(\[.*?\])", told) == ["[3, 1]", "[3, 1]"]
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        plan(*MODEL, "--save", "nowhere/mine.json")
+
+    said = capsys.readouterr()
+    assert "--save nowhere/mine.json cannot be written: there is no folder " in said.err
+    assert said.out == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
+def test_costs_of_a_gpu_need_none() -> None:
+    assert main(["plan", "--costs", "costs.json", "-n", "2", "--device", "cuda"]) == 0
+
+
+@pytest.mark.parametrize(("width", "is_drawn"), [(28, True), (27, False)])
+def test_a_table_is_never_cut(
+    width: int, is_drawn: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table("a title", [("schedule", "step"), ("zb-h1 and more", "1.23 ms")])
+
+    show(Console(width=width, force_terminal=True), table)
+
+    told = capsys.readouterr().out
+    assert "zb-h1 and more" in told
+    assert ("│" in told) == is_drawn
+
+
+def proposal_and_measured() -> tuple[Proposal, Rehearsal]:
+    """Return a proposal, and what is measured where it is run as predicted."""
+    model = from_text(json.dumps(COSTS)).model
+    found = propose(model, Question(2, 8, chunks=(2,)), divide)
+    proposal = next(p for p in found if (p.schedule, p.checkpoint) == ("1f1b", "never"))
+    tasks = tuple(tuple(map(str, proposal.plan.tasks_of(stage))) for stage in range(2))
+    task_s = {"F0": 0.004, "B0": 0.008, "F1": 0.004, "B1": 0.008}
+    held = proposal.between_tasks_bytes
+    return proposal, Rehearsal(proposal.total_s, 0.5, task_s, held, "1f1b", tasks)
+
+
+def test_what_was_run_as_predicted_is_compared() -> None:
+    proposal, measured = proposal_and_measured()
+
+    rows = {row[0]: row[1:] for row in check_table(proposal, measured, is_cpu=True).rows}
+
+    assert has_run(proposal, measured)
+    assert rows["stage 0, forward"] == ("4 ms", "4 ms", "+0.0%")
+    assert rows["idle"] == ("33.3%", "50.0%", "+16.7%")
+    assert rows["stage 0, held between tasks"][2] == "+0.0%"
+
+
+def test_what_another_plan_decides_is_not_compared() -> None:
+    proposal, measured = proposal_and_measured()
+    other = replace(measured, tasks=(("F0@0",), ("F0@1",)), task_s={"F0": 0.004, "I0": 0.004})
+
+    rows = {row[0]: row[1:] for row in check_table(proposal, other, is_cpu=True).rows}
+
+    assert not has_run(proposal, other)
+    assert rows["stage 0, forward"] == ("4 ms", "4 ms", "+0.0%")
+    assert rows["stage 0, backward, inputs"] == ("", "4 ms", "")
+    assert rows["idle"] == ("", "50.0%", "")
+    assert {rows[f"stage {stage}, held between tasks"][::2] for stage in (0, 1)} == {("", "")}
+
+
 MODEL = ("mymodel:build", "--sample", "mymodel:sample", "-n", "2")
 MISTAKES = [
+    (
+        ("mymodel:leaves", "--sample", "mymodel:sample", "-n", "2"),
+        "mymodel:leaves(), raised SystemExit: bye",
+    ),
+    (
+        ("mymodel:twice", "--sample", "mymodel:sample", "-n", "2"),
+        "the model holds duplicate children: layers '0' and '2' are one Linear",
+    ),
+    (
+        ("mymodel:tied", "--sample", "mymodel:sample", "-n", "3"),
+        "3 devices are asked for, but layers that share a parameter or buffer, as '0' and '2' do",
+    ),
+    (
+        (*MODEL, "--loss", "mymodel:each"),
+        "loss_fn returned shape (8, 2), but must return the mean over the micro-batch's samples",
+    ),
+    (
+        ("mymodel:normed", "--sample", "mymodel:sample", "-n", "2", "--chunks", "2,8"),
+        "--chunks 8: the model cannot be run on micro-batches of 1 sample (while layer '1'",
+    ),
+    ((*MODEL, "--chunks", "8,"), "'8,' has a comma without a number on each side"),
+    ((*MODEL, "--memory", "0"), "0: a device without memory runs nothing"),
     ((), "the following arguments are required: -n"),
     (("-n", "2"), "a model is needed, as in mymodel:build, or --costs"),
     (("mymodel:build", "-n", "2"), "a sample is needed"),
@@ -264,9 +390,9 @@ def test_what_is_no_amount_of_bytes(text: str) -> None:
 
 
 def test_numbers_as_people_read_them() -> None:
-    assert [bytes_text(n) for n in (0, 999, 1000, 24 << 30, 3 << 40)] == [
-        "0.00 B", "999 B", "0.98 KiB", "24.0 GiB", "3072 GiB",
+    assert [bytes_text(n) for n in (0, 999, 1000, 1 << 20, 24 << 30, 3 << 40)] == [
+        "0 B", "999 B", "0.977 KiB", "1 MiB", "24 GiB", "3,072 GiB",
     ]  # fmt: skip
-    assert [seconds_text(s) for s in (0.00001, 0.0123, 0.9994, 0.99951, 75.0)] == [
-        "10.0 us", "12.3 ms", "999 ms", "1.00 s", "75.0 s",
+    assert [seconds_text(s) for s in (0, 0.00001, 0.0123, 0.9994, 0.99951, 75.0)] == [
+        "0", "10 µs", "12.3 ms", "999 ms", "1 s", "75 s",
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ LAYER = Layer(
 )  # fmt: skip
 MODEL = Model(
     (2, 4), (LAYER, Layer("1", (0.0, 0.0), (0.0, 0.0), (0.0, 1.0))), LAYER,
-    (Skip(0, (1,), (1.0, 2.0), (3.0, 4.0)),), (1.0, 2.0), (3.0, 4.0), (0.5, 0.25),
+    (Skip(0, (1,), (1.0, 2.0), (3.0, 4.0)),), (1.0, 2.0), (3.0, 4.0), (0.5, 0.25), ((0, 1),),
 )  # fmt: skip
 
 
@@ -37,6 +38,13 @@ def test_what_may_be_left_out() -> None:
     assert from_text(text) == Measured(
         Model((8,), (Layer("a", (1.0,), (2.0,), (3.0,)),)), 8, Link()
     )
+
+
+def test_null_is_as_left_out() -> None:
+    whole = json.loads(to_text(Measured(MODEL, 64, Link())))
+    whole.update(loss=None, skips=None)
+
+    assert from_text(json.dumps(whole)).model == replace(MODEL, loss=None, skips=())
 
 
 def test_the_example_of_the_documentation() -> None:
@@ -94,6 +102,41 @@ WRONG = [
         lambda whole: whole["skips"][0].update(destinations=[2]),
         "skips[0]: layers (2,) do not come after layer 0",
     ),
+    (
+        lambda whole: whole["skips"][0].update(destinations=[0]),
+        "skips[0]: layers (0,) do not come after layer 0",
+    ),
+    (
+        lambda whole: whole["skips"][0].update(destinations=[]),
+        "skips[0].destinations: there is none",
+    ),
+    (
+        lambda whole: whole["layers"][1].update(forward_s=[1, 10**400]),
+        "layers[1].forward_s: 1000000000000000000000000000000000000... is too large to be right",
+    ),
+    (
+        lambda whole: whole["layers"][1].update(forward_s=[1, 1e308]),
+        "layers[1].forward_s: 1e+308 is too large to be right",
+    ),
+    (lambda whole: whole.update(batch=10**20), "batch: 100000000000000000000 is too large"),
+    (
+        lambda whole: whole.update(link={"bytes_per_s": 1e-320}),
+        "link.bytes_per_s: at 9.99989e-321 bytes a second nothing arrives",
+    ),
+    (
+        lambda whole: whole.update({"procpipe layer costs": True}),
+        "it is of another version than 1",
+    ),
+    (
+        lambda whole: whole["layers"][0].update(trained_bytes=10),
+        "layers[0].trained_bytes: 10 is more than parameter_bytes, 9, of which it is a part",
+    ),
+    (
+        lambda whole: whole["layers"][0].update(input_gradient_s=[0.1, 0.5]),
+        "layers[0].input_gradient_s: [0.1, 0.5] is more than backward_s, [0.3, 0.4]",
+    ),
+    (lambda whole: whole.update(shared=[[0, 2]]), "shared[0]: [0, 2] are not two of 2 layers"),
+    (lambda whole: whole.update(shared=[[1, 1]]), "shared[0]: [1, 1] are not two of 2 layers"),
 ]
 
 
@@ -106,7 +149,7 @@ def test_what_is_wrong_is_told_with_its_place(spoil, told: str) -> None:
         from_text(json.dumps(whole))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"a": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"a": 1}', "[" * 100_000])
 def test_what_is_no_such_file(text: str) -> None:
-    with pytest.raises(ValueError, match=r"it is not JSON|it has no"):
+    with pytest.raises(ValueError, match=r"it is not JSON|it has no|it is nested too deeply"):
         from_text(text)

@@ -56,6 +56,15 @@ def test_literal_times_of_two_even_stages() -> None:
     assert alone_s(model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,))) == 24
 
 
+def test_layers_that_share_a_parameter_are_not_divided() -> None:
+    shared = model(1, 1, 3, 1, shared=((0, 2), (1, 2)))
+
+    assert shared.groups == (3, 1)
+    assert {p.balance for p in propose(shared, Question(2, 2, chunks=(2,)), divide)} == {(3, 1)}
+    with pytest.raises(ValueError, match=r"as 'layer0' and 'layer2' do, .* 2 partitions at most"):
+        propose(shared, Question(3, 2), divide)
+
+
 def test_layers_are_divided_by_seconds() -> None:
     proposals = propose(model(1, 1, 1, 3), Question(2, 2, chunks=(2,)), divide)
 
