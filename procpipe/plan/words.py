@@ -1,8 +1,8 @@
-"""How a length of time is written for people, on pages and in advice."""
+"""How lengths of time and amounts of bytes are written for people: in tables, pages and advice."""
 
 from __future__ import annotations
 
-__all__ = ["seconds_text"]
+__all__ = ["bytes_text", "seconds_text"]
 
 
 def seconds_text(seconds: float) -> str:
@@ -13,3 +13,12 @@ def seconds_text(seconds: float) -> str:
         if abs(seconds) >= size * 0.9995:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs" if seconds else "0"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Write an amount of bytes with three digits and a unit: "1.91 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} GiB" if num_bytes < 999.5 else f"{num_bytes:,.0f} GiB"
