@@ -6,8 +6,11 @@
     54 ms       stage 1    ···[F0] [F1][B1 ]·[B0 ]····        ··· waits, thinner
                          0    10    20    30    40    50 ms
 
-The names of the rows are a picture of their own, which stays when the other is scrolled. Colours
-are classes, which the page's style gives, so that light and dark differ in one place.
+The names of the rows are a picture of their own, which stays when the other is scrolled. Times are
+percentages of the width, so that the page's style can make the picture as wide as it likes and no
+text is stretched. What shows at full width only, where one scrolls, has the class "scrolled", and
+what shows only where the picture is made to fit the page has "fitted"; all else shows in both.
+Colours are classes, too, so that light and dark differ in one place.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import median
+from typing import TypeVar
 
 from procpipe.plan.idle import median_seconds, replay
 from procpipe.plan.measured import Recording, Step
@@ -25,14 +30,19 @@ from procpipe.plan.words import seconds_text
 
 __all__ = ["Drawing", "draw", "later_partitions", "step_bars"]
 
+T = TypeVar("T")
+
 _LANE, _BOX, _WAIT, _HEAD, _AXIS = 38, 24, 6, 26, 30  # pixels: heights
-_MARGIN, _NAMES = 6, 126  # widths
-_LEAST_WIDTH, _MOST_WIDTH = 1000, 12000
+_NAMES = 126  # width
+_PAGE_WIDTH, _MOST_WIDTH = 1000, 12000
 
 #: A usual box is made so wide that what is in it can be read.
 _BOX_WIDTH = 19
 
 _CHARACTER = 7.2
+
+#: Ticks of the axis are at least so far apart.
+_TICK_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,12 @@ class Drawing:
     Attributes:
         names: the names of the rows.
         lanes: the rows.
-        is_wide: whether the rows are wider than a usual page.
+        fits: whether usual boxes can be told apart where the rows are as wide as a page.
     """
 
     names: str
     lanes: str
-    is_wide: bool
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ def draw(recording: Recording, step: Step) -> Drawing:
     ]
     canvas = _Canvas(step, max(plan.total_s, step.seconds), measured)
     lanes = canvas.svg(planned, measured, plan.total_s)
-    return Drawing(canvas.names(plan.total_s), lanes, canvas.width > 1.2 * _LEAST_WIDTH)
+    return Drawing(canvas.names(plan.total_s), lanes, canvas.width == _PAGE_WIDTH)
 
 
 class _Canvas:
@@ -81,10 +91,9 @@ class _Canvas:
     def __init__(self, step: Step, total_s: float, boxes: Sequence[_Box]) -> None:
         self._step = step
         self._total_s = total_s
-        lengths = sorted(box.end_s - box.start_s for box in boxes)
-        usual_s = lengths[len(lengths) // 3] if lengths else 0.0
+        usual_s = median([box.end_s - box.start_s for box in boxes] or [0.0])
         wanted = _BOX_WIDTH * total_s / usual_s if usual_s else 0.0
-        self._inner = min(max(_LEAST_WIDTH, wanted), _MOST_WIDTH) - 2 * _MARGIN
+        self.width = min(max(_PAGE_WIDTH, round(wanted)), _MOST_WIDTH)
         self._later = later_partitions(step)
         self._plan_top = _HEAD
         self._measured_top = 2 * _HEAD + step.num_stages * _LANE
@@ -94,12 +103,8 @@ class _Canvas:
     def height(self) -> int:
         return self._bottom + _AXIS
 
-    @property
-    def width(self) -> float:
-        return self._inner + 2 * _MARGIN
-
-    def x(self, seconds: float) -> float:
-        return _MARGIN + (seconds / self._total_s * self._inner if self._total_s else 0.0)
+    def share(self, seconds: float) -> float:
+        return seconds / self._total_s if self._total_s else 0.0
 
     def names(self, planned_s: float) -> str:
         """Draw the names of the rows."""
@@ -125,10 +130,9 @@ class _Canvas:
         """Draw the rows."""
         title = f"Step {self._step.number}: the plan above, what was measured below"
         parts = [
-            f"<svg class='lanes' width='{self.width:.0f}' height='{self.height}' "
-            f"viewBox='0 0 {self.width:.0f} {self.height}' preserveAspectRatio='none' role='img'>",
+            f"<svg class='lanes' width='{self.width}' height='{self.height}' role='img'>",
             f"<title>{title}</title>",
-            *self._axis(),
+            *self._axes(),
             *self._lanes(),
             *self._waits(),
             *self._boxes(self._plan_top, planned),
@@ -143,21 +147,17 @@ class _Canvas:
         return "\n".join(parts)
 
     def _lanes(self) -> Iterator[str]:
-        length = self.x(self._total_s) - _MARGIN
         for top in (self._plan_top, self._measured_top):
             for stage in range(self._step.num_stages):
                 y = top + stage * _LANE
-                yield (
-                    f"<rect class='lane' x='{_MARGIN}' y='{y}' width='{length:.1f}' "
-                    f"height='{_BOX}'/>"
-                )
+                yield f"<rect class='lane' x='0' y='{y}' width='100%' height='{_BOX}'/>"
 
     def _boxes(self, top: float, boxes: Sequence[_Box]) -> Iterator[str]:
         for box in boxes:
             kind, i, j = box.task
             look = LOOKS[kind]
-            x, y = self.x(box.start_s), top + box.stage * _LANE
-            width = max(self.x(box.end_s) - x, 0.5)
+            x, y = self.share(box.start_s), top + box.stage * _LANE
+            width = max(self.share(box.end_s) - x, 0.5 / self.width)
             told = (
                 f"{box.task}: {look.name}, micro-batch {i}, partition {j}\n"
                 f"{seconds_text(box.end_s - box.start_s)}, from {seconds_text(box.start_s)} "
@@ -165,20 +165,19 @@ class _Canvas:
             )
             later = " later" if j in self._later else ""
             yield f"<g class='task {kind}{later}'><title>{told}</title>"
-            yield (f"<rect x='{x:.2f}' y='{y:g}' width='{width:.2f}' height='{_BOX}' rx='2'/>")
-            label = next((text for text in (f"{kind}{i}", f"{i}")
-                          if len(text) * _CHARACTER + 3 < width), "")  # fmt: skip
-            if label:
-                middle = x + width / 2
-                yield f"<text x='{middle:.1f}' y='{y + _BOX / 2 + 4:g}'>{label}</text>"
+            yield f"<rect x='{x:.4%}' y='{y:g}' width='{width:.4%}' height='{_BOX}' rx='2'/>"
+            texts = [_label(box.task, width * wide) for wide in (self.width, _PAGE_WIDTH)]
+            for text, shown in _in_either(*texts):
+                at = f"x='{x + width / 2:.4%}' y='{y + _BOX / 2 + 4:g}'"
+                yield f"<text class='number{shown}' {at}>{text}</text>"
             yield "</g>"
 
     def _waits(self) -> Iterator[str]:
         start_s = self._step.start_s
         for hop in self._step.hops:
-            x = self.x(hop.asked_s - start_s)
-            width = self.x(hop.taken_s - start_s) - x
-            if width < 0.5:
+            x = self.share(hop.asked_s - start_s)
+            width = self.share(hop.taken_s - start_s) - x
+            if width * self.width < 0.5:
                 continue
             y = self._measured_top + hop.destination * _LANE + _BOX + 2
             told = (
@@ -186,14 +185,14 @@ class _Canvas:
                 f"{hop.i} from stage {hop.source} ({hop.num_bytes:,} bytes)"
             )
             yield (
-                f"<rect class='wait' x='{x:.2f}' y='{y}' width='{width:.2f}' height='{_WAIT}'>"
+                f"<rect class='wait' x='{x:.4%}' y='{y}' width='{width:.4%}' height='{_WAIT}'>"
                 f"<title>{escape(told)}</title></rect>"
             )
 
     def _hops(self) -> Iterator[str]:
         start_s = self._step.start_s
         for hop in self._step.hops:
-            x1, x2 = self.x(hop.posted_s - start_s), self.x(hop.taken_s - start_s)
+            x1, x2 = self.share(hop.posted_s - start_s), self.share(hop.taken_s - start_s)
             y1, y2 = (
                 self._measured_top + stage * _LANE + _BOX / 2
                 for stage in (hop.source, hop.destination)
@@ -204,31 +203,55 @@ class _Canvas:
                 "to taken"
             )
             yield (
-                f"<line x1='{x1:.2f}' y1='{y1:g}' x2='{x2:.2f}' y2='{y2:g}'>"
+                f"<line x1='{x1:.4%}' y1='{y1:g}' x2='{x2:.4%}' y2='{y2:g}'>"
                 f"<title>{escape(told)}</title></line>"
             )
 
-    def _axis(self) -> Iterator[str]:
-        per_second = self._inner / self._total_s if self._total_s else 1.0
-        distance_s = _round_distance(100 / per_second)
+    def _axes(self) -> Iterator[str]:
+        """Draw the axis: one for each width, unless they are the same."""
+        if not self._total_s:
+            return
+        for width, shown in _in_either(self.width, _PAGE_WIDTH):
+            yield f"<g class='axis{shown}'>"
+            yield from self._axis(width)
+            yield "</g>"
+
+    def _axis(self, width: int) -> Iterator[str]:
+        distance_s = _round_distance(_TICK_WIDTH * self._total_s / width)
         for tick in range(int(self._total_s / distance_s + 1e-9) + 1):
-            x = self.x(tick * distance_s)
+            share = self.share(tick * distance_s)
             yield (
-                f"<line class='grid' x1='{x:.1f}' y1='{_HEAD - 4}' x2='{x:.1f}' "
+                f"<line class='grid' x1='{share:.4%}' y1='{_HEAD - 4}' x2='{share:.4%}' "
                 f"y2='{self._bottom}'/>"
             )
-            anchor = "middle" if tick else "start"
+            is_cut = (1 - share) * width < _TICK_WIDTH / 3  # beside its line, at the right edge
+            anchor = "start" if not tick else "end" if is_cut else "middle"
             yield (
-                f"<text class='faint' x='{x:.1f}' y='{self._bottom + 16}' text-anchor='{anchor}'>"
-                f"{seconds_text(tick * distance_s)}</text>"
+                f"<text class='faint' x='{share:.4%}' y='{self._bottom + 16}' "
+                f"text-anchor='{anchor}'>{seconds_text(tick * distance_s)}</text>"
             )
 
     def _end(self, seconds: float, what: str) -> str:
-        x = self.x(seconds)
+        x = f"{self.share(seconds):.4%}"
         return (
-            f"<line class='end' x1='{x:.1f}' y1='{_HEAD - 4}' x2='{x:.1f}' y2='{self._bottom}'>"
+            f"<line class='end' x1='{x}' y1='{_HEAD - 4}' x2='{x}' y2='{self._bottom}'>"
             f"<title>{what}: {seconds_text(seconds)}</title></line>"
         )
+
+
+def _label(task: Task, width: float) -> str:
+    """Return as much of a task's name as there is room for."""
+    names = f"{task.kind}{task.i}", f"{task.i}"
+    return next((name for name in names if len(name) * _CHARACTER + 3 < width), "")
+
+
+def _in_either(scrolled: T, fitted: T) -> Iterator[tuple[T, str]]:
+    """Yield what is drawn for the two widths, once if it is the same, and the class it takes."""
+    if scrolled == fitted:
+        both = [(scrolled, "")]
+    else:
+        both = [(scrolled, " scrolled"), (fitted, " fitted")]
+    yield from (one for one in both if one[0])
 
 
 def later_partitions(step: Step) -> set[int]:

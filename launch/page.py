@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from procpipe.launch.drawing import draw, later_partitions, step_bars
+from procpipe.plan.advice import basis
 from procpipe.plan.idle import Split
 from procpipe.plan.measured import Recording, Step
 from procpipe.plan.palette import LOOKS
@@ -72,7 +73,7 @@ def page(
         f"<p class='facts'>{escape(_facts_text(recording, step))}</p>",
         *_warnings(recording),
         "<input type='checkbox' id='messages'>",
-        f"<input type='checkbox' id='fit'{' checked' if drawing.is_wide else ''}>",
+        f"<input type='checkbox' id='fit'{' checked' if drawing.fits else ''}>",
         f"<div class='legend'>{''.join(_legend(step))}</div>",
         f"<div class='picture'>{drawing.names}<div class='scroll'>{drawing.lanes}</div></div>",
         "<p class='note'>The plan is the stages' tasks in the order in which they ran, with the "
@@ -110,15 +111,16 @@ def _facts_text(recording: Recording, step: Step) -> str:
     sizes = sorted(set(step.sizes))
     samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}" if sizes else "?"
     told = [
-        f"{step.num_stages} stages" if step.num_stages != 1 else "1 stage",
+        _counted(step.num_stages, "stage"),
         f"balance {facts.get('balance')}",
-        f"{len(step.sizes)} micro-batches of {samples} samples",
+        f"{_counted(len(step.sizes), 'micro-batch', 'es')} of {samples} "
+        f"sample{'' if samples == '1' else 's'}",
         f"checkpoint {facts.get('checkpoint')}",
-        f"schedule {facts.get('schedule')}",
+        f"schedule {recording.schedule_of(step)}",
         f"on {facts.get('the type of devices')}",
         f"procpipe {facts.get('procpipe')}",
         f"torch {facts.get('torch')}",
-        f"written {str(facts.get('written'))[:16].replace('T', ' ')}",
+        f"written {str(facts.get('written'))[:16].replace('T', ' ')} UTC",
     ]
     return " · ".join(told)
 
@@ -198,10 +200,7 @@ def _explained() -> Iterator[str]:
 
 
 def _advice(recording: Recording, step: Step, advice: Sequence[str]) -> str:
-    num_like = len(recording.like(step))
-    source = (
-        "this step alone" if num_like == 1 else f"the medians of {num_like} steps like this one"
-    )
+    source = basis(recording, step)
     if not advice:
         return f"<p>Nothing that the numbers of {source} support.</p>"
     items = "".join(f"<li>{escape(told)}</li>" for told in advice)
@@ -221,13 +220,19 @@ def _clock_text(recording: Recording) -> str:
     drifts = [abs(clock.drift_ppm) for clock in recording.clocks if clock.drift_ppm is not None]
     is_cuda = recording.facts.get("the type of devices") == "cuda"
     told = f"Times of different stages are comparable to {error}: the ranks' clocks were compared "
-    if len(drifts) == len(recording.clocks):
-        told += (
-            f"at both ends of the run, and their drift (at most {max(drifts):.2g} ppm) taken out."
-        )
+    if len(recording.clocks) == 1:
+        told = "There is one clock."
+    elif len(drifts) == len(recording.clocks):
+        told += "at both ends of the run"
+        drift_ppm = max(drifts)
+        told += f", and their drift (at most {drift_ppm:.2g} ppm) taken out." if drift_ppm else "."
     else:
         told += "at its beginning only, so that a drift since then is not taken out."
     return f"{told} {'Tasks by the device, waits by the host.' if is_cuda else 'All by the hosts.'}"
+
+
+def _counted(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def _mean(splits: Sequence[Split], field: str) -> float:
@@ -277,9 +282,10 @@ svg .head{font-weight:600;font-size:13px}svg .faint{fill:var(--faint);font-size:
 .hops{display:none}.hops line{stroke:var(--ink);stroke-width:1.2;opacity:.55}
 .hops line:hover{opacity:1;stroke-width:3}
 #messages,#fit{position:absolute;opacity:0}#messages:checked~.picture .hops{display:inline}
-#fit:checked~.picture .lanes{width:100%}#fit:checked~.picture .lanes text,
-#fit:checked~.picture .grid{display:none}
-.picture .scroll{flex:1}.task rect,.end,.hops line,.grid{vector-effect:non-scaling-stroke}
+.lanes{min-width:100%}.fitted,#fit:checked~.picture .scrolled{display:none}
+#fit:checked~.picture .lanes{width:100%}#fit:checked~.picture .fitted{display:inline}
+.picture .scroll{flex:1;margin-right:10px}
+@media (max-width:1000px){#fit:checked~.picture .number{display:none}}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 8px;font-size:13px;align-items:center}
 .swatch{display:inline-block;width:13px;height:13px;border-radius:2px;margin-right:6px;
 vertical-align:-2px}.swatch.lane{outline:1px solid var(--line)}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from procpipe.balance.blocks import blocks
 from procpipe.launch.page import page
-from procpipe.plan.advice import advise
+from procpipe.plan.advice import advise, basis
 from procpipe.plan.chrome import from_chrome
 from procpipe.plan.idle import split, split_table
 from procpipe.plan.measured import Recording
@@ -37,11 +37,11 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(argv)
     path = Path(options.file)
-    target = Path(options.output) if options.output else path.with_suffix(".html")
     try:
+        recording = read(path)
+        target = Path(options.output) if options.output else path.with_suffix(".html")
         if target.absolute() == path.absolute():
             raise ValueError("the page would take its place; give another -o")
-        recording = read(path)
         step = recording.step(options.step)
         splits, advice = split(step), advise(recording, step, blocks)
         target.write_text(page(path.name, recording, step, splits, advice), encoding="utf-8")
@@ -54,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     print(split_table(splits))
     for told in advice:
         print(f"\n- {told}")
+    if advice:
+        print(f"\nWorked out from {basis(recording, step)}.")
     print(f"\n{target}")
     return 0
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -57,6 +56,7 @@ from procpipe.run.executor import MiniBatch
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.trace import StageStatistics, TimedTask, table
+from procpipe.run.tracing import claimed
 from procpipe.run.transports import NAMES
 from procpipe.run.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.skip.layout import SkipLayout
@@ -125,8 +125,8 @@ class Stage(nn.Sequential):
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
         trace: where rank 0 writes a timeline of all stages when the stages close, or when the run
             fails: JSON for https://ui.perfetto.dev and ``procpipe timeline``. Has the first steps
-            of a run and the last; give it on every rank, rank 0's path counts. On GPUs each step
-            then waits for the device.
+            of a run and the last; give it on every rank, rank 0's path counts. Each stage of a
+            process needs a file of its own. On GPUs each step then waits for the device.
         world: this process's place in the job; by default what the launcher says.
 
     Attributes:
@@ -143,7 +143,8 @@ class Stage(nn.Sequential):
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
             that are not stashed and popped in pairs.
         ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; a
-            parameter in two partitions; fewer partitions than processes.
+            parameter in two partitions; fewer partitions than processes; a ``trace`` without a
+            folder, or that another stage of this process writes or has written.
         IndexError: more partitions, or processes, than there are processes, or devices.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.GPipe``.
@@ -207,7 +208,6 @@ class Stage(nn.Sequential):
             )
             self._placement = self._schedule.place(len(self.balance), num_ranks)
             self._transport = _checked_transport(transport)
-            self._trace = trace if self.rank else _checked_trace(trace)
             self.checkpoint = checkpoint
             check_shared_parameters(module, self.balance)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
@@ -219,6 +219,7 @@ class Stage(nn.Sequential):
             self._batches = Batches(
                 self._calls, self._order, self.rank, self._output_rank, self.device
             )
+            self._trace = trace if self.rank else claimed(trace)
         except BaseException as error:
             self._calls.fail("Stage", error)
             raise
@@ -710,13 +711,6 @@ def _checked_transport(name: str | None) -> str | None:
         names = ", ".join(map(repr, NAMES))
         raise ValueError(f"transport is {name!r}, but must be one of {names}, or left out")
     return name
-
-
-def _checked_trace(path: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Check before a long run that its timeline will have a place."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise ValueError(f"trace is {str(path)!r}, but must be a file in a folder that is there")
-    return path
 
 
 def _holder(value: Any) -> int:

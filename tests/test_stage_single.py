@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import math
 import warnings
 import weakref
@@ -22,6 +23,7 @@ from procpipe import (
     Stage,
     StageClosedError,
 )
+from procpipe.plan.chrome import from_chrome
 
 
 @pytest.fixture(autouse=True)
@@ -380,6 +382,24 @@ def test_a_trace_needs_a_place(stage_of, tmp_path):
     stage.step(*batch())
     stage.close()
     assert (tmp_path / "run.json").exists()
+    with pytest.raises(ValueError, match="another stage of this process writes that file or has"):
+        stage_of(make_model(), [4], trace=tmp_path / "run.json")
+
+
+def test_a_recording_says_which_schedule_was_chosen_for_each_step(stage_of, tmp_path):
+    path = tmp_path / "run.json"
+    options = {"schedule": "auto", "chunks": 2, "loss_fn": F.cross_entropy}
+    stage = stage_of(make_model(), [4], trace=path, **options)
+    chosen = []
+    for is_training in (True, True, False):
+        stage.train(is_training)
+        stage.step(*batch())
+        chosen.append(stage.schedule if is_training else "auto")
+    stage.close()
+
+    recording = from_chrome(json.loads(path.read_text()))
+    assert [recording.schedule_of(step) for step in recording.steps] == chosen
+    assert chosen[0].startswith("auto: ")
 
 
 def test_a_closed_stage_says_so(stage_of):

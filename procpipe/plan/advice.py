@@ -4,27 +4,29 @@
                   ↓ the same with another balance, schedule or number of micro-batches
     stage 0   [F0 ][F1 ]···[B1 ][B0 ]          so much shorter
 
-The seconds are medians over all kept steps that did the same, so that one odd step decides nothing.
-Each sentence carries its numbers and is left out when they do not support it. What a replay leaves
-out (transfers, the host's work between tasks) is taken to stay as it was measured.
+What a change would give is worked out for the *usual* step: its tasks and its length are medians
+over all kept steps that did the same, so that one odd step decides nothing. Only communication and
+odd tasks are those of the step that is shown. Each sentence carries its numbers and is left out
+when they do not support it. What a replay leaves out (transfers, the host's work between tasks) is
+taken to stay as it was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 from procpipe.errors import BalanceError
 from procpipe.plan.gpipe import recomputed
 from procpipe.plan.idle import Split, median_seconds, replay, split
-from procpipe.plan.measured import Recording, Step
+from procpipe.plan.measured import Ran, Recording, Step
 from procpipe.plan.schedules import SCHEDULES
-from procpipe.plan.task import Task
-from procpipe.plan.words import seconds_text
+from procpipe.plan.task import RECOMPUTE, Task
+from procpipe.plan.words import bytes_text, seconds_text
 
-__all__ = ["Divide", "advise"]
+__all__ = ["Divide", "advise", "basis"]
 
 #: Divides costs, one a layer, into contiguous parts; returns the number of layers in each.
 Divide = Callable[[Sequence[float], int], list[int]]
@@ -54,6 +56,12 @@ def advise(recording: Recording, step: Step, divide: Divide) -> list[str]:
     return [advice for advice in found if advice]
 
 
+def basis(recording: Recording, step: Step) -> str:
+    """Say what advice on a step is worked out from."""
+    num_like = len(recording.like(step))
+    return "this step alone" if num_like == 1 else f"the medians of {num_like} steps like this one"
+
+
 @dataclass(frozen=True)
 class _Model:
     """Seconds of the tasks of an imagined step: by kind and partition."""
@@ -66,6 +74,13 @@ class _Model:
     def scaled(self, factors: Sequence[float]) -> _Model:
         return _Model({(kind, j): s * factors[j] for (kind, j), s in self.seconds.items()})
 
+    def splits(self, rows: Rows, like: Step, step_s: float) -> list[Split]:
+        """Divide the time of a step of so many seconds, in which the tasks take these."""
+        n = len(rows)
+        spans_s = replay(rows, lambda task: self.seconds[task.kind, task.j]).spans_s
+        tasks = tuple(Ran(at, task, *spans_s[task]) for at, row in enumerate(rows) for task in row)
+        return split(replace(like, begins_s=(0.0,) * n, ends_s=(step_s,) * n, tasks=tasks, hops=()))
+
 
 class _Look:
     """One look at one step."""
@@ -74,11 +89,13 @@ class _Look:
         self._recording = recording
         self._step = step
         self._divide = divide
-        self._splits = split(step)
         self._rows: Rows = [[r.task for r in step.row(j)] for j in range(step.num_stages)]
         like = recording.like(step)
         self._model = _Model(median_seconds(like, lambda task: (task.kind, task.j)))
         self._model_s = self._model.step_s(self._rows)
+        usual_s = median(other.seconds for other in like)
+        self._usual_s = max(usual_s, self._model_s)  # medians of tasks may add up to more
+        self._usual = self._model.splits(self._rows, step, self._usual_s)
         self._balance: list[int] = list(recording.facts.get("balance", ()))
         self._num_partitions = len(self._balance)
 
@@ -93,18 +110,17 @@ class _Look:
         cuts = list(accumulate(better, initial=0))
         sums_s = [sum(layers_s[a:b]) for a, b in pairwise(cuts)]
         factors = [new / old if old else 1.0 for new, old in zip(sums_s, busy_s, strict=True)]
-        saved = (
-            self._model_s - self._model.scaled(factors).step_s(self._rows)
-        ) / self._step.seconds
+        saved_s = self._model_s - self._model.scaled(factors).step_s(self._rows)
+        saved = saved_s / self._usual_s
         slowest = max(range(self._num_partitions), key=busy_s.__getitem__)
         beyond = busy_s[slowest] / mean_s - 1
         told = (
             f"{self._named(slowest)} is {beyond:.0%} slower than the mean "
-            f"({seconds_text(busy_s[slowest])} busy, the mean is {seconds_text(mean_s)})"
+            f"(usually {seconds_text(busy_s[slowest])} busy, the mean is {seconds_text(mean_s)})"
         )
         if better != self._balance and saved >= _WORTH:
             return f"{told}: balance {better} would give about {saved:.0%} ({source})."
-        imbalance = fmean(one.imbalance_s for one in self._splits) / self._step.seconds
+        imbalance = fmean(one.imbalance_s for one in self._usual) / self._usual_s
         if imbalance < 2 * _WORTH or beyond < _UNEQUAL:
             return ""
         return f"{told}, but no other balance of whole layers would give {_WORTH:.0%} ({source})."
@@ -112,7 +128,7 @@ class _Look:
     def chunks(self) -> str:
         """Say what twice as many micro-batches would make of the bubble."""
         m, n = len(self._step.sizes), self._step.num_stages
-        now = self._share(lambda one: one.bubble_s)
+        now = fmean(one.bubble_s for one in self._usual) / self._usual_s
         rows = self._rows_of(self._schedule, 2 * m)
         if now < _MUCH_BUBBLE or n == 1 or rows is None or 2 * m > sum(self._step.sizes):
             return ""
@@ -120,8 +136,8 @@ class _Look:
         if not halves.seconds.keys() >= {(task.kind, task.j) for row in rows for task in row}:
             return ""  # what is not recomputed now would be
         saved_s = self._model_s - halves.step_s(rows)
-        then = (now * self._step.seconds - saved_s) / (self._step.seconds - saved_s)
-        if saved_s / self._step.seconds < _WORTH or then < 0:
+        then = (now * self._usual_s - saved_s) / (self._usual_s - saved_s)
+        if saved_s / self._usual_s < _WORTH or then < 0:
             return ""
         return (
             f"More micro-batches: chunks={2 * m} would take the bubble from {now:.0%} to about "
@@ -130,7 +146,7 @@ class _Look:
 
     def schedule(self) -> str:
         """Say what 1F1B would hold."""
-        if self._schedule == "1f1b":
+        if self._schedule == "1f1b" or self._step.num_stages == 1:
             return ""
         rows = self._rows_of("1f1b", len(self._step.sizes))
         if rows is None or any(
@@ -151,7 +167,7 @@ class _Look:
 
     def communication(self) -> str:
         """Say how much goes into messages and the host, and where most is waited."""
-        share = self._share(lambda one: one.communication_s)
+        share = fmean(one.communication_s for one in split(self._step)) / self._step.seconds
         if share < _MUCH_COMMUNICATION or not self._step.hops:
             return ""
         waited_s: dict[tuple[str, int, int], float] = {}
@@ -160,10 +176,10 @@ class _Look:
             waited_s[key] = waited_s.get(key, 0.0) + hop.waited_s
         (kind, source, destination), most_s = max(waited_s.items(), key=lambda item: item[1])
         num_hops = len(self._step.hops)
-        mib = sum(hop.num_bytes for hop in self._step.hops) / 2**20
+        size = bytes_text(sum(hop.num_bytes for hop in self._step.hops))
         return (
             f"Communication and overhead are {share:.0%} of the step: {num_hops} "
-            f"message{'' if num_hops == 1 else 's'} of {mib:.3g} MiB in all. The longest waits "
+            f"message{'' if num_hops == 1 else 's'} of {size} in all. The longest waits "
             f"were stage {destination}'s for the {kind} of stage {source}: {seconds_text(most_s)}. "
             "Fewer or larger micro-batches make fewer messages."
         )
@@ -187,10 +203,9 @@ class _Look:
 
     @property
     def _schedule(self) -> str:
-        return str(self._recording.facts.get("schedule", ""))
-
-    def _share(self, part_s: Callable[[Split], float]) -> float:
-        return fmean(map(part_s, self._splits)) / self._step.seconds
+        """The fixed schedule that the step ran: "zb-h1" where auto was "trying zb-h1", too."""
+        name = self._step.schedule or str(self._recording.facts.get("schedule", ""))
+        return name.rpartition(" ")[2]
 
     def _named(self, partition: int) -> str:
         if self._num_partitions == self._step.num_stages:
@@ -226,6 +241,9 @@ class _Look:
         is_known = schedule in SCHEDULES and mode in ("always", "except_last", "never")
         if not is_known or not self._step.trains or self._step.call != "step":
             return None
+        recomputes = {task.i for row in self._rows for task in row if task.kind == RECOMPUTE}
+        if self._step.schedule and recomputes != recomputed(str(mode), len(self._step.sizes)):
+            return None  # whoever chose the schedule has more recomputed than the user asked for
         try:
             if SCHEDULES[schedule].place(len(at), n) != at:
                 return None

@@ -178,6 +178,7 @@ def _boundaries(step: Step) -> dict[str, Any]:
         "sizes": list(step.sizes),
         "begins_us": [_microseconds(begin_s) for begin_s in step.begins_s],
         "ends_us": [_microseconds(end_s) for end_s in step.ends_s],
+        "schedule": step.schedule,
     }
 
 
@@ -227,6 +228,7 @@ def _step(told: Event, tasks: dict[int, list[Ran]], hops: dict[int, list[Hop]]) 
         tuple(end / 1e6 for end in told["ends_us"]),
         tuple(tasks[number]),
         tuple(hops[number]),
+        told.get("schedule", ""),  # older files have none
     )
 
 

@@ -85,6 +85,8 @@ class Step:
         ends_s: when each stage had done its part.
         tasks: what ran, each stage's in the order in which it ran them.
         hops: the messages, in the order in which they were sent.
+        schedule: which schedule was chosen for it, for people: "zb-h1", "trying zb-h1", …; "" if
+            the run has the same one throughout.
     """
 
     number: int
@@ -95,6 +97,7 @@ class Step:
     ends_s: tuple[float, ...]
     tasks: tuple[Ran, ...]
     hops: tuple[Hop, ...]
+    schedule: str = ""
 
     @property
     def num_stages(self) -> int:
@@ -197,6 +200,11 @@ class Recording:
             if (other.plan, other.call, other.sizes) == (step.plan, step.call, step.sizes)
         ]
         return same[1:] if len(same) > 1 and same[0].number == 0 else same
+
+    def schedule_of(self, step: Step) -> str:
+        """Say which schedule a step ran: "gpipe", or "auto: zb-h1"."""
+        name = str(self.facts.get("schedule"))
+        return f"{name}: {step.schedule}" if step.schedule else name
 
     def kept_text(self) -> str:
         """Say which steps are kept: "steps 0 to 4 and 20 to 119"."""

@@ -45,6 +45,8 @@ def render_text(plan: Plan) -> str:
 def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
     """Draw a timeline: a row for each stage, time to the right, dots where a stage rests.
 
+    Tasks that are too short for their numbers show their kind only, several in a row once.
+
     Args:
         timeline: what to draw.
         width: characters a line.
@@ -56,10 +58,18 @@ def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
     lines = []
     for j, name in enumerate(names):
         cells = ["·"] * columns
+        short_kind, short_last = "", -1  # of the last task that was too short for its number
         for task in timeline.plan.tasks_of(j):
             first = round(timeline.start_s(task) * scale)
             last = round(timeline.end_s(task) * scale)
-            cells[first:last] = _label(task, timeline.plan).ljust(last - first, "─")[: last - first]
+            width = last - first
+            labels = _label(task, timeline.plan), f"{task.kind}{task.i}"
+            label = next((label for label in labels if len(label) <= width), "")
+            if width and not label:
+                goes_on = (task.kind, first) == (short_kind, short_last)
+                label = "" if goes_on else task.kind
+                short_kind, short_last = task.kind, last
+            cells[first:last] = label.ljust(width, "─")
         lines.append(name.ljust(margin) + "".join(cells))
     end = f"{timeline.total_s:.4g} s"
     lines.append(" " * margin + "0 s" + end.rjust(columns - len("0 s")))

@@ -95,6 +95,7 @@ def merged_step(
             for kind, i, j, start_ns, end_ns in record["tasks"]
         ),
         hops=tuple(_hops(records, bases_ns)),
+        schedule=first.get("schedule", ""),
     )
 
 

@@ -249,6 +249,8 @@ class Pipeline:
         """Hand in what this stage recorded of the step that has just ended."""
         record = self.executor.trace.last_record()
         record |= {"call": order.call, "sizes": order.sizes}
+        if order.call == "step" and order.detail:
+            record["schedule"] = order.detail["schedule"]
         tracing.note(record, order.plan, self.coordinator.plan_text(order))
 
     def _check_number(self, numbers: list[int]) -> None:

@@ -33,7 +33,7 @@ from procpipe.run.clocks import Clocks, Reading
 from procpipe.run.merging import merged
 from procpipe.run.messages import decode, encode
 
-__all__ = ["FIRST", "LAST", "TRACE", "Kept", "Tracing"]
+__all__ = ["FIRST", "LAST", "TRACE", "Kept", "Tracing", "claimed"]
 
 #: How many steps are kept, from the beginning and from the end of a run.
 FIRST, LAST = 5, 100
@@ -47,6 +47,30 @@ _LINGER_S = 10.0
 
 #: How often such a wait looks at what no socket tells.
 _LOOK_EVERY_S = 0.1
+
+#: The files that this process's stages write or have written.
+_claimed: set[Path] = set()
+
+
+def claimed(path: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """Check before a long run that its file will have a place, and keep that for one stage.
+
+    Raises:
+        ValueError: there is no such folder, or another stage of this process writes the file or
+            has written it, which would be lost.
+    """
+    if path is None:
+        return None
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"trace is {str(path)!r}, but must be a file in a folder that is there")
+    whole = Path(path).resolve()
+    if whole in _claimed:
+        raise ValueError(
+            f"trace is {str(path)!r}, but another stage of this process writes that file or has "
+            "written it: give each stage a file of its own"
+        )
+    _claimed.add(whole)
+    return path
 
 
 class Kept:
@@ -106,7 +130,8 @@ class Tracing:
         """Hand in what this rank recorded of a step that is over; never blocks.
 
         Args:
-            record: see ``Recorder.last_record``, with the "call" and the "sizes" of the step.
+            record: see ``Recorder.last_record``, with the "call" and the "sizes" of the step, and
+                the "schedule" if one was chosen for it.
             plan: the digest of the step's plan.
             plan_text: the plan; rank 0's counts.
         """

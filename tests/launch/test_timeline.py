@@ -6,15 +6,18 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from procpipe.launch.main import main
+from procpipe.launch.page import page
 from procpipe.plan.chrome import to_chrome
 from procpipe.plan.idle import split
-from procpipe.plan.measured import Hop
+from procpipe.plan.measured import Clock, Hop, Ran
+from procpipe.plan.task import Task
 from tests.plan.recordings import EQUAL, UNEQUAL, read_step, recording_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -88,9 +91,9 @@ def test_the_last_step_is_shown_beside_the_file(run, capsys):
     ]  # fmt: skip
     told = capsys.readouterr().out
     assert told.startswith("step 5 of run.json (steps 0 to 1 and 5 of 8):\n\nstage ")
-    assert "\n- Stage 1 is 33% slower than the mean (12 s busy" in told
+    assert "\n- Stage 1 is 33% slower than the mean (usually 12 s busy" in told
     assert page.items[0] in told
-    assert told.endswith("\nrun.html\n")
+    assert told.endswith("\n\nWorked out from this step alone.\n\nrun.html\n")
 
 
 def test_each_task_has_a_box_above_and_below_with_its_numbers(run):
@@ -164,6 +167,76 @@ def test_a_run_that_failed_in_its_first_step_has_nothing_to_show(run, capsys):
 
     assert main(["timeline", "run.json"]) == 1
     assert "run.json: no step was brought to an end on all stages" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_file_and_no_page(run, capsys):
+    for words in (["."], ["/"], [".", "-o", "x.html"]):
+        assert main(["timeline", *words]) == 1
+        assert "Is a directory" in capsys.readouterr().err
+
+
+def html_of(recording):
+    step = recording.step()
+    return page("run.json", recording, step, split(step), [])
+
+
+def stretched(step, factor):
+    """The step with so many times the tasks of each stage, each as long, one after another."""
+    length_s = step.seconds
+    tasks = [
+        Ran(ran.stage, Task(ran.task.kind, ran.task.i + 2 * k, ran.task.j),
+            ran.start_s + k * length_s, ran.end_s + k * length_s)
+        for k in range(factor) for ran in step.tasks
+    ]  # fmt: skip
+    ends_s = tuple(factor * length_s for _ in step.ends_s)
+    return replace(step, tasks=tuple(tasks), ends_s=ends_s, sizes=step.sizes * factor)
+
+
+@pytest.mark.parametrize(("factor", "fits"), [(1, True), (40, False)])
+def test_what_is_too_narrow_for_its_numbers_is_not_fitted_to_the_page(factor, fits):
+    html = html_of(recording_of(stretched(read_step(EQUAL), factor)))
+
+    assert ("id='fit' checked" in html) == fits
+    lanes = html[html.index("<svg class='lanes'") :]
+    axes = re.findall(r"<g class='axis([ a-z]*)'>(.*?)</g>", lanes, re.S)
+    assert [shown for shown, _ in axes] == ([""] if fits else [" scrolled", " fitted"])
+    for _, axis in axes:
+        labels = re.findall(r"x='([\d.]+)%' y='\d+' text-anchor='(\w+)'>([^<]+)<", axis)
+        assert len(labels) >= 5
+        assert labels[0] == ("0.0000", "start", "0")
+        seconds = [float(at) / 100 * 10 * factor for at, _, _ in labels]
+        assert [text for _, _, text in labels[1:]] == [f"{s:.3g} s" for s in seconds[1:]]
+    assert labels[-1][:2] == ("100.0000", "end")  # else half of it would be cut off
+
+
+def test_the_page_says_which_schedule_was_chosen_and_when_it_was_written():
+    step = read_step(EQUAL, schedule="zb-h1")
+    facts = {"schedule": "auto", "written": "2030-01-02T03:04:05+00:00"}
+    html = html_of(recording_of(step, facts=facts))
+
+    assert "2 micro-batches of 8 samples" in html
+    assert "schedule auto: zb-h1 ·" in html
+    assert "written 2030-01-02 03:04 UTC<" in html
+
+
+def test_one_of_a_thing_is_told_as_one():
+    step = read_step("F0 0-1 B0 1-3", sizes=(1,))
+    recording = recording_of(step, facts={"balance": [5]}, clocks=(Clock(0, 0.0, 0.0, 0.0),))
+
+    assert "1 stage · balance [5] · 1 micro-batch of 1 sample ·" in html_of(recording)
+
+
+@pytest.mark.parametrize(
+    ("drift_ppm", "told"),
+    [
+        (0.0, "were compared at both ends of the run. All by the hosts."),
+        (2.5, "at both ends of the run, and their drift (at most 2.5 ppm) taken out."),
+        (None, "at its beginning only, so that a drift since then is not taken out."),
+    ],
+)
+def test_the_page_says_how_clocks_were_compared(drift_ppm, told):
+    clocks = (Clock(0, 0.0, 0.0, 0.0), Clock(1, 0.5, 2e-6, drift_ppm))
+    assert told in html_of(recording_of(read_step(EQUAL), clocks=clocks))
 
 
 # -- in a browser -------------------------------------------------------------------------------

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
 from procpipe.balance.blocks import blocks
-from procpipe.plan.advice import advise
+from procpipe.plan.advice import advise, basis
 from procpipe.plan.gpipe import gpipe
 from procpipe.plan.measured import Hop, Ran, Step
+from procpipe.plan.one_f_one_b import one_f_one_b
 from procpipe.plan.simulate import Costs, simulate
+from procpipe.plan.task import Plan
 from tests.plan.recordings import EQUAL, UNEQUAL, read_step, recording_of
 
 
@@ -22,7 +29,7 @@ def test_another_balance_is_told_with_what_it_would_give() -> None:
     (first, *_) = advice_on(read_step(UNEQUAL))
 
     assert first == (
-        "Stage 1 is 33% slower than the mean (12 s busy, the mean is 9 s): balance "
+        "Stage 1 is 33% slower than the mean (usually 12 s busy, the mean is 9 s): balance "
         "[3, 2] would give about 7% (guessed: the layers of a stage were not timed and are taken "
         "to be alike)."
     )
@@ -33,8 +40,8 @@ def test_measured_layers_decide_where_to_cut() -> None:
     (first, *_) = advice_on(read_step(UNEQUAL), layer_s=(1.0, 1.0, 0.1, 0.1, 9.8))
 
     assert first == (
-        "Stage 1 is 33% slower than the mean (12 s busy, the mean is 9 s), but no other balance of "
-        "whole layers would give 2% (by each layer's forward seconds)."
+        "Stage 1 is 33% slower than the mean (usually 12 s busy, the mean is 9 s), but no other "
+        "balance of whole layers would give 2% (by each layer's forward seconds)."
     )
 
 
@@ -42,9 +49,29 @@ def test_equal_stages_hear_nothing_of_balance() -> None:
     assert not any("balance" in told for told in advice_on(read_step(EQUAL)))
 
 
-def measured(m: int, n: int) -> Step:
-    """A gpipe step of equal stages, 8 samples a micro-batch, nothing lost but the bubble."""
-    timeline = simulate(gpipe(m, n), Costs.uniform(n))
+def scaled(step: Step, factor: float, number: int) -> Step:
+    """The same step on machines that all took longer by a factor."""
+    tasks = tuple(
+        replace(ran, start_s=factor * ran.start_s, end_s=factor * ran.end_s) for ran in step.tasks
+    )
+    ends_s = tuple(factor * end_s for end_s in step.ends_s)
+    return replace(step, number=number, tasks=tasks, ends_s=ends_s)
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
+def test_what_a_change_gives_does_not_depend_on_the_step_that_is_shown(factor: float) -> None:
+    for step, facts in ((read_step(UNEQUAL), {}), (measured(8, 4), {"balance": [1] * 4})):
+        usual = [replace(step, number=k) for k in range(1, 5)]
+        odd = scaled(step, factor, number=5)
+        recording = recording_of(*usual, odd, facts=facts)
+
+        assert advise(recording, odd, blocks)[0] == advise(recording, usual[0], blocks)[0]
+        assert basis(recording, odd) == "the medians of 5 steps like this one"
+
+
+def measured(m: int, n: int, plan: Plan | None = None, **fields: Any) -> Step:
+    """A step of equal stages, by default gpipe's, 8 samples a micro-batch; lost is the bubble."""
+    timeline = simulate(plan or gpipe(m, n), Costs.uniform(n))
     plan = timeline.plan
     tasks = tuple(
         Ran(j, task, timeline.start_s(task), timeline.end_s(task))
@@ -52,7 +79,7 @@ def measured(m: int, n: int) -> Step:
         for task in plan.tasks_of(j)
     )
     ends = (timeline.total_s,) * n
-    return Step(3, "step", "abc", (8,) * m, (0.0,) * n, ends, tasks, ())
+    return Step(3, "step", "abc", (8,) * m, (0.0,) * n, ends, tasks, (), **fields)
 
 
 def test_more_micro_batches_make_the_bubble_smaller() -> None:
@@ -85,6 +112,33 @@ def test_1f1b_holds_fewer() -> None:
 def test_1f1b_is_not_advised_to_who_has_it() -> None:
     facts = {"balance": [1] * 4, "schedule": "1f1b"}
     assert not any("1f1b" in told for told in advice_on(measured(8, 4), facts=facts))
+
+
+@pytest.mark.parametrize("chosen", ["1f1b", "trying 1f1b", "measuring, step 2 of 6, 1f1b"])
+def test_a_schedule_that_auto_chose_is_advised_on(chosen: str) -> None:
+    # 1F1B's bubble is gpipe's; it is not advised to itself.
+    step = measured(8, 4, one_f_one_b(8, 4, recompute=()), schedule=chosen)
+    facts = {"balance": [1] * 4, "schedule": "auto"}
+
+    assert advice_on(step, facts=facts) == [
+        "More micro-batches: chunks=16 would take the bubble from 27% to about 16%, if tasks of "
+        "half the samples take half as long."
+    ]
+
+
+def test_a_plan_that_auto_searched_is_not_taken_for_another() -> None:
+    facts = {"balance": [1] * 4, "schedule": "auto"}
+    assert advice_on(measured(8, 4, schedule="searched"), facts=facts)[:1] == [
+        "schedule='1f1b' would hold at most 4 micro-batches on a stage, not 8 (2.0 times fewer), "
+        "and be as fast."
+    ]
+    more = measured(8, 4, gpipe(8, 4, recompute={0, 1}), schedule="gpipe")
+    assert advice_on(more, facts=facts) == []
+
+
+def test_one_stage_is_not_advised_another_schedule() -> None:
+    step = measured(8, 1, gpipe(8, 1, recompute=()))
+    assert advice_on(step, facts={"balance": [5]}) == []
 
 
 def test_communication_is_told_with_its_longest_waits() -> None:

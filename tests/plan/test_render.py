@@ -54,6 +54,25 @@ def test_no_line_of_a_timeline_is_too_long(width: int) -> None:
     assert {len(line) for line in lines[:5]} == {max(width, 20)}
 
 
+def test_tasks_too_short_for_their_numbers_show_their_kind_once() -> None:
+    # 99 s in 33 characters: one for each F, two for each B.
+    timeline = simulate(gpipe(10, 2), Costs.uniform(2, forward_s=3, backward_s=6))
+    assert render_timeline_text(timeline, width=43).splitlines()[:2] == [
+        "stage 0   F─────────···B9B8B7B6B5B4B3B2B1B0",
+        "stage 1   ·F─────────B9B8B7B6B5B4B3B2B1B0··",
+    ]
+
+
+def test_a_task_of_several_partitions_shows_what_there_is_room_for() -> None:
+    # 10 s, of which each F has 2, in 10, 15 and 20 characters.
+    timeline = simulate(forward_plan(2, 2, (0, 1, 0, 1)), Costs.uniform(4, forward_s=2))
+    assert [render_timeline_text(timeline, width).splitlines()[0] for width in (20, 25, 30)] == [
+        "stage 0   F0F1F0F1··",
+        "stage 0   F0─F1─F0─F1─···",
+        "stage 0   F0@0F1@0F0@2F1@2····",
+    ]
+
+
 def test_a_timeline_in_which_no_time_passes_can_be_drawn() -> None:
     timeline = simulate(gpipe(2, 2), Costs.uniform(2, forward_s=0, backward_s=0))
     assert render_timeline_text(timeline, 20).splitlines()[0] == "stage 0   ··········"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.run.clocks import Clocks
-from procpipe.run.tracing import FIRST, LAST, Kept, Tracing
+from procpipe.run.tracing import FIRST, LAST, Kept, Tracing, claimed
 
 
 def tracing(path):
@@ -59,3 +61,12 @@ def test_a_file_that_cannot_be_written_is_told_and_no_error(tmp_path, capsys):
     one.write()
 
     assert "procpipe: the trace was not written: FileNotFoundError" in capsys.readouterr().err
+
+
+def test_a_file_is_for_one_stage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert claimed(None) is None
+    assert claimed("run.json") == "run.json"
+    with pytest.raises(ValueError, match=r"run\.json', but another stage of this process writes"):
+        claimed(tmp_path / "run.json")
+    assert claimed("other.json") == "other.json"
