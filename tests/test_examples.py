@@ -30,13 +30,14 @@ FEW_STEPS = {
 
 
 def results(stdout):
-    """Return all lines but the first, which tells the balance, and the table of the stages."""
-    lines = stdout.splitlines()[1:]
-    start = next(k for k, line in enumerate(lines) if line.startswith("stage"))
-    end = start + 1
-    while end < len(lines) and lines[end].strip():
-        end += 1
-    return lines[:start] + lines[end:]
+    """Return all lines but the first, which tells the balance, and the tables of the stages."""
+    found = []
+    is_table = False
+    for line in stdout.splitlines()[1:]:
+        is_table = bool(line.strip()) and (is_table or line.startswith(("stage", "the last step")))
+        if line.strip() and not is_table:
+            found.append(line)
+    return found
 
 
 def run(example, *, nproc=None, balance=(), args=None, launcher=False):
@@ -63,7 +64,7 @@ def test_any_number_of_stages_prints_the_same(example, nproc, balance, in_one_st
     done = run(example, nproc=nproc, balance=balance, launcher=not balance)
 
     assert results(done.stdout) == in_one_stage[example]
-    assert len(in_one_stage[example]) > 1
+    assert in_one_stage[example]
 
 
 @pytest.mark.dist
@@ -71,7 +72,7 @@ def test_any_number_of_stages_prints_the_same(example, nproc, balance, in_one_st
 def test_digits_are_recognised():
     done = run(DIGITS, nproc=2, args=[])
 
-    last = results(done.stdout)[-2]
+    last = results(done.stdout)[-1]
     assert last.startswith("epoch  8")
     assert float(last.rsplit(maxsplit=1)[1].rstrip("%")) >= 97.0
 
