@@ -142,7 +142,8 @@ def check_parity(
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_one_forward_one_backward_is_the_plain_model(ranks, num_ranks):
-    ranks(num_ranks).run(check_parity, "1f1b", MODES, world=False).values()
+    modes = MODES if num_ranks == 2 else ["except_last"]
+    ranks(num_ranks).run(check_parity, "1f1b", modes, world=False).values()
 
 
 @pytest.mark.parametrize(
