@@ -328,7 +328,7 @@ def test_a_saved_state_that_is_broken_says_which(tmp_path):
     file = next(path.glob("stage-0/*.distcp"))
     file.write_bytes(file.read_bytes()[:2000])
 
-    with pytest.raises(SavedStateError, match=f"{file}: model.0.weight: the index says bytes "):
+    with pytest.raises(SavedStateError, match=f"{file}: procpipe: the index says bytes "):
         state.load(tmp_path, model)
 
 

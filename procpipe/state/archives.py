@@ -5,10 +5,10 @@
       archive/data/0, 1, …   the bytes of tensors, which stay where they are in memory
       archive/byteorder
 
-torch's own restricted unpickler calls functions and sets attributes that a file names, and in some
-versions writes outside of memory (CVE-2025-32434, CVE-2026-24747). Values that it takes by default
-are read here too, but for sparse, quantized and nested tensors; attributes that somebody has set on
-a tensor are left out.
+torch's own restricted unpickler calls functions and sets attributes that a file names, and before
+torch 2.10 a file can corrupt memory through it (CVE-2026-24747). Values that it takes by default
+are read here too, but for sparse, quantized and nested tensors; attributes that were set on a
+tensor are left out.
 """
 
 from __future__ import annotations

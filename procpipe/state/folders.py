@@ -184,8 +184,11 @@ def _lock(path: Path, *kinds: int) -> int:
         # It may have been removed, and its name given to another, before we had the lock.
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):
             return descriptor
-    except OSError:
+    except (BlockingIOError, FileNotFoundError):
         pass
+    except BaseException:
+        os.close(descriptor)
+        raise
     os.close(descriptor)
     return -1
 

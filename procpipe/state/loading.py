@@ -196,8 +196,9 @@ class _Loading:
         """Return what was noted of the whole run; nothing, if plain PyTorch has written it."""
         if "procpipe" not in self._kinds:
             return {}
+        text = self._index.read(["procpipe"])["procpipe"]
         try:
-            about = dict(json.loads(self._index.read(["procpipe"])["procpipe"]))
+            about = dict(json.loads(text))
         except (ValueError, TypeError, RecursionError) as error:
             raise SavedStateError(f"{self._index.folder}: procpipe: {error}") from None
         num_stages = about.get("num_stages")

@@ -1,4 +1,4 @@
-"""Saved states that are damaged or contradict themselves: an error names the file, or all is right."""
+"""Saved states that are damaged or contradict themselves: an error names the file."""
 
 from __future__ import annotations
 

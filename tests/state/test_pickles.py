@@ -138,6 +138,22 @@ def test_an_index_of_torch_is_read():
     assert isinstance(pickle.loads(data), torch.distributed.checkpoint.metadata.Metadata)
 
 
+@pytest.mark.parametrize(("more", "is_known"), [((), True), (((4, 1),), True), ((1, 2), False)])
+def test_the_properties_of_a_tensor_in_several_versions_of_torch(monkeypatch, more, is_known):
+    """From 2.15 on there is a sixth, its strides; of others nothing is known."""
+    kind = torch.distributed.checkpoint.metadata.TensorProperties
+    original = kind.__getstate__
+    monkeypatch.setattr(kind, "__getstate__", lambda self: (*original(self), *more))
+    entries, data = an_index()
+    if is_known:
+        assert from_metadata(data) == entries
+    else:
+        with pytest.raises(
+            SavedStateError, match=r"a\.b: its TensorProperties have a form that is"
+        ):
+            from_metadata(data)
+
+
 @pytest.mark.parametrize("program", EXPLOITS.values(), ids=EXPLOITS)
 def test_known_exploits_do_nothing(program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
