@@ -21,6 +21,7 @@ from procpipe.errors import (
     RecomputeError,
     RemoteStageError,
     RemoteValueError,
+    SavedStateError,
     StageClosedError,
     WaitTimeoutError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "Remote",
     "RemoteStageError",
     "RemoteValueError",
+    "SavedStateError",
     "Stage",
     "StageClosedError",
     "StageStatistics",

@@ -4,6 +4,7 @@
     ├── BalanceError (ValueError)          the balance does not fit the model or the processes
     ├── BoundaryError (TypeError)          a value that cannot travel between stages
     ├── PlanError (ValueError)             a plan that cannot run; lists every fault
+    ├── SavedStateError (ValueError)       a file of a saved state that is damaged, or no such file
     ├── DisagreementError (ValueError)     ranks were started with different settings or models
     ├── CallMismatchError (RuntimeError)   ranks are in different calls
     ├── MemoryLimitError (ValueError)      no plan keeps to the memory that stages are allowed
@@ -40,6 +41,7 @@ __all__ = [
     "RecomputeError",
     "RemoteStageError",
     "RemoteValueError",
+    "SavedStateError",
     "StageClosedError",
     "WaitTimeoutError",
 ]
@@ -67,6 +69,13 @@ class PlanError(ProcpipeError, ValueError):
     def __init__(self, faults: Sequence[str]) -> None:
         self.faults = tuple(faults)
         super().__init__(_listing("the plan cannot run", self.faults))
+
+
+class SavedStateError(ProcpipeError, ValueError):
+    """A file of a saved state or of weights is damaged, contradicts itself or is of another kind.
+
+    Names the file. Nothing in the file has been executed.
+    """
 
 
 class DisagreementError(ProcpipeError, ValueError):

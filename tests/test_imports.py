@@ -64,6 +64,7 @@ PURE = (
     "procpipe.run.auto",
     "procpipe.run.reports",
     "procpipe.balance.blocks",
+    "procpipe.state.pickles",
 )
 
 #: Benchmarks compare with peers that live in torch.distributed.

@@ -7,7 +7,7 @@
     all have written <───────────────────────────  have written
     merges, publishes ───────────────────────────> returns
       in the background: through the folder, as no thread but the main one uses the network
-    waits for each stage-r/.metadata, merges       waits for the folder to get its name
+    waits for each part's index, merges            waits for the folder to get its name
     a rank that fails leaves failed-r.json, which ends the waits of all threads
 
 Each process has one thread a save, which the next save and the end of the script wait for.
@@ -31,7 +31,7 @@ from typing import Any
 from torch import nn
 
 from procpipe.errors import RemoteStageError, WaitTimeoutError
-from procpipe.state.folders import Draft
+from procpipe.state.folders import Draft, Hold
 from procpipe.state.together import calls_of, timeout_of
 
 __all__ = ["Saving", "Target", "wait_unfinished"]
@@ -73,6 +73,7 @@ class Target:
         self.rank = rank
         self.num_ranks = num_ranks
         self._keep = keep
+        self._hold: Hold | None = None
 
     def write(self, values: dict[str, Any]) -> None:
         """Write this rank's part."""
@@ -83,6 +84,8 @@ class Target:
                 f"rank {self.rank} does not find {self.path} on {socket.gethostname()}, where rank "
                 "0 has made it: save to a folder on a file system that all ranks share"
             )
+        if self.draft is None:
+            self._hold = Hold(self.path)
         write_part(self.part_of(self.rank), values)
 
     def part_of(self, rank: int) -> Path:
@@ -91,9 +94,9 @@ class Target:
 
     def has_part_of(self, rank: int) -> bool:
         """Tell whether a rank has written all it has to."""
-        from procpipe.state.files import METADATA
+        from procpipe.state.files import INDEX
 
-        return (self.part_of(rank) / METADATA).is_file()
+        return (self.part_of(rank) / INDEX).is_file()
 
     def publish(self) -> None:
         """Merge the parts and give the folder its name, on rank 0."""
@@ -112,8 +115,9 @@ class Target:
 
     def let_go(self) -> None:
         """Leave the folder to the next save to remove, unless it was published."""
-        if self.draft is not None:
-            self.draft.let_go()
+        for held in (self.draft, self._hold):
+            if held is not None:
+                held.let_go()
 
 
 class Saving:

@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from procpipe.state.archives import read_archive
 from procpipe.state.resumable import Resumable
 
 __all__ = [
@@ -122,11 +123,10 @@ def _copy_through_file(name: str, state: Any) -> Any:
     file = io.BytesIO()
     try:
         torch.save(state, file)
-        file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return read_archive(memoryview(bytearray(file.getbuffer())))
     except Exception as error:
         raise TypeError(
             f"extra[{name!r}] cannot be saved so that it can be loaded again: {error}\n"
-            "What torch.load(weights_only=True) takes can: numbers, text, tensors, lists, tuples, "
-            "dicts of these; and objects whose state_dict() is made of them"
+            "What can: numbers, text, bytes, dense tensors, lists, tuples, sets, dicts of these; "
+            "and objects whose state_dict() is made of them"
         ) from error

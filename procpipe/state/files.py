@@ -1,42 +1,184 @@
-"""The files of a saved state: the format of ``torch.distributed.checkpoint``, without its network.
+"""The files of a saved state: the format of ``torch.distributed.checkpoint``, read without torch.
 
-    stage-0/__0_0.distcp  .metadata    written by rank 0: its keys
-    stage-1/__0_0.distcp  .metadata    written by rank 1
-    .metadata                          both together, which rank 0 makes of the two
+    stage-0/__0_0.distcp  procpipe.json    written by rank 0: its values
+    stage-1/__0_0.distcp  procpipe.json    written by rank 1
+    procpipe.json                          both together, which rank 0 makes of the two
+    .metadata                              the same for torch, to which it is a checkpoint
 
-Each rank writes, and reads, its own keys by itself: torch's savers and loaders would bring the
-ranks together over a process group and with pickle. The result is an ordinary saved state of torch.
-
-Importing this module takes half a second, so it is imported when something is saved or loaded.
+Each rank writes, and reads, its own values by itself: torch's savers and loaders would bring the
+ranks together over a process group, and unpickle. A value is what ``torch.save`` makes of it, and
+has a CRC-32, which is compared whenever it is read. Where there is no procpipe.json, as in what
+torch has written, .metadata is read instead, and nothing can be compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+import math
+import operator
 import os
-import pickle
-from collections.abc import Iterable
+import stat
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
+from torch import Tensor, nn
 
+from procpipe.errors import SavedStateError
+from procpipe.state.archives import read_archive
 from procpipe.state.folders import sync_folder
+from procpipe.state.index import Chunk, Entry, from_json, from_metadata, to_json
 
-__all__ = ["METADATA", "Index", "merge_parts", "read_index", "write_part"]
+__all__ = [
+    "INDEX",
+    "METADATA",
+    "Index",
+    "merge_parts",
+    "open_inside",
+    "open_regular",
+    "read_index",
+    "write_part",
+]
 
-METADATA = ".metadata"
+INDEX, METADATA = "procpipe.json", ".metadata"
+_VALUES = "__0_0.distcp"
+
+#: An index is read as a whole; 100 bytes or so are one value.
+_MAX_INDEX_BYTES = 1 << 30
+
+_ADVICE = "restore the folder from a copy, or load an older saved state"
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def write_part(folder: Path, values: dict[str, Any]) -> None:
+    """Write values into a new folder of their own; all is on the disk when its index appears.
+
+    Raises:
+        TypeError: a value that could not be read again.
+    """
+    folder.mkdir()
+    entries: dict[str, Entry] = {}
+    with open(folder / _VALUES, "wb") as file:
+        for key, value in values.items():
+            sink = _Sink(file)
+            offset = file.tell()
+            if isinstance(value, Tensor):
+                value = _plain(key, value)
+            elif type(value) not in (bool, int, float, str):
+                _check_readable(key, value)
+            torch.save(value, sink)  # type: ignore[arg-type]
+            dtype, shape = (
+                (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (None, ())
+            )
+            chunk = Chunk((0,) * len(shape), shape, _VALUES, offset, sink.length, sink.crc32)
+            entries[key] = Entry(dtype, shape, (chunk,))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary = folder / f"{INDEX}.tmp"
+    _write_synced(temporary, to_json(entries))
+    os.rename(temporary, folder / INDEX)
+    sync_folder(folder)
+
+
+class _Sink:
+    """Passes bytes on to a file, and sums them."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.length = self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.length += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def _check_readable(key: str, value: Any) -> None:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        read_archive(memoryview(bytearray(file.getbuffer())))
+    except Exception as error:
+        raise TypeError(f"{key} cannot be saved so that it can be loaded again: {error}") from error
+
+
+def _plain(key: str, value: Tensor) -> Tensor:
+    """Return a tensor on the CPU, of no more memory than its own."""
+    value = value.detach()
+    if (
+        type(value) not in (Tensor, nn.Parameter)
+        or value.layout != torch.strided
+        or value.is_quantized
+    ):
+        raise TypeError(
+            f"{key} is a {type(value).__name__} of {value.layout}: only ordinary dense tensors can "
+            "be saved"
+        )
+    value = value.cpu().resolve_conj().resolve_neg()
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+
+
+def merge_parts(folder: Path, names: Iterable[str]) -> None:
+    """Make one saved state of the parts in sub-folders of these names."""
+    entries: dict[str, Entry] = {}
+    for name in names:
+        for key, entry in read_index(folder / name).entries.items():
+            [chunk] = entry.chunks
+            chunk = dataclasses.replace(chunk, file=f"{name}/{chunk.file}")
+            entries[key] = dataclasses.replace(entry, chunks=(chunk,))
+    metadata = _metadata(entries)
+    _write_synced(folder / METADATA, metadata)
+    _write_synced(folder / INDEX, to_json(entries, zlib.crc32(metadata)))
+    sync_folder(folder)
+
+
+def _metadata(entries: dict[str, Entry]) -> bytes:
+    """Return torch's index, in the form of the torch that runs."""
+    import pickle
+
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import metadata as of_torch
+
+    whole = of_torch.Metadata(
+        {}, planner_data={}, storage_data={}, storage_meta=of_torch.StorageMeta()
+    )
+    whole.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    for key, entry in entries.items():
+        [chunk] = entry.chunks
+        size = torch.Size(entry.shape)
+        # Paths of keys, by which torch makes nested dictionaries of them.
+        whole.planner_data[key] = tuple(key.split(".", 1))
+        where = of_torch.MetadataIndex(key, None if entry.dtype is None else chunk.offsets)
+        whole.storage_data[where] = filesystem._StorageInfo(chunk.file, chunk.offset, chunk.length)
+        if entry.dtype is None:
+            whole.state_dict_metadata[key] = of_torch.BytesStorageMetadata()
+            continue
+        like = torch.empty(size, dtype=entry.dtype, device="meta")
+        whole.state_dict_metadata[key] = of_torch.TensorStorageMetadata(
+            of_torch.TensorProperties.create_from_tensor(like),
+            size,
+            [of_torch.ChunkStorageMetadata(torch.Size(chunk.offsets), size)],
+        )
+    return pickle.dumps(whole)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# -- reading -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,138 +187,172 @@ class Index:
 
     Attributes:
         folder: where it is.
-        shapes: by key, the shape of a tensor; None for any other value.
+        entries: its values by key.
     """
 
     folder: Path
-    shapes: dict[str, tuple[int, ...] | None]
-    metadata: Metadata
+    entries: dict[str, Entry]
+
+    @property
+    def kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None] | None]:
+        """Return by key the shape and dtype of a tensor; None for any other value."""
+        return {
+            key: None if entry.dtype is None else (entry.shape, entry.dtype)
+            for key, entry in self.entries.items()
+        }
 
     def read(self, keys: Iterable[str], into: dict[str, Tensor] | None = None) -> dict[str, Any]:
         """Read values; a tensor into the one that ``into`` has for it, of the same shape.
 
-        Values that are no tensors are read by torch's restricted unpickler, which runs no code.
+        Raises:
+            SavedStateError: a file is missing, not inside of the folder, damaged, or holds
+                something else than the index says. Tensors of ``into`` may then be half read.
         """
+        keys = list(keys)
         found: dict[str, Any] = {}
         for key in keys:
-            entry = self.metadata.state_dict_metadata[key]
-            if into is not None and key in into:
-                found[key] = into[key]
-            elif isinstance(entry, TensorStorageMetadata):
-                found[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            else:
-                found[key] = None
-        planner, reader = _LoadPlanner(), _Reader(self.folder)
-        try:
-            planner.set_up_planner(found, self.metadata, is_coordinator=True)
-            reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-            plan = reader.prepare_local_plan(planner.create_local_plan())
-            [plan] = reader.prepare_global_plan(planner.create_global_plan([plan]))
-            reader.read_data(planner.finish_plan(plan), planner).wait()
-        except Exception as error:
-            error.add_note(f"procpipe: while reading the saved state {self.folder}")
-            raise
+            entry = self.entries[key]
+            if entry.dtype is not None:
+                made = (into or {}).get(key)
+                found[key] = torch.empty(entry.shape, dtype=entry.dtype) if made is None else made
+        wanted = [(chunk, key) for key in keys for chunk in self.entries[key].chunks]
+        wanted.sort(key=lambda pair: (pair[0].file, pair[0].offset))
+        with contextlib.ExitStack() as opened, torch.no_grad():
+            files: dict[str, IO[bytes]] = {}
+            for chunk, key in wanted:  # all of them, before anything is changed
+                if chunk.file not in files:
+                    files[chunk.file] = opened.enter_context(open_inside(self.folder, chunk.file))
+                with naming(self.folder / chunk.file, key):
+                    _check_length(self.entries[key], chunk, files[chunk.file])
+            tensors = (chunk.length for chunk, key in wanted if self.entries[key].dtype is not None)
+            scratch = memoryview(bytearray(max(tensors, default=0)))
+            for chunk, key in wanted:
+                entry, file = self.entries[key], files[chunk.file]
+                with naming(self.folder / chunk.file, key):
+                    if entry.dtype is None:
+                        memory = memoryview(bytearray(chunk.length))  # which the value may keep
+                        found[key] = read_archive(_bytes_of(chunk, file, memory))
+                    else:
+                        value = read_archive(_bytes_of(chunk, file, scratch[: chunk.length]))
+                        tensor = _tensor(entry, chunk, value)
+                        ends = map(operator.add, chunk.offsets, chunk.sizes)
+                        box = tuple(map(slice, chunk.offsets, ends))
+                        found[key][box].copy_(tensor)
         return found
 
 
-def write_part(folder: Path, values: dict[str, Any]) -> None:
-    """Write values into a new folder of their own; all is on the disk when its index appears."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    writer = FileSystemWriter(folder)
-    planner.set_up_planner(values, is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    [plan], metadata = planner.create_global_plan([plan])
-    [plan] = writer.prepare_global_plan([plan])
-    results = writer.write_data(planner.finish_plan(plan), planner).value()
-    writer.finish(metadata, [results])
-    sync_folder(folder)
-
-
-def merge_parts(folder: Path, names: Iterable[str]) -> None:
-    """Make one saved state of the parts in sub-folders of these names."""
-    whole = Metadata({}, planner_data={}, storage_data={}, storage_meta=StorageMeta())
-    for name in names:
-        part = _Reader(folder / name).read_metadata()
-        whole.version = part.version
-        whole.state_dict_metadata |= part.state_dict_metadata
-        # Paths of keys, by which torch makes nested dictionaries of them.
-        whole.planner_data |= {key: tuple(key.split(".", 1)) for key in part.state_dict_metadata}
-        for index, info in part.storage_data.items():
-            inside = dataclasses.replace(info, relative_path=f"{name}/{info.relative_path}")
-            whole.storage_data[index] = inside
-    with open(folder / METADATA, "wb") as file:
-        pickle.dump(whole, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)
-
-
 def read_index(folder: Path) -> Index:
-    """Read what a saved state holds, also one that plain PyTorch has written."""
-    metadata = _Reader(folder).read_metadata()
-    shapes = {
-        key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-    return Index(folder, shapes, metadata)
+    """Read what a saved state holds, also one that plain PyTorch has written.
+
+    Raises:
+        SavedStateError: it is missing, damaged, or contradicts itself.
+    """
+    if not os.path.lexists(folder / INDEX):
+        with naming(folder / METADATA):
+            return Index(folder, from_metadata(_all_of(folder, METADATA)))
+    with naming(folder / INDEX):
+        entries, crc32 = from_json(_all_of(folder, INDEX))
+    with naming(folder / METADATA):
+        if crc32 is not None and zlib.crc32(_all_of(folder, METADATA)) != crc32:
+            raise SavedStateError(
+                f"it is not the one that was saved with {INDEX}; if you have written it anew with "
+                f"torch, remove {INDEX}"
+            )
+    return Index(folder, entries)
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+def open_inside(folder: Path, name: str) -> IO[bytes]:
+    """Open a file that an index names, unbuffered; it must be a regular file in the folder.
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        self.state_dict[key] = torch.load(value, map_location="cpu", weights_only=True)
-
-
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / METADATA
-        with open(path, "rb") as file:
-            try:
-                metadata = _Unpickler(file).load()
-            except Exception as error:
-                error.add_note(f"procpipe: while reading {path}")
-                raise
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"{path} holds no index of a saved state")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        return metadata
+    Raises:
+        SavedStateError: it is another kind of file, or elsewhere, or missing.
+    """
+    inside = os.path.realpath(folder)
+    real = os.path.realpath(folder / name) if "\0" not in name else "/"
+    if ".." in Path(name).parts or not real.startswith(f"{inside.rstrip('/')}/"):
+        raise SavedStateError(f"{folder} names the file {name!r}, which is outside of it")
+    return open_regular(Path(real))
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes what an index is made of, and nothing else: who opens a file need not trust it."""
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file, unbuffered; neither a FIFO, which might block for ever, nor a device.
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == MetadataIndex.__module__ and name in _DATA:
-            return super().find_class(module, name)
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return super().find_class(module, name)
-        if (module, name) in _OTHERS:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"an index of a saved state has no use for {module}.{name}")
+    Raises:
+        SavedStateError: it is another kind of file, or missing.
+    """
+    try:
+        # Looked at before, as opening a device may do something, and after, as it may be replaced.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise SavedStateError(f"{path} is no regular file")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise SavedStateError(f"{path} is missing: was the folder copied as a whole?") from None
+    file = open(descriptor, "rb", buffering=0)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise SavedStateError(f"{path} is no regular file")
+    return file
 
 
-#: Of the module of torch that describes indices.
-_DATA = {
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-}
-#: By name, as a pickle may also ask for "os.system" of a module that has imported os.
-_PATHS = {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
-_OTHERS = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("collections", "OrderedDict"),
-}
+def _all_of(folder: Path, name: str) -> bytes:
+    with open_inside(folder, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MAX_INDEX_BYTES:
+            raise SavedStateError(f"it has {size} bytes, but {_MAX_INDEX_BYTES} is the most")
+        return bytes(_filled(file, memoryview(bytearray(size))))
+
+
+def _check_length(entry: Entry, chunk: Chunk, file: IO[bytes]) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if chunk.offset + chunk.length > size:
+        raise SavedStateError(
+            f"the index says bytes {chunk.offset} to {chunk.offset + chunk.length}, but the file "
+            f"has {size}: {_ADVICE}"
+        )
+    if entry.dtype is not None and math.prod(chunk.sizes) * entry.dtype.itemsize > chunk.length:
+        raise SavedStateError(
+            f"the index says {chunk.sizes} of {entry.dtype}, but {chunk.length} bytes: {_ADVICE}"
+        )
+
+
+def _bytes_of(chunk: Chunk, file: IO[bytes], memory: memoryview) -> memoryview:
+    """Return the bytes of a chunk, in this memory, compared with their checksum."""
+    file.seek(chunk.offset)
+    data = _filled(file, memory)
+    if chunk.crc32 is not None and zlib.crc32(data) != chunk.crc32:
+        raise SavedStateError(
+            f"bytes {chunk.offset} to {chunk.offset + chunk.length} of the file are not those that "
+            f"were saved (their CRC-32 is {zlib.crc32(data):08x}, it was {chunk.crc32:08x}): "
+            + _ADVICE
+        )
+    return data
+
+
+def _filled(file: IO[bytes], data: memoryview) -> memoryview:
+    at = 0
+    while at < len(data):
+        num_read = file.readinto(data[at:])  # type: ignore[attr-defined]
+        if not num_read:
+            raise SavedStateError("the file has become shorter while it was read")
+        at += num_read
+    return data
+
+
+def _tensor(entry: Entry, chunk: Chunk, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise SavedStateError(f"the file holds a {type(value).__name__}, but the index a tensor")
+    if value.dtype != entry.dtype or tuple(value.shape) != chunk.sizes:
+        raise SavedStateError(
+            f"the file holds {value.dtype} {tuple(value.shape)}, but the index says "
+            f"{entry.dtype} {chunk.sizes}: {_ADVICE}"
+        )
+    return value
+
+
+@contextlib.contextmanager
+def naming(path: Path, key: str | None = None) -> Iterator[None]:
+    """Name the file, and the key, in an error."""
+    try:
+        yield
+    except SavedStateError as error:
+        raise SavedStateError(f"{path}: {'' if key is None else f'{key}: '}{error}") from None

@@ -3,11 +3,15 @@
     runs/digits/
       000007-step-120/         saved states; the highest number was saved last
       000008-step-140/
-      .saving-000009-…/        being written, or left by a crash: locked while its process lives
-      .removing-000006-…/      being removed
+      .saving-000009/          being written, or left by a crash
+      .removing-000006-…/      being removed, or left by a crash
 
 A folder gets its name by one rename, once all in it is on the disk, and loses it by one. So what
-has a name is whole, whatever crashes when. Only rank 0 does any of this; no torch here.
+has a name is whole, whatever crashes when.
+
+Several jobs may save into one folder at a time. Who makes the draft of a number has that number;
+every rank of a job holds a shared lock on the draft until it knows that it has its name; no folder
+is moved or removed without an exclusive lock on it. Locks end with their process. No torch here.
 """
 
 from __future__ import annotations
@@ -22,10 +26,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Draft", "Entry", "find", "saved_in", "sync_folder"]
+__all__ = ["Draft", "Entry", "Hold", "find", "saved_in", "sync_folder"]
 
 _NAME = re.compile(r"(\d{6,})(?:-step-(\d+))?")
 _SAVING, _REMOVING = ".saving-", ".removing-"
+
+#: How often to look for a free number; each time another job has taken one.
+_MAX_TRIES = 1000
 
 
 @dataclass(frozen=True, order=True)
@@ -57,7 +64,7 @@ def find(path: Path, step: int | None, index_name: str) -> Entry | None:
 
 
 class Draft:
-    """A saved state that is being written.
+    """A saved state that is being written; only rank 0 has one.
 
     Args:
         root: the run's folder; made if it is not there.
@@ -66,67 +73,124 @@ class Draft:
     Attributes:
         path: where to write.
         final_path: its name when it is whole.
+
+    Raises:
+        OSError: others took every number before it was ours.
     """
 
     def __init__(self, root: Path, step: int | None) -> None:
         root.mkdir(parents=True, exist_ok=True)
         _clean(root)
-        entries = saved_in(root)
-        number = entries[-1].number + 1 if entries else 1
-        name = f"{number:06d}" if step is None else f"{number:06d}-step-{step}"
-        self.final_path = root / name
-        self.path = root / f"{_SAVING}{name}-{secrets.token_hex(4)}"
-        self.path.mkdir()
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        for _ in range(_MAX_TRIES):
+            number = max([*_numbers_of_drafts(root), *(e.number for e in saved_in(root)), 0]) + 1
+            self.path = root / f"{_SAVING}{number:06d}"
+            try:
+                self.path.mkdir()
+            except FileExistsError:
+                continue  # another job was faster
+            self._hold = Hold(self.path, is_new=True)
+            # Either took for dead what we had not locked yet, or published before we made ours.
+            if self._hold.is_held and all(entry.number < number for entry in saved_in(root)):
+                break
+            if self._hold.is_held:
+                self.path.rmdir()
+            self._hold.let_go()
+        else:
+            raise OSError(f"{_MAX_TRIES} times, other jobs were faster to save into {root}")
+        self.final_path = root / (f"{number:06d}" + ("" if step is None else f"-step-{step}"))
 
     def publish(self, keep: int | None) -> None:
-        """Give it its name, and remove all but the newest ``keep``."""
+        """Give it its name, and remove all but the newest ``keep``, and what others hold."""
         root = self.final_path.parent
         os.rename(self.path, self.final_path)
         sync_folder(root)
-        self.let_go()
         for entry in saved_in(root)[:-keep] if keep is not None else ():
             _remove(entry.path)
 
     def let_go(self) -> None:
         """Leave it as it is; unless it has its name, the next one to be written removes it."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # also where a forked process has the descriptor
-            os.close(lock)
+        self._hold.let_go()
+
+
+class Hold:
+    """A shared lock on a folder, which keeps it from being removed under whatever name it gets.
+
+    Args:
+        path: the folder.
+        is_new: we have just made it, and nobody else may hold it. (Somebody may have removed ours
+            since, and made another; so the first lock is exclusive, which only one can have.)
+
+    Attributes:
+        is_held: whether it is; not where somebody removes it already.
+    """
+
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
+        self._descriptor = _lock(path, *[fcntl.LOCK_EX] * is_new, fcntl.LOCK_SH)
+
+    @property
+    def is_held(self) -> bool:
+        """Tell whether it is locked."""
+        return self._descriptor >= 0
+
+    def let_go(self) -> None:
+        """Unlock it, if it is locked."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a forked process has it
+            os.close(descriptor)
+
+
+def _numbers_of_drafts(root: Path) -> list[int]:
+    found = (re.match(r"\d+", path.name.removeprefix(_SAVING)) for path in root.glob(f"{_SAVING}*"))
+    return [int(match[0]) for match in found if match]
 
 
 def _clean(root: Path) -> None:
-    """Remove what crashes left, but nothing that a living process writes."""
-    for path in list(root.glob(f"{_SAVING}*")):
+    """Remove what crashes left, but nothing that a living process writes or removes."""
+    for path in [*root.glob(f"{_SAVING}*"), *root.glob(f"{_REMOVING}*")]:
         with _locked(path) as is_ours:
             if is_ours:
                 shutil.rmtree(path, ignore_errors=True)
-    for path in list(root.glob(f"{_REMOVING}*")):
-        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a saved state, unless somebody holds it or removes it."""
+    with _locked(path) as is_ours:
+        if is_ours:
+            going = path.with_name(f"{_REMOVING}{path.name}-{secrets.token_hex(4)}")
+            os.rename(path, going)
+            shutil.rmtree(going, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
+    descriptor = _lock(path, fcntl.LOCK_EX)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
+        yield descriptor >= 0
     finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _lock(path: Path, *kinds: int) -> int:
+    """Lock a folder at once, and return its descriptor; -1 if it is locked, or no longer there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return -1
+    try:
+        for kind in kinds:  # from one to the next it is unlocked for a moment
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        # It may have been removed, and its name given to another, before we had the lock.
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
         os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    going = path.with_name(f"{_REMOVING}{path.name}")
-    os.rename(path, going)
-    shutil.rmtree(going, ignore_errors=True)
+        raise
+    os.close(descriptor)
+    return -1
 
 
 def sync_folder(folder: Path) -> None:

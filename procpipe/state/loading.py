@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from procpipe.errors import SavedStateError
 from procpipe.state import extras, generators, optimizers
 from procpipe.state.folders import find, saved_in
 from procpipe.state.together import (
@@ -33,7 +34,7 @@ from procpipe.state.together import (
     raise_faults,
     split_of,
 )
-from procpipe.state.weights import all_faults, weights_faults
+from procpipe.state.weights import Kinds, all_faults, weights_faults
 
 __all__ = ["Saved", "load"]
 
@@ -103,7 +104,8 @@ def load(
             when it was saved, as long as all members of one had the same options.
         extra: as for ``save``. Objects get their state, plain values are replaced.
         step: load the newest one saved with this ``step``.
-        strict: refuse what is missing or left over; otherwise what is missing stays as it is.
+        strict: refuse what is missing or left over, or of another dtype; otherwise what is missing
+            stays as it is, and another dtype is converted if no more than precision is lost.
         missing_ok: return None where there is no saved state at all, as at the start of a run.
 
     Returns:
@@ -112,6 +114,8 @@ def load(
     Raises:
         FileNotFoundError: there is no such saved state.
         ValueError: lists every fault on every rank: missing and unexpected keys, other shapes.
+        SavedStateError: a file is missing, damaged (it no longer fits its checksum), not inside of
+            the folder, or contradicts another; what was read before may have been loaded.
         RemoteStageError: another rank failed, as on a file that cannot be read.
 
     Source: ``torch.distributed.checkpoint.load``.
@@ -178,10 +182,8 @@ class _Loading:
                 "has found it: load from a file system that all ranks share"
             )
         self._index = read_index(path)
-        self._shapes = self._index.shapes
-        about: dict[str, Any] = {}
-        if "procpipe" in self._shapes:
-            about = json.loads(self._index.read(["procpipe"])["procpipe"])
+        self._kinds = self._index.kinds
+        about = self._about()
         self.saved = Saved(path, about.get("step", where["step"]), about.get("num_stages"))
         self._is_same_number = self.saved.num_stages == self._num_ranks
         ours, balance = split_of(module), about.get("balance")
@@ -190,39 +192,65 @@ class _Loading:
             None in (ours, balance) or ours == {"balance": balance, "placement": placement}
         )
 
+    def _about(self) -> dict[str, Any]:
+        """Return what was noted of the whole run; nothing, if plain PyTorch has written it."""
+        if "procpipe" not in self._kinds:
+            return {}
+        text = self._index.read(["procpipe"])["procpipe"]
+        try:
+            about = dict(json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise SavedStateError(f"{self._index.folder}: procpipe: {error}") from None
+        num_stages = about.get("num_stages")
+        if num_stages is not None and (type(num_stages) is not int or not 0 < num_stages < 1 << 20):
+            raise SavedStateError(f"{self._index.folder}: procpipe: {num_stages!r:.50} stages")
+        return about
+
     # -- what does not fit ----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
         """Return what rank 0 needs to know of this rank: its keys and its faults."""
-        faults = weights_faults(self._module, self._weight_shapes(), strict=self._strict)
+        faults = weights_faults(
+            self._module,
+            self._weight_kinds(),
+            strict=self._strict,
+            must_be_same_dtype=self._strict,
+        )
         faults += self._optimizer_faults() + self._extra_faults()
         return {"keys": list(self._module.state_dict()), "faults": faults}
 
     def faults_of_all(self, facts: list[dict[str, Any]]) -> list[str]:
         """Bring the faults of all ranks together, on rank 0."""
-        return all_faults(facts, self._weight_shapes(), strict=self._strict)
+        return all_faults(facts, self._weight_kinds(), strict=self._strict)
 
-    def _weight_shapes(self) -> dict[str, tuple[int, ...] | None]:
+    def _weight_kinds(self) -> Kinds:
         prefix = "model."
         return {
-            key.removeprefix(prefix): shape
-            for key, shape in self._shapes.items()
+            key.removeprefix(prefix): kind
+            for key, kind in self._kinds.items()
             if key.startswith(prefix)
         }
 
     def _optimizer_faults(self) -> list[str]:
         if not self._optimizers:
             return []
-        if not any(key.startswith("optimizer.") for key in self._shapes):
+        if not any(key.startswith("optimizer.") for key in self._kinds):
             return ["no optimizer was saved, so load without one"] if self._strict else []
-        keys, missing = optimizers.option_keys(self._names, self._optimizers, self._shapes)
+        keys, missing = optimizers.option_keys(self._names, self._optimizers, self._kinds)
         conflicts = optimizers.conflicts(self._names, self._optimizers, self._index.read(keys))
-        return conflicts + (missing if self._strict else [])
+        faults, unsure = optimizers.state_faults(
+            self._names, self._optimizers, self._kinds, strict=self._strict
+        )
+        read = self._index.read(unsure)
+        faults += [
+            f"{key} is no tensor, but must be one" for key in unsure if read[key] is not None
+        ]
+        return conflicts + faults + (missing if self._strict else [])
 
     def _extra_faults(self) -> list[str]:
         if self._extra is None or self._rank > 0:
             return []
-        saved = extras.names_in(self._shapes)
+        saved = extras.names_in(self._kinds)
         faults = []
         if self._strict:
             faults += [f"extra {n!r} was not saved" for n in self._extra if n not in saved]
@@ -236,7 +264,7 @@ class _Loading:
 
     def _carry_fault(self, name: str) -> str | None:
         """Say why a value cannot be taken to another number of stages, if it cannot."""
-        copies = extras.copies_of(name, self._shapes, self.saved.num_stages or 1)
+        copies = extras.copies_of(name, self._kinds, self.saved.num_stages or 1)
         if not copies:
             return None
         first = extras.key_of(name, 0)
@@ -270,7 +298,7 @@ class _Loading:
         ours = self._module.state_dict()
         # Straight into the parameters' memory, which a state dict shares.
         into = {f"model.{key}": value for key, value in ours.items() if isinstance(value, Tensor)}
-        found = [f"model.{key}" for key in ours if f"model.{key}" in self._shapes]
+        found = [f"model.{key}" for key in ours if f"model.{key}" in self._kinds]
         read = self._index.read(found, into)
         for key in found:
             ours[key.removeprefix("model.")] = read[key]
@@ -279,11 +307,11 @@ class _Loading:
     def _read_optimizers(self) -> None:
         if not self._optimizers:
             return
-        keys, _ = optimizers.option_keys(self._names, self._optimizers, self._shapes)
-        keys += optimizers.state_keys(self._names, self._optimizers, self._shapes)
+        keys, _ = optimizers.option_keys(self._names, self._optimizers, self._kinds)
+        keys += optimizers.state_keys(self._names, self._optimizers, self._kinds)
         empty_groups: dict[str, Any] = {}
         key = f"ranks.{self._rank}.empty_groups"
-        if self._is_same_number and key in self._shapes:
+        if self._is_same_number and key in self._kinds:
             empty_groups = self._index.read([key])[key]
         read = self._index.read(keys)
         optimizers.load_into(self._names, self._optimizers, read, empty_groups)
@@ -292,13 +320,13 @@ class _Loading:
         if self._extra is None:
             return
         for name in list(self._extra):
-            key = extras.key_for(name, self._rank, self._shapes, is_same_split=self._is_same_split)
-            if key in self._shapes:
+            key = extras.key_for(name, self._rank, self._kinds, is_same_split=self._is_same_split)
+            if key in self._kinds:
                 extras.load_extra(self._extra, name, self._index.read([key])[key])
 
     def _read_generators(self) -> None:
         prefix = f"ranks.{self._rank}.generators."
-        keys = [key for key in self._shapes if key.startswith(prefix)]
+        keys = [key for key in self._kinds if key.startswith(prefix)]
         # Rank 0's always: the order of the data comes from them.
         if keys and (self._is_same_number or self._rank == 0):
             read = self._index.read(keys)

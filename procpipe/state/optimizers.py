@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from procpipe.stage import Stage
+from procpipe.state.weights import Kinds
 
 __all__ = [
     "Names",
@@ -29,6 +30,7 @@ __all__ = [
     "listed",
     "load_into",
     "option_keys",
+    "state_faults",
     "state_keys",
     "values_of",
 ]
@@ -126,6 +128,60 @@ def state_keys(names: Names, optimizers: Sequence[Optimizer], saved: Iterable[st
         for name in filter(None, names.in_group(group))
         for key in _below(f"{_STATE}.{name}.", ordered)
     ]
+
+
+def state_faults(
+    names: Names, optimizers: Sequence[Optimizer], saved: Kinds, *, strict: bool
+) -> tuple[list[str], list[str]]:
+    """Say which tensors of the saved state have a shape, or a dtype, that does not fit.
+
+    Args:
+        names: the parameters' names.
+        optimizers: where to load it.
+        saved: by key, shape and dtype of a tensor; None for any other value.
+        strict: whether another dtype is a fault.
+
+    Returns:
+        The faults; and the keys of what is no tensor where only None may stand for one.
+    """
+    ordered, faults, unsure = sorted(saved), [], []
+    for k, _, group in _groups(optimizers):
+        for parameter, name in zip(group["params"], names.in_group(group), strict=True):
+            prefix = f"{_STATE}.{name}."
+            for key in _below(prefix, ordered) if name is not None else ():
+                part = key.removeprefix(prefix)
+                needed = _shape_of_state(optimizers[k], parameter, part)
+                kind = saved[key]
+                if needed is None or (kind is None and needed == ()):
+                    continue
+                now = optimizers[k].state.get(parameter, {}).get(part, parameter)
+                if kind is None:
+                    unsure.append(key)
+                elif needed == kind[0] or (needed == () and kind[0] == (1,)):
+                    if strict and needed != () and kind[1] not in (now.dtype, parameter.dtype):
+                        faults.append(f"{key} has dtype {kind[1]}, but must have {now.dtype}")
+                else:
+                    faults.append(f"{key} has shape {kind[0]} there, but must have {needed}")
+    return faults, unsure
+
+
+def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple[int, ...] | None:
+    """Return the shape of a tensor of a parameter's state; None if nobody knows.
+
+    Known is that of what the optimizer holds already, and of torch's own optimizers.
+    """
+    now = optimizer.state.get(parameter, {}).get(part)
+    if isinstance(now, Tensor):
+        return tuple(now.shape) if now.numel() != 1 or parameter.numel() == 1 else ()
+    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    if not is_torchs or isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    shape = tuple(parameter.shape)
+    if part == "row_var":
+        return (*shape[:-1], 1)
+    if part == "col_var":
+        return (*shape[:-2], 1, *shape[-1:])
+    return () if part in ("step", "eta", "mu", "mu_product") else shape
 
 
 def conflicts(names: Names, optimizers: Sequence[Optimizer], read: dict[str, Any]) -> list[str]:

@@ -109,6 +109,7 @@ def save(
         except BaseException:
             target.let_go()
             raise
+        target.let_go()
         return saving
 
 

@@ -6,6 +6,7 @@ No process holds more than its own stage: a file is mapped into memory, or read 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from procpipe.errors import SavedStateError
 from procpipe.state.folders import find
 from procpipe.state.together import common_call, place_of, raise_faults
 
@@ -23,15 +25,30 @@ __all__ = ["all_faults", "export", "load_weights", "weights_faults"]
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
-#: By key, the shape of a tensor; None for any other value.
-Shapes = dict[str, "tuple[int, ...] | None"]
+#: By key, the shape of a tensor and its dtype, where it is known; None for any other value.
+Kinds = dict[str, "tuple[tuple[int, ...], torch.dtype | None] | None"]
+
+#: How safetensors calls dtypes; those that have another name here.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 
 
 def load_weights(path: str | os.PathLike[str], module: nn.Module, *, strict: bool = True) -> None:
     """Load parameters and buffers from a file in the full model's keys.
 
-    Every rank calls it, and reads only its own stage's. Nothing is unpickled but by torch's
-    restricted unpickler, which runs no code.
+    Every rank calls it, and reads only its own stage's. Values of another dtype are converted,
+    unless more than precision would be lost (complex to real, say). Nothing in a file is executed.
 
     Args:
         path: a state dict that ``torch.save`` wrote; a ``.safetensors`` file; a folder of such, as
@@ -42,6 +59,7 @@ def load_weights(path: str | os.PathLike[str], module: nn.Module, *, strict: boo
     Raises:
         FileNotFoundError: there is no such file, on some rank.
         ValueError: lists every fault on every rank: missing and unexpected keys, other shapes.
+        SavedStateError: a file is damaged, of another kind, or names files outside of its folder.
         ImportError: the file needs the package safetensors, which is not installed.
         RemoteStageError: another rank failed.
 
@@ -53,14 +71,14 @@ def load_weights(path: str | os.PathLike[str], module: nn.Module, *, strict: boo
         faults = agree(
             {
                 "keys": list(ours),
-                "faults": weights_faults(module, source.shapes, strict=strict),
+                "faults": weights_faults(module, source.kinds, strict=strict),
             },
-            lambda facts: all_faults(facts, source.shapes, strict=strict),
+            lambda facts: all_faults(facts, source.kinds, strict=strict),
         )
         if not faults:
             with torch.no_grad():
                 for key, value in ours.items():
-                    if key not in source.shapes:
+                    if key not in source.kinds:
                         continue
                     if isinstance(value, Tensor):  # one after the other into the model's memory
                         value.copy_(source.read(key))
@@ -122,8 +140,10 @@ def export(path: str | os.PathLike[str], module: nn.Module) -> None:
 # -- what does not fit ---------------------------------------------------------------------------
 
 
-def weights_faults(module: nn.Module, saved: Shapes, *, strict: bool) -> list[str]:
-    """Say what is missing for a module, or has another shape."""
+def weights_faults(
+    module: nn.Module, saved: Kinds, *, strict: bool, must_be_same_dtype: bool = False
+) -> list[str]:
+    """Say what is missing for a module, or has another shape, or a dtype that does not fit."""
     layers = dict(module.named_children())
     faults = []
     for key, value in module.state_dict().items():
@@ -133,9 +153,13 @@ def weights_faults(module: nn.Module, saved: Shapes, *, strict: bool) -> list[st
             faults.append(f"{where}{key} is on the meta device: give it memory first (to_empty)")
         elif key not in saved:
             faults += [f"{where}{key} is missing"] if strict else []
-        elif isinstance(value, Tensor) and saved[key] != tuple(value.shape):
-            told = f"has shape {saved[key]}" if saved[key] is not None else "is no tensor"
-            faults.append(f"{where}{key} has shape {tuple(value.shape)} but {told} there")
+        elif isinstance(value, Tensor):
+            shape, dtype = saved[key] or (None, None)
+            if shape != tuple(value.shape):
+                told = "is no tensor" if shape is None else f"has shape {shape}"
+                faults.append(f"{where}{key} has shape {tuple(value.shape)} but {told} there")
+            elif dtype is not None and not _fits(dtype, value.dtype, must_be_same_dtype):
+                faults.append(f"{where}{key} has dtype {value.dtype} but {dtype} there")
     return faults
 
 
@@ -163,7 +187,7 @@ def all_faults(facts: list[dict[str, Any]], saved: Iterable[str], *, strict: boo
 
 @dataclass(frozen=True)
 class _Source:
-    shapes: Shapes
+    kinds: Kinds
     read: Callable[[str], Any]
 
 
@@ -178,33 +202,75 @@ def _open(path: Path) -> _Source:
             if (path / name).is_file():
                 return _open(path / name)
         raise FileNotFoundError(f"{path} holds neither a saved state nor {_SINGLE} nor {_INDEX}")
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"there is no file {path.absolute()}")
     if path.suffix == ".json":
-        weight_map = json.loads(path.read_text())["weight_map"]
-        return _open_safetensors({path.parent / name for name in weight_map.values()})
+        return _open_safetensors(_files_of_index(path))
     if path.suffix == ".safetensors":
-        return _open_safetensors({path})
+        return _open_safetensors({path: None})
     return _open_torch_file(path)
 
 
 def _open_torch_file(path: Path) -> _Source:
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        error.add_note(f"procpipe: while opening {path}, which should hold a state dict")
-        raise
+    from procpipe.state.archives import read_archive
+    from procpipe.state.files import naming, open_regular
+
+    with naming(path):
+        with open_regular(path) as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise SavedStateError("it is empty")
+            # Private pages, read when they are used; writing to them would not change the file.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        state = read_archive(memoryview(data))
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise ValueError(f"{path} holds a {type(state).__name__}, but no state dict")
-    return _Source({key: _shape(value) for key, value in state.items()}, state.__getitem__)
+        raise SavedStateError(f"{path} holds a {type(state).__name__}, but no state dict")
+    return _Source({key: _kind(value) for key, value in state.items()}, state.__getitem__)
 
 
-def _open_safetensors(paths: Iterable[Path]) -> _Source:
+def _files_of_index(path: Path) -> dict[Path, list[str] | None]:
+    """Return the files beside an index as Hugging Face makes it, and the keys each must have."""
+    from procpipe.state.files import naming, open_regular
+
+    with naming(path):
+        with open_regular(path) as file:
+            data = file.read()
+        try:
+            weight_map = dict(json.loads(data)["weight_map"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise SavedStateError(f"it is no index of safetensors files: {error}") from None
+        keys_of: dict[Path, list[str] | None] = {}
+        for key, name in weight_map.items():
+            # Beside it, if perhaps as a link: caches of Hugging Face link to files elsewhere.
+            if type(name) is not str or ".." in Path(name).parts or Path(name).is_absolute():
+                raise SavedStateError(f"{key} is in {name!r}, which is not in the index's folder")
+            keys = keys_of.setdefault(path.parent / name, [])
+            assert keys is not None, "it was made here"
+            keys.append(key)
+    return keys_of
+
+
+def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> _Source:
+    """Open files; of each only the given keys, or all for None."""
+    from procpipe.state.files import naming, open_regular
+
     open_file: Any = _safetensors().safe_open
-    files = {path: open_file(path, framework="pt") for path in sorted(paths)}
-    file_of = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118
-    shapes: Shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in file_of.items()}
-    return _Source(shapes, lambda key: file_of[key].get_tensor(key))
+    file_of: dict[str, Any] = {}
+    kinds: Kinds = {}
+    for path, keys in sorted(keys_of.items()):
+        with naming(path):
+            open_regular(path).close()
+            try:
+                file = open_file(path, framework="pt")
+            except Exception as error:  # of a type of its own
+                raise SavedStateError(f"it is no safetensors file: {error}") from None
+            there = list(file.keys())
+            if missing := set(keys or ()).difference(there):
+                raise SavedStateError(f"{min(missing)} is not in it, where the index says it is")
+            for key in there if keys is None else keys:
+                part = file.get_slice(key)
+                file_of[key] = file
+                kinds[key] = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
+    return _Source(kinds, lambda key: file_of[key].get_tensor(key))
 
 
 def _open_saved_state(path: Path) -> _Source:
@@ -212,8 +278,8 @@ def _open_saved_state(path: Path) -> _Source:
 
     index = read_index(path)
     own = re.compile(r"model\.(.*)", re.DOTALL)
-    shapes = {match[1]: shape for key, shape in index.shapes.items() if (match := own.match(key))}
-    return _Source(shapes, lambda key: index.read([f"model.{key}"])[f"model.{key}"])
+    kinds = {match[1]: kind for key, kind in index.kinds.items() if (match := own.match(key))}
+    return _Source(kinds, lambda key: index.read([f"model.{key}"])[f"model.{key}"])
 
 
 def _safetensors() -> Any:
@@ -244,5 +310,9 @@ def _separate(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
+def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype | None] | None:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+
+
+def _fits(saved: torch.dtype, ours: torch.dtype, must_be_same: bool) -> bool:
+    return saved == ours or (not must_be_same and torch.can_cast(saved, ours))

@@ -1,0 +1,359 @@
+"""What ``torch.save`` has written, read without torch's unpickler: nothing is imported or called.
+
+    zip archive, not compressed
+      archive/data.pkl       records (pickles.py), of which values are made here, one kind at a time
+      archive/data/0, 1, …   the bytes of tensors, which stay where they are in memory
+      archive/byteorder
+
+torch's own restricted unpickler calls functions and sets attributes that a file names, and before
+torch 2.10 a file can corrupt memory through it (CVE-2026-24747). Values that it takes by default
+are read here too, but for sparse, quantized and nested tensors; attributes that were set on a
+tensor are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from procpipe.errors import SavedStateError
+from procpipe.state.pickles import DICT, PERSISTENT, SET, Made, Name, read_pickle
+
+__all__ = ["dtypes", "read_archive"]
+
+#: How deep values may be nested, and how many there may be, counting one each time it is used.
+_MAX_DEPTH, _MAX_VALUES = 200, 10_000_000
+
+
+@functools.cache
+def dtypes() -> dict[str, torch.dtype]:
+    """Return torch's dtypes by name."""
+    return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def read_archive(data: memoryview) -> Any:
+    """Return what ``torch.save`` has written, on the CPU.
+
+    Args:
+        data: the file's bytes, which may be written to; tensors stay in this memory.
+
+    Returns:
+        None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict,
+        Counter, set, ``torch.Size``, dtype, device, layout, tensor or parameter, nested.
+
+    Raises:
+        SavedStateError: it is damaged, or holds something else.
+    """
+    records = _records(data)
+    [prefix] = [
+        name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")
+    ] or [""]
+    if prefix.count("/") != 1:
+        raise SavedStateError("it is no file of torch.save: it has no data.pkl")
+    order = bytes(records.get(f"{prefix}byteorder", b"little"))
+    if order != sys.byteorder.encode():
+        raise SavedStateError(f"its byte order is {order!r}, but here it is {sys.byteorder}")
+    root = read_pickle(records[f"{prefix}data.pkl"], _ALLOWED)
+    return _Maker(lambda key: records[f"{prefix}data/{key}"]).make(root)
+
+
+def _records(data: memoryview) -> dict[str, memoryview]:
+    """Return the files in an archive by name."""
+    try:
+        with zipfile.ZipFile(_View(data)) as archive:
+            infos = archive.infolist()
+    except Exception as error:  # of many kinds, where bytes are damaged
+        raise SavedStateError(f"it is no archive of torch.save: {error}") from None
+    found: dict[str, memoryview] = {}
+    for info in infos:
+        header = bytes(data[info.header_offset : info.header_offset + 30])
+        if len(header) < 30 or header[:4] != b"PK\x03\x04":
+            raise SavedStateError(f"{info.filename} in the archive is damaged")
+        extra = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        start = info.header_offset + 30 + extra
+        is_stored = info.compress_type == 0 and info.compress_size == info.file_size
+        if not is_stored or start + info.file_size > len(data) or info.filename in found:
+            raise SavedStateError(f"{info.filename} in the archive is damaged, or compressed")
+        found[info.filename] = data[start : start + info.file_size]
+    return found
+
+
+class _View(io.RawIOBase):
+    """A file over memory, which it does not copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = (0, self._at, len(self._data))[whence] + offset
+        if at < 0:
+            raise ValueError("seeking to before the start")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+class _Maker:
+    """Makes values of records.
+
+    Args:
+        storage: returns the bytes of a tensor by its key in the archive; raises KeyError.
+    """
+
+    def __init__(self, storage: Callable[[str], memoryview]) -> None:
+        self._storage = storage
+        self._made: dict[int, tuple[Any, int]] = {}
+        self._num_values = 0
+
+    def make(self, record: Any, depth: int = 0) -> Any:
+        """Return the value of a record; the same one for the same record."""
+        if type(record) in (type(None), bool, int, float, str, bytes):
+            self._num_values += 1
+            return record
+        if type(record) is Name:
+            return _constant(record)
+        if depth > _MAX_DEPTH:
+            raise SavedStateError(f"values are nested in more than {_MAX_DEPTH} others")
+        before = self._num_values
+        if id(record) in self._made:
+            value, num_values = self._made[id(record)]
+            self._num_values += num_values
+        else:
+            value = self._of_any(record, depth + 1)
+            self._num_values += 1
+            self._made[id(record)] = value, self._num_values - before
+        if self._num_values > _MAX_VALUES:
+            raise SavedStateError(f"it holds more than {_MAX_VALUES} values")
+        return value
+
+    def _of_any(self, record: Any, depth: int) -> Any:
+        if type(record) is list:
+            return [self.make(item, depth) for item in record]
+        if type(record) is tuple:
+            return tuple(self.make(item, depth) for item in record)
+        if record.of in _TENSORS or record.of == PERSISTENT:
+            return self._tensor(record, depth)
+        items = [self.make(item, depth) for item in record.items]
+        args = self.make(record.args, depth) if record.args else ()
+        make = _MAKERS[record.of]
+        if record.state is not None and record.of != _ORDERED:
+            raise SavedStateError(f"a {record.of} has a state of its own")
+        if record.items and record.of not in (DICT, SET, _ORDERED):
+            raise SavedStateError(f"a {record.of} has items")
+        try:
+            value = make(args, items)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise SavedStateError(f"a {record.of} is made of what does not fit: {error}") from None
+        if record.state is not None:  # what nn.Module.state_dict notes of versions
+            state = self.make(record.state, depth)
+            if type(state) is not dict or state.keys() - {"_metadata"}:
+                raise SavedStateError("an OrderedDict has attributes")
+            vars(value).update(state)
+        return value
+
+    # -- tensors --------------------------------------------------------------------------------
+
+    def _tensor(self, record: Made, depth: int) -> Tensor:
+        args, name = record.args, record.of.name
+        if record.items or record.of == PERSISTENT:
+            raise SavedStateError("the bytes of a tensor are used as a value")
+        if name == "_rebuild_from_type_v2" and len(args) == 4:
+            function, of_type, inner, _ = args
+            if of_type not in (_TENSOR, _PARAMETER) or type(inner) is not tuple:
+                raise SavedStateError(f"there is a tensor of the type {of_type}")
+            if type(function) is not Name or function not in _TENSORS or depth > _MAX_DEPTH:
+                raise SavedStateError(f"there is a tensor made by {function}")
+            return self._tensor(Made(function, inner), depth + 1)
+        if name.startswith("_rebuild_parameter") and len(args) in (3, 4):
+            data = self.make(args[0], depth)
+            if type(data) is not Tensor or type(args[1]) is not bool:
+                raise SavedStateError("a parameter is made of what is no tensor")
+            return nn.Parameter(data, args[1] and _can_have_gradient(data))
+        if name == "_rebuild_tensor_v2" and len(args) in (6, 7):
+            return self._strided(args[:6], None, args[6:])
+        if name == "_rebuild_tensor_v3" and len(args) in (7, 8):
+            return self._strided(args[:6], args[6], args[7:])
+        raise SavedStateError(f"a tensor is made by {record.of} of {len(args)} values")
+
+    def _strided(self, args: tuple[Any, ...], dtype: Any, metadata: tuple[Any, ...]) -> Tensor:
+        storage, offset, size, stride, requires_grad, _ = args
+        flat = self._flat(storage, dtype)
+        if not (_are_sizes((offset,)) and _are_sizes(size) and _are_sizes(stride)):
+            raise SavedStateError("the size or the strides of a tensor are no numbers")
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
+        if len(size) != len(stride) or len(size) > 64 or (0 not in size and last >= len(flat)):
+            raise SavedStateError("a tensor is larger than the bytes that there are for it")
+        if 0 in size:
+            return torch.empty(size, dtype=flat.dtype)
+        try:
+            tensor = flat.as_strided(size, stride, offset)
+        except RuntimeError as error:
+            raise SavedStateError(f"a tensor's size is impossible: {error}") from None
+        bits = self.make(metadata[0]) if metadata else None
+        if bits and (type(bits) is not dict or bits.keys() - {"conj", "neg"}):
+            raise SavedStateError("a tensor has attributes that are not known here")
+        if bits and bits.get("conj"):
+            tensor = tensor.conj().resolve_conj()
+        if bits and bits.get("neg"):
+            tensor = -tensor
+        if requires_grad is True and _can_have_gradient(tensor):
+            tensor.requires_grad_()
+        return tensor
+
+    def _flat(self, storage: Any, dtype: Any) -> Tensor:
+        """Return the bytes of a tensor as one of one dimension."""
+        if id(storage) in self._made:
+            found: Tensor = self._made[id(storage)][0]
+            return found
+        told = storage.args[0] if type(storage) is Made and storage.of == PERSISTENT else None
+        if type(told) is not tuple or len(told) != 5 or told[0] != "storage":
+            raise SavedStateError("a tensor has no bytes")
+        _, kind, key, _, _ = told
+        of_dtype = _STORAGES.get(kind) if type(kind) is Name else None
+        if dtype is not None and kind in (_UNTYPED, _OLD_UNTYPED) and type(dtype) is Name:
+            of_dtype = _constant(dtype)
+        if type(of_dtype) is not torch.dtype or type(key) is not str:
+            raise SavedStateError(f"a tensor is of the kind {kind}")
+        try:
+            data = self._storage(key)
+        except KeyError:
+            raise SavedStateError(f"the bytes {key[:100]!r} of a tensor are not there") from None
+        itemsize = of_dtype.itemsize
+        if len(data) % itemsize:
+            raise SavedStateError(
+                f"the bytes {key!r} of a tensor are no whole number of {of_dtype}"
+            )
+        if not len(data):
+            return torch.empty(0, dtype=of_dtype)
+        flat = torch.frombuffer(data, dtype=torch.uint8)
+        if flat.data_ptr() % itemsize:
+            flat = flat.clone()
+        flat = flat.view(of_dtype)
+        self._made[id(storage)] = flat, 1
+        return flat
+
+
+def _constant(name: Name) -> Any:
+    if name.module == "torch" and name.name in dtypes():
+        return dtypes()[name.name]
+    raise SavedStateError(f"{name} is used as a value")
+
+
+def _are_sizes(values: Any) -> bool:
+    return type(values) is tuple and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
+
+
+def _can_have_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _layout(args: Any) -> torch.layout:
+    if args != ("torch.strided",):
+        raise ValueError("it is not torch.strided")
+    return torch.strided
+
+
+def _encoded(args: Any) -> bytes:
+    if not args or type(args[0]) is bytes:
+        return b"".join(args)
+    text, encoding = args
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"{encoding!r} is not Latin-1")
+    return bytes(text, "latin-1")
+
+
+def _size(args: Any) -> torch.Size:
+    [values] = args
+    if not _are_sizes(tuple(values)):
+        raise ValueError("it has no sizes")
+    return torch.Size(values)
+
+
+def _device(args: Any) -> torch.device:
+    if type(args[0]) is not str or any(type(index) is not int for index in args[1:]):
+        raise ValueError("it has no name")
+    return torch.device(*args)
+
+
+def _counter(args: Any) -> Counter[Any]:
+    [counts] = args or ({},)
+    if type(counts) is not dict:
+        raise TypeError("it has no counts")
+    return Counter(counts)
+
+
+_ORDERED = Name("collections", "OrderedDict")
+_TENSOR, _PARAMETER = Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter")
+_UNTYPED, _OLD_UNTYPED = Name("torch.storage", "UntypedStorage"), Name("torch", "UntypedStorage")
+
+#: What is made of the arguments and items of a record, each of the right kind or an exception.
+_MAKERS: dict[Name, Callable[[Any, Any], Any]] = {
+    DICT: lambda args, items: dict(items),
+    SET: lambda args, items: set(items),
+    _ORDERED: lambda args, items: OrderedDict([*(args[0] if args else ()), *items]),
+    Name("collections", "Counter"): lambda args, items: _counter(args),
+    Name("builtins", "set"): lambda args, items: set(*args),
+    Name("builtins", "complex"): lambda args, items: complex(*args),
+    Name("builtins", "bytearray"): lambda args, items: bytearray(_encoded(args)),
+    Name("builtins", "bytes"): lambda args, items: _encoded(args),
+    Name("_codecs", "encode"): lambda args, items: _encoded(args),
+    Name("torch", "Size"): lambda args, items: _size(args),
+    Name("torch", "device"): lambda args, items: _device(args),
+    Name("torch.serialization", "_get_layout"): lambda args, items: _layout(args),
+}
+
+_TENSORS = {
+    Name("torch._utils", name)
+    for name in (
+        "_rebuild_tensor_v2",
+        "_rebuild_tensor_v3",
+        "_rebuild_parameter",
+        "_rebuild_parameter_with_state",
+    )
+} | {Name("torch._tensor", "_rebuild_from_type_v2")}
+
+_STORAGES = {
+    Name("torch", f"{kind}Storage"): dtype
+    for kind, dtype in {
+        "Double": torch.float64,
+        "Float": torch.float32,
+        "Half": torch.float16,
+        "BFloat16": torch.bfloat16,
+        "Long": torch.int64,
+        "Int": torch.int32,
+        "Short": torch.int16,
+        "Char": torch.int8,
+        "Byte": torch.uint8,
+        "Bool": torch.bool,
+        "ComplexFloat": torch.complex64,
+        "ComplexDouble": torch.complex128,
+    }.items()
+}
+
+_ALLOWED = (
+    _TENSORS
+    | {name for name in _MAKERS if name.module}
+    | _STORAGES.keys()
+    | {_TENSOR, _PARAMETER, _UNTYPED, _OLD_UNTYPED}
+    | {Name("torch", name) for name in dtypes()}
+)
