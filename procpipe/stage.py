@@ -114,7 +114,9 @@ class Stage(nn.Sequential):
             one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of
             its last layer. Parameters of its own are not among ``parameters()``.
         loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
-            mini-batch; by default its number of samples.
+            mini-batch, a finite number from 0; by default its number of samples. One that counts
+            0 is left out, even if its loss is NaN. Where all count 0, loss and gradients are 0,
+            and a warning says so once.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         transport: what carries large tensors: ``"shm"`` (CPUs of one host, the default there),

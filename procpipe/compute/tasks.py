@@ -100,7 +100,7 @@ class Partition:
         self._passes: dict[int, _Pass] = {}
         self._put_off: dict[int, PutOff] = {}
         self._trainable: tuple[bool, ...] = ()
-        self._learned: dict[tuple[Structure, tuple[bool, ...]], _Learned] = {}
+        self._learned: dict[tuple[Structure, tuple[bool, ...], bool], _Learned] = {}
         self._clone_inputs = bool(layers) and any(
             getattr(module, "inplace", False) for module in self._layers[0][1].modules()
         )
@@ -137,6 +137,7 @@ class Partition:
         recompute: bool,
         finish: Finish | None = None,
         split: bool = False,
+        is_left_out: bool = False,
     ) -> Flat:
         """Run micro-batch ``i`` through the layers.
 
@@ -148,6 +149,8 @@ class Partition:
             recompute: whether a recompute task will come before it, so that no graph is kept now.
             finish: applied to the output, as a last layer.
             split: whether its backward pass will be two tasks, I and W, instead of B.
+            is_left_out: whether ``finish`` leaves this micro-batch out, so that what requires a
+                gradient may differ from that of others.
 
         Returns:
             The output, detached; ``requires_grad`` tells which tensors want a gradient back.
@@ -158,7 +161,7 @@ class Partition:
             return Flat(tensors, structure, (False,) * len(tensors))
         this = self._passes[i] = _Pass(inputs, finish, PutOff() if split else None)
         if recompute:
-            return self._forward_without_graph(this)
+            return self._forward_without_graph(this, is_left_out)
         with self._splitter.into(this.put_off):
             tensors, structure = self._run_with_graph(this)
         this.requires_grad = tuple(tensor.requires_grad for tensor in tensors)
@@ -261,7 +264,7 @@ class Partition:
         num_wanted = sum(this.inputs.requires_grad)
         return list(this.entry.gradients) or [None] * num_wanted
 
-    def _forward_without_graph(self, this: _Pass) -> Flat:
+    def _forward_without_graph(self, this: _Pass, is_left_out: bool) -> Flat:
         """Run a first forward that will be recomputed.
 
         Whether an output will want a gradient shows only when there is a graph. So the first
@@ -272,7 +275,7 @@ class Partition:
         this.ambient = Ambient.now(self.device)
         this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
-        kind = (inputs.structure, inputs.requires_grad)
+        kind = (inputs.structure, inputs.requires_grad, is_left_out)
         learned = self._learned.get(kind)
         with checkpointing():
             if learned is None:
