@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from procpipe.compute.sharing import shared
 from procpipe.errors import NonFiniteLossError
 from procpipe.microbatch import gather, scatter, shares
 from procpipe.remote import Remote
@@ -54,7 +55,9 @@ class Ingoing:
         for part in parts:
             tensors, structure = flatten(part)
             wants = tuple(keeps_gradients and tensor.requires_grad for tensor in tensors)
-            flats.append(Flat([t.detach().to(device) for t in tensors], structure, wants))
+            memories = shared(tensors, "input")
+            moved = [t.detach().to(device) for t in tensors]
+            flats.append(Flat(moved, structure, wants).sharing(memories, ()))
             requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
         return cls(tuple(sizes), flats, requiring)
 
@@ -173,12 +176,12 @@ def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
     anchor = torch.empty(0, device=wanting[0].device, requires_grad=True)
     attached = iter(_Output.apply(run_backward, counts, anchor, *wanting))  # type: ignore[no-untyped-call]
     values = []
-    for tensors, structure, flags in outputs:
+    for output in outputs:
         chosen = [
             next(attached) if wants else tensor
-            for tensor, wants in zip(tensors, flags, strict=True)
+            for tensor, wants in zip(output.tensors, output.requires_grad, strict=True)
         ]
-        values.append(unflatten(chosen, structure))
+        values.append(unflatten(chosen, output.structure))
     return gather(values)
 
 

@@ -685,6 +685,7 @@ class Stage(nn.Sequential):
                 {name: self._modules[name] for name in names},
                 self.device,
                 is_first=j == 0,
+                is_last=j == len(self.balance) - 1,
                 skips=SkipPorts(self._skip_layout, j),
             )
             for j, names in self._names.items()

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from procpipe.compute.sharing import check_fresh
 from procpipe.compute.stash import Ledger, num_bytes
 from procpipe.compute.tasks import Partition
 from procpipe.errors import RemoteStageError
@@ -211,6 +212,7 @@ class Executor:
         ports, is_last = self._ports[j], j == self._last
         inputs = [self._first_input(i, j, batch)]
         inputs += [self._take((kind, a, j, i)) for kind, a in ports.inputs[1:]]
+        check_fresh(inputs)
         finish = self._finish(i, batch) if is_last else None
         recompute = (i, j) in self._recomputed
         start_ns = self.trace.start()
