@@ -40,6 +40,7 @@ class OutsideChanges:
     def begin(self) -> tuple[bool, ...]:
         """Start a mini-batch; return which parameters require a gradient in it."""
         self._parameters = [p for _, layer in self._layers for p in layer.parameters()]
+        self._versioned = [p for p in self._parameters if not p.is_inference()]
         self._noted, self._is_searched = None, False
         return tuple(parameter.requires_grad for parameter in self._parameters)
 
@@ -63,23 +64,29 @@ class OutsideChanges:
         now = self._now()
         if now == self._noted:
             return ""
-        parameters, buffers, modes = self._noted
-        for k, parameter in enumerate(self._parameters):
-            if parameters[k] != now[0][k]:
+        versions, flags, buffers, modes = self._noted
+        pairs = [
+            *zip(self._versioned, versions, now[0], strict=True),
+            *zip(self._parameters, flags, now[1], strict=True),
+        ]
+        for parameter, before, after in pairs:
+            if before != after:
                 return f"parameter {self._name_of(parameter)!r} was changed"
         for place, version in buffers.items():
-            if place not in lent and version != now[1].get(place):
+            if place not in lent and version != now[2][place]:
                 return f"buffer {self._buffers.name_of(place)!r} was changed"
-        for (name, layer), was, is_now in zip(self._layers, modes, now[2], strict=True):
+        for (name, layer), was, is_now in zip(self._layers, modes, now[3], strict=True):
             if was != is_now:
                 return f"layer {name!r} was switched by {'train' if layer.training else 'eval'}()"
         return ""
 
     def _now(self) -> _State:
-        parameters = [
-            (-1 if p.is_inference() else p._version, p.requires_grad) for p in self._parameters
-        ]
-        return parameters, self._buffers.versions(), [layer.training for _, layer in self._layers]
+        return (
+            [parameter._version for parameter in self._versioned],
+            [parameter.requires_grad for parameter in self._parameters],
+            self._buffers.versions(),
+            [layer.training for _, layer in self._layers],
+        )
 
     def _name_of(self, parameter: Tensor) -> str:
         return next(
@@ -90,5 +97,5 @@ class OutsideChanges:
         )
 
 
-#: Version of each parameter and whether it requires a gradient; of buffers; modes of layers.
-_State = tuple[list[tuple[int, bool]], dict[Place, tuple[int, int]], list[bool]]
+#: Parameters' versions, and whether they require gradients; buffers; whether layers train.
+_State = tuple[list[int], list[bool], dict[Place, tuple[int, int]], list[bool]]
