@@ -126,21 +126,25 @@ def gather(outputs: list[Any]) -> Any:
 
 
 def shares(weights: Sequence[float]) -> list[float]:
-    """Return each micro-batch's share of the mini-batch's loss; the shares add up to 1.
+    """Return each micro-batch's share of the mini-batch's loss.
 
     Args:
-        weights: one a micro-batch: its samples, say, or its valid tokens.
+        weights: one a micro-batch, at least one: its samples, say, or its valid tokens.
+
+    Returns:
+        The shares, which add up to 1; all 0 if all weights are 0.
 
     Raises:
-        ValueError: a weight is negative or not a finite number, or all are zero.
+        ValueError: a weight, or the sum of all, is negative or not a finite number.
     """
-    total = math.fsum(weights)
-    if any(weight < 0 for weight in weights) or not 0 < total < math.inf:
+    total = sum(weights) if weights else math.nan
+    if any(not weight >= 0 for weight in weights) or not total < math.inf:
         raise ValueError(
-            f"the loss weights {list(weights)} of the micro-batches add up to {total}: each must "
-            "be a finite number from 0, and at least one greater"
+            f"the loss weights of the micro-batches are {list(weights)}, which add up to {total}: "
+            "each must be a finite number from 0, and so must be their sum"
         )
-    return [weight / total for weight in weights]
+    total = math.fsum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
 
 
 def _batch_size(inputs: tuple[Any, ...]) -> int:

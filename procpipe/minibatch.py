@@ -11,13 +11,16 @@ Knows the user's values and micro-batches; nothing is communicated here.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from procpipe.compute.sharing import shared
 from procpipe.errors import NonFiniteLossError
 from procpipe.microbatch import gather, scatter, shares
 from procpipe.remote import Remote
@@ -52,7 +55,9 @@ class Ingoing:
         for part in parts:
             tensors, structure = flatten(part)
             wants = tuple(keeps_gradients and tensor.requires_grad for tensor in tensors)
-            flats.append(Flat([t.detach().to(device) for t in tensors], structure, wants))
+            memories = shared(tensors, "input")
+            moved = [t.detach().to(device) for t in tensors]
+            flats.append(Flat(moved, structure, wants).sharing(memories, ()))
             requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
         return cls(tuple(sizes), flats, requiring)
 
@@ -69,9 +74,12 @@ class Ingoing:
             torch.autograd.backward(tensors, given)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loss:
     """The user's loss function and weight, with their results checked.
+
+    A micro-batch whose share is 0 is left out: its loss may be NaN (a mean over no tokens), and 0
+    times NaN is NaN. The loss function is called all the same, as it may count or log.
 
     Attributes:
         function: ``loss_fn`` of the ``Stage``.
@@ -83,6 +91,7 @@ class Loss:
     function: Callable[..., Any] | None
     weight: Callable[[Any], Any] | None
     must_be_finite: bool = False
+    _has_warned: bool = field(default=False, init=False)
 
     def check(self) -> None:
         """Check that there is a loss function."""
@@ -92,14 +101,23 @@ class Loss:
                 "loss of its output backward"
             )
 
-    def of(self, output: Any, target: Any) -> Tensor:
-        """Return the loss of one micro-batch, 0-dim."""
+    def of(self, output: Any, target: Any, share: float = 1.0) -> Tensor:
+        """Return the loss of one micro-batch, 0-dim.
+
+        Args:
+            output: the model's.
+            target: what ``loss_fn`` gets beside it; None for nothing.
+            share: the micro-batch's in the loss of the mini-batch. If it is 0, so is the result,
+                and so are the gradients of ``output``.
+        """
         assert self.function is not None, "checked before the step"
         if isinstance(target, Remote):
             raise ValueError(
                 f"the target of step() is {target!r} on every rank: give it on rank 0 or on the "
                 "last stage as a real value"
             )
+        # Before the loss function, which may change the output in place.
+        zero = _zero_of(output) if share == 0 else None
         loss = self.function(output) if target is None else self.function(output, target)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             form = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss)}"
@@ -107,6 +125,8 @@ class Loss:
                 f"loss_fn returned {form}, but must return the mean over the micro-batch's "
                 "samples, a 0-dim tensor (reduction='mean')"
             )
+        if zero is not None:
+            return zero.to(loss)
         if self.must_be_finite and not loss.isfinite():
             raise NonFiniteLossError(
                 f"the loss is {loss.item()}; the output is {in_words(output)}, "
@@ -124,7 +144,16 @@ class Loss:
                 "loss_weight needs a target: give one to step() on rank 0 or on the last stage, or "
                 "leave loss_weight out"
             )
-        return tuple(shares([float(self.weight(target)) for target in targets]))
+        found = shares([float(self.weight(target)) for target in targets])
+        if not any(found) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
+                "gradients are 0; this is told once",
+                RuntimeWarning,
+                stacklevel=5,  # the line that calls step()
+            )
+        return tuple(found)
 
 
 def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
@@ -147,13 +176,26 @@ def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
     anchor = torch.empty(0, device=wanting[0].device, requires_grad=True)
     attached = iter(_Output.apply(run_backward, counts, anchor, *wanting))  # type: ignore[no-untyped-call]
     values = []
-    for tensors, structure, flags in outputs:
+    for output in outputs:
         chosen = [
             next(attached) if wants else tensor
-            for tensor, wants in zip(tensors, flags, strict=True)
+            for tensor, wants in zip(output.tensors, output.requires_grad, strict=True)
         ]
-        values.append(unflatten(chosen, structure))
+        values.append(unflatten(chosen, output.structure))
     return gather(values)
+
+
+def _zero_of(output: Any) -> Tensor:
+    """Return a loss of 0, 0-dim, whose gradients of an output's tensors are exactly 0.
+
+    ``masked_fill`` lets no NaN through, neither forward nor backward.
+    """
+    zero = torch.zeros(())
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            everything = torch.ones((), dtype=torch.bool, device=tensor.device)
+            zero = zero + tensor.masked_fill(everything, 0).sum().real
+    return zero
 
 
 def _share_not_finite(value: Any) -> str:

@@ -114,7 +114,9 @@ class Stage(nn.Sequential):
             one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of
             its last layer. Parameters of its own are not among ``parameters()``.
         loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
-            mini-batch; by default its number of samples.
+            mini-batch, a finite number from 0; by default its number of samples. One that counts
+            0 is left out, even if its loss is NaN. Where all count 0, loss and gradients are 0,
+            and a warning says so once.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         transport: what carries large tensors: ``"shm"`` (CPUs of one host, the default there),
@@ -409,15 +411,20 @@ class Stage(nn.Sequential):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return this stage's parameters, for this process's optimizer.
 
-        A stage without any yields an empty one that is in no ``state_dict()``, so that no
-        optimizer refuses it.
+        Where none of them requires a gradient, because the stage has no parameters or all are
+        frozen, an empty one that does comes last: so no optimizer refuses what is left of them
+        (``[p for p in stage.parameters() if p.requires_grad]``). It stands in for a parameter to
+        train, has no elements and never a gradient, and is neither in ``named_parameters()`` nor
+        in ``state_dict()``; ``procpipe.state`` passes over it.
         """
-        is_empty = True
+        is_trainable = False
         for parameter in super().parameters(recurse):
-            is_empty = False
+            is_trainable = is_trainable or parameter.requires_grad
             yield parameter
-        if is_empty:
-            yield self._stand_in[0]
+        if not is_trainable:
+            stand_in = self._stand_in[0]
+            stand_in.requires_grad = True  # stage.requires_grad_(False) froze it too
+            yield stand_in
 
     def __getitem__(self, index: Any) -> Any:
         """Return one of this stage's layers; of a slice, a plain ``nn.Sequential`` of them."""
@@ -678,6 +685,7 @@ class Stage(nn.Sequential):
                 {name: self._modules[name] for name in names},
                 self.device,
                 is_first=j == 0,
+                is_last=j == len(self.balance) - 1,
                 skips=SkipPorts(self._skip_layout, j),
             )
             for j, names in self._names.items()

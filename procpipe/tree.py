@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from procpipe.errors import BoundaryError
 
@@ -31,6 +31,7 @@ __all__ = [
     "flatten",
     "from_json",
     "in_words",
+    "is_plain",
     "joined",
     "map_tensors",
     "parted",
@@ -47,18 +48,34 @@ Structure = Any
 TENSOR = "*"
 
 
-class Flat(NamedTuple):
+class _Parts(NamedTuple):
+    tensors: list[Tensor]
+    structure: Structure
+    requires_grad: tuple[bool, ...]
+
+
+class Flat(_Parts):
     """A nested value taken apart, as it enters or leaves a partition and as a channel carries it.
 
     Attributes:
         tensors: detached tensors, from left to right.
         structure: everything else.
         requires_grad: for each tensor, whether a gradient shall come back for it.
+        memories: for each tensor, the names of the memories that it shares with others in the plain
+            model, and not here (see ``compute.sharing``); empty if none does.
+        changes: names of memories that were changed in place on the way here, and where.
     """
 
-    tensors: list[Tensor]
-    structure: Structure
-    requires_grad: tuple[bool, ...]
+    memories: tuple[tuple[str, ...], ...] = ()
+    changes: tuple[tuple[str, str], ...] = ()
+
+    def sharing(
+        self, memories: tuple[tuple[str, ...], ...], changes: tuple[tuple[str, str], ...]
+    ) -> Flat:
+        """Set ``memories`` and ``changes``, and return itself."""
+        if memories or changes:
+            self.memories, self.changes = memories, changes
+        return self
 
     @property
     def value(self) -> Any:
@@ -111,6 +128,9 @@ def joined(parts: Sequence[Flat]) -> Flat:
         [tensor for part in parts for tensor in part.tensors],
         ("t", tuple(part.structure for part in parts)),
         tuple(wants for part in parts for wants in part.requires_grad),
+    ).sharing(
+        _joined_memories(parts),
+        tuple(dict.fromkeys(change for part in parts for change in part.changes)),
     )
 
 
@@ -120,12 +140,23 @@ def parted(whole: Flat, num_parts: int) -> list[Flat]:
         return [whole]
     structures = whole.structure[1]
     sizes = [_num_tensors(structure) for structure in structures]
+    memories = cut(whole.memories, sizes) if whole.memories else [[] for _ in sizes]
     return [
-        Flat(tensors, structure, tuple(flags))
-        for tensors, structure, flags in zip(
-            cut(whole.tensors, sizes), structures, cut(whole.requires_grad, sizes), strict=True
+        Flat(tensors, structure, tuple(flags)).sharing(tuple(of_part), whole.changes)
+        for tensors, structure, flags, of_part in zip(
+            cut(whole.tensors, sizes),
+            structures,
+            cut(whole.requires_grad, sizes),
+            memories,
+            strict=True,
         )
     ]
+
+
+def _joined_memories(parts: Sequence[Flat]) -> tuple[tuple[str, ...], ...]:
+    if not any(part.memories for part in parts):
+        return ()
+    return tuple(names for part in parts for names in part.memories or ((),) * len(part.tensors))
 
 
 def cut(items: Sequence[T], sizes: Iterable[int]) -> list[list[T]]:
@@ -142,6 +173,16 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return the same nested value with ``function(tensor)`` in the place of each tensor."""
     tensors, structure = flatten(value)
     return unflatten([function(tensor) for tensor in tensors], structure)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor is no more than its elements, and so arrives as what it was.
+
+    Of another class (``MaskedTensor``, ``DTensor``, a user's own), quantized or nested, a tensor
+    would arrive without what its class knows. A parameter may travel, and arrives as a tensor.
+    """
+    is_known = type(tensor) is Tensor or type(tensor) is nn.Parameter
+    return is_known and not tensor.is_quantized and not tensor.is_nested
 
 
 def from_json(decoded: Any) -> Structure:

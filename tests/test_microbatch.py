@@ -192,10 +192,13 @@ def test_shares() -> None:
     assert shares([3, 3, 3, 1]) == [0.3, 0.3, 0.3, 0.1]
     assert shares([0.0, 2.0]) == [0.0, 1.0]
     assert shares([7]) == [1.0]
+    assert shares([0, 0.0]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
-    "weights", [[], [0, 0], [1, -1], [3, -1], [math.nan, 1], [math.inf, 1]], ids=repr
+    "weights",
+    [[], [0, -1], [1, -1], [3, -1], [math.nan, 1], [math.inf, 1], [math.inf, -1], [1e308, 1e308]],
+    ids=repr,
 )
 def test_shares_of_unusable_weights(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="each must be a finite number from 0"):

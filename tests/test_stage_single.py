@@ -188,8 +188,8 @@ def test_a_loss_must_be_a_number_of_the_graph(stage_of, loss_fn, told):
 @pytest.mark.parametrize(
     ("weight", "told"),
     [
-        (lambda target: 0.0, r"loss weights \[0.0, 0.0\] of the micro-batches add up to 0.0"),
-        (lambda target: -1.0, "each must be a finite number from 0"),
+        (lambda target: -1.0, r"micro-batches are \[-1.0, -1.0\], which add up to -2.0: each must"),
+        (lambda target: math.inf, "each must be a finite number from 0"),
         (lambda target: math.nan, "each must be a finite number from 0"),
     ],
 )

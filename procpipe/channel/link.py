@@ -28,8 +28,8 @@ from torch import Tensor
 from procpipe.channel.base import Pending, Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import Meta, allocate, decode, describe, encode
-from procpipe.errors import OverwrittenError
-from procpipe.tree import Flat
+from procpipe.errors import BoundaryError, OverwrittenError
+from procpipe.tree import Flat, is_plain
 
 __all__ = ["INLINE_BYTES", "LinkReceiver", "LinkSender"]
 
@@ -87,6 +87,7 @@ class LinkSender:
 
     def send(self, message: Flat) -> None:
         """Send a message without waiting for anybody; its tensors must not change any more."""
+        self._check_plain(message)
         meta = describe(message)
         flags = 0
         parts: list[Any] = []
@@ -155,6 +156,16 @@ class LinkSender:
                 self._check_unwritten(departure)
                 # What is queued on the stream from here on may write to them.
                 self._in_flight[k] = departure._replace(versions=None)
+
+    def _check_plain(self, message: Flat) -> None:
+        for tensor in message.tensors:
+            if not is_plain(tensor):
+                kind = type(tensor)
+                raise BoundaryError(
+                    f"a {kind.__module__}.{kind.__qualname__} of {tensor.dtype} in {self._what} "
+                    "would arrive as a plain tensor: give plain tensors "
+                    "(x.as_subclass(torch.Tensor), x.dequantize())"
+                )
 
     def _check_unwritten(self, departure: _Departure) -> None:
         if departure.versions not in (None, _versions(departure.tensors)):
@@ -256,7 +267,8 @@ class LinkReceiver:
                 self._mesh.send(self._peer, self._kind + _ACKNOWLEDGES, 0, 0)
             self._num_receiving -= 1
             self._post()
-        return Flat(tensors, meta.structure, meta.requires_grad)
+        message = Flat(tensors, meta.structure, meta.requires_grad)
+        return message.sharing(meta.memories, meta.changes)
 
     def _on_token(self, sequence: int, flags: int, body: memoryview) -> None:
         assert sequence == self._num_tokens & 0xFFFFFFFF, "a channel's tokens come in order"

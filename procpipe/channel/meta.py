@@ -34,10 +34,12 @@ class TensorMeta(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """All of a message but the elements of its tensors."""
+    """All of a message but the elements of its tensors; the last two are those of ``Flat``."""
 
     structure: Structure
     tensors: tuple[TensorMeta, ...]
+    memories: tuple[tuple[str, ...], ...] = ()
+    changes: tuple[tuple[str, str], ...] = ()
 
     @property
     def requires_grad(self) -> tuple[bool, ...]:
@@ -59,6 +61,8 @@ def describe(message: Flat) -> Meta:
             TensorMeta(tuple(tensor.shape), tensor.dtype, wants)
             for tensor, wants in zip(tensors, flags, strict=True)
         ),
+        message.memories,
+        message.changes,
     )
 
 
@@ -79,7 +83,8 @@ def encode(meta: Meta) -> bytes:
     tensors = [
         [t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad] for t in meta.tensors
     ]
-    return json.dumps([meta.structure, tensors], separators=(",", ":")).encode()
+    sharing = [meta.memories, meta.changes] if meta.memories or meta.changes else []
+    return json.dumps([meta.structure, tensors, *sharing], separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Meta:
@@ -89,10 +94,15 @@ def decode(data: bytes) -> Meta:
         ValueError: the bytes are not metadata.
     """
     try:
-        structure, tensors = json.loads(data)
+        structure, tensors, *sharing = json.loads(data)
+        memories, changes = sharing or ((), ())
+        if memories and len(memories) != len(tensors):
+            raise ValueError("memories of other tensors")
         return Meta(
             from_json(structure),
             tuple(TensorMeta(_shape(s), _dtype(d), bool(wants)) for s, d, wants in tensors),
+            tuple(tuple(map(str, names)) for names in memories),
+            tuple((str(name), str(where)) for name, where in changes),
         )
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"not the metadata of a message: {data[:80]!r}") from error

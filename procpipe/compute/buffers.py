@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from procpipe.errors import RecomputeError
 
-__all__ = ["BufferCopies", "Buffers"]
+__all__ = ["BufferCopies", "Buffers", "Place"]
 
 #: Where a buffer is: the module, and its name in it. There may be None until a forward sets it.
 Place = tuple[nn.Module, str]
@@ -93,6 +93,14 @@ class Buffers:
         finally:
             for (module, name), buffer in owned.items():
                 module._buffers[name] = buffer
+
+    def versions(self) -> dict[Place, tuple[int, int]]:
+        """Return which tensor each buffer is now, and its version."""
+        return {place: (id(_buffer(place)), _version(place)) for place in self._names}
+
+    def name_of(self, place: Place) -> str:
+        """Return a buffer's name in the full model."""
+        return self._names[place]
 
     def _register(self, module_name: str, module: nn.Module) -> None:
         for name in module._buffers:

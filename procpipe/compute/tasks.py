@@ -32,13 +32,15 @@ from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.graph import Enter, Entry, check_shapes, run_backward
+from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
+from procpipe.compute.sharing import Sharing, Watch
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.split import PutOff, Splitter
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.tracker import tracking
-from procpipe.tree import Flat, Structure, flatten, in_words, unflatten
+from procpipe.tree import Flat, Structure, flatten, in_words, is_plain, unflatten
 
 __all__ = ["Partition"]
 
@@ -75,6 +77,7 @@ class Partition:
         layers: the partition's layers by their names in the full model.
         device: the stage's device, on which every tensor at the partition's edges must be.
         is_first: whether the first layer is the model's, which takes several positional inputs.
+        is_last: whether the output leaves the pipeline, and need not travel.
         skips: where skip tensors enter and leave. Where any do, an input is the tuple of what
             comes from the partition before and of each source's skip tensors, and an output the
             tuple of what goes to the next partition and of each destination's.
@@ -86,6 +89,7 @@ class Partition:
         device: torch.device,
         *,
         is_first: bool,
+        is_last: bool = True,
         skips: SkipPorts | None = None,
     ) -> None:
         self.on_layer: Callable[[int], None] = lambda index: None
@@ -93,14 +97,17 @@ class Partition:
         self._current = -1
         self.device = device
         self._is_first = is_first
+        self._is_last = is_last
         self.skips = skips or SkipPorts(SkipLayout(), 0)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._buffers = Buffers(layers)
+        self._outside = OutsideChanges(self._layers, self._buffers)
         self._splitter = Splitter(layers.values(), self._anchor)
+        self._sharing = Sharing()
         self._passes: dict[int, _Pass] = {}
         self._put_off: dict[int, PutOff] = {}
         self._trainable: tuple[bool, ...] = ()
-        self._learned: dict[tuple[Structure, tuple[bool, ...]], _Learned] = {}
+        self._learned: dict[tuple[Structure, tuple[bool, ...], bool], _Learned] = {}
         self._clone_inputs = bool(layers) and any(
             getattr(module, "inplace", False) for module in self._layers[0][1].modules()
         )
@@ -109,9 +116,7 @@ class Partition:
         """Start a mini-batch; whatever an unfinished one left is let go."""
         self._passes.clear()
         self._put_off.clear()
-        trainable = tuple(  # asked for anew, since a user may replace parameters
-            parameter.requires_grad for _, layer in self._layers for parameter in layer.parameters()
-        )
+        trainable = self._outside.begin()  # asked for anew, since a user may replace parameters
         if trainable != self._trainable:
             self._trainable = trainable
             self._learned.clear()
@@ -137,6 +142,7 @@ class Partition:
         recompute: bool,
         finish: Finish | None = None,
         split: bool = False,
+        is_left_out: bool = False,
     ) -> Flat:
         """Run micro-batch ``i`` through the layers.
 
@@ -148,21 +154,27 @@ class Partition:
             recompute: whether a recompute task will come before it, so that no graph is kept now.
             finish: applied to the output, as a last layer.
             split: whether its backward pass will be two tasks, I and W, instead of B.
+            is_left_out: whether ``finish`` leaves this micro-batch out, so that what requires a
+                gradient may differ from that of others.
 
         Returns:
             The output, detached; ``requires_grad`` tells which tensors want a gradient back.
         """
         if not keep:
             with torch.no_grad():
-                tensors, structure = self._run(inputs.tensors, inputs.structure, finish)
-            return Flat(tensors, structure, (False,) * len(tensors))
+                tensors, structure = self._run(inputs, inputs.tensors, finish)
+            return Flat(tensors, structure, (False,) * len(tensors)).sharing(*self._sharing)
         this = self._passes[i] = _Pass(inputs, finish, PutOff() if split else None)
         if recompute:
-            return self._forward_without_graph(this)
+            output = self._forward_without_graph(this, is_left_out)
+            self._outside.note(is_repeated=True)
+            return output
         with self._splitter.into(this.put_off):
             tensors, structure = self._run_with_graph(this)
+        self._outside.note(is_repeated=False)
         this.requires_grad = tuple(tensor.requires_grad for tensor in tensors)
-        return Flat([tensor.detach() for tensor in tensors], structure, this.requires_grad)
+        detached = [tensor.detach() for tensor in tensors]
+        return Flat(detached, structure, this.requires_grad).sharing(*self._sharing)
 
     def recompute(self, i: int) -> int:
         """Run micro-batch ``i`` again, now with a graph, exactly as the first time.
@@ -180,12 +192,19 @@ class Partition:
                 "recomputing it would start from the wrong values: leave a mini-batch's input "
                 "alone until its backward() is over, or use checkpoint='never'"
             )
+        if fault := self._outside.fault(this.buffers):
+            raise RecomputeError(
+                f"{fault} after the first forward of micro-batch {i} and before its recomputation, "
+                "whose gradients would be wrong: change parameters, buffers and modes after "
+                "backward() is over (optimizer.step(), load_state_dict(), eval())"
+            )
         with (
             recomputing(this.ambient),
             self._buffers.lent(this.buffers),
             self._splitter.into(this.put_off),
         ):
             tensors, _ = self._run_with_graph(this)
+        self._outside.note(is_repeated=True)
         this.ambient = this.buffers = None
         flags = tuple(tensor.requires_grad for tensor in tensors)
         if len(flags) != len(this.requires_grad) or any(
@@ -261,7 +280,7 @@ class Partition:
         num_wanted = sum(this.inputs.requires_grad)
         return list(this.entry.gradients) or [None] * num_wanted
 
-    def _forward_without_graph(self, this: _Pass) -> Flat:
+    def _forward_without_graph(self, this: _Pass, is_left_out: bool) -> Flat:
         """Run a first forward that will be recomputed.
 
         Whether an output will want a gradient shows only when there is a graph. So the first
@@ -272,7 +291,7 @@ class Partition:
         this.ambient = Ambient.now(self.device)
         this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
-        kind = (inputs.structure, inputs.requires_grad)
+        kind = (inputs.structure, inputs.requires_grad, is_left_out)
         learned = self._learned.get(kind)
         with checkpointing():
             if learned is None:
@@ -287,20 +306,17 @@ class Partition:
                 )
                 self._learned[kind] = learned
             else:
-                tensors, structure = self._run(
-                    self._unshared(inputs.tensors),
-                    inputs.structure,
-                    this.finish,
-                    untouched=inputs.tensors,
-                )
+                given = self._unshared(inputs.tensors)
+                tensors, structure = self._run(inputs, given, this.finish, inputs.tensors)
         self._buffers.after_forward()
         this.requires_grad = learned.requires_grad
         if learned.form != _form(tensors, structure):  # it depends on the data: be careful
             this.requires_grad = tuple(tensor.is_floating_point() for tensor in tensors)
-        return Flat([tensor.detach() for tensor in tensors], structure, this.requires_grad)
+        detached = [tensor.detach() for tensor in tensors]
+        return Flat(detached, structure, this.requires_grad).sharing(*self._sharing)
 
     def _run_with_graph(self, this: _Pass) -> tuple[list[Tensor], Structure]:
-        tensors, structure, flags = this.inputs
+        tensors, flags = this.inputs.tensors, this.inputs.requires_grad
         # The model's input is one tensor for all micro-batches, and so is its version.
         is_kept = this.ambient is not None or self._is_first
         inputs = self._unshared(tensors) if is_kept else list(tensors)
@@ -312,35 +328,49 @@ class Partition:
             for k, tensor in zip(entering, entered, strict=True):
                 inputs[k] = tensor
         untouched = tensors if this.ambient is not None else ()
-        this.roots, structure = self._run(inputs, structure, this.finish, untouched=untouched)
+        this.roots, structure = self._run(this.inputs, inputs, this.finish, untouched)
         return this.roots, structure
 
     def _run(
         self,
+        inputs: Flat,
         tensors: list[Tensor],
-        structure: Structure,
         finish: Finish | None,
         untouched: Sequence[Tensor] = (),
     ) -> tuple[list[Tensor], Structure]:
-        """Run the layers; ``untouched`` are inputs that recomputation needs as they are now."""
-        value = unflatten(tensors, structure)
+        """Run the layers.
+
+        Args:
+            inputs: what came in.
+            tensors: its tensors, as the layers shall have them.
+            finish: applied to the output.
+            untouched: those that recomputation needs as they are now.
+        """
+        value = unflatten(tensors, inputs.structure)
+        watch = Watch(tensors, Sharing(inputs.memories, inputs.changes))
         entered: list[Any] = []
         if self.skips.sources:
             value, *entered = value
         tracker = self.skips.tracker(entered)
         with tracking(tracker):
-            value = self._run_layers(value, finish, untouched)
+            value = self._run_layers(value, finish, untouched, watch)
         self.skips.check(tracker)
         if self.skips.destinations:
             value = (value, *self.skips.messages(tracker))
         outputs, structure = flatten(value)
         for output in outputs:
+            if not (self._is_last or is_plain(output)):
+                raise self._not_plain(output)
             if output.device != self.device or output.layout != torch.strided:
                 raise self._misplaced(output)
+        if not self._is_last:
+            self._sharing = watch.leaving(outputs, self._layers[0][0] if self._layers else "")
         self._enter(-1)
         return outputs, structure
 
-    def _run_layers(self, value: Any, finish: Finish | None, untouched: Sequence[Tensor]) -> Any:
+    def _run_layers(
+        self, value: Any, finish: Finish | None, untouched: Sequence[Tensor], watch: Watch
+    ) -> Any:
         versions = self._versions(untouched)
         spread = self._is_first
         for k, (_, layer) in enumerate(self._layers):
@@ -351,11 +381,13 @@ class Partition:
                 error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
             spread = False
+            watch.look(self.where)
             if versions and versions != self._versions(untouched):
                 raise self._changed_in_place()
         if finish is not None:
             self._enter(len(self._layers))
             value = finish(value[0] if spread else value)
+            watch.look(self.where)
             if versions and versions != self._versions(untouched):
                 raise self._changed_in_place()
         elif spread:  # a partition without layers passes its inputs on
@@ -404,6 +436,16 @@ class Partition:
             f"{self.where()} changed its partition's input in place, so recomputing it would start "
             "from the wrong values: make the change out of place (x = x + 1 for x.add_(1)), let "
             "the partition begin at another layer, or use checkpoint='never'"
+        )
+
+    def _not_plain(self, output: Tensor) -> BoundaryError:
+        kind = type(output)
+        return BoundaryError(
+            f"{self.where()} returned, or a layer before it stashed, a {kind.__module__}."
+            f"{kind.__qualname__} of {output.dtype}, which would arrive in the next partition as a "
+            "plain tensor: return plain ones (MaskedTensor.get_data() and get_mask(), "
+            "DTensor.to_local(), x.dequantize(), x.as_subclass(torch.Tensor)), or let the "
+            "partition end after the layer that uses it"
         )
 
     def _misplaced(self, output: Tensor) -> BoundaryError:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from procpipe.compute.sharing import check_fresh
 from procpipe.compute.stash import Ledger, num_bytes
 from procpipe.compute.tasks import Partition
 from procpipe.errors import RemoteStageError
@@ -56,8 +57,8 @@ class MiniBatch:
         inputs: on stage 0, each micro-batch's positional inputs.
         targets: each micro-batch's target, where the user gave it: on stage 0 if it is routed,
             else on the stage of the last partition.
-        loss_of: on that stage, in a ``step``: ``(output, target) -> 0-dim loss``.
-        shares: each micro-batch's share in the loss of the mini-batch.
+        loss_of: on that stage, in a ``step``: ``(output, target, share) -> 0-dim loss``.
+        shares: each micro-batch's share in the loss of the mini-batch; one of share 0 is left out.
         keep: whether backward tasks follow, in this program or a later one.
         recompute: the micro-batches that a later program recomputes. A program that holds the
             backward tasks says itself what is recomputed.
@@ -70,7 +71,7 @@ class MiniBatch:
 
     inputs: Sequence[Flat] | None = None
     targets: Sequence[Any] | None = None
-    loss_of: Callable[[Any, Any], Tensor] | None = None
+    loss_of: Callable[[Any, Any, float], Tensor] | None = None
     shares: Sequence[float] = ()
     keep: bool = False
     recompute: frozenset[int] = frozenset()
@@ -211,6 +212,7 @@ class Executor:
         ports, is_last = self._ports[j], j == self._last
         inputs = [self._first_input(i, j, batch)]
         inputs += [self._take((kind, a, j, i)) for kind, a in ports.inputs[1:]]
+        check_fresh(inputs)
         finish = self._finish(i, batch) if is_last else None
         recompute = (i, j) in self._recomputed
         start_ns = self.trace.start()
@@ -221,6 +223,7 @@ class Executor:
             recompute=recompute,
             finish=finish,
             split=(i, j) in self._in_two,
+            is_left_out=is_last and batch.loss_of is not None and batch.shares[i] == 0,
         )
         self.trace.ran(task, start_ns)
         outputs = parted(output, len(ports.outputs))
@@ -300,13 +303,14 @@ class Executor:
         (loss,) = batch.outputs[i].tensors
         if wants[0]:
             return [torch.full_like(loss, batch.shares[i])]
-        if self.partitions[self._last].is_trainable or any(self._num_wanted[i, self._last]):
+        is_trained = self.partitions[self._last].is_trainable
+        if batch.shares[i] and (is_trained or any(self._num_wanted[i, self._last])):
             raise RuntimeError(
                 "the loss requires no gradient, so nothing would be trained: loss_fn may not be "
                 "differentiable (argmax, a comparison); to only evaluate, call eval() or use "
                 "torch.no_grad()"
             )
-        return []  # all of the model is frozen
+        return []  # all of the model is frozen, or the micro-batch is left out
 
     def _finish(self, i: int, batch: MiniBatch) -> Callable[[Any], Any] | None:
         """Return what turns this micro-batch's output into its loss, if it has one."""
@@ -317,7 +321,7 @@ class Executor:
             target = batch.targets[i] if batch.targets is not None else None
         if loss_of is None:
             return None
-        return lambda output: loss_of(output, target)
+        return lambda output: loss_of(output, target, batch.shares[i])
 
     def _add_loss(self, i: int, output: Flat, batch: MiniBatch) -> None:
         (loss,) = output.tensors

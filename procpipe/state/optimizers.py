@@ -7,7 +7,7 @@ torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``:
     optimizer.param_groups.<parameter>.<option>     lr, betas, initial_lr, …
 
 (Not by torch's function: it runs a step of an optimizer that has no state yet, and refuses the
-parameter that stands in for those of a stage without any.)
+parameter that stands in for those of a stage with none to train.)
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from procpipe.compute.graph import run_backward
 from procpipe.compute.tasks import Partition
 from procpipe.errors import BoundaryError, RecomputeError
-from procpipe.tree import Flat
+from procpipe.tree import Flat, is_plain
 
 CPU = torch.device("cpu")
 
@@ -312,3 +313,93 @@ def test_freezing_and_unfreezing_is_seen_at_the_next_mini_batch():
         partition.begin()
         inputs = received(torch.ones(2, 2), wants=False)
         assert partition.forward(0, inputs, keep=True, recompute=True).requires_grad == (wants,)
+
+
+# -- what is changed from outside, and what cannot travel ----------------------------------------
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer that no forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+OUTSIDE = {
+    "parameter 'a.weight' was changed": lambda layers: torch.optim.SGD(
+        layers["a"].parameters(), lr=0.1
+    ).step(),
+    "parameter 'a.bias' was changed": lambda layers: layers["a"].bias.requires_grad_(False),
+    "a parameter was replaced by another": lambda layers: setattr(
+        layers["a"], "weight", nn.Parameter(torch.ones(4, 3))
+    ),
+    "buffer 'b.scale' was changed": lambda layers: layers["b"].scale.fill_(2),
+    "layer 'a' was switched by eval()": lambda layers: layers["a"].eval(),
+}
+
+
+@pytest.mark.parametrize("told", OUTSIDE)
+def test_what_changes_between_a_forward_and_its_recomputation_is_named(told):
+    layers = {"a": nn.Linear(3, 4), "b": Scaled(), "c": nn.BatchNorm1d(4)}
+    partition = partition_of(layers)
+    for _ in range(2):
+        partition.begin()
+        for parameter in layers["a"].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for i in (0, 1):
+            partition.forward(i, received(torch.randn(5, 3)), keep=True, recompute=True)
+        for i in (1, 0):
+            partition.recompute(i)
+            partition.backward(i, [torch.ones(5, 4)])
+
+    partition.begin()
+    for i in (0, 1):
+        partition.forward(i, received(torch.randn(5, 3)), keep=True, recompute=True)
+    OUTSIDE[told](layers)
+    with pytest.raises(RecomputeError, match=rf"^{re.escape(told)} after the first forward of"):
+        partition.recompute(1)
+
+
+def test_what_a_layer_changes_in_its_own_forward_is_its_own():
+    partition = partition_of(nn.Embedding(9, 4, max_norm=1.0, _weight=torch.randn(9, 4)))
+    for i in (0, 1):
+        partition.forward(i, received(torch.tensor([i, 5])), keep=True, recompute=True)
+    for i in (1, 0):
+        partition.recompute(i)
+        partition.backward(i, [torch.ones(2, 4)])
+
+
+class Marked(Tensor):
+    """A class of a user's own."""
+
+
+def test_a_tensor_of_another_class_does_not_leave_a_partition():
+    layers = {"0": nn.Linear(3, 3), "1": Do(lambda x: x.as_subclass(Marked))}
+    with torch.no_grad():
+        output = Partition(layers, CPU, is_first=False).forward(
+            0, received(torch.randn(2, 3)), keep=False, recompute=False
+        )
+    assert not is_plain(output.tensors[0])  # as in the plain model, since nothing comes after
+    partition = Partition(layers, CPU, is_first=False, is_last=False)
+    with pytest.raises(BoundaryError, match=r"^layer '1' \(Do\) returned.*\.Marked of"):
+        partition.forward(0, received(torch.randn(2, 3)), keep=False, recompute=False)
+
+
+def test_a_parameter_leaves_as_a_tensor():
+    partition = Partition({"0": ReturnsWeight()}, CPU, is_first=False, is_last=False)
+    output = partition.forward(0, received(torch.randn(2, 3)), keep=True, recompute=False)
+    assert type(output.tensors[0]) is Tensor
+    assert output.requires_grad == (True,)
+
+
+class ReturnsWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return self.weight

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from typing import Any
 
 import pytest
@@ -298,6 +300,81 @@ def check_loss_weight(bare, balance):
         assert_same(stage.step(tokens, target), expected, "eval")
 
 
+def mean_of_valid(output, target):
+    """Divide 0 by 0 where nothing is valid, forward and backward."""
+    is_valid = target >= 0
+    losses = F.cross_entropy(output, target.clamp(min=0), reduction="none")
+    return (losses * is_valid).sum() / is_valid.sum()
+
+
+def constant_if_none_is_valid(output, target):
+    return mean_of_valid(output, target) if (target >= 0).any() else torch.tensor(math.nan)
+
+
+def changing_its_output(output, target):
+    return mean_of_valid(output.mul_(2).log_softmax(-1), target)
+
+
+#: Labels of 8 samples; in 4 micro-batches of 2 each, which have nothing valid: first, middle, last.
+LABELS = (
+    [-1, -1, 1, 2, 0, 1, 2, 2],
+    [0, -1, -1, -1, 2, -1, -1, -1],
+    [-1, -1, -1, -1, -1, 2, -1, -1],
+)
+
+
+def check_left_out(bare, schedule, mode):
+    """Micro-batches of weight 0 add nothing, whatever their own loss is."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(
+        nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)
+    ).double()
+    num_parts = bare.num_ranks * (2 if schedule in ("zb-v", "interleaved") else 1)
+    balance = [7 - num_parts, *[1] * (num_parts - 1)]
+    inputs, _ = make_batch(8)
+    for loss_fn in (mean_of_valid, constant_if_none_is_valid, changing_its_output):
+        options: Any = {"chunks": 4, "schedule": schedule, "checkpoint": mode}
+        options |= {"loss_fn": loss_fn, "loss_weight": num_valid, "check_loss": True}
+        plain.zero_grad()
+        with stage_of(bare, loss_fn.__name__, plain, balance, **options) as stage:
+            for where in {0, stage.placement[-1]}:
+                for labels in LABELS:
+                    target = torch.tensor(labels)
+                    expected = loss_fn(plain(inputs), target)
+                    expected.backward()
+                    loss = stage.step(inputs, target if bare.rank == where else None)
+                    assert_same(loss, expected.detach(), f"labels {labels}", 1e-13)
+                    assert_same_gradients(stage, plain, tolerance=1e-13)
+                stage.eval()
+                with torch.no_grad():
+                    assert_same(stage.step(inputs, target), expected.detach(), "eval", 1e-14)
+                stage.train()
+
+
+def check_all_left_out(bare, schedule, mode):
+    plain = make_model()
+    balance = [5 - bare.num_ranks + 1, *[1] * (bare.num_ranks - 1)]
+    inputs, _ = make_batch(6)
+    nothing = torch.full((6,), -1)
+    options: Any = {"chunks": 3, "loss_fn": mean_of_valid, "loss_weight": num_valid}
+    options |= {"schedule": schedule, "checkpoint": mode}
+    told = []
+    for where in (0, bare.num_ranks - 1):
+        with (
+            stage_of(bare, f"target on {where}", plain, balance, **options) as stage,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                loss = stage.step(inputs, nothing if bare.rank == where else None)
+                assert_same(loss, torch.zeros((), dtype=torch.float64), "loss")
+                for name, parameter in stage.named_parameters():
+                    assert_same(parameter.grad, torch.zeros_like(parameter), name)
+            told.append([str(warning.message) for warning in caught])
+            assert all(warning.filename == __file__ for warning in caught)
+    return told
+
+
 def check_several_inputs(bare, balance):
     """Several positional inputs of a ``step``: the last is the target, unless that has a name."""
 
@@ -487,6 +564,34 @@ def test_targets_of_every_kind_from_everywhere(ranks, balance):
 @pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]], ids=str)
 def test_loss_weight(ranks, balance):
     ranks(len(balance)).run(check_loss_weight, balance, world=False).values()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule", "mode"),
+    [
+        (1, "gpipe", "always"),
+        (2, "gpipe", "except_last"),
+        (2, "1f1b", "always"),
+        (2, "zb-v", "never"),
+        (2, "interleaved", "except_last"),
+        (3, "zb-h1", "always"),
+    ],
+)
+def test_micro_batches_of_weight_zero_are_left_out(ranks, num_ranks, schedule, mode):
+    ranks(num_ranks).run(check_left_out, schedule, mode, world=False).values()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule", "mode"),
+    [(1, "gpipe", "always"), (2, "zb-h1", "never"), (3, "1f1b", "except_last")],
+)
+def test_where_all_weights_are_zero_so_are_loss_and_gradients(ranks, num_ranks, schedule, mode):
+    told = ranks(num_ranks).run(check_all_left_out, schedule, mode, world=False).values()
+    for case, where in enumerate((0, num_ranks - 1)):
+        warned = [rank for rank in range(num_ranks) if told[rank][case]]
+        assert warned == [where]
+        assert "loss_weight is 0 for every micro-batch" in told[where][case][0]
+        assert len(told[where][case]) == 1
 
 
 @pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 2]], ids=str)

@@ -257,6 +257,60 @@ def change(layer, requires_grad, is_replaced):
         getattr(layer, name).requires_grad_(requires_grad)
 
 
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+def trainable(module):
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def check_frozen_stages(bare, balance):
+    """Every stage but the last has nothing to train: no optimizer needs to know."""
+    plain = make_model()
+    plain[:4].requires_grad_(False)
+    inputs, target = make_batch()
+    options: Any = {"chunks": 3, "loss_fn": F.cross_entropy}
+    with stage_of(bare, "frozen", plain, balance, **options) as stage:
+        is_frozen = bare.rank < bare.num_ranks - 1
+        names = [name for name, _ in stage.named_parameters()]
+        assert len(list(stage.parameters())) == len(names) + is_frozen
+        assert sum(p.numel() for p in stage.parameters()) == sum(
+            parameter.numel() for _, parameter in stage.named_parameters()
+        )
+        assert set(names) <= stage.state_dict().keys() <= plain.state_dict().keys()
+        for make in (trainable, all_of, in_groups):
+            expected, optimizer = (torch.optim.AdamW(make(m), lr=0.1) for m in (plain, stage))
+            for _ in range(2):
+                for module in (plain, stage):
+                    module.zero_grad()
+                plain_step(plain, (inputs,), target, 3, F.cross_entropy)
+                stage.step(inputs, target)
+                assert_same_gradients(stage, plain)
+                optimizer.step()
+                expected.step()
+                assert_same_state(stage, plain)
+
+        stage.requires_grad_(True)
+        assert len(trainable(stage)) == len(names) or not names
+        for _ in range(2):
+            stage.requires_grad_(False)
+            assert [p.numel() for p in trainable(stage)] == [0]
+            assert len(torch.optim.SGD(trainable(stage)).param_groups) == 1
+
+
+def all_of(module):
+    return list(module.parameters())
+
+
+def in_groups(module):
+    """Return groups by name, of which a stage may have only empty ones."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.1},
+        {"params": [p for name, p in named if name.endswith("bias")], "weight_decay": 0.0},
+    ]
+
+
 # -- clipping ------------------------------------------------------------------------------------
 
 
@@ -563,6 +617,11 @@ def test_a_norm_that_is_not_finite(ranks):
     assert ranks(2).run(clip_what_is_not_finite, False, world=False).values() == [True, True]
     for error in ranks(2).run(clip_what_is_not_finite, True, world=False).errors():
         assert "the gradients' norm over all stages is nan" in error.text
+
+
+@pytest.mark.parametrize("balance", [[5], [4, 1], [1, 3, 1], [1, 1, 2, 1]], ids=str)
+def test_a_stage_with_nothing_to_train_has_an_optimizer(ranks, balance):
+    ranks(len(balance)).run(check_frozen_stages, balance, world=False).values()
 
 
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)

@@ -206,6 +206,40 @@ def test_from_one_placement_of_partitions_to_another(ranks, saved, truth):
     ranks(2).run(go_on_in_turn, str(saved), truth, world=False).values()
 
 
+def train_what_is_not_frozen(bare, folder, truth):
+    """Save after two steps and load before the others, where the frozen layers are a stage."""
+    model = make_model()
+    model[:4].requires_grad_(False)
+    num_steps = len(mini_batches())
+    steps = slice(0, 2) if bare.num_ranks == 2 else slice(2, num_steps)
+    balance = {1: [7], 2: [4, 3], 3: [1, 3, 3]}[bare.num_ranks]
+    options: Any = {"chunks": CHUNKS, "loss_fn": F.mse_loss}
+    with stage_of(bare, "frozen", model, balance, **options) as stage:
+        optimizer = torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=0.05)
+        scheduler = scheduler_of(optimizer)
+        if bare.num_ranks != 2:
+            state.load(folder, stage, optimizer, extra={"scheduler": scheduler})
+        train(stage, optimizer, scheduler, mini_batches()[steps])
+        if bare.num_ranks == 2:
+            state.save(folder, stage, optimizer, extra={"scheduler": scheduler})
+        else:
+            assert_same_as(stage.state_dict(), truth, "frozen")
+
+
+def frozen_truth(bare):
+    model = make_model()
+    model[:4].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    train(model, optimizer, scheduler_of(optimizer), mini_batches())
+    return model.state_dict()
+
+
+def test_a_stage_with_nothing_to_train(ranks, tmp_path):
+    (truth,) = ranks(1).run(frozen_truth, world=False).values()
+    for num_ranks in (2, 1, 3):
+        ranks(num_ranks).run(train_what_is_not_frozen, str(tmp_path), truth, world=False).values()
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("num_saved", BALANCES)
 @pytest.mark.parametrize("kind", KINDS)

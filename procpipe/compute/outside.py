@@ -1,0 +1,101 @@
+"""Notices what a script changes between a first forward and its recomputation.
+
+    F(i)   ── note ───>  as the layers left them: parameters, buffers, train() or eval()
+           stage(x) has returned: optimizer.step(), load_state_dict(), stage.eval(); or a hook of
+           another micro-batch's backward pass has run an optimizer
+    R(i)   <── fault ──  as they are now
+
+Without recomputation autograd refuses such a backward pass, as what it saved was written to;
+recomputed, the gradients would be those of another function. What layers change in their own
+forwards (``nn.Embedding(max_norm=…)``) is left to them. A change past autograd (``weight.data``,
+the fused optimizers of torch 2.13) raises no version, and is noticed neither way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch import Tensor, nn
+
+from procpipe.compute.buffers import Buffers, Place
+
+__all__ = ["OutsideChanges"]
+
+
+class OutsideChanges:
+    """The versions of a partition's parameters and buffers, and the modes of its layers.
+
+    Args:
+        layers: the partition's, by their names in the full model.
+        buffers: theirs.
+    """
+
+    def __init__(self, layers: tuple[tuple[str, nn.Module], ...], buffers: Buffers) -> None:
+        self._layers = layers
+        self._buffers = buffers
+        self._parameters: list[Tensor]
+        self._noted: _State | None
+        self.begin()
+
+    def begin(self) -> tuple[bool, ...]:
+        """Start a mini-batch; return which parameters require a gradient in it."""
+        self._parameters = [p for _, layer in self._layers for p in layer.parameters()]
+        self._versioned = [p for p in self._parameters if not p.is_inference()]
+        self._noted, self._is_searched = None, False
+        return tuple(parameter.requires_grad for parameter in self._parameters)
+
+    def note(self, *, is_repeated: bool) -> None:
+        """Note how a forward left everything, if it or an earlier one is to be repeated."""
+        if is_repeated or self._noted is not None:
+            self._noted = self._now()
+
+    def fault(self, lent: Container[Place]) -> str:
+        """Return in words what was changed since the last forward; "" for nothing.
+
+        Args:
+            lent: buffers that recomputation has copies of.
+        """
+        assert self._noted is not None, "noted by the first forward"
+        if not self._is_searched:  # once a mini-batch, as it takes much longer than the rest
+            self._is_searched = True
+            there = [p for _, layer in self._layers for p in layer.parameters()]
+            if list(map(id, there)) != list(map(id, self._parameters)):
+                return "a parameter was replaced by another"
+        now = self._now()
+        if now == self._noted:
+            return ""
+        versions, flags, buffers, modes = self._noted
+        pairs = [
+            *zip(self._versioned, versions, now[0], strict=True),
+            *zip(self._parameters, flags, now[1], strict=True),
+        ]
+        for parameter, before, after in pairs:
+            if before != after:
+                return f"parameter {self._name_of(parameter)!r} was changed"
+        for place, version in buffers.items():
+            if place not in lent and version != now[2][place]:
+                return f"buffer {self._buffers.name_of(place)!r} was changed"
+        for (name, layer), was, is_now in zip(self._layers, modes, now[3], strict=True):
+            if was != is_now:
+                return f"layer {name!r} was switched by {'train' if layer.training else 'eval'}()"
+        return ""
+
+    def _now(self) -> _State:
+        return (
+            [parameter._version for parameter in self._versioned],
+            [parameter.requires_grad for parameter in self._parameters],
+            self._buffers.versions(),
+            [layer.training for _, layer in self._layers],
+        )
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return next(
+            name
+            for layer_name, layer in self._layers
+            for name, found in layer.named_parameters(layer_name)
+            if found is parameter
+        )
+
+
+#: Parameters' versions, and whether they require gradients; buffers; whether layers train.
+_State = tuple[list[int], list[bool], dict[Place, tuple[int, int]], list[bool]]

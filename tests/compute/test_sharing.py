@@ -1,0 +1,218 @@
+"""Tensors that share memory leave a partition, and one of them is changed in place after that.
+
+The plain model changes all of them. Partitions do as the plain model, or there is one error that
+names the layer that made the change; never another result.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from procpipe.channel.meta import decode, describe, encode
+from procpipe.compute.sharing import check_fresh, shared
+from procpipe.compute.skips import SkipPorts
+from procpipe.compute.tasks import Partition
+from procpipe.errors import RecomputeError
+from procpipe.run.ports import Ports
+from procpipe.skip import pop, skippable, stash
+from procpipe.skip.layout import SkipLayout
+from procpipe.tree import Flat, joined, parted
+
+
+class Do(nn.Module):
+    """A layer from a function, after a linear map if ``num_features`` is given."""
+
+    def __init__(self, function: Any, num_features: int = 0) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, num_features) if num_features else nn.Identity()
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*map(self.linear, inputs))
+
+
+@skippable(stash=["t"])
+class StashT(nn.Module):
+    """Stashes what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.linear(x)
+        yield stash("t", h)
+        return h
+
+
+@skippable(stash=["u"])
+class StashU(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("u", x)
+        return x + 1
+
+
+class Pop(nn.Module):
+    """Adds what it pops, perhaps changed in place."""
+
+    def __init__(self, name: str, change: bool = False) -> None:
+        super().__init__()
+        self.name, self.change = name, change
+
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop(self.name)
+        return x + (skip.mul_(3) if self.change else skip)
+
+
+@skippable(pop=["t"])
+class PopT(Pop):
+    pass
+
+
+@skippable(pop=["u"])
+class PopU(Pop):
+    pass
+
+
+def change(index: int) -> Do:
+    """Return a layer that changes one entry of a tuple in place."""
+
+    def run(entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        entries[index].mul_(2)
+        return entries
+
+    return Do(run)
+
+
+def use(entries: tuple[Tensor, ...]) -> Tensor:
+    """Return a sum of all entries' products with different factors."""
+    rows = [(k + 1) * entry.flatten(1).sum(1, keepdim=True) for k, entry in enumerate(entries)]
+    return sum(rows, torch.zeros(())).exp()
+
+
+def plus_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+class Case(NamedTuple):
+    """Four layers, and which of them is blamed; None where stages do as the plain model."""
+
+    layers: tuple[nn.Module, ...]
+    blamed: int | None
+
+
+def made(function: Any, num_features: int = 4) -> Do:
+    return Do(function, num_features)
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def cases() -> dict[str, Case]:
+    torch.manual_seed(1)
+    return {
+        "base": Case((made(lambda h: (h, h[:, :2])), change(0), Do(use), Do(same)), 1),
+        "view": Case((made(lambda h: (h, h[:, :2])), change(1), Do(use), Do(same)), 1),
+        "twice": Case((made(lambda h: (h, h)), change(1), Do(use), Do(same)), 1),
+        "part": Case((made(lambda h: (h[:, 1:], h[:, :2])), change(0), Do(use), Do(same)), 1),
+        "later": Case((made(lambda h: (h, h.t().t())), Do(same), change(0), Do(use)), 2),
+        "columns": Case(
+            (made(lambda h: (h[:, :4], h[:, 4:]), 8), change(0), Do(use), Do(same)), None
+        ),
+        "every other": Case(
+            (made(lambda h: (h[:, ::2], h[:, 1::2])), Do(same), change(1), Do(use)), None
+        ),
+        "unchanged": Case((made(lambda h: (h, h[:, :2], h)), Do(same), Do(use), Do(same)), None),
+        "no view": Case(
+            (made(lambda h: (h, h[:, :2].clone())), Do(same), change(0), Do(use)), None
+        ),
+        "skip": Case((StashT(), nn.ReLU(inplace=True), PopT("t"), Do(same)), 1),
+        "skip, later": Case((StashT(), Do(same), nn.ReLU(inplace=True), PopT("t")), 2),
+        "skip, used before": Case((StashT(), Do(plus_one), PopT("t", change=True), Do(same)), None),
+        "two skips": Case((StashT(), StashU(), PopT("t", change=True), PopU("u")), 2),
+    }
+
+
+def travelled(message: Flat) -> Flat:
+    """Return a message as it arrives in another process."""
+    meta = decode(encode(describe(message)))
+    tensors = [tensor.clone() for tensor in message.tensors]
+    return Flat(tensors, meta.structure, meta.requires_grad).sharing(meta.memories, meta.changes)
+
+
+def run_in_turn(
+    layers: list[nn.Module], x: Tensor, *, keep: bool, recompute: bool, travels: bool
+) -> Tensor:
+    """Run a partition a layer forward, all in this process."""
+    parts: list[dict[str, nn.Module]] = [{str(k): layer} for k, layer in enumerate(layers)]
+    layout, last = SkipLayout.of(parts), len(parts) - 1
+    made = {("activation", -1, 0): Flat.of((x,))}
+    for j, part in enumerate(parts):
+        partition = Partition(
+            part,
+            torch.device("cpu"),
+            is_first=j == 0,
+            is_last=j == last,
+            skips=SkipPorts(layout, j),
+        )
+        ports = Ports.of(j, partition, last)
+        inputs = [made[kind, source, j] for kind, source in ports.inputs]
+        check_fresh(inputs)
+        output = partition.forward(0, joined(inputs), keep=keep, recompute=recompute)
+        for (kind, to), flat in zip(ports.outputs, parted(output, len(ports.outputs)), strict=True):
+            made[kind, j, to] = travelled(flat) if travels else flat
+    return made["activation", last, last + 1].tensors[0]
+
+
+@pytest.mark.parametrize("travels", [True, False], ids=["between processes", "within one"])
+@pytest.mark.parametrize(("keep", "recompute"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("name", cases())
+def test_a_change_of_shared_memory_is_right_or_told(
+    name: str, keep: bool, recompute: bool, travels: bool
+) -> None:
+    layers, blamed = cases()[name]
+    x = torch.randn(5, 4)
+    expected = nn.Sequential(*copy.deepcopy(layers))(x.clone())
+
+    def run() -> Tensor:
+        return run_in_turn(list(layers), x, keep=keep, recompute=recompute, travels=travels)
+
+    if blamed is not None:
+        with pytest.raises(RuntimeError, match=f"^layer '{blamed}' .* in place"):
+            run()
+    elif recompute and name in CHANGES_ITS_INPUT:
+        with pytest.raises(RecomputeError, match="so recomputing it would start from the wrong"):
+            run()
+    else:
+        assert torch.equal(run(), expected)
+
+
+#: What recomputation refuses of every input, whatever shares its memory.
+CHANGES_ITS_INPUT = ("columns", "every other", "no view", "skip, used before")
+
+
+@pytest.mark.parametrize(
+    ("views", "expected"),
+    [
+        (lambda x: [x, x[:, :2]], [{0}, {0}]),
+        (lambda x: [x[:, :2], x[:, 2:]], [set(), set()]),
+        (lambda x: [x[:2], x[2:], x[1:3]], [{0}, {1}, {0, 1}]),
+        (lambda x: [x[::2], x[1::2], x.t()[1:]], [{0}, {1}, {0, 1}]),
+        (lambda x: [x, x.clone(), x.view(-1)], [{0}, set(), {0}]),
+        (lambda x: [x, x.view(torch.int64)[1:]], [{0}, {0}]),
+        (lambda x: [x[:0], x], [set(), set()]),
+        (lambda x: [x[0, 1:2].expand(3, 1), x[:, :1], x[:, 1:]], [{0}, set(), {0}]),
+        (lambda x: [x[0, 0], x[0, 1], x[0]], [{0}, {1}, {0, 1}]),
+    ],
+)
+def test_who_shares_memory(views: Any, expected: list[set[int]]) -> None:
+    found = shared(views(torch.zeros(4, 6, dtype=torch.float64)), "p")
+    assert [set(names) for names in found] == [{f"p/{k}" for k in of} for of in expected] or (
+        found == () and not any(expected)
+    )

@@ -1,0 +1,67 @@
+"""Tensors that share memory in the plain model, between processes; see ``compute/test_sharing``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from procpipe import Stage
+from tests.compute.test_sharing import cases
+from tests.dist.stages import MODES, assert_same, plain_step, world_of
+
+
+def run_cases(bare: Any, mode: str, schedule: str, is_training: bool) -> list[str]:
+    """Return what each case came to: "" for the plain model's results, or an error."""
+    told = []
+    for name, case in cases().items():
+        plain = nn.Sequential(*case.layers).double()
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        num_parts = bare.num_ranks * (2 if schedule == "zb-v" else 1)
+        balance = {1: [4], 2: [1, 3], 4: [1, 1, 1, 1]}[num_parts]
+        stage = Stage(
+            copy.deepcopy(plain),
+            balance,
+            chunks=2,
+            checkpoint=mode,
+            schedule=schedule,
+            loss_fn=torch.mean,
+            world=world_of(bare, name),
+        )
+        stage.train(is_training)
+        with torch.set_grad_enabled(is_training):
+            try:
+                loss = stage.step(x, target=None)
+            except RuntimeError as error:
+                told.append(str(error))
+                continue
+            in_order = schedule == "gpipe"
+            expected = plain_step(plain, (x,), None, 2, torch.mean, is_backward_reversed=in_order)
+        assert_same(loss, expected, f"{name}: loss", 1e-12)
+        theirs = dict(plain.named_parameters())
+        for key, parameter in stage.named_parameters():
+            assert_same(parameter.grad, theirs[key].grad, f"{name}: gradient of {key}", 1e-12)
+        stage.close()
+        told.append("")
+    return told
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("num_ranks", "schedule"), [(4, "gpipe"), (2, "zb-v")])
+def test_a_change_of_shared_memory_is_right_or_told(
+    ranks: Any, mode: str, num_ranks: int, schedule: str, is_training: bool
+) -> None:
+    outcomes = ranks(num_ranks).run(run_cases, mode, schedule, is_training, world=False).values()
+    for told in outcomes:
+        for (name, case), error in zip(cases().items(), told, strict=True):
+            if case.blamed is not None:
+                assert f"layer '{case.blamed}'" in error, name
+                assert "in place" in error, name
+            elif error:  # the same change of any input that will be recomputed
+                assert is_training, name
+                assert mode != "never", name
+                assert "so recomputing it would start from the wrong values" in error, name
