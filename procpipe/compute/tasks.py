@@ -35,6 +35,7 @@ from procpipe.compute.graph import Enter, Entry, check_shapes, run_backward
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.split import PutOff, Splitter
+from procpipe.compute.wrappers import check_not_data_parallel
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.tracker import tracking
@@ -109,8 +110,12 @@ class Partition:
         """Start a mini-batch; whatever an unfinished one left is let go."""
         self._passes.clear()
         self._put_off.clear()
-        trainable = tuple(  # asked for anew, since a user may replace parameters
-            parameter.requires_grad for _, layer in self._layers for parameter in layer.parameters()
+        modules = check_not_data_parallel(self._layers)
+        trainable = tuple(  # asked for anew, since a user may replace modules and parameters
+            parameter.requires_grad
+            for module in modules
+            for parameter in module._parameters.values()
+            if parameter is not None
         )
         if trainable != self._trainable:
             self._trainable = trainable
