@@ -24,6 +24,7 @@ from dataclasses import dataclass, is_dataclass
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from procpipe.errors import BoundaryError
@@ -114,7 +115,7 @@ def opened(value: Any, where: str = "") -> Container | None:
     labels = [f"[{key!r}]" for key in (keys if isinstance(keys, tuple) else range(keys))]
     return Container(
         name,
-        (keys, tuple(once), twice, factory),
+        (keys, tuple(attributes), twice, factory),
         (*labels, *(f".{attribute}" for attribute in once)),
         [*items, *once.values()],
     )
@@ -205,7 +206,7 @@ def _slots_of(kind: type) -> dict[str, MemberDescriptorType]:
 
 
 def _built_by_parts(kind: type, base: Any, form: Form, children: Sequence[Any]) -> Any:
-    keys, once, twice, factory = form
+    keys, names, twice, factory = form
     num_items = len(keys) if isinstance(keys, tuple) else keys
     items = children[:num_items]
     value = tuple.__new__(kind, items) if base is tuple else base.__new__(kind)
@@ -213,8 +214,9 @@ def _built_by_parts(kind: type, base: Any, form: Form, children: Sequence[Any]) 
         for key, child in zip(keys, items, strict=True):
             base.__setitem__(value, key, child)
     by_key = dict(zip(keys, items, strict=True)) if isinstance(keys, tuple) else {}
-    attributes = dict(zip(once, children[num_items:], strict=True))
-    attributes |= {name: by_key[name] for name in twice}
+    once = [name for name in names if name not in twice]
+    by_name = dict(zip(once, children[num_items:], strict=True))
+    attributes = {name: by_key[name] if name in twice else by_name[name] for name in names}
     if factory:
         attributes["default_factory"] = _FACTORIES[factory]
     slots = _slots_of(kind)
@@ -250,6 +252,8 @@ def _opened_by_registration(value: Any, name: str, at: str) -> Container:
 
 
 def _built_by_registration(kind: type, form: Form, children: Sequence[Any]) -> Any:
+    if kind is torch.Size:  # which torch itself registers so that it becomes a tuple
+        return torch.Size(children)
     context = ast.literal_eval(form)
     read: Callable[[Any], Any] | None
     read = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context

@@ -151,8 +151,8 @@ def verify_skippables(module: nn.Sequential) -> None:
     if others := [told for name, layer in module.named_modules() for told in _others(name, layer)]:
         raise TypeError(
             f"{'; '.join(others)}: a pipeline of procpipe carries the skip tensors of its own "
-            "skippables only, so write `from procpipe.skip import skippable, stash, pop` where these "
-            "layers are defined"
+            "skippables only, so write `from procpipe.skip import skippable, stash, pop` where "
+            "these layers are defined"
         )
     faults = list(_faults(module))
     if faults:
