@@ -58,7 +58,7 @@ def refuse_data_parallel(what: str) -> NoReturn:
         "backward() give the gradients of the whole mini-batch on every rank. There is no data "
         "parallelism beside the pipeline yet. To train several replicas today, start one job for "
         "each and average the .grad of stage.parameters() over their equal stages before "
-        "optimizer.step(), as docs/coming_from.md shows"
+        "optimizer.step(), as docs/launching.md shows"
     )
 
 
