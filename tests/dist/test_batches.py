@@ -218,9 +218,13 @@ def gather_state(bare, stage, plain):
 # -- targets and losses --------------------------------------------------------------------------
 
 
-class Masked(nn.Linear):
+class Masked(nn.Module):
+    def __init__(self, num_in, num_out):
+        super().__init__()
+        self.linear = nn.Linear(num_in, num_out)
+
     def forward(self, x, mask):
-        return super().forward(x) * mask
+        return self.linear(x) * mask
 
 
 def weighted(output, *target):

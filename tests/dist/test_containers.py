@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from procpipe import NoChunk, Remote, Stage
 from procpipe.run.world import World
 from procpipe.skip import pop, skippable, stash
+from procpipe.tree import flatten
 from tests.dist.stages import MODES, assert_same, assert_same_gradients, plain_step, stage_of
 from tests.dist.test_boundaries import Case, Do, check_case, rows
 from tests.test_containers import (
@@ -98,17 +99,7 @@ def check_boundaries_in_one(bare):
 
 
 def total_of(output: Any) -> Tensor:
-    return torch.stack([t.sum() for t in leaves(output)]).sum()
-
-
-def leaves(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if dataclasses.is_dataclass(value):
-        value = tuple(vars(value).values()) if hasattr(value, "__dict__") else (value.x,)
-    return [t for child in value for t in leaves(child)] if isinstance(value, tuple) else []
+    return torch.stack([tensor.sum() for tensor in flatten(output)[0]]).sum()
 
 
 # -- targets, loaders, skips, fetch ----------------------------------------------------------------
@@ -131,7 +122,8 @@ class Use(nn.Linear):
 def cross_entropy(output: Any, target: Any) -> Tensor:
     assert isinstance(output, ModelOutput)
     assert isinstance(target, Pair)
-    return (F.cross_entropy(output.logits, target.x, reduction="none") * target.y).mean()
+    loss: Tensor = (F.cross_entropy(output.logits, target.x, reduction="none") * target.y).mean()
+    return loss
 
 
 def check_targets_and_loader(bare, num_ranks):

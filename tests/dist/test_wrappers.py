@@ -173,7 +173,7 @@ def clip_sharded(bare, norm_type):
         found = stage.clip_grad_norm_(0.1, norm_type)
         assert_same(found, expected, "norm", 1e-12)
         for parameter, other in zip(stage.parameters(), plain.parameters(), strict=True):
-            gradient = parameter.grad
+            gradient: Any = parameter.grad
             whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
             tolerance = 1e-12 if whole.dtype == torch.float64 else 1e-2
             assert_same(whole, other.grad, "clipped gradient", tolerance)
