@@ -147,7 +147,8 @@ class Stage(nn.Sequential):
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
-            that are not stashed and popped in pairs.
+            that are not stashed and popped in pairs, or of another package; data parallelism around
+            a layer.
         ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; a
             parameter in two partitions; fewer partitions than processes; a ``trace`` without a
             folder, or that another stage of this process writes or has written.
@@ -344,7 +345,8 @@ class Stage(nn.Sequential):
         Yields:
             On rank 0 the loader's items. Elsewhere items of the same form, with placeholders in
             the place of tensors; except that on the last stage all but the first entry of a tuple
-            or list (the target) is real, so that a loss can be computed there.
+            or list (the target) is real, so that a loss can be computed there. A named tuple,
+            dataclass or Mapping keeps its class where the rank has imported it.
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.
