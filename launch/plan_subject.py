@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from procpipe import NoChunk
 from procpipe.balance import Inputs
+from procpipe.containers import opened
+from procpipe.tree import children_of
 
 __all__ = ["MistakeError", "Named", "SizeError", "Subject", "load", "stand_in_loss"]
 
@@ -179,8 +181,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """Walk through the tensors of a nested value, but not those that are not to be split."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for child in value.values() if isinstance(value, dict) else value:
+    else:
+        for child in children_of(value):
             yield from _tensors(child)
 
 
@@ -190,8 +192,12 @@ def _resized(value: Any, num_samples: int, batch: int, *, unwrap: bool = False) 
         if not value.dim() or len(value) != batch or num_samples == batch:
             return value
         return value[torch.arange(num_samples, device=value.device) % batch]
-    if isinstance(value, (tuple, list)):
+    if type(value) in (tuple, list):
         return type(value)(_resized(v, num_samples, batch, unwrap=unwrap) for v in value)
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {k: _resized(v, num_samples, batch, unwrap=unwrap) for k, v in value.items()}
+    if (container := opened(value)) is not None:
+        return container.like(
+            _resized(v, num_samples, batch, unwrap=unwrap) for v in container.children
+        )
     return value.tensor if unwrap and isinstance(value, NoChunk) else value

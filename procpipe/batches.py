@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from procpipe.containers import opened
 from procpipe.errors import BoundaryError
 from procpipe.minibatch import on_device
 from procpipe.remote import Remote
 from procpipe.run.calls import Calls
 from procpipe.run.messages import Order
-from procpipe.tree import flatten
+from procpipe.tree import flatten, from_json, unflatten
 
 __all__ = ["Batches", "Loader"]
 
@@ -122,7 +123,19 @@ class Batches:
 
 
 def _form_of(item: Any) -> Any:
-    """Describe the outer form of a loader's item as plain JSON."""
+    """Describe a loader's item as plain JSON: its outer form, or the whole of a container."""
+    form = _outer_form_of(item)
+    if not isinstance(item, Tensor) and type(item) not in (tuple, list, dict):
+        try:
+            if opened(item) is not None:
+                tensors, structure = flatten(item)
+                return ["container", [structure, len(tensors), form]]
+        except BoundaryError:
+            pass  # it need not travel: the outer form will do
+    return form
+
+
+def _outer_form_of(item: Any) -> Any:
     if isinstance(item, (tuple, list)):
         return ["tuple" if isinstance(item, tuple) else "list", len(item)]
     if isinstance(item, dict):
@@ -145,6 +158,8 @@ def _deliverable(item: Any) -> tuple[Any, ...] | None:
 def _with_rest_on(device: torch.device, item: Any, rest: tuple[Any, ...]) -> Any:
     """Return an item of a loader with all but its first entry on a device."""
     entries = [item[0], *(on_device(entry, device) for entry in rest)]
+    if hasattr(item, "_replace"):
+        return item._replace(**dict(zip(item._fields, entries, strict=True)))
     return entries if isinstance(item, list) else tuple(entries)
 
 
@@ -160,6 +175,9 @@ def _placeholders(form: Any, delivered: tuple[Any, ...] | None) -> Any:
     kind, content = form
     if kind == "value":
         return _placeholder("the mini-batch")
+    if kind == "container":
+        structure, num_tensors, outer_form = content
+        return _container_of_placeholders(structure, num_tensors, outer_form, delivered)
     if kind == "dict":
         return {key: _placeholder(f"{key!r} of the mini-batch") for key in content}
     if delivered is not None:
@@ -167,6 +185,26 @@ def _placeholders(form: Any, delivered: tuple[Any, ...] | None) -> Any:
     else:
         entries = [_placeholder(f"entry {k} of the mini-batch") for k in range(content)]
     return tuple(entries) if kind == "tuple" else entries
+
+
+def _container_of_placeholders(
+    structure: Any, num_tensors: int, form: Any, delivered: tuple[Any, ...] | None
+) -> Any:
+    """Return a container with placeholders for its tensors; a named tuple's rest may be here.
+
+    A class that only rank 0 has imported, where it makes the loader, has its outer form instead.
+    """
+    tensors = [_placeholder("a tensor of the mini-batch") for _ in range(num_tensors)]
+    try:
+        item = unflatten(tensors, from_json(structure))
+    except BoundaryError:
+        return _placeholders(form, delivered)
+    if delivered is None:
+        return item
+    container = opened(item)
+    assert container is not None, "rank 0 has opened it"
+    first, *rest = container.children
+    return container.like([first, *delivered, *rest[len(delivered) :]])
 
 
 def _placeholder(what: str) -> Remote:

@@ -17,12 +17,13 @@ Knows nothing of stages, ranks or schedules.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from procpipe.containers import USABLE, opened
 from procpipe.errors import BoundaryError
 from procpipe.tree import PLAIN_TYPES
 
@@ -60,8 +61,8 @@ def scatter(inputs: tuple[Any, ...], chunks: int) -> tuple[list[tuple[Any, ...]]
     """Split the positional inputs of a mini-batch into those of its micro-batches.
 
     Args:
-        inputs: nested tuples, lists and dicts of tensors ``(batch, ...)`` of any dtype, ``NoChunk``
-            tensors and plain values; the last two are repeated.
+        inputs: nested tuples, lists, dicts and other containers of tensors ``(batch, ...)`` of any
+            dtype, ``NoChunk`` tensors and plain values; the last two are repeated.
         chunks: how many micro-batches to make at most, from 1.
 
     Returns:
@@ -186,50 +187,78 @@ def _sizes(batch_size: int, chunks: int) -> list[int]:
     return [min(step, batch_size - start) for start in range(0, batch_size, step)]
 
 
-def _tensors_to_split(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
+class _Inside(NamedTuple):
+    """What a tuple, list, dict or other container holds.
+
+    Attributes:
+        children: by label, as in ``[0]``, ``['x']`` and ``.loss``.
+        like: builds a container of the same class from other children, in the same order.
+        in_words: what must be the same in all micro-batches.
+    """
+
+    children: dict[str, Any]
+    like: Callable[[list[Any]], Any]
+    in_words: str
+
+
+def _inside(value: Any, where: str) -> _Inside | None:
+    """Return what a container holds, None for any other value."""
     kind = type(value)
+    if kind is tuple or kind is list:
+        labels = [f"[{position}]" for position in range(len(value))]
+        told = f"a {kind.__name__} of {len(value)}"
+        return _Inside(dict(zip(labels, value, strict=True)), kind, told)
+    if kind is dict:
+        keys = tuple(value)
+        children = {f"[{key!r}]": child for key, child in value.items()}
+        told = f"a dict with the keys {', '.join(sorted(map(repr, keys)))}"
+        return _Inside(children, lambda parts: dict(zip(keys, parts, strict=True)), told)
+    if isinstance(value, Tensor) or kind in (NoChunk, *PLAIN_TYPES):
+        return None
+    container = opened(value, where)
+    if container is None:
+        raise _unknown_type(value, where)
+    children = dict(zip(container.labels, container.children, strict=True))
+    return _Inside(children, container.like, container.in_words)
+
+
+def _tensors_to_split(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield where, value
-    elif kind is tuple or kind is list:
-        for position, child in enumerate(value):
-            yield from _tensors_to_split(child, f"{where}[{position}]")
-    elif kind is dict:
-        for key, child in value.items():
-            yield from _tensors_to_split(child, f"{where}[{key!r}]")
-    elif kind is not NoChunk and kind not in PLAIN_TYPES:
-        raise _unknown_type(value, where)
+    elif (inside := _inside(value, where)) is not None:
+        for label, child in inside.children.items():
+            yield from _tensors_to_split(child, where + label)
 
 
 def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:
     """Return the part of ``value`` that each micro-batch gets."""
-    kind = type(value)
-    micro_batches = range(len(sizes))
     if isinstance(value, Tensor):
         return list(torch.split(value, list(sizes)))
-    if kind is tuple or kind is list:
-        children = [_divide(child, sizes) for child in value]
-        return [kind(parts[i] for parts in children) for i in micro_batches]
-    if kind is dict:
-        items = {key: _divide(child, sizes) for key, child in value.items()}
-        return [{key: parts[i] for key, parts in items.items()} for i in micro_batches]
-    repeated = value.tensor if kind is NoChunk else value
-    return [repeated for _ in micro_batches]
+    if (inside := _inside(value, "a value")) is not None:
+        children = [_divide(child, sizes) for child in inside.children.values()]
+        return [inside.like([parts[i] for parts in children]) for i in range(len(sizes))]
+    repeated = value.tensor if type(value) is NoChunk else value
+    return [repeated for _ in sizes]
 
 
 def _merge(values: list[Any], where: str) -> Any:
     first = values[0]
     _check_alike(values, where)
-    kind = type(first)
     if isinstance(first, Tensor):
         return torch.cat(values) if first.dim() else torch.stack(values)
-    if kind is tuple or kind is list:
-        places = range(len(first))
-        return kind(_merge([value[k] for value in values], f"{where}[{k}]") for k in places)
-    if kind is dict:
-        return {key: _merge([value[key] for value in values], f"{where}[{key!r}]") for key in first}
+    if (inside := _inside(first, where)) is not None:
+        each = [_children(value, where) for value in values]
+        return inside.like(
+            [_merge([of_one[label] for of_one in each], where + label) for label in inside.children]
+        )
     if all(value is None for value in values):
         return None
     return values
+
+
+def _children(value: Any, where: str) -> dict[str, Any]:
+    inside = _inside(value, where)
+    return inside.children if inside else {}
 
 
 def _check_alike(values: list[Any], where: str) -> None:
@@ -244,21 +273,19 @@ def _check_alike(values: list[Any], where: str) -> None:
 
 
 def _description(value: Any, where: str) -> str:
-    kind = type(value)
     if isinstance(value, Tensor):
         return "a tensor"
-    if kind in PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         return "a plain value"
-    if kind is tuple or kind is list:
-        return f"a {kind.__name__} of {len(value)}"
-    if kind is dict:
-        return f"a dict with the keys {', '.join(sorted(map(repr, value)))}"
-    raise _unknown_type(value, where)
+    if type(value) is NoChunk:
+        raise _unknown_type(value, where)
+    inside = _inside(value, where)
+    return inside.in_words if inside else ""
 
 
 def _unknown_type(value: Any, where: str) -> BoundaryError:
     kind = type(value)
     return BoundaryError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which micro-batches cannot carry: "
-        "use tensors, NoChunk, None, bool, int, float and str in plain tuples, lists and dicts"
+        f"use NoChunk, {USABLE}"
     )

@@ -26,10 +26,32 @@ from procpipe.microbatch import gather, scatter, shares
 from procpipe.remote import Remote
 from procpipe.tree import Flat, flatten, in_words, map_tensors, unflatten
 
-__all__ = ["Ingoing", "Loss", "join_outputs"]
+__all__ = ["Ingoing", "Loss", "input_and_target", "join_outputs", "on_device"]
 
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that want one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
+
+
+def input_and_target(values: tuple[Any, ...], *, is_read: bool) -> tuple[tuple[Any, ...], Any]:
+    """Return the inputs and the target of a ``step`` whose target is not named.
+
+    Args:
+        values: what ``step`` was given by position.
+        is_read: whether this rank's inputs count; others may give any number of values, of which
+            more than two hold no target.
+
+    Raises:
+        TypeError: more than two values, of which the last may be an input too.
+    """
+    if len(values) > 2:
+        if not is_read:
+            return values, None
+        raise TypeError(
+            f"step() was given {len(values)} positional values, which may all be inputs: name the "
+            f"target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, target=y), or "
+            "target=None where the loss takes none"
+        )
+    return (values[:-1], values[-1]) if len(values) > 1 else (values, None)
 
 
 @dataclass(frozen=True)

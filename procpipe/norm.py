@@ -20,9 +20,13 @@ Norm = tuple[str, float]
 
 
 def norms(gradients: Iterable[Tensor], norm_type: float) -> list[Norm]:
-    """Return the norm of each gradient; waits for the device."""
+    """Return the norm of each gradient; waits for the device.
+
+    The norm of a DTensor is that of the whole tensor, for which the processes that share it speak
+    with each other: all of them call this.
+    """
     each = [torch.linalg.vector_norm(gradient, float(norm_type)) for gradient in gradients]
-    return [_as_json(norm) for norm in each]
+    return [_as_json(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) for norm in each]
 
 
 def total_norm(of_stages: Iterable[Iterable[tuple[int, list[Norm]]]], norm_type: float) -> Norm:

@@ -25,6 +25,7 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor, nn
 
+from procpipe.compute.wrappers import check_not_data_parallel
 from procpipe.errors import BalanceError
 
 __all__ = [
@@ -42,7 +43,7 @@ def check_model(module: nn.Module) -> None:
     """Check that a model is a chain of layers that can be cut. An empty one is legal.
 
     Raises:
-        TypeError: it is not an ``nn.Sequential``.
+        TypeError: it is not an ``nn.Sequential``, or a module in it is data parallel.
         ValueError: it holds the same layer twice.
     """
     if not isinstance(module, nn.Sequential):
@@ -50,6 +51,7 @@ def check_model(module: nn.Module) -> None:
             f"the model is a {type(module).__qualname__}: pass an nn.Sequential, whose layers can "
             "be divided among the stages"
         )
+    check_not_data_parallel(_layers(module))
     names: dict[nn.Module, str] = {}
     faults = []
     for name, layer in _layers(module):

@@ -32,9 +32,15 @@ from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.stash import num_bytes
 from procpipe.compute.tasks import Partition
+from procpipe.compute.wrappers import (
+    check_not_data_parallel,
+    check_not_sharded,
+    is_data_parallel,
+    refuse_data_parallel,
+)
 from procpipe.errors import StageClosedError
 from procpipe.microbatch import scatter_like
-from procpipe.minibatch import Ingoing, Loss, join_outputs, on_device
+from procpipe.minibatch import Ingoing, Loss, input_and_target, join_outputs, on_device
 from procpipe.norm import as_tensor, clip_by_norm, norms, total_norm
 from procpipe.partition import (
     check_model,
@@ -61,7 +67,7 @@ from procpipe.run.transports import NAMES
 from procpipe.run.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.skippable import verify_skippables
-from procpipe.tree import map_tensors
+from procpipe.tree import children_of, map_tensors
 from procpipe.version import __version__
 
 __all__ = ["Stage"]
@@ -143,7 +149,8 @@ class Stage(nn.Sequential):
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
-            that are not stashed and popped in pairs.
+            that are not stashed and popped in pairs, or of another package; data parallelism around
+            a layer.
         ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; a
             parameter in two partitions; fewer partitions than processes; a ``trace`` without a
             folder, or that another stage of this process writes or has written.
@@ -183,6 +190,8 @@ class Stage(nn.Sequential):
         self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
         try:
             check_model(module)
+            if self._world.num_ranks > 1:
+                check_not_sharded(module)
             verify_skippables(module)
             self.chunks = _checked_chunks(chunks)
             if not isinstance(checkpoint, str):
@@ -267,10 +276,11 @@ class Stage(nn.Sequential):
         others may pass anything, or nothing. Returns once this stage has done its part.
 
         Args:
-            inputs: the model's inputs, nested values of tensors ``(batch, …)``; the last of
-                several is the target unless that is given by name.
-            target: what ``loss_fn`` gets beside the output. One given only on the last stage is
-                used there.
+            inputs: the model's inputs, nested values of tensors ``(batch, …)``. Of two positional
+                values the second is the target, unless that is given by name.
+            target: what ``loss_fn`` gets beside the output; ``None`` for none. A model of several
+                inputs needs it by name: ``step(a, b, target=y)``. One given only on the last stage
+                is used there.
 
         Returns:
             The mean loss over the mini-batch's samples, 0-dim, detached, on every rank. Gradients
@@ -279,13 +289,12 @@ class Stage(nn.Sequential):
         Raises:
             RemoteStageError: another rank failed.
             ValueError: no ``loss_fn``, or a mini-batch that cannot be split.
-            TypeError: no tensor in the inputs.
+            TypeError: no tensor in the inputs; more than two positional values and no ``target=``.
         """
-        if target is _UNSET:
-            *inputs_, target = inputs if len(inputs) > 1 else (*inputs, None)
-            inputs = tuple(inputs_)
         with self._calls.together("step") as pipeline:
             self._loss.check()
+            if target is _UNSET:
+                inputs, target = input_and_target(inputs, is_read=self.rank == 0)
             order, batch, ingoing = self._begin("step", inputs, target)
             self._run_forward(pipeline, order, batch)
             if ingoing is not None:
@@ -338,7 +347,8 @@ class Stage(nn.Sequential):
         Yields:
             On rank 0 the loader's items. Elsewhere items of the same form, with placeholders in
             the place of tensors; except that on the last stage all but the first entry of a tuple
-            or list (the target) is real, so that a loss can be computed there.
+            or list (the target) is real, so that a loss can be computed there. A named tuple,
+            dataclass or Mapping keeps its class where the rank has imported it.
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.
@@ -527,6 +537,7 @@ class Stage(nn.Sequential):
         )
 
     def _refuse_to_change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        check_not_data_parallel([("", arg) for arg in args if isinstance(arg, nn.Module)])
         raise TypeError(
             "the layers of a Stage stay as they are: change the model before Stage(model, …), on "
             "every rank alike"
@@ -534,6 +545,20 @@ class Stage(nn.Sequential):
 
     append = extend = insert = pop = _refuse_to_change
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_to_change
+
+    def _refuse_data_parallel(self, *_: Any) -> NoReturn:
+        refuse_data_parallel("the Stage was given to DistributedDataParallel or FSDP")
+
+    # Read by DistributedDataParallel, and set by FullyShardedDataParallel and fully_shard, of what
+    # they wrap.
+    _ddp_params_and_buffers_to_ignore = property(_refuse_data_parallel, _refuse_data_parallel)
+    _is_fsdp_managed_module = property(None, _refuse_data_parallel)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse the subclass that torch's ``replicate`` would make of it."""
+        super().__init_subclass__(**options)
+        if is_data_parallel(cls):
+            refuse_data_parallel("the Stage was given to replicate")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied or pickled: a copy would be no end of the connected pipeline."""
@@ -664,6 +689,8 @@ class Stage(nn.Sequential):
         }
 
     def _connect(self) -> Pipeline:
+        if self._world.num_ranks > 1:
+            check_not_sharded(self)
         facts = {
             "procpipe": __version__,
             "torch": torch.__version__,
@@ -725,10 +752,7 @@ def _holder(value: Any) -> int:
     """Return the rank that holds a nested value: that of a placeholder in it, else rank 0."""
     if isinstance(value, Remote):
         return value.rank
-    children = value.values() if isinstance(value, dict) else value
-    if isinstance(value, (tuple, list, dict)):
-        return max((_holder(child) for child in children), default=0)
-    return 0
+    return max(map(_holder, children_of(value)), default=0)
 
 
 def _names_device(argument: Any) -> bool:

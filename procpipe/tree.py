@@ -1,8 +1,8 @@
-"""Nested values (tuples, lists and dicts of tensors) as a flat list and a structure.
+"""Nested values (tuples, lists, dicts and other containers of tensors) as a list and a structure.
 
 A structure is made of plain tuples, strings and numbers, so that it can be compared, hashed and
-sent as JSON. ``torch.utils._pytree`` does more, but its structures hold classes, which only
-pickle can carry, and nothing of the network is unpickled here.
+sent as JSON. ``torch.utils._pytree`` has classes in its structures, which only pickle can carry,
+and nothing of the network is unpickled here: a class goes by its name.
 
     value                          structure
     tensor                         "*"
@@ -10,6 +10,7 @@ pickle can carry, and nothing of the network is unpickled here.
     (a, b)                         ("t", (…, …))
     [a, b]                         ("l", (…, …))
     {"k": a}                       ("d", (("k", …), …))        in the dict's own order
+    any other container            ("o", ("module:class", form, (…, …)))    see ``containers``
 
 Knows nothing of micro-batches, channels or stages; every part of procpipe may use it.
 """
@@ -21,12 +22,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from procpipe.containers import USABLE, built, opened
 from procpipe.errors import BoundaryError
 
 __all__ = [
     "TENSOR",
     "Flat",
     "Structure",
+    "children_of",
     "cut",
     "flatten",
     "from_json",
@@ -95,13 +98,15 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
 
     Args:
         value: a tensor, ``None``, a plain ``bool``, ``int``, ``float`` or ``str``, or a tuple,
-            list or dict (keys ``str`` or ``int``) of such values, to any depth.
+            list, dict (keys ``str`` or ``int``) or other container of such values, to any depth;
+            ``containers`` lists which classes these are.
 
     Returns:
         The tensors from left to right, and the structure that holds everything else.
 
     Raises:
-        BoundaryError: the value holds an object of another type.
+        BoundaryError: the value holds an object of another type, or a container whose class has
+            no name by which another process would find it.
     """
     if isinstance(value, Tensor):
         return [value], TENSOR
@@ -110,7 +115,11 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
 
 
 def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
-    """Put together what :func:`flatten` took apart; ``tensors`` may be any objects."""
+    """Put together what :func:`flatten` took apart; ``tensors`` may be any objects.
+
+    Raises:
+        BoundaryError: this process has not the class of a container.
+    """
     if structure == TENSOR:
         (only,) = tensors
         return only
@@ -185,6 +194,18 @@ def is_plain(tensor: Tensor) -> bool:
     return is_known and not tensor.is_quantized and not tensor.is_nested
 
 
+def children_of(value: Any) -> list[Any]:
+    """Return what a tuple, list, dict or other container holds; nothing of any other value."""
+    if isinstance(value, Tensor):
+        return []
+    if type(value) is tuple or type(value) is list:
+        return list(value)
+    if type(value) is dict:
+        return list(value.values())
+    container = opened(value)
+    return container.children if container else []
+
+
 def from_json(decoded: Any) -> Structure:
     """Return the structure that was written as JSON (which knows lists, but no tuples)."""
     if decoded == TENSOR:
@@ -194,6 +215,9 @@ def from_json(decoded: Any) -> Structure:
         return ("v", content)
     if kind == "d":
         return ("d", tuple((key, from_json(child)) for key, child in content))
+    if kind == "o":
+        name, form, children = content
+        return ("o", (name, _as_tuples(form), tuple(from_json(child) for child in children)))
     return (kind, tuple(from_json(child) for child in content))
 
 
@@ -209,9 +233,15 @@ def _take_apart(value: Any, tensors: list[Tensor], where: str) -> Structure:
         return ("t" if kind is tuple else "l", tuple(children))
     if kind is dict:
         return ("d", tuple(_take_item(key, v, tensors, where) for key, v in value.items()))
+    if (container := opened(value, where)) is not None:
+        children = (
+            _take_apart(v, tensors, where + label)
+            for label, v in zip(container.labels, container.children, strict=True)
+        )
+        return ("o", (container.name, container.form, tuple(children)))
     raise BoundaryError(
         f"a value of type {kind.__module__}.{kind.__qualname__}{_at(where)} cannot travel between "
-        "stages: use tensors, None, bool, int, float and str in plain tuples, lists and dicts"
+        f"stages: use {USABLE}"
     )
 
 
@@ -234,6 +264,9 @@ def _put_together(tensors: Iterator[Any], structure: Structure) -> Any:
         return tuple(_put_together(tensors, child) for child in content)
     if kind == "l":
         return [_put_together(tensors, child) for child in content]
+    if kind == "o":
+        name, form, children = content
+        return built(name, form, [_put_together(tensors, child) for child in children])
     return {key: _put_together(tensors, child) for key, child in content}
 
 
@@ -243,8 +276,14 @@ def _num_tensors(structure: Structure) -> int:
     kind, content = structure
     if kind == "v":
         return 0
-    children = (child for _, child in content) if kind == "d" else content
+    children = content[2] if kind == "o" else content
+    if kind == "d":
+        children = (child for _, child in content)
     return sum(_num_tensors(child) for child in children)
+
+
+def _as_tuples(form: Any) -> Any:
+    return tuple(map(_as_tuples, form)) if isinstance(form, list) else form
 
 
 def _at(where: str) -> str:
@@ -255,9 +294,17 @@ def in_words(value: Any) -> str:
     """Describe a nested value by what its tensors are, for errors: "(float32 (4, 3), None)"."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if isinstance(value, dict):
+    if type(value) is dict:
         return "{" + ", ".join(f"{key!r}: {in_words(child)}" for key, child in value.items()) + "}"
-    if isinstance(value, (tuple, list)):
+    if type(value) is tuple or type(value) is list:
         inside = ", ".join(in_words(child) for child in value)
-        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+        return f"({inside})" if type(value) is tuple else f"[{inside}]"
+    try:
+        container = opened(value)
+    except BoundaryError:
+        container = None
+    if container is not None:
+        pairs = zip(container.labels, container.children, strict=True)
+        inside = ", ".join(f"{label}: {in_words(child)}" for label, child in pairs)
+        return f"{type(value).__name__}({inside})"
     return repr(value) if isinstance(value, PLAIN_TYPES) else type(value).__name__

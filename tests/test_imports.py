@@ -11,7 +11,7 @@
                 skip                    no other procpipe package; nor has balance, but skip
                 host                    no other procpipe package; also for the launcher
                  |
-            errors  tree                leaves: for all (tree for all but plan)
+     errors  containers  tree           leaves: for all (the last two for all but plan)
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
 """
@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[1]
 #: Part of the house -> the parts it may import besides itself.
 MAY_IMPORT = {
     "errors": set(),
-    "tree": {"errors"},
+    "containers": {"errors"},
+    "tree": {"containers", "errors"},
     "plan": {"errors"},
     "skip": {"errors", "tree"},
     "balance": {"skip", "errors", "tree"},
@@ -52,8 +53,10 @@ PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state")
 FOR_LAUNCHER = (
     "procpipe.host",
     "procpipe.balance.blocks",
+    "procpipe.containers",
     "procpipe.minibatch",
     "procpipe.partition",
+    "procpipe.tree",
 )
 
 #: Standard library only, and each other.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -109,9 +109,9 @@ def test_empty_batch(inputs: tuple[Any, ...]) -> None:
         scatter(inputs, 2)
 
 
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: torch.Tensor
+class Pair:
+    def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        self.left, self.right = left, right
 
 
 def test_types_that_hide_tensors_are_refused_not_repeated() -> None:

@@ -13,7 +13,7 @@ the fused optimizers of torch 2.13) raises no version, and is noticed neither wa
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from torch import Tensor, nn
 
@@ -33,13 +33,18 @@ class OutsideChanges:
     def __init__(self, layers: tuple[tuple[str, nn.Module], ...], buffers: Buffers) -> None:
         self._layers = layers
         self._buffers = buffers
-        self._parameters: list[Tensor]
-        self._noted: _State | None
-        self.begin()
+        self._parameters: list[Tensor] = []
+        self._versioned: list[Tensor] = []
+        self._noted: _State | None = None
+        self._is_searched = False
 
-    def begin(self) -> tuple[bool, ...]:
-        """Start a mini-batch; return which parameters require a gradient in it."""
-        self._parameters = [p for _, layer in self._layers for p in layer.parameters()]
+    def begin(self, modules: Iterable[nn.Module]) -> tuple[bool, ...]:
+        """Start a mini-batch; return which parameters require a gradient in it.
+
+        Args:
+            modules: all modules of the layers, which takes long to find.
+        """
+        self._parameters = _parameters_of(modules)
         self._versioned = [p for p in self._parameters if not p.is_inference()]
         self._noted, self._is_searched = None, False
         return tuple(parameter.requires_grad for parameter in self._parameters)
@@ -58,7 +63,7 @@ class OutsideChanges:
         assert self._noted is not None, "noted by the first forward"
         if not self._is_searched:  # once a mini-batch, as it takes much longer than the rest
             self._is_searched = True
-            there = [p for _, layer in self._layers for p in layer.parameters()]
+            there = _parameters_of(m for _, layer in self._layers for m in layer.modules())
             if list(map(id, there)) != list(map(id, self._parameters)):
                 return "a parameter was replaced by another"
         now = self._now()
@@ -95,6 +100,11 @@ class OutsideChanges:
             for name, found in layer.named_parameters(layer_name)
             if found is parameter
         )
+
+
+def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters of modules; one that several have, several times."""
+    return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
 #: Parameters' versions, and whether they require gradients; buffers; whether layers train.

@@ -37,6 +37,7 @@ from procpipe.compute.recompute import Ambient, checkpointing, recomputing, with
 from procpipe.compute.sharing import Sharing, Watch
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.split import PutOff, Splitter
+from procpipe.compute.wrappers import check_not_data_parallel
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.tracker import tracking
@@ -116,7 +117,8 @@ class Partition:
         """Start a mini-batch; whatever an unfinished one left is let go."""
         self._passes.clear()
         self._put_off.clear()
-        trainable = self._outside.begin()  # asked for anew, since a user may replace parameters
+        # Asked for anew, since a user may replace modules and parameters.
+        trainable = self._outside.begin(check_not_data_parallel(self._layers))
         if trainable != self._trainable:
             self._trainable = trainable
             self._learned.clear()

@@ -16,10 +16,11 @@ torchgpipe wraps the layer in another module instead, which puts a prefix on eve
 
 from __future__ import annotations
 
+import dis
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import wraps
-from types import GeneratorType
+from types import FunctionType, GeneratorType, ModuleType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ M = TypeVar("M", bound=nn.Module)
 
 _STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"
 _ORIGINAL = "_procpipe_original"
+
+#: Where other skippables come from, whose skip tensors no pipeline of procpipe would see.
+_OTHERS = ("torchgpipe.skip", "torch.distributed.pipeline.sync.skip")
 
 
 class stash:  # noqa: N801 - a verb, as torchgpipe has it
@@ -137,16 +141,45 @@ def verify_skippables(module: nn.Sequential) -> None:
         module: the full model.
 
     Raises:
-        TypeError: not an ``nn.Sequential``; or lists every pair that does not match.
+        TypeError: not an ``nn.Sequential``; or lists every pair that does not match, or every layer
+            that uses the skippables of another package.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.verify_skippables``.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"a model of type {type(module).__name__} is not an nn.Sequential")
+    if others := [told for name, layer in module.named_modules() for told in _others(name, layer)]:
+        raise TypeError(
+            f"{'; '.join(others)}: a pipeline of procpipe carries the skip tensors of its own "
+            "skippables only, so write `from procpipe.skip import skippable, stash, pop` where "
+            "these layers are defined"
+        )
     faults = list(_faults(module))
     if faults:
         told = "".join(f"\n  - {fault}" for fault in faults)
         raise TypeError(f"some skip tensors are not stashed and popped in pairs:{told}")
+
+
+def _others(name: str, module: nn.Module) -> Iterator[str]:
+    """Say if a module is a skippable of another package, or yields what another one makes."""
+    kind = type(module)
+    origin = next(filter(None, map(_other_origin, kind.__mro__)), None)
+    if origin is not None:
+        yield f"layer {name!r} ({kind.__name__}) is a skippable of {origin}"
+    forward = getattr(kind.forward, _ORIGINAL, None)
+    if not isinstance(forward, FunctionType):
+        return
+    instructions = dis.get_instructions(forward)
+    for used in {each.argval for each in instructions if each.opname == "LOAD_GLOBAL"}:
+        if (origin := _other_origin(forward.__globals__.get(used))) is not None:
+            yield f"layer {name!r} ({kind.__name__}) uses {used} of {origin}"
+
+
+def _other_origin(value: Any) -> str | None:
+    """Return the package of another project's skippables that a class or module is from."""
+    module = value.__module__ if isinstance(value, (type, FunctionType)) else ""
+    module = value.__name__ if isinstance(value, ModuleType) else module
+    return next((other for other in _OTHERS if f"{module}.".startswith(f"{other}.")), None)
 
 
 def _faults(module: nn.Sequential) -> Iterator[str]:
@@ -261,8 +294,9 @@ def _run(module: nn.Module, steps: Generator[Any, Any, Any], tracker: Tracker) -
             given = None
             if not isinstance(wish, stash | pop):
                 raise TypeError(
-                    f"the forward of {type(module).__name__} yields {type(wish).__name__}: yield "
-                    "stash(name, tensor) or pop(name)"
+                    f"the forward of {type(module).__name__} yields {type(wish).__module__}."
+                    f"{type(wish).__qualname__}: yield stash(name, tensor) or pop(name) of "
+                    "procpipe.skip"
                 )
             verb = type(wish).__name__
             if (verb, wish.name) not in to_do:

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore
 from procpipe import Stage
 from procpipe.microbatch import gather, scatter, scatter_like
 from procpipe.run.world import World
-from procpipe.tree import Flat, flatten, map_tensors, unflatten
+from procpipe.tree import Flat, children_of, flatten, map_tensors, unflatten
 from tests.dist.worker import BareWorld
 
 MODES = ("always", "except_last", "never")
@@ -146,6 +146,9 @@ def assert_same(found: Any, expected: Any, what: str, tolerance: float = 0.0) ->
         assert list(found) == list(expected), f"{what}: keys {list(found)}, not {list(expected)}"
         for key, value in expected.items():
             assert_same(found[key], value, f"{what}[{key!r}]", tolerance)
+    elif children := children_of(expected):
+        for k, (one, other) in enumerate(zip(children_of(found), children, strict=True)):
+            assert_same(one, other, f"{what}, child {k}", tolerance)
     else:
         assert found == expected, f"{what}: {found!r}, not {expected!r}"
 

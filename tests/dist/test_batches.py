@@ -220,6 +220,66 @@ def gather_state(bare, stage, plain):
 # -- targets and losses --------------------------------------------------------------------------
 
 
+class Masked(nn.Module):
+    def __init__(self, num_in, num_out):
+        super().__init__()
+        self.linear = nn.Linear(num_in, num_out)
+
+    def forward(self, x, mask):
+        return self.linear(x) * mask
+
+
+def weighted(output, *target):
+    return output.sum() * (1 + sum(each.mean() for each in target))
+
+
+def check_named_target(bare, balance):
+    """Of several inputs the target is named; what other ranks give, and how much, is nothing."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    model = nn.Sequential(Masked(5, 3), nn.Tanh())
+    x, mask, target = torch.randn(6, 5), torch.rand(6, 1), torch.rand(6)
+    anything = [(), (1,), (1, 2, 3, 4, 5), (x, mask, None)][bare.rank :: 2]
+    with stage_of(bare, "named", model, balance, chunks=2, loss_fn=weighted) as stage:
+        for named in (target, None):
+            for args in anything:
+                expected = plain_step(model, (x, mask), named, 2, weighted)
+                if bare.rank == 0:
+                    loss = stage.step(x, mask, target=named)
+                else:
+                    loss = stage.step(*args)
+                assert_same(loss, expected, "loss")
+                assert_same_gradients(stage, model)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh())
+    with stage_of(bare, "two values", model, balance, chunks=2, loss_fn=weighted) as stage:
+        expected = plain_step(model, (x,), target, 2, weighted)
+        assert_same(stage.step(x, target), expected, "the second of two is the target")
+        expected = plain_step(model, (x,), None, 2, weighted)
+        assert_same(stage.step(x), expected, "one is the input")
+
+
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_of_several_inputs_the_target_is_named(ranks, balance):
+    ranks(len(balance)).run(check_named_target, balance, world=False)
+
+
+def step_without_a_name(world, values_elsewhere):
+    model = nn.Sequential(Masked(5, 3), nn.Tanh())
+    stage = Stage(model, [1, 1], loss_fn=weighted, world=world)
+    values = (torch.randn(6, 5), torch.rand(6, 1), torch.rand(6))
+    stage.step(*(values if world.rank == 0 else values[:values_elsewhere]))
+
+
+@pytest.mark.parametrize("values_elsewhere", [0, 2, 3])
+def test_more_than_two_values_without_a_target_end_every_rank(ranks, values_elsewhere):
+    first, second = ranks(2).run(step_without_a_name, values_elsewhere).errors()
+    assert first.type == "TypeError"
+    assert "3 positional values" in first.text
+    assert "step(a, b, target=y)" in first.text
+    assert second.type == "RemoteStageError"
+    assert "step(a, b, target=y)" in second.text
+
+
 def masked_loss(output, target):
     """Mean over the valid tokens of a micro-batch."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1)
@@ -388,9 +448,6 @@ def check_several_inputs(bare, balance):
     a, b = inputs.split([2, 3], 1)
     with stage_of(bare, "several", plain, balance, chunks=4, loss_fn=F.cross_entropy) as stage:
         for given in ((a, b), (a, b, 0.5)):
-            expected = plain_step(plain, given, target, 4, F.cross_entropy)
-            assert_same(stage.step(*given, target), expected, "positional target")
-            assert_same_gradients(stage, plain)
             expected = plain_step(plain, given, target, 4, F.cross_entropy)
             assert_same(stage.step(*given, target=target), expected, "named target")
             assert_same_gradients(stage, plain)

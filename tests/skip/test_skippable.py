@@ -171,7 +171,7 @@ def test_a_forward_does_what_its_class_declares(layer: nn.Module, told: str) -> 
 
 
 def test_a_forward_yields_nothing_else() -> None:
-    with pytest.raises(TypeError, match=r"the forward of Faulty yields Tensor: yield stash\("):
+    with pytest.raises(TypeError, match=r"Faulty yields torch\.Tensor: yield stash\("):
         faulty(yield_tensor)(ONE)
 
 

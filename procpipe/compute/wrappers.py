@@ -1,0 +1,90 @@
+"""Refuses modules that average gradients, or replicate layers, over processes or devices.
+
+``DistributedDataParallel`` averages the gradients of all ranks after each backward pass. The ranks
+of a pipeline hold different layers, or run the same layer's backward once a micro-batch, so its
+averages are of unrelated or unfinished gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+from torch import nn
+
+__all__ = [
+    "check_not_data_parallel",
+    "check_not_sharded",
+    "is_data_parallel",
+    "refuse_data_parallel",
+]
+
+#: By their names, since importing them takes long, and few scripts do: FSDP, and the classes that
+#: ``replicate`` gives a module.
+_BY_NAME = {
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+    ("torch.distributed._composable.replicate", "DDP"),
+    ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule"),
+}
+
+
+def check_not_data_parallel(layers: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
+    """Check that no module of these layers wraps another in data parallelism.
+
+    Args:
+        layers: layers by name.
+
+    Returns:
+        All modules in them, since walking through them takes longer than the check.
+
+    Raises:
+        TypeError: one does.
+    """
+    of_layers = [(name, list(layer.modules())) for name, layer in layers]
+    all_modules = [module for _, modules in of_layers for module in modules]
+    wrappers = [kind for kind in set(map(type, all_modules)) if is_data_parallel(kind)]
+    for name, modules in of_layers if wrappers else ():
+        for module in modules:
+            if type(module) in wrappers:
+                refuse_data_parallel(f"{_layer(name)} is, or holds, a {type(module).__name__}")
+    return all_modules
+
+
+def refuse_data_parallel(what: str) -> NoReturn:
+    """Raise the error that says what to do instead."""
+    raise TypeError(
+        f"{what}, which averages gradients over ranks or copies layers to other devices, but "
+        "each rank of a pipeline holds other layers: take the wrapper away, since step() and "
+        "backward() give the gradients of the whole mini-batch on every rank. There is no data "
+        "parallelism beside the pipeline yet. To train several replicas today, start one job for "
+        "each and average the .grad of stage.parameters() over their equal stages before "
+        "optimizer.step(), as docs/launching.md shows"
+    )
+
+
+def is_data_parallel(kind: type) -> bool:
+    """Tell whether modules of a class wrap others in data parallelism."""
+    if issubclass(kind, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return True
+    return any((base.__module__, base.__name__) in _BY_NAME for base in kind.__mro__)
+
+
+def check_not_sharded(module: nn.Module) -> None:
+    """Check that no parameter is shared out over processes, each of which is another stage.
+
+    Raises:
+        TypeError: one is.
+    """
+    for name, parameter in module.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and mesh.size() > 1:
+            raise TypeError(
+                f"parameter {name!r} is a DTensor, shared out over {mesh.size()} processes "
+                "(fully_shard, distribute_tensor), but in a pipeline of several stages only one "
+                "process runs a layer: leave the layers as they are, since each stage holds no "
+                "others than its own"
+            )
+
+
+def _layer(name: str) -> str:
+    return f"layer {name!r}" if name else "the layer"

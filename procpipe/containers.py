@@ -1,0 +1,261 @@
+"""Containers of the user's own classes, taken apart and put together again.
+
+    class                                   its children
+    registered with torch.utils._pytree     what its registered function returns
+    named tuple                             its entries, then its attributes
+    dataclass, Mapping (OrderedDict, …)     its items if it is a dict, then its attributes
+
+A container travels as its class's name, a form (plain nested tuples) and its children. Whoever
+puts it together looks the name up among the modules that the process has imported already, and
+takes only classes of this table: nothing is imported, and no code of the class is run, neither
+``__init__`` nor ``__post_init__`` nor ``__setattr__``. Only a registered class is put together by
+a function: the one that this process's own script registered.
+
+Plain tuples, lists and dicts are for ``tree``. Knows nothing of tensors, stages or channels.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from types import FunctionType, MemberDescriptorType, ModuleType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from procpipe.errors import BoundaryError
+
+__all__ = ["USABLE", "Container", "built", "opened"]
+
+#: What may travel besides plain values, for errors.
+USABLE = (
+    "tensors, None, bool, int, float and str in tuples, lists, dicts, named tuples, dataclasses, "
+    "Mappings and types registered with torch.utils._pytree"
+)
+
+#: What a defaultdict may make for a missing key.
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, tuple, int, float, str, bool)}
+
+#: Plain nested tuples of str and int, the same after a way through JSON.
+Form = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A container taken apart.
+
+    Attributes:
+        name: its class, as ``module:qualified name``.
+        form: what else it takes to put it together; ``in_words`` compares two of a class.
+        labels: where each child is, as one writes it in Python: ``.loss``, ``['x']``, ``[0]``.
+        children: nested values.
+    """
+
+    name: str
+    form: Form
+    labels: tuple[str, ...]
+    children: list[Any]
+
+    @property
+    def in_words(self) -> str:
+        """The class and what it holds."""
+        context = "" if isinstance(self.form, tuple) else f" (context {self.form})"
+        return f"a {self.name.replace(':', '.')} with {', '.join(sorted(self.labels))}{context}"
+
+    def like(self, children: Iterable[Any]) -> Any:
+        """Return a container of the same class and form with other children."""
+        return built(self.name, self.form, list(children))
+
+
+def opened(value: Any, where: str = "") -> Container | None:
+    """Take a container apart; return None if it is of no class of the table above.
+
+    Args:
+        value: anything but a plain tuple, list or dict.
+        where: where it is, for errors: ``[0].hidden``.
+
+    Raises:
+        BoundaryError: no process could put it together.
+    """
+    kind = type(value)
+    base = _base_of(kind)
+    is_registered = _is_registered(kind)
+    if base is None and not is_registered:
+        return None
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    at = f" at {where}" if where else ""
+    if _class_named(name) is not kind:
+        raise BoundaryError(
+            f"a {kind.__module__}.{kind.__qualname__}{at} cannot travel between stages: the class "
+            "is not found in its module by this name, so define it at the module's top level"
+        )
+    if is_registered:
+        return _opened_by_registration(value, name, at)
+    assert base is not None
+    items, keys = _items_of(value, base)
+    for key in keys if isinstance(keys, tuple) else ():
+        if type(key) is not str and type(key) is not int:
+            raise BoundaryError(
+                f"a dict key of type {type(key).__qualname__}{at} cannot travel between stages: "
+                "use str or int keys"
+            )
+    attributes = _attributes_of(value)
+    factory = ""
+    if base is defaultdict and getattr(attributes["default_factory"], "__name__", "") in _FACTORIES:
+        factory = attributes.pop("default_factory").__name__
+    by_key = dict(zip(keys, items, strict=True)) if isinstance(keys, tuple) else {}
+    missing = object()
+    # Hugging Face's outputs hold each value as an item and as an attribute: it travels once.
+    twice = tuple(a for a, child in attributes.items() if by_key.get(a, missing) is child)
+    once = {a: child for a, child in attributes.items() if a not in twice}
+    labels = [f"[{key!r}]" for key in (keys if isinstance(keys, tuple) else range(keys))]
+    return Container(
+        name,
+        (keys, tuple(attributes), twice, factory),
+        (*labels, *(f".{attribute}" for attribute in once)),
+        [*items, *once.values()],
+    )
+
+
+def built(name: str, form: Form, children: Sequence[Any]) -> Any:
+    """Put together what :func:`opened` took apart.
+
+    Raises:
+        BoundaryError: this process has no such class, or it is not of the table above.
+    """
+    kind = _class_named(name)
+    base = _base_of(kind) if kind is not None else None
+    if kind is None or (base is None and not _is_registered(kind)):
+        raise BoundaryError(
+            f"a {name.replace(':', '.')} came from another rank, but this one has no such named "
+            "tuple, dataclass, Mapping or registered type: import its module on every rank"
+        )
+    try:
+        if _is_registered(kind):
+            return _built_by_registration(kind, form, children)
+        assert base is not None
+        return _built_by_parts(kind, base, form, children)
+    except Exception as error:
+        raise BoundaryError(
+            f"a {name.replace(':', '.')} cannot be put together from what came: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _class_named(name: str) -> type | None:
+    """Return a class of a module that is imported already; runs no code of either."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        scope = vars(found) if isinstance(found, (ModuleType, type)) else {}
+        found = scope.get(part)
+    return found if isinstance(found, type) else None
+
+
+def _base_of(kind: type) -> type | None:
+    """Return the built-in class that a container's class extends; None for other classes.
+
+    What C code hides in an instance could not be seen, and what ``__del__`` does with attributes
+    that somebody else chose not be known.
+    """
+    if hasattr(kind, "__del__"):
+        return None
+    if issubclass(kind, tuple):
+        return tuple if isinstance(getattr(kind, "_fields", None), tuple) else None
+    if not is_dataclass(kind) and not issubclass(kind, Mapping):
+        return None
+    for base in (OrderedDict, defaultdict, dict):
+        if issubclass(kind, base):
+            return base
+    is_python = is_dataclass(kind) or isinstance(getattr(kind, "__getitem__", None), FunctionType)
+    return object if is_python else None
+
+
+def _items_of(value: Any, base: Any) -> tuple[list[Any], Any]:
+    """Return what a dict or tuple holds, past methods of its class, and its keys or length."""
+    if base is tuple:
+        entries = list(tuple.__iter__(value))
+        return entries, len(entries)
+    pairs = [] if base is object else list(base.items(value))
+    return [child for _, child in pairs], tuple(key for key, _ in pairs)
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    attributes = {}
+    for name, slot in _slots_of(type(value)).items():
+        try:
+            attributes[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    if type(value).__dictoffset__:
+        attributes.update(object.__getattribute__(value, "__dict__"))
+    return attributes
+
+
+def _slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    return {
+        name: member
+        for each in reversed(kind.__mro__)
+        for name, member in vars(each).items()
+        if isinstance(member, MemberDescriptorType)
+    }
+
+
+def _built_by_parts(kind: type, base: Any, form: Form, children: Sequence[Any]) -> Any:
+    keys, names, twice, factory = form
+    num_items = len(keys) if isinstance(keys, tuple) else keys
+    items = children[:num_items]
+    value = tuple.__new__(kind, items) if base is tuple else base.__new__(kind)
+    if base is not tuple:
+        for key, child in zip(keys, items, strict=True):
+            base.__setitem__(value, key, child)
+    by_key = dict(zip(keys, items, strict=True)) if isinstance(keys, tuple) else {}
+    once = [name for name in names if name not in twice]
+    by_name = dict(zip(once, children[num_items:], strict=True))
+    attributes = {name: by_key[name] if name in twice else by_name[name] for name in names}
+    if factory:
+        attributes["default_factory"] = _FACTORIES[factory]
+    slots = _slots_of(kind)
+    for name, child in attributes.items():
+        if name in slots:
+            slots[name].__set__(value, child)
+        else:
+            object.__getattribute__(value, "__dict__")[name] = child
+    return value
+
+
+def _is_registered(kind: type) -> bool:
+    return kind in pytree.SUPPORTED_NODES and kind not in (OrderedDict, defaultdict)
+
+
+def _opened_by_registration(value: Any, name: str, at: str) -> Container:
+    kind = type(value)
+    children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+    dumped = pytree.SUPPORTED_SERIALIZED_TYPES[kind].to_dumpable_context
+    text = repr(context if dumped is None else dumped(context))
+    try:
+        is_plain = repr(ast.literal_eval(text)) == text
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        is_plain = False
+    if not is_plain:
+        raise BoundaryError(
+            f"a {name.replace(':', '.')}{at} cannot travel between stages: the context that its "
+            "function registered with torch.utils._pytree returns is not of plain values; "
+            "register to_dumpable_context and from_dumpable_context"
+        )
+    children = list(children)
+    return Container(name, text, tuple(f"[{k}]" for k in range(len(children))), children)
+
+
+def _built_by_registration(kind: type, form: Form, children: Sequence[Any]) -> Any:
+    if kind is torch.Size:  # which torch itself registers so that it becomes a tuple
+        return torch.Size(children)
+    context = ast.literal_eval(form)
+    read: Callable[[Any], Any] | None
+    read = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
+    unflatten = pytree.SUPPORTED_NODES[kind].unflatten_fn
+    return unflatten(list(children), context if read is None else read(context))

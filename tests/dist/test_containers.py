@@ -1,0 +1,203 @@
+"""Dataclasses, Mappings, named tuples and registered types between stages, into and out of them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from procpipe import NoChunk, Remote, Stage
+from procpipe.run.world import World
+from procpipe.skip import pop, skippable, stash
+from procpipe.tree import flatten
+from tests.dist.stages import MODES, assert_same, assert_same_gradients, plain_step, stage_of
+from tests.dist.test_boundaries import Case, Do, check_case, rows
+from tests.test_containers import (
+    Encoding,
+    Frozen,
+    ModelOutput,
+    Output,
+    Pair,
+    Registered,
+    RegisteredData,
+    local_class,
+)
+
+
+def cases() -> dict[str, Case]:
+    x = rows()
+    return {
+        "dataclasses and named tuples": Case(
+            (
+                Do(lambda f, x: Output(f(x), Pair(x, Frozen(x=f(x)))), 4),
+                Do(lambda f, o: dataclasses.replace(o, loss=f(o.loss) + o.hidden.y.x), 4),
+                Do(lambda f, o: Pair(f(o.loss) + o.hidden.x, o.hidden.y), 4),
+            ),
+            (x,),
+        ),
+        "a Hugging Face output": Case(
+            (
+                Do(lambda f, x: ModelOutput(logits=f(x), hidden_states=(x, f(x))), 4),
+                Do(lambda f, o: ModelOutput(logits=f(o["logits"]) + o.hidden_states[1]), 4),
+                Do(lambda f, o: ModelOutput(logits=f(o.logits), loss=o[0].mean()), 4),
+            ),
+            (x,),
+        ),
+        "Mappings": Case(
+            (
+                Do(
+                    lambda f, e: collections.OrderedDict(
+                        h=f(e["x"]) * e["scale"] * e.num_sequences, e=e
+                    ),
+                    4,
+                ),
+                Do(lambda f, d: (d.move_to_end("h"), Encoding({**d, "g": f(d["h"])}, 3))[1], 4),
+                Do(lambda f, e: collections.OrderedDict(e=f(e["g"]) + e["h"] * e["e"]["scale"]), 4),
+            ),
+            (Encoding({"x": x, "scale": x.exp(), "table": NoChunk(rows(2))}, 2),),
+        ),
+        "registered types": Case(
+            (
+                Do(lambda f, x: Registered(f(x), x, (0.5, "tanh")), 4),
+                Do(lambda f, r: RegisteredData(f(r.a) * r.scale[0], f(r.b).topk(2)), 4),
+                Do(lambda f, d: f(d.x)[:, :2] + d.y.values * d.y.indices, 4),
+            ),
+            (x,),
+        ),
+    }
+
+
+def check_boundaries(bare, modes, chunks_of):
+    torch.set_default_dtype(torch.float64)
+    for name, case in cases().items():
+        for mode in modes:
+            for chunks in chunks_of:
+                check_case(bare, f"{name}, {mode}, {chunks} chunks", case, mode, chunks)
+
+
+def test_containers_between_stages(ranks):
+    ranks(3).run(check_boundaries, MODES, (1, 3), world=False)
+
+
+def test_containers_in_one_stage(ranks):
+    ranks(1).run(check_boundaries_in_one, world=False)
+
+
+def check_boundaries_in_one(bare):
+    torch.set_default_dtype(torch.float64)
+    for name, case in cases().items():
+        model = nn.Sequential(*case.layers)
+        with stage_of(bare, name, model, [3], chunks=3, loss_fn=total_of) as stage:
+            expected = plain_step(model, case.inputs, None, 3, total_of)
+            assert_same(stage.step(*case.inputs, target=None), expected, name)
+            assert_same_gradients(stage, model, name)
+
+
+def total_of(output: Any) -> Tensor:
+    return torch.stack([tensor.sum() for tensor in flatten(output)[0]]).sum()
+
+
+# -- targets, loaders, skips, fetch ----------------------------------------------------------------
+
+
+@skippable(stash=["kept"])
+class Keep(nn.Linear):
+    def forward(self, x):
+        yield stash("kept", x)
+        return Output(super().forward(x), x)
+
+
+@skippable(pop=["kept"])
+class Use(nn.Linear):
+    def forward(self, output):
+        kept = yield pop("kept")
+        return ModelOutput(logits=super().forward(output.loss) + kept)
+
+
+def cross_entropy(output: Any, target: Any) -> Tensor:
+    assert isinstance(output, ModelOutput)
+    assert isinstance(target, Pair)
+    loss: Tensor = (F.cross_entropy(output.logits, target.x, reduction="none") * target.y).mean()
+    return loss
+
+
+def check_targets_and_loader(bare, num_ranks):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(Keep(4, 4), Do(lambda o: o), Use(4, 4))
+    balance = {1: [3], 2: [2, 1], 3: [1, 1, 1]}[num_ranks]
+    target = Pair(torch.arange(7) % 4, torch.rand(7))
+    batch = Pair(rows(), target)
+    last = num_ranks - 1
+    with stage_of(bare, "all", model, balance, chunks=3, loss_fn=cross_entropy) as stage:
+        expected = plain_step(model, (batch.x,), target, 3, cross_entropy)
+        assert_same(stage.step(batch.x, target), expected, "loss")
+        assert_same_gradients(stage, model, "routed target")
+        for mine in stage.batches([batch, batch]):
+            assert type(mine) is Pair
+            assert isinstance(mine.x, Tensor if bare.rank == 0 else Remote)
+            assert isinstance(mine.y, Pair if bare.rank in (0, last) else (Pair, Remote))
+            stage.zero_grad()
+            assert_same(stage.step(*mine), expected, "loss of a delivered target")
+            assert_same_gradients(stage, model, "delivered target")
+            output = stage(mine.x)
+            if num_ranks > 1 and bare.rank != last:
+                assert isinstance(output.logits, Remote)
+                assert isinstance(output["logits"], Remote)
+            fetched = stage.fetch(Output(loss=output.logits))
+            assert type(fetched) is Output
+            assert fetched.loss.shape == (7, 4)
+        for mine in stage.batches([Encoding({"x": batch.x, "n": 1}, 2)]):
+            assert type(mine) is Encoding
+            assert (mine["n"], mine.num_sequences) == (1, 2)
+            assert isinstance(mine["x"], Tensor if bare.rank == 0 else Remote)
+        for mine in stage.batches([local_class()]):  # cannot travel, and need not
+            assert bare.rank == 0 or isinstance(mine, Remote)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_targets_loaders_skips_and_fetched_values(ranks, num_ranks):
+    ranks(num_ranks).run(check_targets_and_loader, num_ranks, world=False)
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+
+def step_with_a_class_of_no_name(world: World) -> None:
+    layers = (nn.Linear(4, 4), Do(lambda x: local_class()), nn.Linear(4, 4))
+    Stage(nn.Sequential(*layers), [2, 1], world=world)(rows().float())
+
+
+def test_a_class_that_no_rank_would_find(ranks):
+    first, second = ranks(2).run(step_with_a_class_of_no_name).errors()
+    assert first.type == "BoundaryError"
+    assert "local_class.<locals>.Local cannot travel" in first.text
+    assert "layer '1' (Do)" in first.text
+    assert second.type == "RemoteStageError"
+    assert "define it at the module's top level" in second.text
+
+
+def step_with_a_class_that_one_rank_lacks(world: World) -> None:
+    if world.rank == 1:
+        globals().pop("Missing", None)  # the process is kept for other runs
+    layers = (Do(lambda f, x: Missing(f(x)), 4), Do(lambda m: m.x))
+    stage = Stage(nn.Sequential(*layers), [1, 1], loss_fn=torch.mean, world=world)
+    stage.step(rows().float(), target=None)
+
+
+@dataclasses.dataclass
+class Missing:
+    x: Any
+
+
+def test_a_class_that_the_receiver_lacks(ranks):
+    first, second = ranks(2).run(step_with_a_class_that_one_rank_lacks).errors()
+    assert first.type == "RemoteStageError"
+    assert second.type == "BoundaryError"
+    assert "Missing came from another rank" in second.text
+    assert "import its module on every rank" in second.text

@@ -1,0 +1,200 @@
+"""Data parallelism around a stage, or inside it, is refused; gradients of DTensors are clipped."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from procpipe import Stage
+from procpipe.run.world import World
+from tests.dist.stages import assert_same, world_of
+
+
+@contextmanager
+def process_group(bare: Any) -> Iterator[None]:
+    """Give torch's default process group, of all ranks of the run."""
+    store = dist.PrefixStore("default group", bare.store)
+    dist.init_process_group("gloo", store=store, rank=bare.rank, world_size=bare.num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 8, generator=generator), torch.randn(4, 2, generator=generator)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 2)))
+
+
+def wrapped_before(stage_of, wrap):
+    model = make_model()
+    model[0][0] = wrap(model[0][0])
+    stage_of(model)
+
+
+def wrapped_whole(stage_of, wrap):
+    wrap(stage_of(make_model()))
+
+
+def wrapped_after(stage_of, wrap):
+    stage = stage_of(make_model())
+    name, layer = next(iter(stage.named_children()))
+    stage._modules[name] = nn.Sequential(wrap(layer))
+    stage.step(*batch())
+
+
+def wrapped_after_a_step(stage_of, wrap):
+    stage = stage_of(make_model())
+    stage.step(*batch())
+    stage[0][0] = wrap(stage[0][0])
+    stage.step(*batch())
+
+
+def set_as_a_layer(stage_of, wrap):
+    stage = stage_of(make_model())
+    stage[0] = wrap(stage[0])
+
+
+WHERE = {
+    each.__name__: each
+    for each in (wrapped_before, wrapped_whole, wrapped_after, wrapped_after_a_step, set_as_a_layer)
+}
+
+
+def wrapper(name):
+    if name == "DDP":
+        return nn.parallel.DistributedDataParallel
+    if name == "DataParallel":
+        return nn.DataParallel
+    if name == "FSDP":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+    if name == "replicate":
+        from torch.distributed._composable import replicate
+
+        return replicate
+    from torch.distributed.fsdp import fully_shard
+
+    return lambda module: fully_shard(
+        module, mesh=init_device_mesh("cpu", (dist.get_world_size(),))
+    )
+
+
+def try_to_wrap(bare, where, name):
+    """Wrap something; DDP of one rank, since it waits for ranks with the same layers."""
+
+    def stage_of(model):
+        return Stage(model, [1, 1], chunks=2, loss_fn=F.mse_loss, world=world_of(bare, "stage"))
+
+    with process_group(bare):
+        WHERE[where](stage_of, in_a_group_of_its_own(wrapper(name)))
+
+
+def in_a_group_of_its_own(wrap):
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    if wrap is nn.parallel.DistributedDataParallel:
+        return lambda module: wrap(module, process_group=groups[dist.get_rank()])
+    return wrap
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_ddp_is_refused(ranks, where):
+    for failure in ranks(2).run(try_to_wrap, where, "DDP", world=False).errors():
+        assert failure.type == "TypeError", failure.text
+        assert "There is no data parallelism beside the pipeline yet" in failure.text
+
+
+# Around the whole stage it passes the input on where there are no GPUs, which is right.
+@pytest.mark.parametrize("where", sorted(WHERE.keys() - {"wrapped_whole"}))
+def test_data_parallel_is_refused(ranks, where):
+    name = "DataParallel"
+    for failure in ranks(2).run(try_to_wrap, where, name, world=False).errors():
+        assert failure.type == "TypeError", failure.text
+        assert "There is no data parallelism beside the pipeline yet" in failure.text
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "told"),
+    [
+        ("wrapped_before", "FSDP", "FullyShardedDataParallel"),
+        ("wrapped_whole", "FSDP", "the Stage was given to"),
+        ("wrapped_whole", "fully_shard", "the Stage was given to"),
+        ("wrapped_whole", "replicate", "the Stage was given to replicate"),
+        ("wrapped_before", "fully_shard", "only one process runs a layer"),
+        ("wrapped_after", "fully_shard", "only one process runs a layer"),
+    ],
+)
+def test_sharding_and_replication_are_refused(ranks, where, name, told):
+    for failure in ranks(2).run(try_to_wrap, where, name, world=False).errors():
+        assert failure.type == "TypeError", failure.text
+        assert told in failure.text
+
+
+# -- clipping --------------------------------------------------------------------------------------
+
+
+def clip_sharded(bare, norm_type):
+    """Train one whole model over two processes, each of which has a part of each parameter."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_default_dtype(torch.float64)
+    model = make_model()
+    plain = copy.deepcopy(model)
+    store = dist.PrefixStore(f"rank {bare.rank}", bare.store)
+    world = World(rank=0, num_ranks=1, store=store, device=bare.device, timeout_s=bare.timeout_s)
+    with process_group(bare):
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (bare.num_ranks,)))
+        model[1].bfloat16()  # a gradient of another dtype beside, in one process
+        plain[1].bfloat16()
+        model.insert(1, Cast(torch.bfloat16))
+        plain.insert(1, Cast(torch.bfloat16))
+        stage = Stage(model, [3], chunks=2, loss_fn=loss_fn, world=world)
+        x, y = batch()
+        stage.step(x, y)
+        for part in (slice(0, 2), slice(2, 4)):
+            (loss_fn(plain(x[part]), y[part]) / 2).backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        found = stage.clip_grad_norm_(0.1, norm_type)
+        assert_same(found, expected, "norm", 1e-12)
+        for parameter, other in zip(stage.parameters(), plain.parameters(), strict=True):
+            gradient: Any = parameter.grad
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            tolerance = 1e-12 if whole.dtype == torch.float64 else 1e-2
+            assert_same(whole, other.grad, "clipped gradient", tolerance)
+        stage.close()
+        return float(found)
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+def loss_fn(output, target):
+    return F.mse_loss(output.double(), target)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(ranks, norm_type):
+    first, second = ranks(2).run(clip_sharded, norm_type, world=False).values()
+    assert first == second > 0.1

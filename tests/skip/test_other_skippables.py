@@ -1,0 +1,72 @@
+"""Layers that use the skippables of another package are refused before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from procpipe import Stage
+from procpipe.skip import skippable
+from tests.skip.layers import drawn
+
+their_skip = pytest.importorskip("torchgpipe.skip")
+their_stash = their_skip.stash
+
+
+@their_skip.skippable(stash=["a"])
+class TheirStash(nn.Module):
+    def forward(self, x):
+        yield their_skip.stash("a", x)
+        return x
+
+
+@their_skip.skippable(pop=["a"])
+class TheirPop(nn.Module):
+    def forward(self, x):
+        return x + (yield their_skip.pop("a"))
+
+
+class OfOldTorch(nn.Module):
+    """As torch.distributed.pipeline.sync.skip made them, which torch has no longer."""
+
+    __module__ = "torch.distributed.pipeline.sync.skip.skippable"
+
+
+@skippable(stash=["a"])
+class OurLayerTheirStash(nn.Module):
+    def forward(self, x):
+        yield their_stash("a", x)
+        return x
+
+
+@skippable(pop=["a"])
+class OurLayerTheirPop(nn.Module):
+    def forward(self, x):
+        return x + (yield their_skip.pop("a"))
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        (
+            (TheirStash, TheirPop),
+            "layer '0' (TheirStash) is a skippable of torchgpipe.skip; layer '1.0' (TheirPop) is",
+        ),
+        ((drawn("+a"), TheirPop), "layer '1.0' (TheirPop) is a skippable of torchgpipe.skip"),
+        (
+            (nn.ReLU, OfOldTorch),
+            "layer '1.0' (OfOldTorch) is a skippable of torch.distributed.pipeline.sync.skip",
+        ),
+        (
+            (OurLayerTheirStash, OurLayerTheirPop),
+            "layer '0' (OurLayerTheirStash) uses their_stash of torchgpipe.skip; "
+            "layer '1.0' (OurLayerTheirPop) uses their_skip of torchgpipe.skip",
+        ),
+    ],
+)
+def test_skippables_of_torchgpipe_are_refused_before_anything_runs(layers, told):
+    first, second = (each() if isinstance(each, type) else each for each in layers)
+    with pytest.raises(TypeError) as info:
+        Stage(nn.Sequential(first, nn.Sequential(second)), [2])
+    assert told in str(info.value)
+    assert "write `from procpipe.skip import skippable, stash, pop`" in str(info.value)
