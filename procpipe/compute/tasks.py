@@ -31,6 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers
+from procpipe.compute.digests import Digests, Look, difference, differs
+from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry, check_shapes, run_backward
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
 from procpipe.compute.skips import SkipPorts
@@ -58,6 +60,7 @@ class _Pass:
     entry: Entry = field(default_factory=Entry)
     ambient: Ambient | None = None
     buffers: BufferCopies | None = None
+    look: Look | None = None
     versions: list[int] = field(default_factory=list)
 
 
@@ -96,6 +99,8 @@ class Partition:
         self.skips = skips or SkipPorts(SkipLayout(), 0)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._buffers = Buffers(layers)
+        self._generators = Generators(device, layers.values())
+        self._digests = Digests()
         self._splitter = Splitter(layers.values(), self._anchor)
         self._passes: dict[int, _Pass] = {}
         self._put_off: dict[int, PutOff] = {}
@@ -109,6 +114,8 @@ class Partition:
         """Start a mini-batch; whatever an unfinished one left is let go."""
         self._passes.clear()
         self._put_off.clear()
+        self._generators.begin()
+        self._digests.begin()
         trainable = tuple(  # asked for anew, since a user may replace parameters
             parameter.requires_grad for _, layer in self._layers for parameter in layer.parameters()
         )
@@ -180,12 +187,14 @@ class Partition:
                 "recomputing it would start from the wrong values: leave a mini-batch's input "
                 "alone until its backward() is over, or use checkpoint='never'"
             )
+        self._digests.start_again(this.look)
         with (
             recomputing(this.ambient),
             self._buffers.lent(this.buffers),
             self._splitter.into(this.put_off),
         ):
             tensors, _ = self._run_with_graph(this)
+        self._compare(i, this)
         this.ambient = this.buffers = None
         flags = tuple(tensor.requires_grad for tensor in tensors)
         if len(flags) != len(this.requires_grad) or any(
@@ -269,7 +278,8 @@ class Partition:
         input is still what it was: a change through ``x.data`` or NumPy raises no version.
         """
         inputs = this.inputs
-        this.ambient = Ambient.now(self.device)
+        this.look = self._digests.start()
+        this.ambient = Ambient.now(self.device, self._generators.sources())
         this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad)
@@ -293,6 +303,7 @@ class Partition:
                     this.finish,
                     untouched=inputs.tensors,
                 )
+        self._digests.stop()
         self._buffers.after_forward()
         this.requires_grad = learned.requires_grad
         if learned.form != _form(tensors, structure):  # it depends on the data: be careful
@@ -328,6 +339,7 @@ class Partition:
         if self.skips.sources:
             value, *entered = value
         tracker = self.skips.tracker(entered)
+        tracker.on_stash = lambda tensor: self._digests.add(self._current, tensor)
         with tracking(tracker):
             value = self._run_layers(value, finish, untouched)
         self.skips.check(tracker)
@@ -343,6 +355,7 @@ class Partition:
     def _run_layers(self, value: Any, finish: Finish | None, untouched: Sequence[Tensor]) -> Any:
         versions = self._versions(untouched)
         spread = self._is_first
+        self._digests.add(-1, value)
         for k, (_, layer) in enumerate(self._layers):
             self._enter(k)
             try:
@@ -351,11 +364,13 @@ class Partition:
                 error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
             spread = False
+            self._digests.add(self._current, value)
             if versions and versions != self._versions(untouched):
                 raise self._changed_in_place()
         if finish is not None:
             self._enter(len(self._layers))
             value = finish(value[0] if spread else value)
+            self._digests.add(self._current, value)
             if versions and versions != self._versions(untouched):
                 raise self._changed_in_place()
         elif spread:  # a partition without layers passes its inputs on
@@ -398,6 +413,18 @@ class Partition:
     def _enter(self, index: int) -> None:
         self._current = index
         self.on_layer(index)
+
+    def _compare(self, i: int, this: _Pass) -> None:
+        """Compare a recomputation with its first forward, if they were looked at."""
+        first, again = this.look, self._digests.stop()
+        this.look = None
+        if first is None or again is None:
+            return
+        assert this.ambient is not None
+        is_coarse = this.ambient.is_autocast or self.device.type != "cpu"
+        if found := difference(first, again, is_coarse=is_coarse):
+            self._current = found.place  # which the error's notes name, too
+            raise differs(found, self.where(), i)
 
     def _changed_in_place(self) -> RecomputeError:
         return RecomputeError(

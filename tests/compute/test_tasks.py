@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.graph import run_backward
+from procpipe.compute.recompute import is_recomputing
 from procpipe.compute.tasks import Partition
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.tree import Flat
@@ -217,18 +218,54 @@ def test_recomputation_that_goes_another_way_is_told():
         partition.recompute(0)
 
 
+class AnotherShape(nn.Module):
+    """Gives fewer rows when it is recomputed, once it is told to."""
+
+    is_on = False
+
+    def forward(self, t: Tensor) -> Tensor:
+        return t[:1] if self.is_on and is_recomputing() else t
+
+
 def test_a_recomputed_output_of_another_shape_is_told():
-    calls: list[int] = []
+    layer = AnotherShape()
+    partition = partition_of({"a": nn.Identity(), "b": layer, "c": nn.Identity()})
+    layer.is_on = True
+    partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
+    with pytest.raises(
+        RecomputeError,
+        match=r"layer 'b' \(AnotherShape\) gave float32 \(1, 3\) instead of float32 \(4, 3\) when "
+        "micro-batch 0 was recomputed",
+    ):
+        partition.recompute(0)
+    assert partition.where() == "layer 'b' (AnotherShape)"
 
-    def another_shape(t: Tensor) -> Tensor:
-        calls.append(1)
-        return t if len(calls) == 1 else t[:1]
 
-    partition = partition_of(Do(another_shape))
+def test_another_shape_is_told_where_outputs_are_not_looked_at_too():
+    layer = AnotherShape()
+    partition = partition_of(layer)
+    for _ in range(2):
+        partition.begin()
+        run(partition, received(torch.ones(4, 3)), recompute=True)
+    layer.is_on = True
+    partition.begin()
     partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
     partition.recompute(0)
     with pytest.raises(RecomputeError, match=r"shape \(4, 3\), .*recomputing it gave \(1, 3\)"):
         partition.backward(0, [torch.ones(4, 3)])
+
+
+@pytest.mark.parametrize("mini_batch", [1, 2, 16, 128])
+def test_what_begins_to_differ_later_is_told_in_the_next_mini_batch_that_is_looked_at(mini_batch):
+    differs = False
+    partition = partition_of(Do(lambda t: t * (1 + differs * is_recomputing())))
+    for _ in range(mini_batch - 1):
+        partition.begin()
+        run(partition, received(torch.ones(2)), recompute=True)
+    differs = True
+    partition.begin()
+    with pytest.raises(RecomputeError, match=r"layer '0' \(Do\) gave values that differ"):
+        run(partition, received(torch.ones(2)), recompute=True)
 
 
 def test_backward_is_that_of_torch():
