@@ -5,14 +5,15 @@
 
 The numbers are projections on fixed random vectors, and a root mean square. Bits cannot be
 compared: some kernels of torch give other last digits with a graph than without one (on a CPU
-``nn.LSTM`` in float32, a transformer encoder in eval mode), or each time (``index_put_`` with
-``accumulate=True`` on several threads; atomic additions on a GPU). So outputs count as equal if
-they differ by less than a small part of the layer's values: 1e-9 in float64, 1.2e-4 in float32,
-and 0.05 in shorter types, under autocast and on GPUs. Another dropout mask is far more.
+``nn.LSTM`` in float32), or each time (``index_put_`` with ``accumulate=True`` on several threads;
+atomic additions on a GPU). So outputs count as equal if they differ by less than a small part of
+the layer's values: 1e-9 in float64, 1.2e-4 in float32, and 0.05 in shorter types, under autocast
+and on GPUs. Another dropout mask is far more.
 
-A look reads every output once in float64, which takes longer than a layer that only adds. So it is
-done in few mini-batches: in 1 and 2, where most differences show, and in 16, 128, 1024 and so on,
-for what begins to differ later. Those from 3 to 15 are timed by ``schedule="auto"``.
+A look reads every output once in float64, which takes longer than a layer that only adds, and on a
+GPU the host waits for the numbers at the end of R. So it is done in few mini-batches: in 1 and 2,
+where most differences show, and in 16, 128, 1024 and so on, for what begins to differ later. Those
+from 3 to 15 are timed by ``schedule="auto"``.
 """
 
 from __future__ import annotations

@@ -279,7 +279,8 @@ class Partition:
         """
         inputs = this.inputs
         this.look = self._digests.start()
-        this.ambient = Ambient.now(self.device, self._generators.sources())
+        generators = self._generators
+        this.ambient = Ambient.now(self.device, generators.sources(), generators.modules)
         this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad)

@@ -255,6 +255,41 @@ def test_another_shape_is_told_where_outputs_are_not_looked_at_too():
         partition.backward(0, [torch.ones(4, 3)])
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_first_forward_takes_the_path_that_has_a_graph(autocast):
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    partition = partition_of(layer)
+    x = torch.randn(3, 5, 16)
+    for mini_batch in range(2):  # the very first forward has a graph
+        partition.begin()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            expected = layer(x.clone().requires_grad_())
+            output, _ = run(partition, received(x), recompute=True)
+        assert output.tensors[0].dtype == expected.dtype, mini_batch
+        assert torch.equal(output.tensors[0], expected), mini_batch
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_modules_are_in_the_mode_of_their_first_forward():
+    gradients = []
+    for evaluates_between in (False, True):
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3), nn.Dropout().eval())
+        partition = partition_of(*layers)
+        output = partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
+        if evaluates_between:
+            layers.eval()
+        modes = [module.training for module in layers]
+        partition.recompute(0)
+        assert [module.training for module in layers] == modes
+        gradients += partition.backward(0, [torch.rand_like(output.tensors[0])])
+    first, second = gradients
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("mini_batch", [1, 2, 16, 128])
 def test_what_begins_to_differ_later_is_told_in_the_next_mini_batch_that_is_looked_at(mini_batch):
     differs = False
