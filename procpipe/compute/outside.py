@@ -1,8 +1,8 @@
 """Notices what a script changes between a first forward and its recomputation.
 
-    F(i)   ── note ───>  as the layers left them: parameters, buffers, train() or eval()
-           stage(x) has returned: optimizer.step(), load_state_dict(), stage.eval(); or a hook of
-           another micro-batch's backward pass has run an optimizer
+    F(i)   ── note ───>  as the layers left them: parameters, buffers
+           stage(x) has returned: optimizer.step(), load_state_dict(); or a hook of another
+           micro-batch's backward pass has run an optimizer
     R(i)   <── fault ──  as they are now
 
 Without recomputation autograd refuses such a backward pass, as what it saved was written to;
@@ -23,7 +23,7 @@ __all__ = ["OutsideChanges"]
 
 
 class OutsideChanges:
-    """The versions of a partition's parameters and buffers, and the modes of its layers.
+    """The versions of a partition's parameters and buffers.
 
     Args:
         layers: the partition's, by their names in the full model.
@@ -69,7 +69,7 @@ class OutsideChanges:
         now = self._now()
         if now == self._noted:
             return ""
-        versions, flags, buffers, modes = self._noted
+        versions, flags, buffers = self._noted
         pairs = [
             *zip(self._versioned, versions, now[0], strict=True),
             *zip(self._parameters, flags, now[1], strict=True),
@@ -80,9 +80,6 @@ class OutsideChanges:
         for place, version in buffers.items():
             if place not in lent and version != now[2][place]:
                 return f"buffer {self._buffers.name_of(place)!r} was changed"
-        for (name, layer), was, is_now in zip(self._layers, modes, now[3], strict=True):
-            if was != is_now:
-                return f"layer {name!r} was switched by {'train' if layer.training else 'eval'}()"
         return ""
 
     def _now(self) -> _State:
@@ -90,7 +87,6 @@ class OutsideChanges:
             [parameter._version for parameter in self._versioned],
             [parameter.requires_grad for parameter in self._parameters],
             self._buffers.versions(),
-            [layer.training for _, layer in self._layers],
         )
 
     def _name_of(self, parameter: Tensor) -> str:
@@ -107,5 +103,5 @@ def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
-#: Parameters' versions, and whether they require gradients; buffers; whether layers train.
-_State = tuple[list[int], list[bool], dict[Place, tuple[int, int]], list[bool]]
+#: Parameters' versions, and whether they require gradients; buffers.
+_State = tuple[list[int], list[bool], dict[Place, tuple[int, int]]]

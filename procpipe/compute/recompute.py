@@ -1,8 +1,8 @@
 """What makes a recomputed forward task equal to the first one, and how a layer can tell them apart.
 
-A forward task depends on more than its inputs and parameters: on the random number generators (of
-the CPU and of this stage's device), on autocast, and on buffers. ``Ambient`` remembers the first
-two; buffers belong to the layers, so ``compute.tasks`` looks after them.
+A forward task depends on more than its inputs and parameters: on random number generators, on
+autocast, on whether modules are in training mode, and on buffers. ``Ambient`` remembers all but the
+last; ``compute.generators`` finds the generators, and ``compute.buffers`` copies the buffers.
 
 ``torch.utils.checkpoint`` does the same for one function call; here forward, recomputation and
 backward are three tasks of a plan, with other micro-batches' tasks between them.
@@ -10,13 +10,16 @@ backward are three tasks of a plan, with other micro-batches' tasks between them
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
+
+from procpipe.compute.generators import Source, generators_of_torch
 
 __all__ = [
     "Ambient",
@@ -50,12 +53,19 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def checkpointing() -> Iterator[None]:
-    """Run a first forward whose graph is not kept."""
+    """Run a first forward whose graph is not kept.
+
+    Without a graph torch's attention would take another path in eval mode, with other rounding,
+    and under autocast with an output of another dtype, than in recomputation and the plain model.
+    """
     token = _phase.set("checkpointing")
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
         _phase.reset(token)
 
 
@@ -87,50 +97,76 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class Ambient:
-    """The state of the random number generators and of autocast at one moment.
+    """The state of random number generators, of autocast and of modules at one moment.
 
     Attributes:
-        device: the stage's device, whose generator is kept beside the CPU's.
-        random_states: the CPU's generator state and, on a GPU, the device's.
+        device: the stage's device.
+        random_states: generators and their states.
+        modes: modules, and whether each is in training mode.
         autocasts: ``(device type, enabled, dtype, cache enabled)`` of the CPU and the device.
     """
 
     device: torch.device
-    random_states: tuple[Tensor, ...]
+    random_states: tuple[tuple[Source, Any], ...]
+    modes: tuple[Sequence[nn.Module], list[bool]]
     autocasts: tuple[tuple[str, bool, torch.dtype, bool], ...]
 
+    @property
+    def is_autocast(self) -> bool:
+        """Whether autocast is on."""
+        return any(enabled for _, enabled, _, _ in self.autocasts)
+
     @classmethod
-    def now(cls, device: torch.device) -> Ambient:
-        """Take note of the present state."""
-        return cls(device, _random_states(device), _autocasts(device))
+    def now(
+        cls,
+        device: torch.device,
+        sources: Iterable[Source] | None = None,
+        modules: Sequence[nn.Module] = (),
+    ) -> Ambient:
+        """Take note of the present state.
+
+        Args:
+            device: the stage's device.
+            sources: the generators; without, those of torch.
+            modules: all modules of the layers.
+        """
+        if sources is None:
+            sources = generators_of_torch(device)
+        states = tuple((source, source.get()) for source in sources)
+        return cls(device, states, (modules, _modes(modules)), _autocasts(device))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Bring the state back for a while; afterwards the generators go on as if untouched."""
-        present = _random_states(self.device)
+        present = [(source, source.get()) for source, _ in self.random_states]
+        modules, modes = self.modes
+        present_modes = _modes(modules)
         with ExitStack() as stack:
+            if modes != present_modes:  # a user may call eval() before backward()
+                _set_modes(modules, modes)
+                stack.callback(_set_modes, modules, present_modes)
             if self.autocasts != _autocasts(self.device):
                 for kind, enabled, dtype, cache in self.autocasts:
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
                     )
-            _set_random_states(self.device, self.random_states)
             try:
+                for (source, state), (_, now) in zip(self.random_states, present, strict=True):
+                    if state is not now:
+                        source.set(state)
                 yield
             finally:
-                _set_random_states(self.device, present)
+                for source, state in present:
+                    source.set(state)
 
 
-def _random_states(device: torch.device) -> tuple[Tensor, ...]:
-    if device.type == "cuda":
-        return (torch.get_rng_state(), torch.cuda.get_rng_state(device))
-    return (torch.get_rng_state(),)
+def _modes(modules: Iterable[nn.Module]) -> list[bool]:
+    return [module.training for module in modules]
 
 
-def _set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:
+    for module, is_training in zip(modules, modes, strict=True):
+        module.training = is_training
 
 
 def _autocasts(device: torch.device) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:

@@ -9,7 +9,7 @@ pop   <── stashed in this partition
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -84,9 +84,15 @@ class SkipPorts:
 
 
 class StageTracker:
-    """A tracker that knows what came from, and goes to, other partitions."""
+    """A tracker that knows what came from, and goes to, other partitions.
+
+    Attributes:
+        leaving: what later partitions will pop.
+        on_stash: called with whatever a layer stashes.
+    """
 
     def __init__(self, num_pops_elsewhere: dict[SkipKey, int]) -> None:
+        self.on_stash: Callable[[Tensor | None], None] = lambda tensor: None
         self.leaving: dict[SkipKey, Tensor | None] = {}
         self._num_pops_elsewhere = num_pops_elsewhere
         self._local = PlainTracker()
@@ -108,6 +114,7 @@ class StageTracker:
 
     def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
         """Keep a tensor for the layers of this partition that will pop it, and hand it out."""
+        self.on_stash(tensor)
         num_elsewhere = self._num_pops_elsewhere.get(key, 0)
         if num_elsewhere:
             self.leaving[key] = tensor

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers
+from procpipe.compute.digests import Digests, Look, difference, differs
+from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry, check_shapes, run_backward
 from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
@@ -61,6 +63,7 @@ class _Pass:
     entry: Entry = field(default_factory=Entry)
     ambient: Ambient | None = None
     buffers: BufferCopies | None = None
+    look: Look | None = None
     versions: list[int] = field(default_factory=list)
 
 
@@ -103,6 +106,8 @@ class Partition:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._buffers = Buffers(layers)
         self._outside = OutsideChanges(self._layers, self._buffers)
+        self._generators = Generators(device)
+        self._digests = Digests()
         self._splitter = Splitter(layers.values(), self._anchor)
         self._sharing = Sharing()
         self._passes: dict[int, _Pass] = {}
@@ -112,13 +117,17 @@ class Partition:
         self._clone_inputs = bool(layers) and any(
             getattr(module, "inplace", False) for module in self._layers[0][1].modules()
         )
+        self.begin()
 
     def begin(self) -> None:
         """Start a mini-batch; whatever an unfinished one left is let go."""
         self._passes.clear()
         self._put_off.clear()
+        self._digests.begin()
         # Asked for anew, since a user may replace modules and parameters.
-        trainable = self._outside.begin(check_not_data_parallel(self._layers))
+        modules = check_not_data_parallel(self._layers)
+        self._generators.begin(modules)
+        trainable = self._outside.begin(modules)
         if trainable != self._trainable:
             self._trainable = trainable
             self._learned.clear()
@@ -197,9 +206,10 @@ class Partition:
         if fault := self._outside.fault(this.buffers):
             raise RecomputeError(
                 f"{fault} after the first forward of micro-batch {i} and before its recomputation, "
-                "whose gradients would be wrong: change parameters, buffers and modes after "
-                "backward() is over (optimizer.step(), load_state_dict(), eval())"
+                "whose gradients would be wrong: change parameters and buffers after backward() is "
+                "over (optimizer.step(), load_state_dict())"
             )
+        self._digests.start_again(this.look)
         with (
             recomputing(this.ambient),
             self._buffers.lent(this.buffers),
@@ -207,6 +217,7 @@ class Partition:
         ):
             tensors, _ = self._run_with_graph(this)
         self._outside.note(is_repeated=True)
+        self._compare(i, this)
         this.ambient = this.buffers = None
         flags = tuple(tensor.requires_grad for tensor in tensors)
         if len(flags) != len(this.requires_grad) or any(
@@ -290,7 +301,9 @@ class Partition:
         input is still what it was: a change through ``x.data`` or NumPy raises no version.
         """
         inputs = this.inputs
-        this.ambient = Ambient.now(self.device)
+        this.look = self._digests.start()
+        generators = self._generators
+        this.ambient = Ambient.now(self.device, generators.sources(), generators.modules)
         this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad, is_left_out)
@@ -310,6 +323,7 @@ class Partition:
             else:
                 given = self._unshared(inputs.tensors)
                 tensors, structure = self._run(inputs, given, this.finish, inputs.tensors)
+        self._digests.stop()
         self._buffers.after_forward()
         this.requires_grad = learned.requires_grad
         if learned.form != _form(tensors, structure):  # it depends on the data: be careful
@@ -354,6 +368,7 @@ class Partition:
         if self.skips.sources:
             value, *entered = value
         tracker = self.skips.tracker(entered)
+        tracker.on_stash = lambda tensor: self._digests.add(self._current, tensor)
         with tracking(tracker):
             value = self._run_layers(value, finish, untouched, watch)
         self.skips.check(tracker)
@@ -375,6 +390,7 @@ class Partition:
     ) -> Any:
         versions = self._versions(untouched)
         spread = self._is_first
+        self._digests.add(-1, value)
         for k, (_, layer) in enumerate(self._layers):
             self._enter(k)
             try:
@@ -384,12 +400,14 @@ class Partition:
                 raise
             spread = False
             watch.look(self.where)
+            self._digests.add(self._current, value)
             if versions and versions != self._versions(untouched):
                 raise self._changed_in_place()
         if finish is not None:
             self._enter(len(self._layers))
             value = finish(value[0] if spread else value)
             watch.look(self.where)
+            self._digests.add(self._current, value)
             if versions and versions != self._versions(untouched):
                 raise self._changed_in_place()
         elif spread:  # a partition without layers passes its inputs on
@@ -432,6 +450,18 @@ class Partition:
     def _enter(self, index: int) -> None:
         self._current = index
         self.on_layer(index)
+
+    def _compare(self, i: int, this: _Pass) -> None:
+        """Compare a recomputation with its first forward, if they were looked at."""
+        first, again = this.look, self._digests.stop()
+        this.look = None
+        if first is None or again is None:
+            return
+        assert this.ambient is not None
+        is_coarse = this.ambient.is_autocast or self.device.type != "cpu"
+        if found := difference(first, again, is_coarse=is_coarse):
+            self._current = found.place  # which the error's notes name, too
+            raise differs(found, self.where(), i)
 
     def _changed_in_place(self) -> RecomputeError:
         return RecomputeError(

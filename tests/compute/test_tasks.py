@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.graph import run_backward
+from procpipe.compute.recompute import is_recomputing
 from procpipe.compute.tasks import Partition
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.tree import Flat, is_plain
@@ -218,18 +219,89 @@ def test_recomputation_that_goes_another_way_is_told():
         partition.recompute(0)
 
 
+class AnotherShape(nn.Module):
+    """Gives fewer rows when it is recomputed, once it is told to."""
+
+    is_on = False
+
+    def forward(self, t: Tensor) -> Tensor:
+        return t[:1] if self.is_on and is_recomputing() else t
+
+
 def test_a_recomputed_output_of_another_shape_is_told():
-    calls: list[int] = []
+    layer = AnotherShape()
+    partition = partition_of({"a": nn.Identity(), "b": layer, "c": nn.Identity()})
+    layer.is_on = True
+    partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
+    with pytest.raises(
+        RecomputeError,
+        match=r"layer 'b' \(AnotherShape\) gave float32 \(1, 3\) instead of float32 \(4, 3\) when "
+        "micro-batch 0 was recomputed",
+    ):
+        partition.recompute(0)
+    assert partition.where() == "layer 'b' (AnotherShape)"
 
-    def another_shape(t: Tensor) -> Tensor:
-        calls.append(1)
-        return t if len(calls) == 1 else t[:1]
 
-    partition = partition_of(Do(another_shape))
+def test_another_shape_is_told_where_outputs_are_not_looked_at_too():
+    layer = AnotherShape()
+    partition = partition_of(layer)
+    for _ in range(2):
+        partition.begin()
+        run(partition, received(torch.ones(4, 3)), recompute=True)
+    layer.is_on = True
+    partition.begin()
     partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
     partition.recompute(0)
     with pytest.raises(RecomputeError, match=r"shape \(4, 3\), .*recomputing it gave \(1, 3\)"):
         partition.backward(0, [torch.ones(4, 3)])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_first_forward_takes_the_path_that_has_a_graph(autocast):
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    partition = partition_of(layer)
+    x = torch.randn(3, 5, 16)
+    for mini_batch in range(2):  # the very first forward has a graph
+        partition.begin()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            expected = layer(x.clone().requires_grad_())
+            output, _ = run(partition, received(x), recompute=True)
+        assert output.tensors[0].dtype == expected.dtype, mini_batch
+        assert torch.equal(output.tensors[0], expected), mini_batch
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_modules_are_in_the_mode_of_their_first_forward():
+    gradients = []
+    for evaluates_between in (False, True):
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3), nn.Dropout().eval())
+        partition = partition_of(*layers)
+        output = partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
+        if evaluates_between:
+            layers.eval()
+        modes = [module.training for module in layers]
+        partition.recompute(0)
+        assert [module.training for module in layers] == modes
+        gradients += partition.backward(0, [torch.rand_like(output.tensors[0])])
+    first, second = gradients
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("mini_batch", [1, 2, 16, 128])
+def test_what_begins_to_differ_later_is_told_in_the_next_mini_batch_that_is_looked_at(mini_batch):
+    differs = False
+    partition = partition_of(Do(lambda t: t * (1 + differs * is_recomputing())))
+    for _ in range(mini_batch - 1):
+        partition.begin()
+        run(partition, received(torch.ones(2)), recompute=True)
+    differs = True
+    partition.begin()
+    with pytest.raises(RecomputeError, match=r"layer '0' \(Do\) gave values that differ"):
+        run(partition, received(torch.ones(2)), recompute=True)
 
 
 def test_backward_is_that_of_torch():
@@ -338,7 +410,6 @@ OUTSIDE = {
         layers["a"], "weight", nn.Parameter(torch.ones(4, 3))
     ),
     "buffer 'b.scale' was changed": lambda layers: layers["b"].scale.fill_(2),
-    "layer 'a' was switched by eval()": lambda layers: layers["a"].eval(),
 }
 
 

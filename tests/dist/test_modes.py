@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import random
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,6 +173,180 @@ def train_and_go_backward_outside(stage):
 def train_plainly_under_disabled(stage):
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
         stage.step(torch.ones(6, 2))
+
+
+# -- random numbers ------------------------------------------------------------------------------
+
+
+class Drop(nn.Module):
+    """Dropout by numbers from any generator, with weights."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.own = {
+            "own torch": torch.Generator,
+            "own random": random.Random,
+            "own numpy": np.random.default_rng,
+            "own numpy, old": np.random.RandomState,
+        }.get(kind, lambda: None)()
+        held: Any = {"list": [torch.Generator()], "dict": {"a": torch.Generator()}}
+        self.held = held.get(kind)
+
+    def draw(self, n):
+        own: Any = self.own
+        if self.held is not None:
+            own = self.held["a"] if isinstance(self.held, dict) else self.held[0]
+        match self.kind:
+            case "torch":
+                return torch.rand(n)
+            case "random":
+                return torch.tensor([random.random() for _ in range(n)])
+            case "random.gauss":
+                return torch.tensor([random.gauss(0, 1) for _ in range(n)])
+            case "numpy":
+                return torch.from_numpy(np.random.rand(n))
+            case "numpy.randn":
+                return torch.tensor([np.random.randn() for _ in range(n)])
+            case "own random":
+                return torch.tensor([own.random() for _ in range(n)])
+            case "own numpy":
+                return torch.from_numpy(own.random(n))
+            case "own numpy, old":
+                return torch.from_numpy(own.randn(n))
+        return torch.rand(n, generator=own)
+
+    def seed(self):
+        held = self.held.values() if isinstance(self.held, dict) else self.held or ()
+        for own in (self.own, *held):
+            if isinstance(own, torch.Generator):
+                own.manual_seed(5)
+            elif isinstance(own, np.random.Generator):
+                own.bit_generator.state = np.random.default_rng(5).bit_generator.state
+            elif own is not None:
+                own.seed(5)
+
+    def forward(self, input):
+        mask = (self.draw(input.numel()) > 0.4).double().view_as(input)
+        return input * mask * self.weight
+
+
+KINDS = (
+    "torch",
+    "random",
+    "random.gauss",
+    "numpy",
+    "numpy.randn",
+    "own torch",
+    "own random",
+    "own numpy",
+    "own numpy, old",
+    "list",
+    "dict",
+)
+
+
+def seed_all(layers):
+    torch.manual_seed(4)
+    random.seed(4)
+    np.random.seed(4)
+    for layer in layers:
+        if isinstance(layer, Drop):
+            layer.seed()
+
+
+def check_random_layers(bare, balance):
+    """Each stage draws from generators of its own, so the truth is run stage by stage."""
+    inputs, target = make_batch()
+    for kind in KINDS:
+        torch.manual_seed(1)
+        layers = [nn.Linear(4, 4), Drop(kind), nn.Tanh(), Drop(kind), nn.Linear(4, 3), nn.Tanh()]
+        plain = nn.Sequential(*layers).double()
+        for mode in MODES:
+            options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": F.cross_entropy}
+            with stage_of(bare, f"{kind} {mode}", plain, balance, **options) as stage:
+                for style in ("step", "forward", "step"):
+                    what = f"{kind} {mode} {style}"
+                    plain.zero_grad()
+                    stage.zero_grad()
+                    outputs = list(inputs.chunk(3))
+                    first = 0
+                    for part in balance:
+                        seed_all(plain)
+                        outputs = [plain[first : first + part](x) for x in outputs]
+                        first += part
+                    following = draw_again(plain)
+                    seed_all(stage)
+                    if style == "step":
+                        losses = [
+                            F.cross_entropy(output, y) * (len(y) / 10)
+                            for output, y in zip(outputs, target.chunk(3), strict=True)
+                        ]
+                        for loss in reversed(losses):
+                            loss.backward()
+                        stage.step(inputs, target)
+                    else:
+                        parts = [output.detach().requires_grad_() for output in outputs]
+                        torch.cat(parts).square().sum().backward()
+                        for output, part in reversed(list(zip(outputs, parts, strict=True))):
+                            output.backward(part.grad)
+                        stage(inputs).square().sum().backward()
+                    assert_same_gradients(stage, plain, what)
+                    if len(balance) == 1:  # the generators go on as if nothing was recomputed
+                        assert_same(draw_again(stage), following, what)
+
+
+def draw_again(layers):
+    return [layer.draw(5) for layer in layers if isinstance(layer, Drop)]
+
+
+class Hidden(nn.Module):
+    """Depends on what recomputation cannot know of."""
+
+    generator = torch.Generator()
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.count = 0
+
+    def forward(self, input):
+        self.count += 1
+        return input * self.weight * (1 + 0.01 * self.count)
+
+
+class DrawsFromClass(Hidden):
+    def forward(self, input):
+        return input * self.weight * torch.rand(input.shape, generator=self.generator)
+
+
+class DrawsFromSystem(Hidden):
+    def forward(self, input):
+        return input * self.weight * random.SystemRandom().random()
+
+
+class MakesGenerator(Hidden):
+    def forward(self, input):
+        if self.count == 0:
+            self.count, self.own = 1, random.Random(1)
+        return input * self.weight * self.own.random()
+
+
+def train_with_hidden(bare, layer, where):
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    in_loss = layer() if where == "loss" else nn.Identity()
+    if where != "loss":
+        model[where] = layer()
+
+    def loss_fn(output, target):
+        return F.cross_entropy(in_loss(output), target)
+
+    options: Any = {"chunks": 3, "checkpoint": "always", "loss_fn": loss_fn}
+    with stage_of(bare, "hidden", model, [2, 2], **options) as stage:
+        for _ in range(3):
+            stage.step(*make_batch())
 
 
 class InFloat32(nn.Module):
@@ -597,6 +774,24 @@ def test_recomputation_is_under_the_autocast_of_its_forward(ranks, balance):
 @pytest.mark.parametrize("balance", [[4], [1, 3], [2, 1, 1]], ids=str)
 def test_gradients_under_autocast(ranks, balance):
     ranks(len(balance)).run(check_autocast_gradients, balance, world=False).values()
+
+
+@pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 3]], ids=str)
+def test_random_layers_are_repeated_whatever_they_draw_from(ranks, balance):
+    ranks(len(balance)).run(check_random_layers, balance, world=False).values()
+
+
+@pytest.mark.parametrize("layer", [Hidden, DrawsFromClass, DrawsFromSystem, MakesGenerator])
+@pytest.mark.parametrize(("where", "rank"), [(0, 0), (1, 0), (2, 1), (3, 1), ("loss", 1)], ids=str)
+def test_a_layer_that_is_not_repeated_is_named(ranks, layer, where, rank):
+    outcomes = ranks(2).run(train_with_hidden, layer, where, world=False)
+    place = "loss_fn" if where == "loss" else rf"layer '{where}' \({layer.__name__}\)"
+    errors = outcomes.errors()
+    assert errors[rank].type == "RecomputeError"
+    assert re.search(f"{place} gave values that differ", errors[rank].text)
+    assert re.search(rf"task R\d@{rank} .*, {place}", errors[rank].text)
+    assert errors[1 - rank].type == "RemoteStageError"
+    assert re.search(f"RecomputeError: {place} gave", errors[1 - rank].text)
 
 
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)

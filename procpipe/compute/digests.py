@@ -1,0 +1,197 @@
+"""Detects layers whose recomputation differs from their first forward.
+
+    F(i)   output of each layer ──> a few numbers, kept
+    R(i)   output of each layer ──> the same numbers, compared: the first that differ name a layer
+
+The numbers are projections on fixed random vectors, and a root mean square. Bits cannot be
+compared: some kernels of torch give other last digits with a graph than without one (on a CPU
+``nn.LSTM`` in float32), or each time (``index_put_`` with ``accumulate=True`` on several threads;
+atomic additions on a GPU). So outputs count as equal if they differ by less than a small part of
+the layer's values: 1e-9 in float64, 1.2e-4 in float32, and 0.05 in shorter types, under autocast
+and on GPUs. Another dropout mask is far more.
+
+A look reads every output once in float64, which takes longer than a layer that only adds, and on a
+GPU the host waits for the numbers at the end of R. So it is done in few mini-batches: in 1 and 2,
+where most differences show, and in 16, 128, 1024 and so on, for what begins to differ later. Those
+from 3 to 15 are timed by ``schedule="auto"``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from procpipe.errors import RecomputeError
+
+__all__ = ["Difference", "Digests", "Look", "difference", "differs"]
+
+_NUM_PROJECTIONS = 4
+
+#: Elements that are looked at together; also the length of the random vectors.
+_CHUNK = 2**16
+
+#: The largest difference, as a part of the values: where rounding is coarse or differs each time.
+_COARSE = 0.05
+
+_MINI_BATCHES = frozenset({1, *(2 * 8**k for k in range(20))})
+
+_REPEATED = (
+    "Repeated are the generators of torch, random and numpy.random, those that modules hold as "
+    "attributes (self.generator = torch.Generator()), and buffers (register_buffer, for a "
+    "counter): use these, or checkpoint='never'"
+)
+
+
+class _Entry(NamedTuple):
+    """One tensor: what it is, and projections and root mean square if it has numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    numbers: Tensor | None
+
+
+#: All tensors of an output, from left to right.
+_Digest = list[_Entry]
+
+#: The outputs of one forward task, in order, after its input: the layer's index, and the digest.
+Look = list[tuple[int, _Digest]]
+
+
+class Digests:
+    """Says in which mini-batches to look, and looks."""
+
+    def __init__(self) -> None:
+        self._num_mini_batches = 0
+        self._is_due: bool | None = None
+        self._look: Look | None = None
+        self._vectors: dict[torch.device, Tensor] = {}
+
+    def begin(self) -> None:
+        """Start a mini-batch."""
+        self._is_due = self._look = None
+
+    def start(self) -> Look | None:
+        """Start to look at a first forward that will be recomputed, if it is time to."""
+        if self._is_due is None:  # the first of a mini-batch
+            self._num_mini_batches += 1
+            self._is_due = self._num_mini_batches in _MINI_BATCHES
+        self._look = [] if self._is_due else None
+        return self._look
+
+    def start_again(self, first: Look | None) -> None:
+        """Start to look at a recomputation, if its first forward was looked at."""
+        self._look = None if first is None else []
+
+    def stop(self) -> Look | None:
+        """Return what was looked at."""
+        look, self._look = self._look, None
+        return look
+
+    def add(self, place: int, value: Any) -> None:
+        """Look at an output, of tensors nested in any way."""
+        if self._look is not None:
+            with torch.no_grad():
+                self._look.append((place, self._digest(value)))
+
+    def _digest(self, value: Any) -> _Digest:
+        return [
+            _Entry(tuple(leaf.shape), leaf.dtype, self._numbers(leaf))
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, Tensor)
+        ]
+
+    def _numbers(self, tensor: Tensor) -> Tensor | None:
+        is_plain = type(tensor.detach()) is Tensor and tensor.layout == torch.strided
+        if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.numel() == 0:
+            return None
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        vectors = self._vectors.get(tensor.device)
+        if vectors is None:
+            own = torch.Generator("cpu").manual_seed(0)
+            made = torch.randn(
+                _CHUNK, _NUM_PROJECTIONS, generator=own, dtype=torch.float64, device="cpu"
+            )
+            vectors = self._vectors[tensor.device] = made.to(tensor.device)
+        total = torch.zeros(_NUM_PROJECTIONS + 1, dtype=torch.float64, device=tensor.device)
+        for k, chunk in enumerate(tensor.flatten().split(_CHUNK)):
+            values = chunk.to(torch.float64).nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
+            # Another factor for each chunk, or they could change places.
+            projected = torch.mv(vectors[: len(values)].T, values) * (1 + 0.5 * math.cos(k))
+            total += torch.cat([projected, torch.dot(values, values)[None]])
+        total[:-1] /= math.sqrt(tensor.numel())
+        total[-1] = (total[-1] / tensor.numel()).sqrt()
+        return total
+
+
+class Difference(NamedTuple):
+    """The first output that is not the same again.
+
+    Attributes:
+        place: the layer's index.
+        how: the difference in words.
+    """
+
+    place: int
+    how: str
+
+
+def difference(first: Look, again: Look, *, is_coarse: bool) -> Difference | None:
+    """Compare a first forward and its recomputation.
+
+    Args:
+        first: what was looked at in the one.
+        again: what was looked at in the other.
+        is_coarse: whether values were computed with few digits (autocast), or on a GPU.
+    """
+    tolerance = _COARSE if is_coarse else _tolerance(first)
+    scale_before = 0.0
+    for (place, one), (place_again, other) in zip(first, again, strict=False):
+        forms = [[(entry.shape, entry.dtype) for entry in digest] for digest in (one, other)]
+        if forms[0] != forms[1] or place != place_again:
+            return Difference(place, f"{_in_words(forms[1])} instead of {_in_words(forms[0])}")
+        pairs = list(_numbers_of(one, other))
+        scale = max((max(ours[-1], theirs[-1]) for ours, theirs in pairs), default=0.0)
+        # That of the input too: of what cancels out, nothing but rounding is left.
+        limit = tolerance * max(scale, scale_before)
+        for ours, theirs in pairs:
+            apart = max(abs(x - y) for x, y in zip(ours, theirs, strict=True))
+            if apart > limit:
+                return Difference(
+                    place, f"values that differ by about {apart / scale:.2g} of their size"
+                )
+            if apart > 0:  # layers from here on may amplify what was rounded differently
+                tolerance = _COARSE
+        scale_before = scale
+    return None
+
+
+def differs(found: Difference, place: str, i: int) -> RecomputeError:
+    """Return the error that says so of a layer."""
+    return RecomputeError(
+        f"{place} gave {found.how} when micro-batch {i} was recomputed, so gradients would be "
+        f"wrong: it depends on what recomputation does not repeat. {_REPEATED}"
+    )
+
+
+def _numbers_of(one: _Digest, other: _Digest) -> Iterator[tuple[list[float], list[float]]]:
+    for ours, theirs in zip(one, other, strict=True):
+        if ours.numbers is not None and theirs.numbers is not None:
+            yield ours.numbers.tolist(), theirs.numbers.tolist()
+
+
+def _tolerance(look: Look) -> float:
+    """Return how much values may differ, for the coarsest floating-point type among them."""
+    dtypes = {entry.dtype for _, digest in look for entry in digest}
+    epsilons = [torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex]
+    return min(_COARSE, max(1e-9, 1000 * max(epsilons, default=0.0)))
+
+
+def _in_words(forms: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    words = [f"{str(dtype).removeprefix('torch.')} {shape}" for shape, dtype in forms]
+    return ", ".join(words) or "no tensor"

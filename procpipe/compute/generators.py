@@ -1,0 +1,221 @@
+"""The random number generators that layers may draw from, and their states.
+
+    torch's               of the CPU and, on a GPU, of the stage's device
+    Python's and NumPy's  the global ones: ``random.random()``, ``numpy.random.rand()``
+    the layers' own       attributes of their modules, and entries of a list, tuple, set or dict
+                          that is an attribute
+
+What a layer draws from without holding it (a global ``torch.Generator``, an object in an attribute
+of an attribute, ``os.urandom``) cannot be found here; ``compute.digests`` detects it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = ["Generators", "Source", "generators_of_torch"]
+
+#: A Mersenne Twister in memory: 624 words and the position of the next one. CPython's ``random``
+#: has the position first, NumPy's last.
+_TWISTER = struct.Struct("=625I")
+
+#: Bytes that tell whether it has moved: the position and 3 words, which change whenever the
+#: position comes round to where it was.
+_NUM_LOOKED_AT = 16
+
+#: Entries of a container that is an attribute; a longer one is taken for data.
+_MAX_ENTRIES = 1000
+
+#: The attributes that every module has.
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+
+
+class Source(NamedTuple):
+    """One generator.
+
+    Attributes:
+        get: returns its state.
+        set: makes it go on from a state.
+    """
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+class Generators:
+    """The generators of a partition.
+
+    Args:
+        device: the stage's device.
+
+    Attributes:
+        modules: all modules of the layers, in this mini-batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.modules: Sequence[nn.Module] = ()
+        python = _Python()
+        self._global = [*generators_of_torch(device), Source(python.get, python.set)]
+        self._has_numpy = False
+        self._sources: list[Source] | None = None
+
+    def begin(self, modules: Sequence[nn.Module]) -> None:
+        """Start a mini-batch, before which layers may have been given other generators.
+
+        Args:
+            modules: all modules of the layers, which takes long to find.
+        """
+        self.modules = modules
+        self._sources = None
+
+    def sources(self) -> list[Source]:
+        """Return the generators that layers may draw from in this mini-batch."""
+        if self._sources is None:
+            if not self._has_numpy and "numpy" in sys.modules:
+                # Loads numpy.random, 9 ms: a forward that did so first could not be repeated.
+                numpy = _NumPy(sys.modules["numpy"].random)
+                self._global.append(Source(numpy.get, numpy.set))
+                self._has_numpy = True
+            self._sources = [*self._global, *_held_by(self.modules)]
+        return self._sources
+
+
+def generators_of_torch(device: torch.device) -> list[Source]:
+    """Return torch's own generators: the CPU's, and a GPU's."""
+    sources = [Source(torch.get_rng_state, torch.set_rng_state)]
+    if device.type == "cuda":
+        get = partial(torch.cuda.get_rng_state, device)
+        sources.append(Source(get, partial(torch.cuda.set_rng_state, device=device)))
+    return sources
+
+
+class _Twister:
+    """A global Mersenne Twister, whose state is only read out again once its memory has changed.
+
+    Reading out a state takes 9 us in Python and 36 us in NumPy, a look at its memory 0.4 us.
+    A state here is a pair: what the memory was, or None where that does not tell all, and the
+    state as the library gives it.
+    """
+
+    def __init__(self) -> None:
+        self._newest: tuple[Any, Any] = (None, None)
+
+    def get(self) -> tuple[Any, Any]:
+        memory = self._look()
+        if memory is None or memory != self._newest[0]:
+            self._newest = self._read(memory)
+        return self._newest
+
+    def set(self, state: tuple[Any, Any]) -> None:
+        memory, value = state
+        if memory is None or memory != self._look():
+            self._write(value)
+            self._newest = state
+
+    def _look(self) -> Any:
+        raise NotImplementedError
+
+    def _read(self, memory: Any) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    def _write(self, value: Any) -> None:
+        raise NotImplementedError
+
+
+class _Python(_Twister):
+    """The generator behind the functions of ``random``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator: Any = random._inst
+        self._address = id(self._generator) + object.__basicsize__
+        self._is_readable = self._is_where_expected()
+
+    def _is_where_expected(self) -> bool:
+        """Tell whether this Python has the words in memory where CPython 3.11 to 3.13 has them."""
+        size = type(self._generator).__basicsize__ - object.__basicsize__
+        if size < _TWISTER.size:
+            return False
+        position, *words = _TWISTER.unpack(ctypes.string_at(self._address, _TWISTER.size))
+        _, expected, _ = random.getstate()
+        return bool((*words, position) == expected)
+
+    def _look(self) -> Any:
+        if not self._is_readable:
+            return random.getstate()
+        memory = ctypes.string_at(self._address, _NUM_LOOKED_AT)
+        return memory, self._generator.gauss_next
+
+    def _read(self, memory: Any) -> tuple[Any, Any]:
+        return memory, random.getstate()
+
+    def _write(self, value: Any) -> None:
+        random.setstate(value)
+
+
+class _NumPy(_Twister):
+    """The generator behind the functions of ``numpy.random``.
+
+    It draws normal numbers by twos and keeps the second outside of the memory looked at. So while
+    there is one, the memory does not tell all.
+    """
+
+    def __init__(self, numpy_random: ModuleType) -> None:
+        super().__init__()
+        self._random = numpy_random
+        self._bit_generator: Callable[[], Any] = getattr(
+            numpy_random, "get_bit_generator", lambda: None
+        )
+
+    def _look(self) -> Any:
+        generator = self._bit_generator()  # a user may replace it
+        if type(generator) is not self._random.MT19937:
+            return None
+        end = generator.ctypes.state_address + _TWISTER.size
+        return ctypes.string_at(end - _NUM_LOOKED_AT, _NUM_LOOKED_AT)
+
+    def _read(self, memory: Any) -> tuple[Any, Any]:
+        state = self._random.get_state(legacy=False)
+        return (None if state["has_gauss"] else memory), state
+
+    def _write(self, value: Any) -> None:
+        self._random.set_state(value)
+
+
+def _held_by(modules: Iterable[nn.Module]) -> Iterator[Source]:
+    """Find the generators among the modules' attributes, each once."""
+    numpy_random = sys.modules.get("numpy.random")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy_random is not None:
+        kinds += numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator
+    found: dict[int, Any] = {}
+    for module in modules:
+        attributes = vars(module)
+        for name in attributes.keys() - _OF_ALL_MODULES:
+            value = attributes[name]
+            if isinstance(value, kinds):
+                found[id(value)] = value
+            elif isinstance(value, (list, tuple, set, dict)) and len(value) <= _MAX_ENTRIES:
+                entries = value.values() if isinstance(value, dict) else value
+                found |= {id(entry): entry for entry in entries if isinstance(entry, kinds)}
+    for generator in found.values():
+        if isinstance(generator, torch.Generator):
+            yield Source(generator.get_state, generator.set_state)
+        elif isinstance(generator, random.Random):
+            if not isinstance(generator, random.SystemRandom):  # which has no state
+                yield Source(generator.getstate, generator.setstate)
+        elif hasattr(generator, "get_state"):  # a numpy.random.RandomState
+            yield Source(partial(generator.get_state, legacy=False), generator.set_state)
+        else:
+            bits = getattr(generator, "bit_generator", generator)
+            yield Source(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
