@@ -47,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Report:
     cases = dict(_asked(options))
     failed: list[int] = []
+    num_run = 0
     start_s = time.monotonic()
     pool = Pool()
     try:
@@ -55,6 +56,7 @@ def run(options: argparse.Namespace) -> Report:
                 pool.close()
                 pool = Pool()
             stories = judge(pool, [cases[number] for number in numbers])
+            num_run += len(numbers)
             for number, story in zip(numbers, stories, strict=True):
                 if story is not None:
                     failed.append(number)
@@ -64,7 +66,7 @@ def run(options: argparse.Namespace) -> Report:
     finally:
         pool.close()
     if failed:
-        raise RuntimeError(f"{len(failed)} of {len(cases)} cases failed: {sorted(failed)}")
+        raise RuntimeError(f"{len(failed)} of {num_run} cases failed: {sorted(failed)}")
     return Report(
         "fuzz",
         [_tabulate(cases.values(), time.monotonic() - start_s)],

@@ -96,6 +96,7 @@ WORDS = [
     "spectralnorm",
     "dropout",
     "counting",
+    "drawing",
     "nothing",
 ]
 

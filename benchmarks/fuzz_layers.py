@@ -2,7 +2,7 @@
 
 What a layer returns may be anything that can travel: views, tuples, dicts, integers, ``None``. The
 next begins by folding that into one tensor ``(batch, time, 8)`` again, in which everything that
-was returned has a part. All is float64, and nothing draws random numbers after it has been built.
+was returned has a part. All is float64, and no output depends on random numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.fuzz_cases import Case
+from procpipe import is_recomputing
 from procpipe.skip import Namespace, pop, skippable, stash
 
 __all__ = ["TIME", "WIDTH", "build", "fold"]
@@ -138,7 +139,7 @@ class Pop(nn.Module):
 
     def forward(self, value: Any) -> Generator[Any, Any, Any]:
         skip = yield pop("skip")
-        return fold((fold(value), skip))
+        return 0.9 * fold((fold(value), skip))  # so that two cannot be exchanged
 
 
 class Stash(nn.Module):
@@ -163,7 +164,7 @@ class Counting(Layer):
     average: Tensor
 
     def __init__(self) -> None:
-        super().__init__(lambda self, x: x, f=_linear())  # see forward
+        super().__init__(lambda self, x: x, f=_linear())
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.zeros(WIDTH))
 
@@ -173,6 +174,23 @@ class Counting(Layer):
             self.count.add_(1)
             self.average = 0.5 * self.average + 0.5 * x.detach().mean((0, 1))
         return self.f(x - self.average) * (1 + 0.125 * self.count.item())
+
+
+class Drawing(Layer):
+    """Draws a random number, which has to be one of the first forward's when it is recomputed.
+
+    The number has no part in the output, as the plain model draws another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, x: self.f(x), f=_linear())
+        self.drawn: set[float] = set()
+
+    def forward(self, value: Any) -> Any:
+        drawn = torch.rand(()).item()
+        assert not is_recomputing() or drawn in self.drawn, "recomputed with other random numbers"
+        self.drawn.add(drawn)
+        return super().forward(value)
 
 
 def _linear() -> nn.Linear:
@@ -269,6 +287,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     ),
     "dropout": lambda: Layer(_seeded_dropout),
     "counting": Counting,
+    "drawing": Drawing,
     "nothing": nn.Identity,
 }
 
