@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from benchmarks.fuzz_cases import SCHEDULES, Case, draw, simpler
-from benchmarks.fuzz_run import is_exact, run_cases
+from benchmarks.fuzz_run import run_cases
 from benchmarks.report import Cell, Report, Table
 from tests.dist.pool import Pool, Ranks
 from tests.dist.report import Outcomes, RanksHungError
@@ -151,7 +151,7 @@ def _tell(pool: Pool, options: argparse.Namespace, number: int, case: Case, stor
 
 def _tabulate(cases: Iterable[Case], took_s: float) -> Table:
     num = Counter((case.schedule, case.num_ranks) for case in cases)
-    num_exact = sum(is_exact(case) for case in cases)
+    num_exact = sum(case.is_exact for case in cases)
     rows: list[list[Cell]] = [[name, *(num[name, n] for n in (1, 2, 3, 4))] for name in SCHEDULES]
     notes = [
         f"{num.total()} cases without a difference in {took_s:.0f} s",

@@ -97,7 +97,12 @@ class Plain:
                 for output, (_, target, _) in zip(outputs, parts, strict=True)
             ]
             shares = self._shares(parts)
-            weighted = [loss * share for loss, share in zip(losses, shares, strict=True)]
+            weighted = [
+                loss * share
+                if share
+                else 0 * _scores(output, self._case).sum()  # whatever that loss is
+                for output, loss, share in zip(outputs, losses, shares, strict=True)
+            ]
         for loss in reversed(weighted) if self._case.schedule == "gpipe" else weighted:
             if loss.requires_grad:
                 loss.backward()
@@ -199,7 +204,7 @@ def loss_fn_of(case: Case) -> Callable[..., Tensor]:
     """Return the ``loss_fn`` of a case."""
 
     def loss_fn(output: Any, target: Any = None) -> Tensor:
-        scores = output["scores"] if case.head == "dict" else output
+        scores = _scores(output, case)
         if target is None:
             loss = scores.square().mean()
         elif case.loss == "classes":
@@ -216,6 +221,10 @@ def loss_fn_of(case: Case) -> Callable[..., Tensor]:
         return result
 
     return loss_fn
+
+
+def _scores(output: Any, case: Case) -> Any:
+    return output["scores"] if case.head == "dict" else output
 
 
 def own_loss(case: Case, output: Any, target: Any) -> Any:

@@ -2,8 +2,8 @@
 
 Compared after each call are the loss, the output, every gradient, parameter and buffer of the
 stage, the inputs' gradients, and at the end how often hooks ran. Every bit, where additions are in
-the same order and factors laid out alike (``is_exact``); else to 1e-12 of the largest number that
-is compared, or 1e-10 behind norms, which divide rounding by small deviations.
+the same order and factors laid out alike (``Case.is_exact``); else to 1e-12 of the largest number
+that is compared, or 1e-10 behind norms, which divide rounding by small deviations.
 """
 
 from __future__ import annotations
@@ -24,21 +24,13 @@ from procpipe import RemoteStageError, Stage, is_recomputing
 from tests.dist.stages import stage_of
 from tests.dist.worker import BareWorld
 
-__all__ = ["TOLERANCE", "is_exact", "run_case", "run_cases"]
+__all__ = ["TOLERANCE", "run_case", "run_cases"]
 
 #: Of the largest number compared, where results are not the same to the last bit; behind norms.
 TOLERANCE, TOLERANCE_OF_NORMS = 1e-12, 1e-10
 
 #: Smaller numbers count as this: a gradient may be 0 but for rounding, as that through two norms.
 FLOOR = 1e-2
-
-#: What a message makes contiguous, or cuts out of a larger sum, so that others add and multiply in
-#: another order: views (recurrent layers and attentions return some, too), and tensors used twice.
-INEXACT = {
-    *("conv", "batchnorm", "batchnorm-mean", "groupnorm", "instancenorm"),
-    *("attention", "attention-alone", "gru", "lstm", "floats"),
-    *("strided", "expanded", "transposed", "list", "same", "weight", "stash.1", "stash.5"),
-}
 
 
 def run_cases(bare: BareWorld, cases: Iterable[Case]) -> list[str | None]:
@@ -91,15 +83,8 @@ def run_case(bare: BareWorld, name: str, case: Case, *, truth: Case | None = Non
         duel.compare_hooks()
 
 
-def is_exact(case: Case) -> bool:
-    """Tell whether every bit must be the plain model's."""
-    words = {word.rstrip("*") for word in case.words}
-    has_two_uses = words & {"tied", "twice"} and case.schedule in ("zb-h1", "zb-v")
-    return not words & INEXACT and not has_two_uses
-
-
 def _tolerance(case: Case) -> float:
-    if is_exact(case):
+    if case.is_exact:
         return 0.0
     return TOLERANCE_OF_NORMS if "norm" in case.layers else TOLERANCE
 
