@@ -126,8 +126,11 @@ def _together(cases: dict[int, Case]) -> Iterator[list[int]]:
 
 
 def _joined(of_ranks: Iterable[str | None]) -> str | None:
-    stories = [f"rank {rank}: {story}" for rank, story in enumerate(of_ranks) if story is not None]
-    return "\n".join(stories) or None
+    stories = list(of_ranks)
+    told = [f"rank {rank}: {story}" for rank, story in enumerate(stories) if story]
+    if not told and any(story is not None for story in stories):
+        return "rank ?: RemoteStageError: every rank ended because of another"
+    return "\n".join(told) or None
 
 
 def _kind(story: str | None) -> str | None:

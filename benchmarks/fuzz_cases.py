@@ -18,12 +18,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from procpipe.plan.rows import plan_of_rows
-from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
+__all__ = ["ACTS", "PAIRS", "SCHEDULES", "WORDS", "Case", "draw", "simpler"]
 
-__all__ = ["ACTS", "PAIRS", "SCHEDULES", "WORDS", "Case", "draw", "pairs", "simpler"]
-
-#: The schedule that is a function, ``pairs`` below.
+#: The schedule that is a function, ``two_at_a_time``.
 PAIRS = "pairs"
 
 #: By schedule, how many partitions each rank may have.
@@ -232,26 +229,6 @@ def simpler(case: Case) -> Iterator[Case]:
         if int(size or 0) > 2:
             calls = (*case.calls[:k], f"{act}:{int(size) - 1}", *case.calls[k + 1 :])
             yield dataclasses.replace(case, calls=calls)
-
-
-def pairs(m: int, n: int) -> Plan:
-    """A schedule of the user's own: two micro-batches forward and backward, then the next two.
-
-    The last stage recomputes each first one, no other stage any.
-    """
-
-    def row(j: int) -> list[Task]:
-        tasks = []
-        for first in range(0, m, 2):
-            pair = range(first, min(first + 2, m))
-            tasks += [Task(FORWARD, i, j) for i in pair]
-            for i in pair:
-                if i == first and j == n - 1:
-                    tasks.append(Task(RECOMPUTE, i, j))
-                tasks.append(Task(BACKWARD, i, j))
-        return tasks
-
-    return plan_of_rows(m, [row(j) for j in range(n)])
 
 
 def _words(chance: random.Random, num_words: int) -> list[str]:

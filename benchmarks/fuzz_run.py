@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fuzz_cases import PAIRS, Case, pairs
+from benchmarks.fuzz_cases import PAIRS, Case
 from benchmarks.fuzz_layers import build
 from benchmarks.fuzz_plain import Batch, Plain, loss_fn_of, loss_weight_of, own_loss
 from procpipe import RemoteStageError, Stage, is_recomputing
-from tests.dist.stages import stage_of
+from tests.dist.stages import assert_same, stage_of, two_at_a_time
 from tests.dist.worker import BareWorld
 
 __all__ = ["TOLERANCE", "run_case", "run_cases"]
@@ -34,9 +34,9 @@ FLOOR = 1e-2
 
 
 def run_cases(bare: BareWorld, cases: Iterable[Case]) -> list[str | None]:
-    """Run cases one after another on each rank; return what was wrong with each, if anything.
+    """Run cases one after another on each rank; return what was wrong with each, or None.
 
-    A rank that only hears of another's failure has nothing to say.
+    Of a failure of another rank, the story is empty.
     """
     torch.set_default_dtype(torch.float64)
     warnings.filterwarnings("ignore", "Full backward hook is firing")  # at a model's first layer
@@ -46,7 +46,7 @@ def run_cases(bare: BareWorld, cases: Iterable[Case]) -> list[str | None]:
         try:
             run_case(bare, f"case {number}", case)
         except RemoteStageError:
-            pass
+            stories[-1] = ""
         except Exception as error:
             stories[-1] = "\n".join([f"{type(error).__name__}: {error}", *_notes(error)])
     return stories
@@ -65,7 +65,7 @@ def run_case(bare: BareWorld, name: str, case: Case, *, truth: Case | None = Non
     options: dict[str, Any] = {
         "chunks": case.chunks,
         "checkpoint": case.checkpoint,
-        "schedule": pairs if case.schedule == PAIRS else case.schedule,
+        "schedule": two_at_a_time if case.schedule == PAIRS else case.schedule,
         "transport": case.transport,
         "loss_fn": loss_fn_of(case),
         "loss_weight": loss_weight_of(case),
@@ -232,7 +232,7 @@ class _Duel:
     ) -> None:
         tolerance = self._tolerance if tolerance is None else tolerance
         scale = _largest(expected) if scale is None else scale
-        _assert_close(found, expected, what, tolerance * max(scale, FLOOR))
+        assert_same(found, expected, what, tolerance, max(scale, FLOOR))
 
 
 def _hook(case: Case, module: nn.Module, counts: Counter[str]) -> None:
@@ -257,27 +257,6 @@ def _hook(case: Case, module: nn.Module, counts: Counter[str]) -> None:
             parameter.register_post_accumulate_grad_hook(count(name, "accumulated"))
             if len(name) % 2:
                 parameter.register_hook(lambda gradient: gradient * 0.5)
-
-
-def _assert_close(found: Any, expected: Any, what: str, distance: float) -> None:
-    """Compare nested values; tensors may differ by a distance, in nothing else."""
-    assert type(found) is type(expected), f"{what}: {type(found)}, not {type(expected)}"
-    if isinstance(expected, Tensor):
-        of_found, of_expected = (found.dtype, found.shape), (expected.dtype, expected.shape)
-        assert of_found == of_expected, f"{what}: {of_found}, not {of_expected}"
-        if not torch.equal(found, expected):
-            off = (found.double() - expected.double()).abs().max().item()
-            assert off <= distance, f"{what}: off by {off}, of {expected.abs().max().item()}"
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), f"{what}: keys {list(found)}, not {list(expected)}"
-        for key in expected:
-            _assert_close(found[key], expected[key], f"{what}[{key!r}]", distance)
-    elif isinstance(expected, (tuple, list)):
-        assert len(found) == len(expected), f"{what}: {len(found)} entries, not {len(expected)}"
-        for k, (one, other) in enumerate(zip(found, expected, strict=True)):
-            _assert_close(one, other, f"{what}[{k}]", distance)
-    else:
-        assert found == expected, f"{what}: {found!r}, not {expected!r}"
 
 
 def _floats(value: Any) -> list[Tensor]:
