@@ -102,7 +102,7 @@ WORDS = [
 INEXACT = {
     *("conv", "batchnorm", "batchnorm-mean", "groupnorm", "instancenorm"),
     *("attention", "attention-alone", "gru", "lstm", "floats"),
-    *("strided", "expanded", "transposed", "list", "same", "weight", "stash.1", "stash.5"),
+    *("strided", "expanded", "transposed", "wide", "list", "same", "weight", "stash.1", "stash.5"),
 }
 
 #: How many skip tensors a case may have; each is of another kind.
