@@ -22,6 +22,8 @@ from torch.distributed import PrefixStore
 
 from procpipe import Stage
 from procpipe.microbatch import gather, scatter, scatter_like
+from procpipe.plan.rows import plan_of_rows
+from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
 from procpipe.run.world import World
 from procpipe.tree import Flat, children_of, flatten, map_tensors, unflatten
 from tests.dist.worker import BareWorld
@@ -129,26 +131,33 @@ def plain_output(model: nn.Sequential, inputs: tuple[Any, ...], chunks: int) -> 
     return gather(plain_forward(model, inputs, chunks)[0])
 
 
-def assert_same(found: Any, expected: Any, what: str, tolerance: float = 0.0) -> None:
-    """Compare nested values of tensors: types, dtypes, shapes and, without tolerance, every bit."""
+def assert_same(
+    found: Any, expected: Any, what: str, tolerance: float = 0.0, scale: float | None = None
+) -> None:
+    """Compare nested values of tensors: types, dtypes, shapes and, without tolerance, every bit.
+
+    The tolerance is of ``scale``, by default of each tensor's largest value.
+    """
     assert type(found) is type(expected), f"{what}: {type(found)}, not {type(expected)}"
     if isinstance(expected, Tensor):
         assert found.dtype == expected.dtype, f"{what}: {found.dtype}, not {expected.dtype}"
         assert found.shape == expected.shape, f"{what}: {found.shape}, not {expected.shape}"
         distance = (found.double() - expected.double()).abs().max() if found.numel() else 0
-        is_same = torch.equal(found, expected) or distance <= tolerance * expected.abs().max()
+        is_same = torch.equal(found, expected) or distance <= tolerance * (
+            expected.abs().max() if scale is None else scale
+        )
         assert is_same, f"{what}: off by {distance}"
     elif isinstance(expected, (tuple, list)):
         assert len(found) == len(expected), f"{what}: {len(found)} entries, not {len(expected)}"
         for k, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{what}[{k}]", tolerance)
+            assert_same(one, other, f"{what}[{k}]", tolerance, scale)
     elif isinstance(expected, dict):
         assert list(found) == list(expected), f"{what}: keys {list(found)}, not {list(expected)}"
         for key, value in expected.items():
-            assert_same(found[key], value, f"{what}[{key!r}]", tolerance)
+            assert_same(found[key], value, f"{what}[{key!r}]", tolerance, scale)
     elif children := children_of(expected):
         for k, (one, other) in enumerate(zip(children_of(found), children, strict=True)):
-            assert_same(one, other, f"{what}, child {k}", tolerance)
+            assert_same(one, other, f"{what}, child {k}", tolerance, scale)
     else:
         assert found == expected, f"{what}: {found!r}, not {expected!r}"
 
@@ -167,6 +176,26 @@ def assert_same_state(stage: nn.Module, plain: nn.Module, what: str = "") -> Non
     expected = plain.state_dict()
     for key, value in stage.state_dict().items():
         assert_same(value, expected[key], f"{what} {key}")
+
+
+def two_at_a_time(m: int, n: int) -> Plan:
+    """A user's plan: two micro-batches forward and backward, then the next two.
+
+    The last stage recomputes each first one, no other stage any.
+    """
+
+    def row(j: int) -> list[Task]:
+        tasks = []
+        for first in range(0, m, 2):
+            pair = range(first, min(first + 2, m))
+            tasks += [Task(FORWARD, i, j) for i in pair]
+            for i in pair:
+                if i == first and j == n - 1:
+                    tasks.append(Task(RECOMPUTE, i, j))
+                tasks.append(Task(BACKWARD, i, j))
+        return tasks
+
+    return plan_of_rows(m, [row(j) for j in range(n)])
 
 
 def zero_grad(modules: Iterable[nn.Module]) -> None:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from procpipe.plan.costs import Costs
 from procpipe.plan.gpipe import recomputed
 from procpipe.plan.routes import Routes
-from procpipe.plan.rows import plan_of_rows
 from procpipe.plan.schedules import schedule_of
 from procpipe.plan.simulate import simulate
-from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
+from procpipe.plan.task import Plan
 from procpipe.skip import Namespace, pop, skippable, stash
 from tests.dist.stages import (
     MODES,
@@ -26,6 +25,7 @@ from tests.dist.stages import (
     plain_backward,
     plain_step,
     stage_of,
+    two_at_a_time,
 )
 
 #: By number of partitions.
@@ -81,26 +81,6 @@ def make_model() -> nn.Sequential:
         SeededDropout(),
         nn.Linear(8, 3),
     ).double()
-
-
-def two_at_a_time(m: int, n: int) -> Plan:
-    """A user's plan: two micro-batches forward and backward, then the next two.
-
-    The last stage recomputes each first one, no other stage any.
-    """
-
-    def row(j: int) -> list[Task]:
-        tasks = []
-        for first in range(0, m, 2):
-            pair = range(first, min(first + 2, m))
-            tasks += [Task(FORWARD, i, j) for i in pair]
-            for i in pair:
-                if i == first and j == n - 1:
-                    tasks.append(Task(RECOMPUTE, i, j))
-                tasks.append(Task(BACKWARD, i, j))
-        return tasks
-
-    return plan_of_rows(m, [row(j) for j in range(n)])
 
 
 def check_parity(

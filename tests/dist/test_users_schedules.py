@@ -17,8 +17,15 @@ from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules import schedule_of
 from procpipe.plan.task import BACKWARD, FORWARD, Plan, Task
-from tests.dist.stages import assert_same, assert_same_gradients, plain_step, stage_of, world_of
-from tests.dist.test_schedules import BALANCES, make_model, two_at_a_time
+from tests.dist.stages import (
+    assert_same,
+    assert_same_gradients,
+    plain_step,
+    stage_of,
+    two_at_a_time,
+    world_of,
+)
+from tests.dist.test_schedules import BALANCES, make_model
 
 
 def check_misfits(bare: Any) -> None:
