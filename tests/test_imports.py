@@ -12,6 +12,7 @@
                 host                    no other procpipe package; also for the launcher
                  |
      errors  containers  tree           leaves: for all (the last two for all but plan)
+             forks  signals             leaves: for channel and run
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
 """
@@ -37,10 +38,12 @@ MAY_IMPORT = {
     "plan": {"errors"},
     "skip": {"errors", "tree"},
     "balance": {"skip", "errors", "tree"},
-    "channel": {"errors", "tree"},
+    "forks": set(),
+    "signals": set(),
+    "channel": {"errors", "forks", "signals", "tree"},
     "host": {"errors"},
     "compute": {"skip", "errors", "tree"},
-    "run": {"plan", "compute", "channel", "host", "errors", "tree"},
+    "run": {"plan", "compute", "channel", "host", "errors", "forks", "signals", "tree"},
 }
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
@@ -118,7 +121,8 @@ BAD_EXAMPLES = {
     ),
     "channel imports run": (
         {"procpipe.channel.base": "import procpipe.run.world", "procpipe.run.world": ""},
-        "procpipe.channel.base:1 imports procpipe.run.world: channel may import only errors, tree",
+        "procpipe.channel.base:1 imports procpipe.run.world: channel may import only "
+        "errors, forks, signals, tree",
     ),
     "compute imports a top-level module": (
         {"procpipe.compute.tasks": "from procpipe import stage", "procpipe.stage": ""},
@@ -128,12 +132,12 @@ BAD_EXAMPLES = {
     "run imports balance": (
         {"procpipe.run.world": "from procpipe.balance import blocks"},
         "procpipe.run.world:1 imports procpipe.balance.blocks: run may import only "
-        "channel, compute, errors, host, plan, tree",
+        "channel, compute, errors, forks, host, plan, signals, tree",
     ),
     "a package imports public names": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.run.world": "from procpipe import Stage"},
         "procpipe.run.world:1 imports procpipe.Stage: run may import only "
-        "channel, compute, errors, host, plan, tree",
+        "channel, compute, errors, forks, host, plan, signals, tree",
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},

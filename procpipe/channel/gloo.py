@@ -11,6 +11,7 @@ finalises: "terminate called without an active exception", torch 2.13). ``close`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from datetime import timedelta
@@ -21,11 +22,14 @@ from torch.distributed import ProcessGroupGloo
 
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.channel.meta import Meta, allocate
+from procpipe.forks import give_up_in_children, keep_for_ever
 
 if TYPE_CHECKING:
     from torch.distributed import Store, Work
 
 __all__ = ["GlooTransport"]
+
+_DESCRIPTORS = "/proc/self/fd"
 
 
 class GlooTransport:
@@ -58,7 +62,10 @@ class GlooTransport:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         where = {"interface": interface} if interface else {"hostname": host}
         options._devices = [gloo.create_device(**where)]
+        before = _sockets()
         self._group: Any = gloo(store, rank, num_ranks, options)
+        self._sockets = _sockets() - before
+        give_up_in_children(self)
 
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[GlooPending, bytes]:
         """Begin to send contiguous CPU tensors; returns at once."""
@@ -78,6 +85,25 @@ class GlooTransport:
     def close(self) -> None:
         """Drop the group; nothing may be under way."""
         self._group = None
+        self._sockets.clear()
+
+    def give_up_in_child(self) -> None:
+        """Close a forked child's copies of the sockets, or peers would not see the parent's end."""
+        keep_for_ever(self._group)
+        for descriptor, _ in self._sockets & _sockets():
+            os.close(descriptor)
+        self._sockets.clear()
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """Return this process's sockets: descriptor, and what names the socket behind it."""
+    found = set()
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+        with contextlib.suppress(OSError):  # that of the folder, closed meanwhile
+            target = os.readlink(f"{_DESCRIPTORS}/{name}")
+            if target.startswith("socket:"):
+                found.add((int(name), target))
+    return found
 
 
 class GlooPending:

@@ -111,6 +111,7 @@ class LinkSender:
 
     def _post(self, transport: Transport, tensors: list[Tensor]) -> bytes:
         """Give tensors to the transport; return its note for the receiver."""
+        self._mesh.check_process()
         self.reap()
         try:
             pending, note = transport.post_send(tensors, self._peer, self._kind)
@@ -253,6 +254,7 @@ class LinkReceiver:
             self._mesh.wait_for(self._peer, posted.__len__, lambda: self._what)
         meta, tensors, pending = posted.popleft()
         if pending is not None:
+            self._mesh.check_process()
             try:
                 if self._blocks:
                     with self._mesh.lookout.watch(self._what):

@@ -12,8 +12,11 @@ the waiter. Nothing needs a poisoned buffer or a poll of the store; and only for
 block in native code a watching thread (``lookout``), which reports stalls.
 
     rank 1 raises ── FAILURE ──> all peers: RemoteStageError, passed on once more by each
-    rank 1 is killed ── end of stream ──> all peers: PeerLostError
+    rank 1 is killed ── end of stream, or of its process ──> all peers: PeerLostError
     rank 1 ends its script ── GOODBYE ──> no fault, unless somebody then waits for rank 1
+
+The end of a process on this host is seen by a descriptor of it (pidfd), too: its sockets stay open
+while a child has them that native code forked. What it had sent before counts first.
 
 Writing never blocks: what a socket does not take at once is copied and sent on at later polls.
 Knows nothing of tensors or tasks.
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import select
 import socket
 import struct
@@ -32,8 +36,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from procpipe.channel.lookout import Lookout
-from procpipe.channel.wire import has_vanished
-from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.channel.wire import has_vanished, open_process
+from procpipe.errors import (
+    PeerLostError,
+    ProcpipeError,
+    RemoteStageError,
+    StageClosedError,
+    WaitTimeoutError,
+)
+from procpipe.forks import give_up_in_children
+from procpipe.signals import put_off
 
 __all__ = ["FAILURE", "GOODBYE", "Mesh", "Onlooker"]
 
@@ -48,6 +60,9 @@ _READ_BYTES = 1 << 18
 
 #: Buffers that one ``sendmsg`` takes at most (IOV_MAX); more are an error there.
 _MAX_PARTS = 1024
+
+#: A system takes a frame of up to so many bytes as a whole or not at all.
+_WHOLE_BYTES = 4096
 
 #: A wait that lasts longer is told to the onlooker.
 _TELL_AFTER_S = 0.05
@@ -112,13 +127,21 @@ class Mesh:
         self._partial: dict[int, bytearray] = {peer: bytearray() for peer in sockets}
         self._unsent: dict[int, deque[memoryview]] = {peer: deque() for peer in sockets}
         self._left: set[int] = set()
-        self._failure: RemoteStageError | None = None
+        self._torn: set[int] = set()
+        self._failure: ProcpipeError | None = None
         self._has_told = False
         self._poller = select.poll()
         self._peer_of: dict[int, int] = {}
+        self._process_of: dict[int, int] = {}
         for peer, sock in self._sockets.items():
             self._peer_of[sock.fileno()] = peer
             self._poller.register(sock, select.POLLIN)
+            process = open_process(sock)
+            if process is not None:
+                self._process_of[peer] = process
+                self._peer_of[process] = peer
+                self._poller.register(process, select.POLLIN)
+        give_up_in_children(self)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -159,6 +182,10 @@ class Mesh:
                 pass
             except OSError:  # the end of the stream tells who is gone, and why
                 return
+            except BaseException:  # of a signal's handler: how much was sent is not known
+                if size > _WHOLE_BYTES:
+                    self._torn.add(peer)
+                raise
         if sent < _HEADER.size + size:
             unsent.append(memoryview(b"".join(frame))[sent:])
             self._poller.modify(sock, select.POLLIN | select.POLLOUT)
@@ -184,6 +211,9 @@ class Mesh:
             return
         except OSError:
             unsent.clear()
+        except BaseException:
+            self._torn.add(peer)
+            raise
         self._poller.modify(sock, select.POLLIN)
 
     # -- waiting --------------------------------------------------------------------------------
@@ -264,7 +294,12 @@ class Mesh:
 
     def _read_and_write(self, timeout_s: float) -> None:
         for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
-            peer = self._peer_of[descriptor]
+            peer = self._peer_of.get(descriptor)
+            if peer is None:  # it ended with an event before this one
+                continue
+            if descriptor == self._process_of.get(peer):
+                self._process_ended(peer)
+                continue
             if event & select.POLLOUT:
                 self._send_on(peer)
             if event & ~select.POLLOUT:
@@ -279,21 +314,30 @@ class Mesh:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            is_lost = isinstance(self._failure, PeerLostError)
-            self.tell_failure(self._failure.rank, self._failure.story, is_lost=is_lost)
+            if isinstance(self._failure, RemoteStageError):
+                is_lost = isinstance(self._failure, PeerLostError)
+                self.tell_failure(self._failure.rank, self._failure.story, is_lost=is_lost)
             raise self._failure
 
-    def _read(self, peer: int) -> None:
+    def _process_ended(self, peer: int) -> None:
+        """Read what a peer said before its process ended."""
+        while self._read(peer):
+            pass
+        if peer in self._sockets:
+            self._ended(peer)
+
+    def _read(self, peer: int) -> bool:
+        """Read once; tell whether there may be more."""
         sock, partial = self._sockets[peer], self._partial[peer]
         try:
             num_read = sock.recv_into(self._buffer)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             num_read = 0
         if num_read == 0:
             self._ended(peer)
-            return
+            return False
         view = self._buffer[:num_read]
         if partial:
             partial += view
@@ -302,6 +346,7 @@ class Mesh:
                 self._partial[peer] = bytearray(memoryview(partial)[taken:])
         elif (taken := self._dispatch(peer, view)) < num_read:
             self._partial[peer] = bytearray(view[taken:])
+        return True
 
     def _dispatch(self, peer: int, data: memoryview) -> int:
         """Hand whole frames on; return how many bytes they took."""
@@ -331,36 +376,70 @@ class Mesh:
 
         It goes before all that the sockets have not begun to take.
         """
-        if self._has_told:
-            return
-        self._has_told = True
-        for unsent in self._unsent.values():
-            while unsent and not _is_begun(unsent[-1]):
-                unsent.pop()
-        body = json.dumps({"rank": origin, "story": story, "is_lost": is_lost}).encode()
-        self._tell_all(FAILURE, body)
+        with put_off():
+            if self._has_told:
+                return
+            self._has_told = True
+            for unsent in self._unsent.values():
+                while unsent and not _is_begun(unsent[-1]):
+                    unsent.pop()
+            body = json.dumps({"rank": origin, "story": story, "is_lost": is_lost}).encode()
+            self._tell_all(FAILURE, body)
 
     def close(self) -> None:
         """Say goodbye and close the sockets."""
         if not self._has_told:
             self._tell_all(GOODBYE, b"")
         self.lookout.close()
-        for sock in self._sockets.values():
-            self._poller.unregister(sock)
-            sock.close()
-        self._sockets.clear()
+        self._close_descriptors()
         self._handlers.clear()
 
+    def give_up_in_child(self) -> None:
+        """Close a forked child's copies of the sockets; what is called there later raises."""
+        self._has_told = True
+        self._close_descriptors()
+        for unsent in self._unsent.values():
+            unsent.clear()
+        self._failure = StageClosedError(
+            f"this process ({os.getpid()}) was forked from that of rank {self.rank} "
+            f"({os.getppid()}): only that one can use its stage"
+        )
+
+    def check_process(self) -> None:
+        """Check that this is not a forked child, before what no socket is needed for.
+
+        Raises:
+            StageClosedError: it is.
+        """
+        if isinstance(self._failure, StageClosedError):
+            raise self._failure
+
+    def _close_descriptors(self) -> None:
+        for sock in self._sockets.values():
+            sock.close()
+        for process in self._process_of.values():
+            os.close(process)
+        self._sockets.clear()
+        self._process_of.clear()
+        self._peer_of.clear()
+        self._poller = select.poll()
+
     def _tell_all(self, kind: int, body: bytes) -> None:
-        for peer in self._sockets.keys() - self._left:
+        for peer in self._sockets.keys() - self._left - self._torn:
             self.send(peer, kind, 0, 0, body)
         deadline = time.monotonic() + _LAST_WORDS_TIMEOUT_S
         while busy := [peer for peer in self._sockets if self._unsent[peer]]:
             poller = select.poll()
             for peer in busy:
                 poller.register(self._sockets[peer], select.POLLOUT)
+                if peer in self._process_of:
+                    poller.register(self._process_of[peer], select.POLLIN)
             for descriptor, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                self._send_on(self._peer_of[descriptor])
+                told = self._peer_of[descriptor]
+                if descriptor == self._process_of.get(told):
+                    self._unsent[told].clear()  # nobody will read it
+                elif self._unsent[told]:
+                    self._send_on(told)
             if time.monotonic() > deadline:
                 return
 
@@ -375,6 +454,11 @@ class Mesh:
         self._poller.unregister(sock)
         del self._peer_of[sock.fileno()]
         sock.close()
+        process = self._process_of.pop(peer, None)
+        if process is not None:
+            self._poller.unregister(process)
+            del self._peer_of[process]
+            os.close(process)
         self._unsent[peer].clear()
         if peer not in self._left and self._failure is None:
             elsewhere = "" if sock.family == socket.AF_UNIX else ", or its host or network failed"

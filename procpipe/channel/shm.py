@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from procpipe.channel.meta import Meta
+from procpipe.forks import give_up_in_children
 
 __all__ = ["ShmTransport"]
 
@@ -67,6 +68,7 @@ class ShmTransport:
         self._dropped: dict[tuple[int, int], list[int]] = {}
         self._mapped: dict[tuple[int, int], _Mapped] = {}
         self._num_slots = 0
+        give_up_in_children(self)
 
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[_Sent, bytes]:
         """Copy contiguous CPU tensors into a slot.
@@ -107,6 +109,12 @@ class ShmTransport:
         """Let go of all slots; tensors that still are in one keep its memory."""
         self._slots.clear()
         self._mapped.clear()
+
+    def give_up_in_child(self) -> None:
+        """Let a forked child free no slot: its parent may still read what the child lets go of."""
+        for mapped in self._mapped.values():
+            mapped.never_take_back()
+        self.close()
 
     def _free_slot(self, peer: int, kind: int, size: int) -> _Slot:
         """Return a slot that nobody uses, and that is large enough."""
@@ -178,6 +186,10 @@ class _Mapped:
                 else torch.empty(tensor.shape, dtype=tensor.dtype)
                 for tensor, num_bytes, offset in zip(meta.tensors, sizes, offsets, strict=True)
             ]
+
+    def never_take_back(self) -> None:
+        """Leave the slot in use, whatever becomes of the tensors."""
+        self._lent = None
 
     def _take_back(self, lent: object) -> None:
         self._memory[_IN_USE] = 0

@@ -17,6 +17,7 @@ Knows nothing of messages, stages or tensors.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -40,6 +41,7 @@ __all__ = [
     "has_vanished",
     "host_identity",
     "listen",
+    "open_process",
     "own_address",
 ]
 
@@ -49,6 +51,12 @@ _PROOF_BYTES = 32
 
 #: Of Linux's struct tcp_info: tcpi_retransmits and tcpi_probes (unanswered), tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB52xI")
+
+#: Returns a descriptor of the process at the other end (Linux 6.5; not in Python 3.11).
+_SO_PEERPIDFD = 77
+
+#: The credentials of a unix socket's peer: process, user, group.
+_CREDENTIALS = struct.Struct("3i")
 
 _HANDSHAKE_TIMEOUT_S = 5.0
 
@@ -426,6 +434,36 @@ def has_vanished(link: socket.socket) -> bool:
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     retransmits, probes, last_answer_ms = _TCP_INFO.unpack(info)
     return bool(retransmits + probes) and last_answer_ms > _VANISHED_AFTER_S * 1000
+
+
+def open_process(link: socket.socket) -> int | None:
+    """Open the process at the other end (a pidfd); None where it cannot be, or is on another host.
+
+    The descriptor can be read once the process has ended. The caller closes it.
+    """
+    if link.family != socket.AF_UNIX or sys.platform != "linux":
+        return None
+    with contextlib.suppress(OSError):  # from Linux 6.5 on: never another process of that number
+        return link.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    with contextlib.suppress(OSError):
+        told = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, _, _ = _CREDENTIALS.unpack(told)
+        if pid > 0:  # else it is in a container of its own
+            process = os.pidfd_open(pid)
+            if _is_open(link):  # so it had not ended, and its number is its own
+                return process
+            os.close(process)
+    return None
+
+
+def _is_open(link: socket.socket) -> bool:
+    """Say whether the other end has not closed a connection; reads nothing."""
+    try:
+        return link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def _readable(sockets: list[socket.socket], timeout_s: float) -> list[socket.socket]:

@@ -6,14 +6,19 @@
                                                   an exception here reaches every rank
 
 A call that fails on one rank ends with an error on every rank, and no further call can be made:
-the ranks no longer know where the others are.
+the ranks no longer know where the others are. So does a script that fails between two calls.
+
+A script that ends leaves the pipeline, and says so. That it has ended is clear once its last thread
+has (``atexit``). Its main thread may end long before: at once by an exception, after a moment
+otherwise, that counts as the end too, unless another thread makes the calls.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
-import traceback
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,17 +33,22 @@ from procpipe.errors import (
     RemoteStageError,
     StageClosedError,
 )
+from procpipe.forks import give_up_in_children, keep_for_ever
+from procpipe.run.endings import error_of_script, watch_threads
 from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
+from procpipe.run.stories import in_a_line, story_of, text_of
 from procpipe.run.world import World
+from procpipe.signals import put_off
 
 __all__ = ["Calls"]
 
-#: Characters of an exception's text that are told in a line.
-_LINE_LENGTH = 200
+#: How long after the end of the main thread, which made the calls so far, another may make the
+#: next one; and how long if there was none.
+_NEXT_CALL_S, _FIRST_CALL_S = 1.0, 10.0
 
-#: Characters of a story, traceback and all, that are told to other ranks.
-_STORY_LENGTH = 1 << 16
+#: Taken by the thread that leaves, as the script ends.
+_leaving = threading.Lock()
 
 #: The pipelines of this process: a rank may wait in one while rank 0 is in another.
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()
@@ -59,16 +69,24 @@ class Calls:
         self._ended: str | None = None
         self._has_failed = False
         self._is_victim = False
+        self._has_called = False
+        self._caller = threading.current_thread()
         atexit.register(self._leave)
         _all.add(self)
+        give_up_in_children(self)
+        if world.num_ranks > 1:
+            watch_threads(_thread_raised, _main_thread_ended)
 
     @contextmanager
     def together(self, name: str) -> Iterator[Pipeline]:
         """Make a call; every rank makes the same.
 
         Raises:
-            StageClosedError: an earlier call failed, or the stage was closed.
+            StageClosedError: an earlier call failed, the stage was closed, or this process was
+                forked from the one that built it.
         """
+        self._caller = threading.current_thread()
+        self._has_called = True
         if self._ended is not None:
             raise StageClosedError(f"{name}() cannot run: {self._ended}")
         self._world.board.start_call(name)
@@ -76,6 +94,8 @@ class Calls:
             if self._pipeline is None:
                 self._pipeline = self._connect()
             yield self._pipeline
+            if self._pipeline is None:  # closed meanwhile, or this is a child that a layer forked
+                raise StageClosedError(f"{name}() cannot go on: {self._ended}")
             self._pipeline.flush()
             self._world.board.end_call()
         except BaseException as error:
@@ -121,18 +141,28 @@ class Calls:
 
     def fail(self, name: str, error: BaseException) -> None:
         """End the pipeline on every rank because of an error on this one."""
-        if self._ended is not None:
-            return
-        self._world.board.fail()
+        while self._ended is None:
+            try:
+                with put_off():
+                    self._fail(name, error)
+            except BaseException:  # of a signal's handler; if it came too early, once more
+                if self._ended is not None:
+                    raise
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        said = f"{type(error).__name__}: {text_of(error)}"
         self._has_failed = True
-        self._ended = f"{name} failed on this rank with {type(error).__name__}: {_text_of(error)}"
-        # The mesh has passed on the failure of another rank.
-        if isinstance(error, RemoteStageError):
-            self._is_victim = True
-        elif not isinstance(error, FOUND_BY_EACH):
-            self._world.give_up(self._story(f"in {name}", error))
-            self._world.record(error)
-        self._disconnect()
+        self._ended = f"{name} failed on this rank with {said}"
+        self._world.board.fail()
+        try:
+            # The mesh has passed on the failure of another rank.
+            if isinstance(error, RemoteStageError):
+                self._is_victim = True
+            elif not isinstance(error, FOUND_BY_EACH):
+                self._world.give_up(self._story(f"in {name}", error))
+                self._world.record(error)
+        finally:
+            self._disconnect()
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -152,19 +182,68 @@ class Calls:
         if pipeline is not None:
             pipeline.close()
 
+    def give_up_in_child(self) -> None:
+        """Refuse the calls of a forked child, and let its end be nobody's concern."""
+        atexit.unregister(self._leave)
+        keep_for_ever(self._pipeline)  # transfers may be under way
+        self._pipeline = None
+        self._ended = self._ended or (
+            f"this process ({os.getpid()}) was forked from that of rank {self._world.rank} "
+            f"({os.getppid()}): only that one can use its stage"
+        )
+
+    # -- the end of the script ------------------------------------------------------------------
+
     def _leave(self) -> None:
         """Leave as the interpreter ends; an exception that ended the script is told to all."""
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None and self._ended is None:
-            self.fail("the script", error)
-        elif self._pipeline is None and self._ended is None:
+        with _leaving:
+            error = error_of_script()
+            if error is not None and self._ended is None:
+                self.fail("the script", error)
+            self._say_goodbye(is_new=self._pipeline is None and self._ended is None)
+        if self._is_victim:
+            self._world.let_others_end_first()
+
+    def _say_goodbye(self, *, is_new: bool) -> None:
+        if is_new:
             self._world.give_up(f"rank {self._world.rank} ended its script before its first call")
         try:
             self.close()
         except ProcpipeError as unfinished:
             print(f"procpipe: rank {self._world.rank} left early: {unfinished}", file=sys.stderr)
-        if self._is_victim:
-            self._world.let_others_end_first()
+
+    def _is_in_other_hands(self) -> bool:
+        """Tell whether a thread that still runs, not the main or this one, made the last call."""
+        caller = self._caller
+        if caller in (threading.main_thread(), threading.current_thread()):
+            return False
+        return caller.is_alive() and not isinstance(caller, threading._DummyThread)
+
+    def thread_raised(self, error: BaseException) -> None:
+        """Tell of an exception that ends this thread, if the calls are made by it."""
+        here = threading.current_thread()
+        if here is threading.main_thread():
+            if not self._is_in_other_hands():
+                self.fail("the script", error)
+        elif here is self._caller:
+            self.fail(f"thread {here.name!r}", error)
+
+    def leave_unless_called(self, waited_s: float) -> None:
+        """Leave, some time after the end of the main thread, unless another makes the calls."""
+        limit_s = _NEXT_CALL_S if self._has_called else _FIRST_CALL_S
+        if self._ended is not None or waited_s < limit_s or self._is_in_other_hands():
+            return
+        with _leaving:
+            if self._ended is None:
+                self._ended = (
+                    f"the main thread has ended, and for {limit_s:.0f} s no other thread made a "
+                    "call, so this rank has left the pipeline: join() the threads that use the "
+                    "stage at the end of the script"
+                )
+                if self._is_in_other_hands():  # it has just begun
+                    self._ended = None
+                else:
+                    self._say_goodbye(is_new=self._pipeline is None)
 
     def _disconnect(self) -> None:
         pipeline, self._pipeline = self._pipeline, None
@@ -175,23 +254,16 @@ class Calls:
 
     def _story(self, where: str, error: BaseException) -> str:
         rank = self._world.rank
-        told = "".join(traceback.format_exception(error))
-        if len(told) > _STORY_LENGTH:  # all peers are to have it before this process ends
-            half = _STORY_LENGTH // 2
-            told = f"{told[:half]}\n… {len(told) - 2 * half} characters …\n{told[-half:]}"
-        return f"stage {rank} (rank {rank}), {where}: {_in_a_line(error)}\n{told}"
+        return f"stage {rank} (rank {rank}), {where}: {in_a_line(error)}\n{story_of(error)}"
 
 
-def _text_of(error: BaseException) -> str:
-    """Return what an exception says; a user's may fail at that."""
-    try:
-        return str(error)
-    except Exception as another:
-        return f"(what it says is not known: its __str__ raised {type(another).__name__})"
+def _thread_raised(error: BaseException) -> None:
+    """Tell the peers of all pipelines of an exception that ends this thread."""
+    for calls in tuple(_all):
+        calls.thread_raised(error)
 
 
-def _in_a_line(error: BaseException) -> str:
-    """Return an exception's type and the first line of what it says."""
-    lines = _text_of(error).splitlines() or [""]
-    line = lines[0] if len(lines[0]) <= _LINE_LENGTH else f"{lines[0][:_LINE_LENGTH]}…"
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+def _main_thread_ended(waited_s: float) -> None:
+    """Leave the pipelines that no other thread uses."""
+    for calls in tuple(_all):
+        calls.leave_unless_called(waited_s)

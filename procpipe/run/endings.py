@@ -9,26 +9,43 @@ another's failure prints one line instead, and so does one that is interrupted:
 
 The reason is there because the rank that failed may not print it: a ``SystemExit`` prints
 nothing, nor does an exception that its user catches.
+
+Threads of the user's may keep a process alive long after its main thread has ended:
+
+    main thread raises ─> sys.excepthook ─┐
+    main thread ends ─────────────────────┴> threading's exit functions ─> threads end ─> atexit
+                          here it is told    here a thread begins to wait for the end, too
+
+A forked child has these hooks too, and nothing to tell.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import functools
+import importlib
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
 from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
 from procpipe.host.board import Board, Reading
 
-__all__ = ["end_with_launcher", "print_victims_briefly"]
+__all__ = ["end_with_launcher", "error_of_script", "print_victims_briefly", "watch_threads"]
 
 _PR_SET_PDEATHSIG = 1
 
 _CONNECT_TIMEOUT_S = 2.0
+
+#: How often it is looked whether threads still run after the main one.
+_LOOK_EVERY_S = 0.05
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -76,16 +93,97 @@ def print_victims_briefly(rank: int, board: Board) -> None:
         board: says where it was when the error came.
     """
     previous: Hook = sys.excepthook
+    previous_of_threads = threading.excepthook
+    pid = os.getpid()
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def is_told(error: BaseException | None) -> bool:
+        if error is None or os.getpid() != pid:
+            return False
         line = _line(rank, error, board.read())
         if line:
             sys.stderr.write(f"{line}\n")  # at once: other processes write there too
             sys.stderr.flush()
-        else:
+        return bool(line)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not is_told(error):
             previous(kind, error, trace)
 
+    def hook_of_threads(args: threading.ExceptHookArgs) -> None:
+        if not is_told(args.exc_value):
+            previous_of_threads(args)
+
     sys.excepthook = hook
+    threading.excepthook = hook_of_threads
+
+
+def error_of_script() -> BaseException | None:
+    """Return the exception that has ended the main thread, if one has and was not SystemExit."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+@functools.cache  # once a process
+def watch_threads(
+    raised: Callable[[BaseException], None], main_ended: Callable[[float], None]
+) -> None:
+    """Have it told when a thread ends by an exception, or the main one while others run on.
+
+    Args:
+        raised: gets an exception that ends the main thread or another, in that thread.
+        main_ended: gets again and again the seconds since the main thread has ended, in a thread
+            of its own; not when no other thread keeps the process alive.
+    """
+    previous: Hook = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # At a prompt an exception ends nothing.
+        if not (hasattr(sys, "ps1") or sys.flags.interactive):
+            raised(error)
+        previous(kind, error, trace)
+
+    previous_of_threads = threading.excepthook
+
+    def hook_of_threads(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            raised(args.exc_value)
+        previous_of_threads(args)
+
+    def main_thread_ends() -> None:
+        error = error_of_script()
+        if error is not None:  # where another excepthook has taken the place of ours
+            raised(error)
+        if _others():
+            _report_until_exit(main_ended)
+
+    sys.excepthook = hook
+    threading.excepthook = hook_of_threads
+    # The last that is registered comes first: this one before threads of pools are joined.
+    importlib.import_module("concurrent.futures.thread")
+    with contextlib.suppress(AttributeError, RuntimeError):  # else atexit tells
+        threading._register_atexit(main_thread_ends)  # type: ignore[attr-defined]
+
+
+def _others() -> list[threading.Thread]:
+    """Return the threads that the interpreter waits for before it ends."""
+    main = threading.main_thread()
+    return [t for t in threading.enumerate() if t is not main and not t.daemon]
+
+
+def _report_until_exit(main_ended: Callable[[float], None]) -> None:
+    """Call ``main_ended`` in a thread until there are no other threads to wait for."""
+    started_s, is_exiting = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while _others() and not is_exiting.wait(_LOOK_EVERY_S):
+            main_ended(time.monotonic() - started_s)
+
+    def stop() -> None:
+        is_exiting.set()
+        thread.join()  # it may be in the middle of a farewell
+
+    thread = threading.Thread(target=report, name="procpipe end", daemon=True)
+    thread.start()
+    atexit.register(stop)
 
 
 def _line(rank: int, error: BaseException, reading: Reading) -> str:

@@ -9,6 +9,7 @@ import torch
 from procpipe.compute.stash import Ledger
 from procpipe.compute.tasks import Partition
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
+from procpipe.run.stories import text_of
 
 __all__ = ["note_where"]
 
@@ -59,4 +60,4 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an allocator has failed; on a CPU torch says so only in words."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and "can't allocate memory" in text_of(error)

@@ -42,6 +42,7 @@ from procpipe.channel.wire import (
     own_address,
 )
 from procpipe.errors import PeerLostError, WaitTimeoutError
+from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.host.board import Board
 from procpipe.host.placement import pin_this_process
 from procpipe.run.devices import devices_of, of_this_host, pci_addresses
@@ -110,6 +111,7 @@ class World:
         self._mesh: Mesh | None = None
         self._transports: list[Transport] = []
         self._network_address: str | None = None
+        give_up_in_children(self)
 
     @classmethod
     def from_environment(
@@ -273,7 +275,8 @@ class World:
             try:
                 raise error  # what is recorded is the exception that is being handled
             except BaseException:
-                get_error_handler().record_exception(error)
+                with contextlib.suppress(BaseException):  # its __str__ may raise anything
+                    get_error_handler().record_exception(error)
 
     def let_others_end_first(self) -> None:
         """Wait a moment, as the process ends because another one failed.
@@ -290,6 +293,11 @@ class World:
         """Wait until this rank's device has no transfer under way."""
         for transport in self._transports:
             transport.drain()
+
+    def give_up_in_child(self) -> None:
+        """Leave a forked child's parent its board, its store and its transports."""
+        self.board.give_up_in_child()
+        keep_for_ever(self)
 
     def close(self) -> None:
         """Say goodbye to the peers and let go of every connection."""

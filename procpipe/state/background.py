@@ -30,7 +30,8 @@ from typing import Any
 
 from torch import nn
 
-from procpipe.errors import RemoteStageError, WaitTimeoutError
+from procpipe.errors import RemoteStageError, StageClosedError, WaitTimeoutError
+from procpipe.forks import give_up_in_children
 from procpipe.state.folders import Draft, Hold
 from procpipe.state.together import calls_of, timeout_of
 
@@ -171,6 +172,7 @@ class Saving:
             target=self._run, args=(values,), name="procpipe-save", daemon=True
         )
         atexit.register(self._end_of_script)
+        give_up_in_children(self)
         self._thread.start()
 
     # -- the thread -----------------------------------------------------------------------------
@@ -254,6 +256,16 @@ class Saving:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def give_up_in_child(self) -> None:
+        """Leave the save to the process that has the thread."""
+        atexit.unregister(self._end_of_script)
+        if _unfinished.get(self._module) is self:
+            self._error = StageClosedError(
+                f"{self.path} is saved by the process ({os.getppid()}) from which this one "
+                f"({os.getpid()}) was forked: only that one can wait for it"
+            )
+        self._thread = None
 
     def _end_of_script(self) -> None:
         """Wait as the script ends, while the interpreter is whole.

@@ -14,6 +14,7 @@ import torch
 from procpipe.channel.meta import describe
 from procpipe.channel.shm import ShmTransport
 from procpipe.tree import Flat
+from tests.test_forks import in_child
 
 KIND = 1
 
@@ -208,3 +209,24 @@ def test_a_slot_for_which_there_is_no_memory_is_a_clear_error():
 
     assert done.stdout.startswith("there is no shared memory for a message of 8.0 MiB (")
     assert "transport='gloo'" in done.stdout
+
+
+def test_a_forked_child_frees_no_slot(ends):
+    _, received = ends.transfer([numbers(1000)])
+    (slot,) = ends.slots
+
+    assert in_child(received.clear) == "None"
+    assert slot.header[0] == 1
+    received.clear()
+    assert slot.header[0] == 0
+
+
+def test_a_forked_child_fills_no_slot_of_its_parent(ends):
+    ends.transfer([numbers(1000)])
+    (slot,) = ends.slots
+
+    assert in_child(lambda: ends.sender.post_send([numbers(1000) + 1], 1, KIND) and None) == "None"
+    assert slot.header[0] == 0
+    _, (received,) = ends.transfer([numbers(1000)])
+    assert torch.equal(received, numbers(1000))
+    assert ends.slots == [slot]

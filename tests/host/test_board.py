@@ -17,6 +17,7 @@ import pytest
 
 from procpipe.host import board as board_module
 from procpipe.host.board import Board
+from tests.test_forks import in_child
 
 #: Runs lines of code that it is sent, each a JSON string, and answers with what `answer` is then.
 #: It loads the one file, not procpipe, and so starts in no time.
@@ -257,6 +258,20 @@ def test_a_text_whose_writer_ended_in_the_middle_is_missing(writer):
     assert (board.read().call, board.read().facts) == ("", {})
     writer.run("board.start_call('step')")
     assert board.read().call == "step"
+
+
+def test_a_forked_child_writes_on_a_page_of_its_own():
+    board = Board.create(0, 1)
+    board.start_call("step")
+
+    def write():
+        board.give_up_in_child()
+        board.start_call("a child's")
+        board.start_task("F", 3)
+        return board.read().call
+
+    assert in_child(write) == "a child's"
+    assert (board.read().call, board.read().task) == ("step", "")
 
 
 def test_numbers_that_make_no_sense_are_no_error():

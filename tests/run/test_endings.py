@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -16,6 +17,7 @@ from procpipe.errors import DisagreementError, PeerLostError, RemoteStageError
 from procpipe.host.board import Board
 from procpipe.run import endings
 from procpipe.run.endings import print_victims_briefly
+from tests.test_forks import in_child
 
 DEADLINE_S = 30.0
 
@@ -23,7 +25,8 @@ STORY = "stage 1 (rank 1), in step(): KeyError: 'boom'\nTraceback (most recent c
 
 
 @pytest.fixture
-def board():
+def board(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # to be put back
     return Board.create(2, 4)
 
 
@@ -93,6 +96,30 @@ def test_an_interrupt_is_told_with_where_it_came(board, monkeypatch, capfd):
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
 
     assert capfd.readouterr().err.startswith("procpipe: rank 2 was interrupted in F1, for 0.")
+
+
+def test_a_victim_that_trains_in_a_thread_prints_one_line(board, monkeypatch, capfd):
+    told: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: None)
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    print_victims_briefly(2, board)
+    of_another, its_own = RemoteStageError(1, STORY), KeyError("mine")
+    for error in (of_another, its_own):
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
+
+    line = "procpipe: rank 2 ends, because rank 1 failed in step(): KeyError: 'boom'\n"
+    assert capfd.readouterr().err == line
+    assert [args.exc_value for args in told] == [its_own]
+
+
+def test_a_forked_child_is_no_victim(board, monkeypatch, capfd):
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: told.append(args))
+    print_victims_briefly(2, board)
+    error = RemoteStageError(1, STORY)
+
+    assert in_child(lambda: sys.excepthook(type(error), error, None) or len(told)) == "1"
+    assert capfd.readouterr().err == ""
 
 
 # -- with the launcher ---------------------------------------------------------------------------

@@ -1,0 +1,48 @@
+"""An exception in words that other ranks can be told: bounded, whatever its class does.
+
+An exception of a user's may fail at saying what it is about, even by a ``SystemExit`` or a
+``KeyboardInterrupt``; neither that nor a text of megabytes may keep the others from its story.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+__all__ = ["in_a_line", "story_of", "text_of"]
+
+#: Characters of an exception's text that are told in a line.
+_LINE_LENGTH = 200
+
+#: Characters of a story, traceback and all, that are told to other ranks.
+_STORY_LENGTH = 1 << 16
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an exception says; a user's may fail at that."""
+    try:
+        return str(error)
+    except BaseException as another:
+        return f"(what it says is not known: its __str__ raised {type(another).__name__})"
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of what it says."""
+    lines = text_of(error).splitlines() or [""]
+    line = lines[0] if len(lines[0]) <= _LINE_LENGTH else f"{lines[0][:_LINE_LENGTH]}…"
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def story_of(error: BaseException) -> str:
+    """Return an exception with its traceback, causes and notes, shortened in the middle."""
+    try:
+        told = "".join(traceback.format_exception(error))
+    except BaseException as another:  # what it has for notes or causes cannot be read
+        told = (
+            "Traceback (most recent call last):\n"
+            f"{''.join(traceback.format_tb(error.__traceback__))}{in_a_line(error)}\n"
+            f"(its notes and causes are not known: reading them raised {type(another).__name__})\n"
+        )
+    if len(told) > _STORY_LENGTH:  # all peers are to have it before this process ends
+        half = _STORY_LENGTH // 2
+        told = f"{told[:half]}\n… {len(told) - 2 * half} characters …\n{told[-half:]}"
+    return told

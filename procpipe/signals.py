@@ -1,0 +1,47 @@
+"""Signals whose handlers run later, for what must not be left half done.
+
+Python runs the handler of a signal in the main thread between any two of its instructions, and a
+handler may raise: that of Ctrl-C does, and the one by which a DataLoader notices that a worker was
+killed. A failure that is being told to the other ranks must be told to its end.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+__all__ = ["put_off"]
+
+
+@contextmanager
+def put_off() -> Iterator[None]:
+    """Run no handler of Python's before the end of the block; those of signals that came run then.
+
+    May raise what a handler raises, before the block and after it. A mask would not be enough: the
+    system gives a signal to any thread that takes it, and its handler still runs in the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread only
+        return
+    came: set[int] = set()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.add(number)
+
+    handlers: dict[int, Any] = {}
+    try:
+        for number in map(int, signal.valid_signals()):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+                signal.signal(number, note)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)

@@ -1,0 +1,112 @@
+"""Handlers of signals that raise, at any time, and errors that raise when they are read."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from procpipe import Stage
+from tests.dist.report import Failure
+
+SOON_S = 5.0
+
+
+class WokenError(Exception):
+    """What a handler raises."""
+
+
+class BoomError(Exception):
+    """What a layer raises."""
+
+
+class EvilError(Exception):
+    """Ends the script where it should say what it is about."""
+
+    def __str__(self):
+        raise SystemExit(3)
+
+
+class EvilOutOfMemoryError(RuntimeError):
+    """The same, of the type that torch raises when memory runs out."""
+
+    __str__ = EvilError.__str__
+
+
+class Storm:
+    """Wakes the main thread again and again; its handler raises while a failure is being told."""
+
+    def __init__(self, most):
+        self.num_left = most
+        signal.signal(signal.SIGALRM, self.on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 2e-4)
+
+    def on_alarm(self, number, frame):
+        names = {each.f_code.co_qualname for each, _ in traceback.walk_stack(frame)}
+        if self.num_left and "Calls.fail" in names:
+            self.num_left -= 1
+            raise WokenError
+
+
+class Fails(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        self.act()
+        return x
+
+
+def fails(world, act, *args):
+    stage = Stage(
+        nn.Sequential(nn.Linear(4, 4), Fails(lambda: act(*args))),
+        [1, 1],
+        chunks=2,
+        loss_fn=F.mse_loss,
+        world=world,
+    )
+    try:
+        stage.step(torch.ones(6, 4), torch.zeros(6, 4))
+    except (EvilError, EvilOutOfMemoryError):
+        return "caught"  # or the harness would ask it what it says
+    except (BoomError, WokenError) as error:
+        return type(error).__name__
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return "no error"
+
+
+def boom_in_a_storm(most):
+    Storm(most)
+    raise BoomError("boom")
+
+
+@pytest.mark.parametrize("most", [1, 2, 20])
+def test_handlers_raise_while_a_failure_is_told(ranks, most):
+    victim, origin = ranks(2).run(fails, boom_in_a_storm, most)
+
+    assert origin.value in ("BoomError", "WokenError"), str(origin)
+    assert isinstance(victim.error, Failure), str(victim)
+    assert victim.error.type == "RemoteStageError", str(victim)
+    assert "BoomError: boom" in victim.error.text, str(victim)
+    assert victim.duration_s < SOON_S
+
+
+def throw(kind):
+    raise kind
+
+
+@pytest.mark.parametrize("kind", [EvilError, EvilOutOfMemoryError])
+def test_an_error_that_ends_the_script_when_it_is_read(ranks, kind):
+    victim, origin = ranks(2).run(fails, throw, kind)
+
+    assert origin.value == "caught", str(origin)
+    assert isinstance(victim.error, Failure)
+    told = f"{kind.__name__}: (what it says is not known: its __str__ raised SystemExit)"
+    assert f"in step(): {told}" in victim.error.text
+    assert "task F0@1 (micro-batch 0), layer '1' (Fails)" in victim.error.text

@@ -1,0 +1,124 @@
+"""Scripts whose main thread ends while other threads live: who trains goes on, an end is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.script import run_forked
+
+#: How long after the end of rank 1's main thread rank 0 may go on without being told.
+TOLD_WITHIN_S = 5.0
+
+#: Rank 1's main thread ends while a thread of its lives until rank 0 was told, or for 20 s.
+SCRIPT = """
+    import os, sys, threading, time
+    import torch, torch.nn.functional as F
+    from torch import nn
+    from procpipe import Stage
+
+    def live():
+        started_s = time.monotonic()
+        while not os.path.exists("told") and time.monotonic() < started_s + 20:
+            time.sleep(0.01)
+        print("told after", time.monotonic() - started_s, flush=True)
+
+    how, num_steps = sys.argv[1], int(sys.argv[2])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stage = Stage(model, [1, 1], chunks=2, loss_fn=F.mse_loss)
+    try:
+        for step in range(3):
+            if step == num_steps and stage.rank == 1:
+                threading.Thread(target=live).start()
+                if how == "hook":
+                    sys.excepthook = lambda *args: None
+                if how == "exit":
+                    sys.exit(3)
+                raise ValueError("boom")
+            stage.step(torch.ones(6, 4), torch.zeros(6, 4))
+    except RuntimeError as error:
+        open("told", "w").close()
+        raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "num_steps", "story"),
+    [
+        ("raise", 1, "rank 1 failed in the script: ValueError: boom"),
+        ("raise", 0, "rank 1 failed in the script: ValueError: boom"),
+        ("hook", 1, "rank 1 failed in the script: ValueError: boom"),
+        ("exit", 1, "rank 1 has left the pipeline (its script ended"),
+    ],
+)
+def test_the_end_is_told_while_a_thread_lives(how, num_steps, story):
+    done = run_forked(SCRIPT, num_ranks=2, args=[how, str(num_steps)])
+
+    assert done.returncode == 1
+    assert f"procpipe: rank 0 ends, because {story}" in done.stderr
+    assert float(done.stdout.split()[-1]) < TOLD_WITHIN_S, done
+    assert done.stderr.count("ValueError: boom\n") == (how == "raise") + (how != "exit"), done
+
+
+#: A thread trains; the main one ends first, or lives as long as the thread of the other rank.
+TRAINER = """
+    import os, sys, threading, time
+    import torch, torch.nn.functional as F
+    from torch import nn
+    from procpipe import Stage
+    from procpipe.run import calls
+
+    # A thread that comes later than that has been given up.
+    calls._NEXT_CALL_S = 0.0
+    how, num_before = sys.argv[1], int(sys.argv[2])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stage = Stage(model, [1, 1], chunks=2, loss_fn=F.mse_loss)
+    is_training = threading.Event()
+
+    def train():
+        for step in range(5):
+            if step == 3 and how == "raise" and stage.rank == 1:
+                raise ValueError("boom")
+            stage.step(torch.ones(6, 4), torch.zeros(6, 4))
+            is_training.set()
+            # Longer than it is looked for threads once the main one has ended.
+            time.sleep(0.2)
+        print("trained", flush=True)
+
+    for _ in range(num_before):
+        stage.step(torch.ones(6, 4), torch.zeros(6, 4))
+    thread = threading.Thread(target=train)
+    thread.start()
+    if num_before:
+        is_training.wait()
+    if how == "raise":
+        thread.join()
+        while not os.path.exists("told"):
+            open("told" if stage.rank == 0 else "waits", "w").close()
+            time.sleep(0.01)
+    if how == "main raises" and stage.rank == 1:
+        raise KeyError("another matter")
+"""
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_thread_that_trains_goes_on(num_before):
+    done = run_forked(TRAINER, num_ranks=2, args=["end", str(num_before)]).check()
+
+    assert done.stdout.count("trained") == 2
+    assert done.stderr == ""
+
+
+def test_a_thread_that_trains_goes_on_when_the_main_one_fails():
+    done = run_forked(TRAINER, num_ranks=2, args=["main raises", "1"])
+
+    assert done.stdout.count("trained") == 2
+    assert done.stderr.count("KeyError: 'another matter'") >= 1
+
+
+def test_a_thread_that_trains_fails_while_the_main_one_waits():
+    done = run_forked(TRAINER, num_ranks=2, args=["raise", "0"])
+
+    story = "rank 1 failed in thread 'Thread-1 (train)': ValueError: boom"
+    assert f"procpipe: rank 0 ends, because {story}" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert done.stdout == ""

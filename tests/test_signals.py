@@ -1,0 +1,87 @@
+"""Handlers of signals run after the block that puts them off, and no sooner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from procpipe.signals import put_off
+
+
+class WokenError(Exception):
+    """What the handler raises."""
+
+
+@pytest.fixture
+def raising():
+    """Have SIGUSR1 raise in the main thread."""
+
+    def handler(number, frame):
+        raise WokenError
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    yield handler
+    signal.signal(signal.SIGUSR1, previous)
+
+
+def test_a_handler_runs_after_the_block(raising):
+    done = []
+
+    def block():
+        with put_off():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            done.append("the block")
+
+    with pytest.raises(WokenError):
+        block()
+    assert done == ["the block"]
+    assert signal.getsignal(signal.SIGUSR1) is raising
+
+
+def test_an_error_of_the_block_is_not_lost(raising):
+    def block():
+        with put_off():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            raise KeyError("boom")
+
+    with pytest.raises(WokenError) as told:
+        block()
+    assert isinstance(told.value.__context__, KeyError)
+
+
+def test_blocks_may_be_nested(raising):
+    done = []
+
+    def block():
+        with put_off():
+            with put_off():
+                os.kill(os.getpid(), signal.SIGUSR1)
+            done.append("the outer block")
+
+    with pytest.raises(WokenError):
+        block()
+    assert done == ["the outer block"]
+
+
+def test_without_a_signal_nothing_changes():
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    with put_off():
+        pass
+
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+
+
+def test_other_threads_have_no_handlers_to_put_off(raising):
+    seen = []
+
+    def look():
+        with put_off():
+            seen.append(signal.getsignal(signal.SIGUSR1))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [raising]
