@@ -12,6 +12,7 @@
                 host                    no other procpipe package; also for the launcher
                  |
             errors  tree                leaves: for all (tree for all but plan)
+            notes   limits              leaves: what processes say and open
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
 """
@@ -33,13 +34,15 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "errors": set(),
     "tree": {"errors"},
+    "notes": set(),
+    "limits": {"errors"},
     "plan": {"errors"},
     "skip": {"errors", "tree"},
     "balance": {"skip", "errors", "tree"},
-    "channel": {"errors", "tree"},
-    "host": {"errors"},
+    "channel": {"errors", "limits", "tree"},
+    "host": {"errors", "notes"},
     "compute": {"skip", "errors", "tree"},
-    "run": {"plan", "compute", "channel", "host", "errors", "tree"},
+    "run": {"plan", "compute", "channel", "host", "errors", "limits", "notes", "tree"},
 }
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
@@ -114,7 +117,8 @@ BAD_EXAMPLES = {
     ),
     "channel imports run": (
         {"procpipe.channel.base": "import procpipe.run.world", "procpipe.run.world": ""},
-        "procpipe.channel.base:1 imports procpipe.run.world: channel may import only errors, tree",
+        "procpipe.channel.base:1 imports procpipe.run.world: channel may import only "
+        "errors, limits, tree",
     ),
     "compute imports a top-level module": (
         {"procpipe.compute.tasks": "from procpipe import stage", "procpipe.stage": ""},
@@ -124,12 +128,12 @@ BAD_EXAMPLES = {
     "run imports balance": (
         {"procpipe.run.world": "from procpipe.balance import blocks"},
         "procpipe.run.world:1 imports procpipe.balance.blocks: run may import only "
-        "channel, compute, errors, host, plan, tree",
+        "channel, compute, errors, host, limits, notes, plan, tree",
     ),
     "a package imports public names": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.run.world": "from procpipe import Stage"},
         "procpipe.run.world:1 imports procpipe.Stage: run may import only "
-        "channel, compute, errors, host, plan, tree",
+        "channel, compute, errors, host, limits, notes, plan, tree",
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},

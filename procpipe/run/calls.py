@@ -28,6 +28,7 @@ from procpipe.errors import (
     RemoteStageError,
     StageClosedError,
 )
+from procpipe.notes import write_note
 from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.world import World
@@ -151,6 +152,8 @@ class Calls:
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()
+        else:
+            self._world.close()
 
     def _leave(self) -> None:
         """Leave as the interpreter ends; an exception that ended the script is told to all."""
@@ -162,7 +165,7 @@ class Calls:
         try:
             self.close()
         except ProcpipeError as unfinished:
-            print(f"procpipe: rank {self._world.rank} left early: {unfinished}", file=sys.stderr)
+            write_note(f"procpipe: rank {self._world.rank} left early: {unfinished}")
         if self._is_victim:
             self._world.let_others_end_first()
 

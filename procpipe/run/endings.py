@@ -23,6 +23,7 @@ from types import TracebackType
 
 from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
 from procpipe.host.board import Board, Reading
+from procpipe.notes import write_note
 
 __all__ = ["end_with_launcher", "print_victims_briefly"]
 
@@ -80,8 +81,7 @@ def print_victims_briefly(rank: int, board: Board) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         line = _line(rank, error, board.read())
         if line:
-            sys.stderr.write(f"{line}\n")  # at once: other processes write there too
-            sys.stderr.flush()
+            write_note(line)
         else:
             previous(kind, error, trace)
 

@@ -16,6 +16,7 @@ Each process has one thread a save, which the next save and the end of the scrip
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -31,6 +32,7 @@ from typing import Any
 from torch import nn
 
 from procpipe.errors import RemoteStageError, WaitTimeoutError
+from procpipe.notes import write_note
 from procpipe.state.folders import Draft
 from procpipe.state.together import calls_of, timeout_of
 
@@ -268,9 +270,9 @@ class Saving:
         try:
             self.wait()
         except BaseException:
-            traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            write_note(traceback.format_exc())
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
             os._exit(1)
 
 
