@@ -69,7 +69,7 @@ HIDDEN = (
 HIDDEN_LIMIT_S = 5.0
 
 #: So many micro-batches, and open files, has a job with few of the latter.
-FEW_FILES_CHUNKS, FEW_FILES = 100, 80
+FEW_FILES_CHUNKS, FEW_FILES = 60, 60
 
 #: These come from outside, if the job is not over before.
 FROM_OUTSIDE = (*NEED_LAUNCHER, "strangers")

@@ -174,8 +174,9 @@ class _Slot:
         except OSError as error:
             raise MemoryError(
                 f"there is no shared memory for a message of {size_bytes / 2**20:.1f} MiB "
-                f"({error.strerror}): give smaller micro-batches (chunks), raise the limit of the "
-                "process or its container, or use Stage(transport='gloo')"
+                f"({error.strerror}): have fewer messages in use at a time (schedule='1f1b', or "
+                "smaller mini-batches), raise the limit of the process or its container, or use "
+                "Stage(transport='gloo')"
             ) from error
         self.memory = _mapped(file, start, self.num_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
