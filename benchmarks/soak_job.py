@@ -15,11 +15,13 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import signal
 import sys
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,13 +30,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.soak_rounds import Round
+from benchmarks.soak_rounds import FEW_FILES, Round
 from procpipe import Stage, is_recomputing
 
 WIDTH = 8
 
 #: How often a rank looks whether another one has begun to wait.
 _LOOK_EVERY_S = 0.01
+
+#: How long what outlives its rank waits for the others to end.
+_LINGER_S = 15.0
+
+#: How long a layer takes, of which a stall would be reported.
+_MUTE_S = 1.2
 
 #: How long it may take to begin.
 _WAIT_TIMEOUT_S = 30.0
@@ -71,7 +79,7 @@ class Illness:
 
     def _strike(self) -> None:
         note(self._folder / "struck")
-        {
+        acts: dict[str, Callable[[], object]] = {
             "raise": self._raise,
             "catch": self._raise,
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -79,7 +87,13 @@ class Illness:
             "exit": lambda: sys.exit(0),
             "allocate": lambda: torch.empty(1 << 50),
             "kill the waiting": self._kill_the_waiting,
-        }.get(self._this.act, lambda: None)()
+            "fork": self._fork,
+            "kill beside a child": self._kill_beside_a_child,
+            "raise beside a thread": lambda: self._beside_a_thread(self._raise),
+            "exit beside a thread": lambda: self._beside_a_thread(lambda: sys.exit(0)),
+            "mute": lambda: time.sleep(_MUTE_S),
+        }
+        acts.get(self._this.act, lambda: None)()
 
     def _raise(self) -> None:
         raise IllError(f"ill in {self._this.where}")
@@ -95,6 +109,49 @@ class Illness:
             time.sleep(_LOOK_EVERY_S)
         note(self._folder / "struck")
         os.kill(pid, signal.SIGKILL)
+
+    def _fork(self) -> None:
+        """Let a forked child end as a script does."""
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(0)
+        os.waitpid(pid, 0)
+
+    def _kill_beside_a_child(self) -> None:
+        """Be killed while a forked child, which has all that was open here, lives on."""
+        if os.fork() == 0:
+            self._outlive_others()
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _beside_a_thread(self, act: Callable[[], None]) -> None:
+        """Act while a thread keeps this process from its end."""
+        threading.Thread(target=self._outlive_others).start()
+        act()
+
+    def _outlive_others(self) -> None:
+        """Wait until the scripts of the other ranks have ended, for some time at most."""
+        deadline_s = time.monotonic() + _LINGER_S
+        others = [rank for rank in range(self._this.num_ranks) if rank != self._rank]
+        while time.monotonic() < deadline_s and not all(map(self._has_ended, others)):
+            time.sleep(_LOOK_EVERY_S)
+
+    def _has_ended(self, rank: int) -> bool:
+        with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
+            pid = int((self._folder / f"pid.{rank}").read_text())
+            is_zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            return is_zombie or (self._folder / f"ended.{rank}").exists()
+        return True
+
+    def be_killed_soon(self) -> None:
+        """Be killed while this process's main thread is busy with its start."""
+
+        def kill() -> None:
+            time.sleep(self._this.moment / 10)
+            note(self._folder / "struck")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
 
 
 class IllLayer(nn.Linear):
@@ -157,6 +214,9 @@ def run_rank(this: Round, folder: Path) -> None:
         illness.strike("loss")
         return F.mse_loss(output, target)
 
+    prepare(this)
+    if this.act in ("several stages", "kill while building"):
+        run_stages_before(this, rank, illness)
     stage = Stage(
         model_of(this, illness),
         [2] * this.num_ranks,
@@ -178,6 +238,32 @@ def run_rank(this: Round, folder: Path) -> None:
         descend(stage)
     if this.act != "leave":
         check_losses(this, losses)
+
+
+def prepare(this: Round) -> None:
+    """Set this process up as a round asks."""
+    if this.act == "few files":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, FEW_FILES))
+    if this.act == "mute" and this.layer == 0:
+        sys.stderr = None
+    elif this.act == "mute":
+        read_end, write_end = os.pipe()
+        os.dup2(write_end, 2)
+        os.close(write_end)
+        os.close(read_end)
+
+
+def run_stages_before(this: Round, rank: int, illness: Illness) -> None:
+    """Run some stages in turn before the one that is trained; a rank may be killed before that."""
+    for number in range(3):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(this.num_ranks)))
+        stage = Stage(model, [1] * this.num_ranks, chunks=this.chunks, transport=this.transport)
+        is_the_one = number == 1 + this.step % 2  # all have met before
+        if this.act == "kill while building" and is_the_one and rank == this.origin:
+            illness.be_killed_soon()
+        with torch.no_grad():
+            stage(torch.ones(this.chunks, WIDTH))
+        stage.close()
 
 
 def note(path: Path) -> None:

@@ -41,13 +41,35 @@ FAULTS = (
     ("nan", ""),
     ("allocate", "forward"),
     ("strangers", ""),
+    ("fork", "forward"),
+    ("fork", "between"),
+    ("kill beside a child", "forward"),
+    ("kill beside a child", "between"),
+    ("raise beside a thread", "forward"),
+    ("raise beside a thread", "between"),
+    ("exit beside a thread", "between"),
+    ("several stages", ""),
+    ("kill while building", ""),
+    ("mute", "forward"),
+    ("few files", ""),
 )
 
 #: Only a launcher sees the end of a process that has not met the others yet.
 NEED_LAUNCHER = ("kill at any time", "kill the launcher")
 
 #: These are no reason for a run to fail.
-HARMLESS = ("none", "stop", "strangers")
+HARMLESS = ("none", "stop", "strangers", "fork", "several stages", "mute", "few files")
+
+#: What must be noticed although something keeps the ill process, or its sockets, alive; and how
+#: long after it the other ranks' scripts may end.
+HIDDEN = (
+    *("kill beside a child", "raise beside a thread", "exit beside a thread"),
+    "kill while building",
+)
+HIDDEN_LIMIT_S = 5.0
+
+#: So many micro-batches, and open files, has a job with few of the latter.
+FEW_FILES_CHUNKS, FEW_FILES = 60, 60
 
 #: These come from outside, if the job is not over before.
 FROM_OUTSIDE = (*NEED_LAUNCHER, "strangers")
@@ -145,6 +167,10 @@ def draw(
         launchers = tuple(launcher for launcher in launchers if launcher != FORK) or (TORCHRUN,)
     needs_step = where == "loss" or act == "nan"
     chunks = chance.randint(1, 4)
+    samples = chance.choice([4, 2048])  # inside tokens, or 128 KiB by the transport
+    transport = chance.choice(["shm", "gloo"])
+    if act == "few files":
+        chunks, samples, transport = FEW_FILES_CHUNKS, 2048, "shm"
     is_in_task = where in ("forward", "recompute", "backward", "loss")
     return Round(
         seed=chance.randrange(1 << 30),
@@ -160,13 +186,13 @@ def draw(
         moment=chance.uniform(0.0, 0.6),
         num_steps=num_steps,
         chunks=chunks,
-        samples=chance.choice([4, 2048]),  # inside tokens, or 128 KiB by the transport
+        samples=samples,
         checkpoint=chance.choice(["always", "except_last", "never"])
         if where != "recompute"
         else "always",
         method="step" if needs_step else chance.choice(["step", "step", "forward"]),
-        stall_timeout_s=0.5 if act == "stop" else 60.0,
-        transport=chance.choice(["shm", "gloo"]),
+        stall_timeout_s=0.5 if act in ("stop", "mute") else 60.0,
+        transport=transport,
     )
 
 
@@ -194,15 +220,18 @@ class Expected:
 def expected_of(this: Round) -> Expected:
     """Return how a round must end."""
     who, last = this.origin, this.num_ranks - 1
+    act = this.act.removesuffix(" beside a thread")
     words: tuple[str, ...]
     if this.act in HARMLESS:
         return Expected(True, words=("is stopped",) if this.act == "stop" else ())
+    if this.act == "kill while building":
+        return Expected(False, None, who, (f"rank {who} ",))
     if this.act.startswith("kill"):
         return Expected(False, None, who, (f"rank {who} ended without a word",))
-    if this.act == "leave" or (this.act == "exit" and this.where == "between"):
+    if act == "leave" or (act == "exit" and this.where == "between"):
         words = (f"rank {who} has left the pipeline",)
         return Expected(False, None, who, words, is_root_cause=False)
-    if this.act == "exit":
+    if act == "exit":
         words = (f"rank {who} failed", "SystemExit")
         return Expected(False, None, who, words, is_root_cause=False)
     if this.act == "another call":
@@ -222,7 +251,7 @@ def expected_of(this: Round) -> Expected:
         "allocate": ("out of memory on cpu", f"stage {who} held "),
         "catch": ("StageClosedError", f"IllError: ill in {this.where}"),
     }.get(this.act, (f"IllError: ill in {this.where}",))
-    if this.act == "raise" and this.where in ("forward", "recompute", "backward", "loss"):
+    if act == "raise" and this.where in ("forward", "recompute", "backward", "loss"):
         words += (f"in stage {who} (rank {who}), task ",)
     return Expected(False, who, who, words, 1)
 
@@ -280,6 +309,8 @@ def faults_of(this: Round, ending: Ending) -> list[str]:
         faults += [f"rank {rank} is blamed" for rank in blamed - {expected.named}]
         if this.launcher == PROCPIPE_RUN or (this.launcher == TORCHRUN and expected.is_root_cause):
             faults += _faults_of_report(this.launcher, expected.named, ending.launcher_output)
+    if this.act in HIDDEN and (ending.fault_s or 0.0) > HIDDEN_LIMIT_S:
+        faults.append(f"the last script ended {ending.fault_s:.1f} s after the fault")
     if this.act == "strangers" and not ending.num_acts:
         faults.append("no stranger came")
     if expected.is_well and "procpipe: rank" in told:
@@ -293,7 +324,7 @@ def _faults_of_codes(this: Round, expected: Expected, codes: tuple[int, ...]) ->
         return [] if not any(codes) else [f"exit codes {codes} of a job that must end well"]
     if this.launcher != FORK:
         return [] if codes[0] not in (0, -9) else [f"exit code {codes[0]} of a job that must fail"]
-    may_be_0 = {this.origin} if this.act in ("exit", "leave") else set()
+    may_be_0 = {this.origin} if this.act.startswith(("exit", "leave")) else set()
     return [
         f"exit code 0 of rank {rank}"
         for rank, code in enumerate(codes)

@@ -15,7 +15,6 @@ without a value it was to get. Nothing is communicated here.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from procpipe.errors import RemoteValueError
+from procpipe.notes import warn
 
 __all__ = ["Remote"]
 
@@ -239,7 +239,7 @@ def _result(func: Any, arguments: Any) -> Remote:
     if not torch.is_grad_enabled():
         return joined.detach()
     if any(isinstance(operand, Tensor) and operand.requires_grad for operand in operands):
-        warnings.warn(
+        warn(
             f"{getattr(func, '__name__', func)} combines a tensor that requires grad on this rank "
             f"with a value that lives on rank {joined._rank}, so the tensor gets no gradient "
             "here; give such a term (a penalty on parameters, say) a backward() of its own",

@@ -12,7 +12,7 @@
                 host                    no other procpipe package; also for the launcher
                  |
      errors  containers  tree           leaves: for all (the last two for all but plan)
-             forks  signals             leaves: for channel and run
+     forks  signals  notes  limits      leaves: what processes share, say and open
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
 """
@@ -35,15 +35,20 @@ MAY_IMPORT = {
     "errors": set(),
     "containers": {"errors"},
     "tree": {"containers", "errors"},
+    "forks": set(),
+    "signals": set(),
+    "notes": set(),
+    "limits": {"errors"},
     "plan": {"errors"},
     "skip": {"errors", "tree"},
     "balance": {"skip", "errors", "tree"},
-    "forks": set(),
-    "signals": set(),
-    "channel": {"errors", "forks", "signals", "tree"},
-    "host": {"errors"},
+    "channel": {"errors", "forks", "limits", "signals", "tree"},
+    "host": {"errors", "notes"},
     "compute": {"skip", "errors", "tree"},
-    "run": {"plan", "compute", "channel", "host", "errors", "forks", "signals", "tree"},
+    "run": {
+        *("plan", "compute", "channel", "host"),
+        *("errors", "forks", "limits", "notes", "signals", "tree"),
+    },
 }
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
@@ -122,7 +127,7 @@ BAD_EXAMPLES = {
     "channel imports run": (
         {"procpipe.channel.base": "import procpipe.run.world", "procpipe.run.world": ""},
         "procpipe.channel.base:1 imports procpipe.run.world: channel may import only "
-        "errors, forks, signals, tree",
+        "errors, forks, limits, signals, tree",
     ),
     "compute imports a top-level module": (
         {"procpipe.compute.tasks": "from procpipe import stage", "procpipe.stage": ""},
@@ -132,12 +137,12 @@ BAD_EXAMPLES = {
     "run imports balance": (
         {"procpipe.run.world": "from procpipe.balance import blocks"},
         "procpipe.run.world:1 imports procpipe.balance.blocks: run may import only "
-        "channel, compute, errors, forks, host, plan, signals, tree",
+        "channel, compute, errors, forks, host, limits, notes, plan, signals, tree",
     ),
     "a package imports public names": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.run.world": "from procpipe import Stage"},
         "procpipe.run.world:1 imports procpipe.Stage: run may import only "
-        "channel, compute, errors, forks, host, plan, signals, tree",
+        "channel, compute, errors, forks, host, limits, notes, plan, signals, tree",
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from procpipe.channel.gpu import HANDLE_BYTES, Gpu
 from procpipe.channel.meta import Meta
+from procpipe.limits import naming_file_limit
 
 __all__ = ["CudaIpcTransport", "Note"]
 
@@ -279,20 +280,22 @@ class _Flags:
     @classmethod
     def create(cls) -> _Flags:
         """Return this process's own, all free."""
-        descriptor = os.memfd_create(_NAME)
-        os.ftruncate(descriptor, _MAX_SLOTS)
-        flags = cls(descriptor)
+        with naming_file_limit("the flags of a GPU's slots", 2):
+            descriptor = os.memfd_create(_NAME)
+            os.ftruncate(descriptor, _MAX_SLOTS)
+            flags = cls(descriptor)
         weakref.finalize(flags, os.close, descriptor)
         return flags
 
     @classmethod
     def open(cls, pid: int, descriptor: int) -> _Flags:
         """Return those of another process."""
-        ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-        try:
-            return cls(ours)
-        finally:
-            os.close(ours)
+        with naming_file_limit(f"the flags of process {pid}", 2):
+            ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+            try:
+                return cls(ours)
+            finally:
+                os.close(ours)
 
     def __getitem__(self, number: int) -> int:
         return self._page[number]

@@ -8,7 +8,8 @@
 
 The token is what lets the receiver size its buffers in time on every transport, whatever the
 shape of the next message, without waiting for the device. Up to the transport's ``inline_bytes``
-the tensors travel inside it: one system call at each end, no rendezvous.
+the tensors travel inside it: one system call at each end, no rendezvous. Without a transport all
+do, but a large message follows its token in pieces, so that neither end holds a copy of it.
 
 A receiver reads tokens whenever its process polls or waits, and posts a large receive as soon as
 the token is there and the program allows a buffer (``expect``).
@@ -28,18 +29,23 @@ from torch import Tensor
 from procpipe.channel.base import Pending, Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import Meta, allocate, decode, describe, encode
-from procpipe.errors import BoundaryError, OverwrittenError
+from procpipe.errors import BoundaryError, FileLimitError, OverwrittenError
 from procpipe.tree import Flat, is_plain
 
-__all__ = ["INLINE_BYTES", "LinkReceiver", "LinkSender"]
+__all__ = ["INLINE_BYTES", "PIECE_BYTES", "LinkReceiver", "LinkSender"]
 
 #: Up to this size a message of CPU tensors costs less inside its token than by way of gloo.
 INLINE_BYTES = 1 << 16
 
 _HAS_META = 1
 _HAS_TENSORS = 2
+_COMES_IN_PIECES = 4
+_IS_PIECE = 8  # no token, but the next bytes of the message whose token was the last
 _ACKNOWLEDGES = 64  # added to a channel's kind: the frames that go back
-_META_SIZE = struct.Struct("<I")
+_META_SIZE = struct.Struct("<Q")
+
+#: Without a transport a larger message follows its token, in pieces of at most this many bytes.
+PIECE_BYTES = 1 << 22
 
 #: How often to look whether a transport is done that tells nobody.
 _LOOK_EVERY_S = 0.001
@@ -86,7 +92,10 @@ class LinkSender:
         mesh.on(peer, kind + _ACKNOWLEDGES, self._on_acknowledgement)
 
     def send(self, message: Flat) -> None:
-        """Send a message without waiting for anybody; its tensors must not change any more."""
+        """Send a message without waiting for anybody; its tensors must not change any more.
+
+        In pieces it waits for the receiver's process to read.
+        """
         self._check_plain(message)
         meta = describe(message)
         flags = 0
@@ -100,14 +109,29 @@ class LinkSender:
             self._structure_text = repr(meta.structure)
         tensors = [_dense(tensor) for tensor in message.tensors]
         transport = self._transport
-        if transport is None or self._size_bytes <= self._inline_bytes:
+        if transport is None and self._size_bytes > PIECE_BYTES:
+            flags |= _COMES_IN_PIECES
+        elif transport is None or self._size_bytes <= self._inline_bytes:
             flags |= _HAS_TENSORS
             parts += [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
         else:
             parts.append(self._post(transport, tensors))
         self._mesh.send(self._peer, self._kind, flags, self.num_messages & 0xFFFFFFFF, *parts)
+        if flags & _COMES_IN_PIECES:
+            self._send_pieces(tensors)
         self.num_messages += 1
         self.num_bytes += self._size_bytes
+
+    def _send_pieces(self, tensors: list[Tensor]) -> None:
+        """Send the bytes of tensors, the next ones when the socket has taken those before."""
+        mesh, peer = self._mesh, self._peer
+        for data in map(_view_of, tensors):
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                mesh.send(peer, self._kind, _IS_PIECE, 0, piece)
+                mesh.wait_for(
+                    peer, lambda: not mesh.has_unsent(peer), lambda: f"rank {peer} to read a value"
+                )
 
     def _post(self, transport: Transport, tensors: list[Tensor]) -> bytes:
         """Give tensors to the transport; return its note for the receiver."""
@@ -231,9 +255,11 @@ class LinkReceiver:
         self._what = what
         self._meta: Meta | None = None
         self._num_tokens = 0
+        self._num_pieces = 0
         self._num_allowed = 0
         self._num_receiving = 0
         self._arrived: deque[_Arrival] = deque()
+        self._unfilled: deque[memoryview] = deque()  # of a message in pieces
         self._posted: deque[tuple[Meta, list[Tensor], Pending | None]] = deque()
         mesh.on(peer, kind, self._on_token)
 
@@ -251,7 +277,13 @@ class LinkReceiver:
         posted = self._posted
         if not posted:
             assert self._num_allowed, "a message is taken that was never expected"
-            self._mesh.wait_for(self._peer, posted.__len__, lambda: self._what)
+            while not posted:
+                num_pieces = self._num_pieces  # each is progress, and the wait begins anew
+                self._mesh.wait_for(
+                    self._peer,
+                    lambda seen=num_pieces: posted or self._num_pieces > seen,  # type: ignore[misc]
+                    lambda: self._what,
+                )
         meta, tensors, pending = posted.popleft()
         if pending is not None:
             self._mesh.check_process()
@@ -261,6 +293,8 @@ class LinkReceiver:
                         pending.wait()
                 else:
                     pending.wait()
+            except FileLimitError:
+                raise
             except (OSError, RuntimeError):  # the peer is gone, and itself has more to tell
                 self._mesh.wait_failure()
                 raise
@@ -273,6 +307,9 @@ class LinkReceiver:
         return message.sharing(meta.memories, meta.changes)
 
     def _on_token(self, sequence: int, flags: int, body: memoryview) -> None:
+        if flags & _IS_PIECE:
+            self._on_piece(body)
+            return
         assert sequence == self._num_tokens & 0xFFFFFFFF, "a channel's tokens come in order"
         self._num_tokens += 1
         start = 0
@@ -281,6 +318,11 @@ class LinkReceiver:
             start = _META_SIZE.size + size
             self._meta = decode(bytes(body[_META_SIZE.size : start]))
         assert self._meta is not None, "the first token of a channel carries metadata"
+        if flags & _COMES_IN_PIECES:
+            tensors = allocate(self._meta, "cpu")
+            self._unfilled.extend(filter(len, map(_view_of, tensors)))
+            self._arrived.append(_Arrival(self._meta, tensors, b""))
+            return
         if flags & _HAS_TENSORS:
             arrival = _Arrival(self._meta, _tensors_from(body[start:], self._meta), b"")
         else:
@@ -288,9 +330,20 @@ class LinkReceiver:
         self._arrived.append(arrival)
         self._post()
 
+    def _on_piece(self, body: memoryview) -> None:
+        """Fill the next bytes of the last message; none of a tensor's pieces has another's."""
+        self._num_pieces += 1
+        rest = self._unfilled.popleft()
+        rest[: len(body)] = body
+        if len(rest) > len(body):
+            self._unfilled.appendleft(rest[len(body) :])
+        self._post()
+
     def _post(self) -> None:
         """Post receives for tokens that are there, as far as program and transport allow."""
         while self._arrived and self._num_allowed:
+            if self._unfilled and len(self._arrived) == 1:
+                return
             meta, tensors, note = self._arrived[0]
             if tensors is not None:
                 self._posted.append((meta, tensors, None))
@@ -337,6 +390,11 @@ def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
     """Return the memory of a contiguous CPU tensor, as bytes, without a copy."""
     size = tensor.numel() * tensor.element_size()
     return (ctypes.c_char * size).from_address(tensor.data_ptr())
+
+
+def _view_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, as a view that does not keep it."""
+    return memoryview(_bytes_of(tensor)).cast("B") if tensor.numel() else memoryview(b"")
 
 
 def _tensors_from(body: memoryview, meta: Meta) -> list[Tensor]:

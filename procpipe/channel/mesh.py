@@ -55,7 +55,7 @@ Handler = Callable[[int, int, memoryview], None]
 GOODBYE = 254
 FAILURE = 255
 
-_HEADER = struct.Struct("<IIBB")
+_HEADER = struct.Struct("<QIBB")
 _READ_BYTES = 1 << 18
 
 #: Buffers that one ``sendmsg`` takes at most (IOV_MAX); more are an error there.

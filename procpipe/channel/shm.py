@@ -4,14 +4,18 @@ A message's tensors are copied once, by the sender into a slot; the receiver use
 
     sender                                   slot                       receiver
     copies the tensors into a free slot  ──>  in use │ tensors
-    token: its number and descriptor     ─────────────────────────────>  maps it, once for each slot
+    token: where it is in the file       ─────────────────────────────>  maps it, once for each slot
                                               free   │  <──────────────  when the last tensor of the
     may use it again                                                     message is let go
 
-A slot is an anonymous file (memfd) of the sender, which the receiver opens through ``/proc``: it
-has no name, takes nothing of ``/dev/shm``, and is gone with the processes that have it open,
-however they end. A channel has as many slots as it ever had messages in use at a time, each as
-large as what was sent through it; one that has become too small is dropped.
+Slots are parts of one anonymous file (memfd) of the sender, which each receiver opens through
+``/proc``: it has no name, takes nothing of ``/dev/shm``, and is gone with the processes that have
+it open, however they end. So a rank has one descriptor for its own file and one for that of each
+rank it receives from, whatever the number of slots.
+
+A channel has as many slots as it ever had messages in use at a time, each as large as what was
+sent through it; one that has become too small is dropped. Its part of the file becomes a hole,
+which takes no memory, and the next slot is made at the end of the file.
 """
 
 from __future__ import annotations
@@ -27,16 +31,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from procpipe.channel.mapping import discard, map_file
 from procpipe.channel.meta import Meta
 from procpipe.forks import give_up_in_children
+from procpipe.limits import naming_file_limit
 
 __all__ = ["ShmTransport"]
 
-_NAME = "procpipe-slot"
+_NAME = "procpipe-slots"
 
-#: What a token says of a slot: number, descriptor in the sender, number of the slots dropped since
-#: the token before; their numbers follow.
-_NOTE = struct.Struct("<QIH")
+#: What a token says of a slot: where it begins in the sender's file and how many bytes it takes,
+#: the file's descriptor in the sender, and the number of the slots dropped since the token before;
+#: where those began follows.
+_NOTE = struct.Struct("<QQIH")
 _NUMBER = struct.Struct("<Q")
 _MAX_DROPPED = 1000
 
@@ -64,10 +71,12 @@ class ShmTransport:
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self._pids = dict(pids)
+        self._file: _File | None = None
+        self._end = 0
         self._slots: dict[tuple[int, int], list[_Slot]] = {}
         self._dropped: dict[tuple[int, int], list[int]] = {}
+        self._files_of: dict[int, _File] = {}
         self._mapped: dict[tuple[int, int], _Mapped] = {}
-        self._num_slots = 0
         give_up_in_children(self)
 
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[_Sent, bytes]:
@@ -75,15 +84,17 @@ class ShmTransport:
 
         Raises:
             MemoryError: the host has no memory for a slot.
+            FileLimitError: this process may not open another file.
         """
         offsets, size = _layout([t.numel() * t.element_size() for t in tensors])
         slot = self._free_slot(peer, kind, size)
-        slot.header[_IN_USE] = 1
+        slot.memory[_IN_USE] = 1
+        address = slot.address + _HEADER_BYTES
         for tensor, offset in zip(tensors, offsets, strict=True):
             num_bytes = tensor.numel() * tensor.element_size()
-            ctypes.memmove(slot.address + offset, tensor.data_ptr(), num_bytes)
+            ctypes.memmove(address + offset, tensor.data_ptr(), num_bytes)
         dropped = self._dropped.get((peer, kind), [])
-        note = _NOTE.pack(slot.number, slot.descriptor, len(dropped))
+        note = _NOTE.pack(slot.start, slot.num_bytes, slot.file.descriptor, len(dropped))
         if dropped:
             note += b"".join(map(_NUMBER.pack, dropped))
             dropped.clear()
@@ -92,14 +103,20 @@ class ShmTransport:
     def post_receive(
         self, meta: Meta, peer: int, kind: int, note: bytes
     ) -> tuple[list[Tensor], _Received]:
-        """Return the tensors of a message, in the memory of its slot."""
-        number, descriptor, num_dropped = _NOTE.unpack_from(note)
+        """Return the tensors of a message, in the memory of its slot.
+
+        Raises:
+            FileLimitError: this process may not open another file.
+        """
+        start, num_bytes, descriptor, num_dropped = _NOTE.unpack_from(note)
         for k in range(num_dropped):
             (dropped,) = _NUMBER.unpack_from(note, _NOTE.size + k * _NUMBER.size)
             self._mapped.pop((peer, dropped), None)
-        slot = self._mapped.get((peer, number))
+        slot = self._mapped.get((peer, start))
         if slot is None:
-            slot = self._mapped[peer, number] = _Mapped(self._pids[peer], descriptor)
+            if peer not in self._files_of:
+                self._files_of[peer] = _opened(self._pids[peer], descriptor, peer)
+            slot = self._mapped[peer, start] = _Mapped(self._files_of[peer], start, num_bytes)
         return slot.lend(meta), _Received()
 
     def drain(self) -> None:
@@ -107,63 +124,83 @@ class ShmTransport:
 
     def close(self) -> None:
         """Let go of all slots; tensors that still are in one keep its memory."""
-        self._slots.clear()
-        self._mapped.clear()
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.discard_unused()
+        for file in (self._file, *self._files_of.values()):
+            if file is not None:
+                file.close()
+        self._file = None
+        for held in (self._slots, self._files_of, self._mapped):
+            held.clear()
 
     def give_up_in_child(self) -> None:
         """Let a forked child free no slot: its parent may still read what the child lets go of."""
         for mapped in self._mapped.values():
             mapped.never_take_back()
+        self._slots.clear()  # nor give its parent's memory back to the system
         self.close()
 
     def _free_slot(self, peer: int, kind: int, size: int) -> _Slot:
         """Return a slot that nobody uses, and that is large enough."""
         slots = self._slots.setdefault((peer, kind), [])
         for slot in slots:
-            if slot.size_bytes >= size and not slot.header[_IN_USE]:
+            if slot.size_bytes >= size and not slot.memory[_IN_USE]:
                 return slot
         dropped = self._dropped.setdefault((peer, kind), [])
-        for slot in [slot for slot in slots if not slot.header[_IN_USE]]:
+        for slot in [slot for slot in slots if not slot.memory[_IN_USE]]:
             if len(dropped) < _MAX_DROPPED:  # it is too small
                 slots.remove(slot)
-                dropped.append(slot.number)
-        slot = _Slot(self._num_slots, size)
-        self._num_slots += 1
+                slot.discard_unused()
+                dropped.append(slot.start)
+        if self._file is None:
+            with naming_file_limit("the shared memory of a rank's messages"):
+                self._file = _File(os.memfd_create(_NAME))
+        slot = _Slot(self._file, self._end, size)
+        self._end += slot.num_bytes
         slots.append(slot)
         return slot
+
+
+class _File:
+    """An open file; closed with the object at the latest."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.close = weakref.finalize(self, os.close, descriptor)
 
 
 class _Slot:
     """A slot of this process, to send from."""
 
-    def __init__(self, number: int, size_bytes: int) -> None:
-        self.number = number
-        self.size_bytes = -(-size_bytes // _PAGE) * _PAGE
-        self.descriptor = os.memfd_create(_NAME)
-        weakref.finalize(self, os.close, self.descriptor)
-        total = _HEADER_BYTES + self.size_bytes
-        try:
-            os.posix_fallocate(self.descriptor, 0, total)  # not found missing by a SIGBUS later
-            page = mmap.mmap(self.descriptor, total)
+    def __init__(self, file: _File, start: int, size_bytes: int) -> None:
+        self.file = file
+        self.start = start
+        self.num_bytes = -(-(_HEADER_BYTES + size_bytes) // _PAGE) * _PAGE
+        self.size_bytes = self.num_bytes - _HEADER_BYTES
+        try:  # not found missing by a SIGBUS later
+            os.posix_fallocate(file.descriptor, start, self.num_bytes)
         except OSError as error:
             raise MemoryError(
                 f"there is no shared memory for a message of {size_bytes / 2**20:.1f} MiB "
-                f"({error.strerror}): give smaller micro-batches (chunks), raise the limit of the "
-                "process or its container, or use Stage(transport='gloo')"
+                f"({error.strerror}): have fewer messages in use at a time (schedule='1f1b', or "
+                "smaller mini-batches), raise the limit of the process or its container, or use "
+                "Stage(transport='gloo')"
             ) from error
-        self.header = memoryview(page)[:_HEADER_BYTES]
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(page)) + _HEADER_BYTES
+        self.memory = _mapped(file, start, self.num_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def discard_unused(self) -> None:
+        """Give the memory back to the system, unless the receiver uses it."""
+        if not self.memory[_IN_USE]:
+            discard(self.memory)
 
 
 class _Mapped:
     """A slot of another process, to receive from."""
 
-    def __init__(self, pid: int, descriptor: int) -> None:
-        ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-        try:
-            self._memory = memoryview(mmap.mmap(ours, os.fstat(ours).st_size))
-        finally:
-            os.close(ours)
+    def __init__(self, file: _File, start: int, num_bytes: int) -> None:
+        self._memory = _mapped(file, start, num_bytes)
         self._memory[_IS_MAPPED] = 1
         self._lent: weakref.ref[memoryview] | None = None
 
@@ -206,7 +243,7 @@ class _Sent:
 
     def is_done(self) -> bool:
         """Tell whether the receiver has mapped the slot, and can do without the sender."""
-        return bool(self._slot.header[_IS_MAPPED])
+        return bool(self._slot.memory[_IS_MAPPED])
 
 
 class _Received:
@@ -218,6 +255,31 @@ class _Received:
     def is_done(self) -> bool:
         """Return True."""
         return True
+
+
+def _opened(pid: int, descriptor: int, peer: int) -> _File:
+    """Open the file of a peer's slots.
+
+    Raises:
+        FileNotFoundError: the peer has closed it, after a failure; another may have its number.
+    """
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise FileNotFoundError(f"rank {peer} has closed its shared memory")
+    with naming_file_limit(f"the shared memory of rank {peer}"):
+        return _File(os.open(path, os.O_RDWR))
+
+
+def _mapped(file: _File, start: int, num_bytes: int) -> memoryview:
+    try:
+        return map_file(file.descriptor, start, num_bytes)
+    except OSError as error:
+        raise MemoryError(
+            f"a message of {num_bytes / 2**20:.1f} MiB cannot be mapped into memory "
+            f"({error.strerror}): the process has too many messages in use at a time "
+            "(vm.max_map_count), or an address space that is limited (ulimit -v): give fewer "
+            "micro-batches (chunks), use Stage(schedule='1f1b'), or Stage(transport='gloo')"
+        ) from error
 
 
 def _layout(sizes: list[int]) -> tuple[list[int], int]:

@@ -31,7 +31,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from procpipe.errors import WaitTimeoutError
+from procpipe.errors import FileLimitError, WaitTimeoutError
+from procpipe.limits import naming_file_limit
 
 __all__ = [
     "Address",
@@ -331,7 +332,13 @@ def accept_peers(
 def _pick_up(listener: socket.socket, callers: dict[int, _Caller]) -> None:
     """Accept a connection, without a wait for what it has to say."""
     try:
-        link, _ = listener.accept()
+        with naming_file_limit("a connection of another rank"):
+            link, _ = listener.accept()
+    except FileLimitError:
+        if not callers:
+            raise
+        _hang_up(next(iter(callers.values())), callers)
+        return
     except OSError:
         return
     if len(callers) == _MAX_CALLERS:

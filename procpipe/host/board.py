@@ -193,6 +193,19 @@ class Board:
         finally:
             os.close(descriptor)
 
+    def close(self) -> None:
+        """Hide the board from other processes, and keep what it says for this one.
+
+        Frees its descriptor, which ``mmap`` keeps for as long as the page.
+        """
+        shared, words = self._page, self._words
+        self._page = mmap.mmap(-1, _SIZE_BYTES)
+        self._words = memoryview(self._page).cast("q")
+        end = _FACTS[0] + 8 + (words[_FACTS[0] // 8] & 0xFFFFFFFF)
+        self._page[:end] = shared[:end]
+        words.release()
+        shared.close()
+
     # -- writing --------------------------------------------------------------------------------
 
     def tell_facts(self, facts: dict[str, Any]) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +33,7 @@ from procpipe.host.topology import (
     read_device,
     read_topology,
 )
+from procpipe.notes import write_note
 
 __all__ = ["Place", "pin", "pin_this_process", "places", "places_of_host", "table"]
 
@@ -166,9 +166,8 @@ def pin_this_process(device_pcis: Sequence[str | None] = ()) -> Place | None:
         pin(place)
     except Exception as error:  # a host may be odd in any way, and pinning is not worth a run
         told = f"{type(error).__name__}: {error}"
-        print(
-            f"procpipe: this process is not pinned to cores ({told}); {SWITCH}=0 turns it off",
-            file=sys.stderr,
+        write_note(
+            f"procpipe: this process is not pinned to cores ({told}); {SWITCH}=0 turns it off"
         )
         return None
     return place

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from procpipe.errors import (
     StageClosedError,
 )
 from procpipe.forks import give_up_in_children, keep_for_ever
+from procpipe.notes import write_note
 from procpipe.run.endings import error_of_script, watch_threads
 from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
@@ -181,6 +181,8 @@ class Calls:
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()
+        else:
+            self._world.close()
 
     def give_up_in_child(self) -> None:
         """Refuse the calls of a forked child, and let its end be nobody's concern."""
@@ -210,7 +212,7 @@ class Calls:
         try:
             self.close()
         except ProcpipeError as unfinished:
-            print(f"procpipe: rank {self._world.rank} left early: {unfinished}", file=sys.stderr)
+            write_note(f"procpipe: rank {self._world.rank} left early: {unfinished}")
 
     def _is_in_other_hands(self) -> bool:
         """Tell whether a thread that still runs, not the main or this one, made the last call."""

@@ -37,6 +37,7 @@ from types import TracebackType
 
 from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
 from procpipe.host.board import Board, Reading
+from procpipe.notes import write_note
 
 __all__ = ["end_with_launcher", "error_of_script", "print_victims_briefly", "watch_threads"]
 
@@ -90,31 +91,43 @@ def print_victims_briefly(rank: int, board: Board) -> None:
 
     Args:
         rank: this rank.
-        board: says where it was when the error came.
+        board: says where it was when the error came; the newest counts.
     """
-    previous: Hook = sys.excepthook
-    previous_of_threads = threading.excepthook
-    pid = os.getpid()
+    victims = _victims()
+    victims.rank, victims.board, victims.pid = rank, board, os.getpid()
 
-    def is_told(error: BaseException | None) -> bool:
-        if error is None or os.getpid() != pid:
+
+class _Victims:
+    """Takes the place of the hooks that print tracebacks."""
+
+    def __init__(self) -> None:
+        self.rank, self.pid = 0, 0
+        self.board: Board | None = None
+        self._previous: Hook = sys.excepthook
+        self._previous_of_threads = threading.excepthook
+        sys.excepthook = self._hook
+        threading.excepthook = self._hook_of_threads
+
+    def _hook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not self._has_line(error):
+            self._previous(kind, error, trace)
+
+    def _hook_of_threads(self, args: threading.ExceptHookArgs) -> None:
+        if not self._has_line(args.exc_value):
+            self._previous_of_threads(args)
+
+    def _has_line(self, error: BaseException | None) -> bool:
+        if error is None or self.board is None or os.getpid() != self.pid:
             return False
-        line = _line(rank, error, board.read())
+        line = _line(self.rank, error, self.board.read())
         if line:
-            sys.stderr.write(f"{line}\n")  # at once: other processes write there too
-            sys.stderr.flush()
+            write_note(line)
         return bool(line)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not is_told(error):
-            previous(kind, error, trace)
 
-    def hook_of_threads(args: threading.ExceptHookArgs) -> None:
-        if not is_told(args.exc_value):
-            previous_of_threads(args)
-
-    sys.excepthook = hook
-    threading.excepthook = hook_of_threads
+_victims = functools.cache(_Victims)  # once a process, whatever the number of its stages
 
 
 def error_of_script() -> BaseException | None:

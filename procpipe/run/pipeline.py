@@ -154,7 +154,10 @@ class Pipeline:
             self._board.tell_device_bytes(torch.cuda.memory_allocated(device))
 
     def send_value(self, destination: int, value: Any) -> None:
-        """Send a nested value of tensors to a rank, beside the plan; never blocks."""
+        """Send a nested value of tensors to a rank, beside the plan.
+
+        Waits, if it is large, until the rank has read most of it.
+        """
         on_cpu = map_tensors(lambda tensor: tensor.detach().cpu(), value)
         self._values_to[destination].send(Flat.of(on_cpu))
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from typing import Any
 
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import WaitTimeoutError
+from procpipe.notes import write_note
 from procpipe.plan.chrome import to_chrome
 from procpipe.plan.measured import Recording
 from procpipe.run.clocks import Clocks, Reading
@@ -183,7 +183,7 @@ class Tracing:
         except Exception as error:
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
-            print(f"procpipe: the trace was not written: {error!r}", file=sys.stderr)
+            write_note(f"procpipe: the trace was not written: {error!r}")
 
     def _recording(self) -> Recording:
         return merged(

@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import sys
 import time
 
 import psutil
 
 from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.host.board import Board
+from procpipe.notes import write_note
 
 __all__ = ["Watch"]
 
@@ -59,6 +59,10 @@ class Watch(Onlooker):
                 if board is not None:
                     self._boards[peer], self._pids[peer] = board, pid
 
+    def close(self) -> None:
+        """Let go of the boards of the peers, each of which takes a descriptor."""
+        self._boards = {self._rank: self._board}
+
     @property
     def pids(self) -> dict[int, int]:
         """The processes of those peers whose open files this process may open too."""
@@ -74,7 +78,7 @@ class Watch(Onlooker):
             self._has_reported = False
             reading = self._board.read()
             waited_s = reading.wait.seconds if reading.wait else 0.0
-            self._print(
+            write_note(
                 f"procpipe: stage {self._rank} (rank {self._rank}) goes on after {waited_s:.1f} s"
             )
         self._board.end_wait()
@@ -99,17 +103,13 @@ class Watch(Onlooker):
                 lines.append(f"{who} {reading.where()}{_state_of(reading.pid)}")
             else:
                 lines.append(f"{who} on another host")
-        self._print("\n".join(lines))
+        write_note("\n".join(lines))
 
     def last_seen(self, peer: int) -> str:
         """Say what a peer of this host was doing when it ended."""
         if peer not in self._boards:
             return ""
         return f"it was last seen {self._boards[peer].read().where()}"
-
-    def _print(self, text: str) -> None:
-        sys.stderr.write(f"{text}\n")  # at once: other processes write there too
-        sys.stderr.flush()
 
 
 def _state_of(pid: int) -> str:

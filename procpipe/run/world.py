@@ -22,7 +22,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -41,10 +40,12 @@ from procpipe.channel.wire import (
     listen,
     own_address,
 )
-from procpipe.errors import PeerLostError, WaitTimeoutError
+from procpipe.errors import FileLimitError, PeerLostError, WaitTimeoutError
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.host.board import Board
 from procpipe.host.placement import pin_this_process
+from procpipe.limits import check_file_limit, naming_file_limit, raise_file_limit
+from procpipe.notes import write_note
 from procpipe.run.devices import devices_of, of_this_host, pci_addresses
 from procpipe.run.endings import end_with_launcher, print_victims_briefly
 from procpipe.run.rollcall import Notes, Pause, agree_on_round
@@ -62,9 +63,17 @@ DEFAULT_STALL_TIMEOUT_S = 30.0
 #: More than the second to which torchrun rounds, and the tenth in which it looks.
 _HEAD_START_S = 1.5
 
+#: Files that a rank opens for each peer: a socket, its board, its shared memory or gloo's socket,
+#: the store's socket on rank 0; and besides: its own shared memory, listeners, the store, and what
+#: is open for a moment only.
+_FILES_PER_PEER, _MORE_FILES = 4, 12
+
 #: Every rank makes, and first calls, its pipelines in the same order: so these numbers agree.
 _made = itertools.count()
 _connected = itertools.count()
+
+#: Boards of stages that are closed: a launcher may look at them until there is a newer one.
+_closed_boards: list[Board] = []
 
 
 class World:
@@ -101,7 +110,10 @@ class World:
         self.devices = tuple(devices) if devices is not None else (device,) * num_ranks
         self.number = number
         self.is_launched = is_launched
-        self.board = Board.create(rank, num_ranks)
+        while _closed_boards:
+            _closed_boards.pop().close()
+        with naming_file_limit("the board of a stage", 2):
+            self.board = Board.create(rank, num_ranks)
         self._watch = Watch(self.board, rank)
         self._store = store
         self._opened: tuple[Store, Notes] | None = None
@@ -140,6 +152,8 @@ class World:
         device = all_devices[rank]
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if is_launched:
+            raise_file_limit()
         world = cls(
             rank=rank,
             num_ranks=num_ranks,
@@ -167,7 +181,8 @@ class World:
         """
         sockets: dict[int, socket.socket] = {}
         if self.num_ranks > 1:
-            sockets = self._connect_sockets()
+            with naming_file_limit("the connections to other ranks", self.num_ranks):
+                sockets = self._connect_sockets()
         self._mesh = Mesh(
             self.rank,
             sockets,
@@ -261,10 +276,9 @@ class World:
             self._open_store(timeout_s=3.0)[1].leave(self.rank, story)
             if self._serves_store:
                 time.sleep(_HEAD_START_S)  # the note ends with this process
-        except RuntimeError as error:
-            print(
-                f"procpipe: rank {self.rank} could not tell the others that it failed: {error}",
-                file=sys.stderr,
+        except (FileLimitError, RuntimeError) as error:
+            write_note(
+                f"procpipe: rank {self.rank} could not tell the others that it failed: {error}"
             )
 
     def record(self, error: BaseException) -> None:
@@ -306,6 +320,9 @@ class World:
         while self._transports:
             self._transports.pop().close()
         self._mesh = self._store = self._opened = None
+        self._watch.close()
+        if self.board not in _closed_boards:
+            _closed_boards.append(self.board)
 
     # -- steps 0 to 4 ---------------------------------------------------------------------------
 
@@ -379,6 +396,8 @@ class World:
         from torch.distributed import DistError, PrefixStore
 
         if self._store is None:
+            num_files = (self.num_ranks - 1) * _FILES_PER_PEER + _MORE_FILES
+            check_file_limit(num_files, f"the connections of one of {self.num_ranks} ranks")
             store, notes = self._open_store()
             try:
                 name = agree_on_round(

@@ -16,6 +16,7 @@ Each process has one thread a save, which the next save and the end of the scrip
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -32,6 +33,7 @@ from torch import nn
 
 from procpipe.errors import RemoteStageError, StageClosedError, WaitTimeoutError
 from procpipe.forks import give_up_in_children
+from procpipe.notes import write_note
 from procpipe.state.folders import Draft, Hold
 from procpipe.state.together import calls_of, timeout_of
 
@@ -284,9 +286,9 @@ class Saving:
         try:
             self.wait()
         except BaseException:
-            traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            write_note(traceback.format_exc())
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
             os._exit(1)
 
 

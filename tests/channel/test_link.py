@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 
 import pytest
 import torch
 
-from procpipe.channel.link import INLINE_BYTES, LinkReceiver, LinkSender
+from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, LinkReceiver, LinkSender
 from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
@@ -217,4 +218,40 @@ def test_a_transfer_that_breaks_for_no_known_reason_keeps_its_error(meshes, monk
     receiver.expect()
 
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        receiver.take()
+
+
+def test_without_a_transport_a_large_message_comes_in_pieces(meshes):
+    """So that neither end holds a copy of it; the next one is in order."""
+    receiver = LinkReceiver(meshes[1], 0, 1, None, "x")
+    sender = LinkSender(meshes[0], 1, 1, None, CPU)
+    large = torch.arange(3 * PIECE_BYTES // 8 + 1)
+    values = [[large, torch.ones(0), torch.tensor(True)], torch.tensor([7])]
+
+    def send():
+        for value in values:
+            sender.send(Flat.of(value))
+        meshes[0].flush()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    receiver.expect()
+    (first, empty, flag), _, _ = receiver.take()
+    receiver.expect()
+    (second,), _, _ = receiver.take()
+    thread.join()
+
+    assert torch.equal(first, large)
+    assert (empty.shape, flag.item(), second.item()) == ((0,), True, 7)
+
+
+def test_pieces_that_stop_coming_are_waited_for_as_long_as_any_message(meshes):
+    """Each is progress, so a long transfer is no stall; one that stands still is."""
+    receiver = LinkReceiver(meshes[1], 0, 1, None, "x")
+    sender = LinkSender(meshes[0], 1, 1, None, CPU)
+    receiver.expect()
+
+    with pytest.raises(WaitTimeoutError, match="rank 1 to read a value"):
+        sender.send(Flat.of(torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)))
+    with pytest.raises(WaitTimeoutError, match="for x"):
         receiver.take()

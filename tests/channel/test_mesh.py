@@ -15,7 +15,7 @@ import pytest
 from procpipe.channel.mesh import FAILURE, Mesh, Onlooker
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
-HEADER = struct.Struct("<IIBB")
+HEADER = struct.Struct("<QIBB")
 
 
 @pytest.fixture
@@ -594,3 +594,17 @@ def test_no_socket_is_left_open(net):
     b.close()
 
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_frame_may_be_longer_than_32_bits_can_tell(wired):
+    """Symptom: struct.error where one was sent."""
+    one, peer = wired
+    heard = heard_by(one, 0, 7)
+
+    peer.sendall(HEADER.pack(5 << 30, 0xFFFFFFFF, 7, 0) + b"its first bytes")
+    one.poll()
+
+    peer.sendall(frame(7, b"whole"))  # which belongs to it
+    one.poll()
+
+    assert heard == []

@@ -60,7 +60,7 @@ def test_what_arrives_is_a_copy_of_what_was_sent_and_lies_in_the_slot(ends):
 
     assert torch.equal(received, numbers(1000))
     (slot,) = ends.slots
-    slot.header.obj[64:72] = b"\0\0\0\0\0\0\xf0\x3f"  # the slot's first element becomes 1.0
+    slot.memory[64:72] = b"\0\0\0\0\0\0\xf0\x3f"  # the slot's first element becomes 1.0
     assert received[0] == 1.0
 
 

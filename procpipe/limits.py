@@ -1,0 +1,78 @@
+"""How many files a process may have open: raising the limit, and errors that say what is wanted.
+
+Sockets, shared memory and what is opened through ``/proc`` all count. A leaf: every part may ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+from collections.abc import Iterator
+
+from procpipe.errors import FileLimitError
+
+__all__ = ["check_file_limit", "naming_file_limit", "raise_file_limit"]
+
+
+def raise_file_limit() -> None:
+    """Let this process, and its children, open as many files as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # macOS refuses its own "unlimited"
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def check_file_limit(num_wanted: int, what: str) -> None:
+    """Check that this process may open so many more files.
+
+    Args:
+        num_wanted: how many.
+        what: what for, as after "for".
+
+    Raises:
+        FileLimitError: it may not.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with naming_file_limit(what, num_wanted):
+        try:
+            num_open = len(os.listdir("/proc/self/fd")) - 1  # one of them lists the others
+        except FileNotFoundError:
+            return  # another system than Linux
+    if limit != resource.RLIM_INFINITY and num_open + num_wanted > limit:
+        raise _limit_error(what, num_open, num_wanted)
+
+
+@contextlib.contextmanager
+def naming_file_limit(what: str, num_wanted: int = 1) -> Iterator[None]:
+    """Replace "Too many open files" by an error that says how many are needed, and what to do.
+
+    Args:
+        what: what is opened, as after "for".
+        num_wanted: how many more files are opened.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise _limit_error(what, limit, num_wanted) from None
+        if error.errno == errno.ENFILE:
+            raise FileLimitError(
+                f"this host has as many files open as its system allows, and {num_wanted} more are "
+                f"needed for {what}: end other processes, or raise fs.file-max (sysctl)"
+            ) from None
+        raise
+
+
+def _limit_error(what: str, num_open: int, num_wanted: int) -> FileLimitError:
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_open + num_wanted
+    is_hard = "" if hard == limit else f", hard limit {hard}"
+    return FileLimitError(
+        f"this process has {num_open} files open and may open {limit} (ulimit -n{is_hard}), but "
+        f"needs {num_wanted} more for {what}: start it with a limit of {needed} or more (ulimit "
+        f"-n {max(needed, 2 * limit)}; LimitNOFILE in a service, --ulimit nofile in a container), "
+        "or close files that the script keeps open"
+    )

@@ -1,0 +1,63 @@
+"""Notes to the user on standard error, which must never end what they are about.
+
+A leaf: every part may write one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from typing import TextIO
+
+__all__ = ["warn", "write_note"]
+
+
+def write_note(text: str) -> None:
+    """Write lines to standard error at once, or drop them where that cannot be done.
+
+    Raises nothing where standard error is missing, closed, a broken pipe, on a full disk, of an
+    encoding without these characters, or any object whose methods raise.
+    """
+    stream = sys.stderr
+    with contextlib.suppress(Exception):
+        if stream is sys.__stderr__:
+            _write_through(sys.__stderr__, f"{text}\n")
+            return
+        try:
+            stream.write(f"{text}\n")
+        except UnicodeError:
+            stream.write(f"{text}\n".encode("ascii", "backslashreplace").decode())
+        stream.flush()
+
+
+def warn(text: str, *, stacklevel: int) -> None:
+    """Warn as ``warnings.warn`` does, and drop a warning that cannot be written.
+
+    Args:
+        text: the warning.
+        stacklevel: as there: 2 names the caller's caller.
+
+    Raises:
+        UserWarning: the user's filter makes it an error.
+    """
+    try:
+        warnings.warn(text, stacklevel=stacklevel + 1)
+    except Warning:
+        raise
+    except Exception:  # Python forgives a broken pipe, but not a closed standard error
+        return
+
+
+def _write_through(stream: TextIO | None, text: str) -> None:
+    """Write past the stream's buffer.
+
+    What is left in it would be written again as Python ends, which then fails with exit code 120.
+    """
+    if stream is None:
+        return
+    stream.flush()
+    data = text.encode(stream.encoding, "backslashreplace")
+    while data:
+        data = data[os.write(stream.fileno(), data) :]

@@ -1,0 +1,181 @@
+"""Few open files: whatever the number of micro-batches, and none left by a stage that is closed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from procpipe import Stage
+from procpipe.channel.link import PIECE_BYTES
+from tests.dist.script import run_forked, run_script
+from tests.dist.stages import stage_of
+
+NUM_STAGES = 50
+
+#: More than a message may have inside its token.
+WIDTH = 3000
+
+MANY_CHUNKS = """
+import os, resource
+import torch
+from torch import nn
+from procpipe import Stage
+from procpipe.skip import pop, skippable, stash
+
+@skippable(stash=["a", "b"])
+class Stashes(nn.Module):
+    def forward(self, x):
+        yield stash("a", x * 1)
+        yield stash("b", x * 2)
+        return x
+
+@skippable(pop=["a", "b"])
+class Pops(nn.Module):
+    def forward(self, x):
+        a = yield pop("a")
+        b = yield pop("b")
+        return x + a + b
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        return x * self.weight
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+torch.set_default_dtype(torch.float64)
+model = nn.Sequential(Scale(), Stashes(), Pops(), Scale())
+stage = Stage(model, [2, 2], chunks=100, loss_fn=torch.mean, transport="shm")
+for _ in range(2):
+    loss = stage.step(torch.ones(100, 3000)).item()
+    assert abs(loss - 4.0) < 1e-9, loss
+assert len(os.listdir("/proc/self/fd")) < 40, os.listdir("/proc/self/fd")
+"""
+
+
+def test_the_number_of_micro_batches_does_not_matter():
+    """Symptom: a bare "Too many open files", as each slot took two files of its sender's."""
+    run_forked(MANY_CHUNKS, num_ranks=2).check()
+
+
+TOO_LOW = """
+import os
+import resource
+import torch
+from torch import nn
+from procpipe import Stage
+
+limit = len(os.listdir("/proc/self/fd")) + 10
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1])(torch.ones(1))
+"""
+
+
+def test_a_limit_that_is_too_low_is_told_with_what_is_needed():
+    done = run_forked(TOO_LOW, num_ranks=2)
+
+    assert done.returncode == 1
+    assert "FileLimitError: this process has " in done.stderr
+    assert " (ulimit -n), but needs 16 more for the connections of one of 2 ranks" in done.stderr
+
+
+def run_stages(bare, transport, is_kept):
+    """Return the number of open files after each of some stages that are closed, or failed."""
+    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1))
+    kept, counts = [], []
+    for k in range(NUM_STAGES):
+        if k % 10 == 9:
+            with pytest.raises(ValueError, match="chunks is 0"):
+                Stage(model, [1, 1], chunks=0)
+        options = {"transport": transport, "chunks": 2, "loss_fn": torch.mean}
+        with stage_of(bare, f"stage {k}", model, [1, 1], **options) as stage:
+            stage.step(torch.ones(8, 4))
+        if is_kept:
+            kept.append(stage)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["let go", "kept"])
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_closed_stage_leaves_no_open_file(ranks, transport, is_kept):
+    for counts in ranks(2).run(run_stages, transport, is_kept, world=False).values():
+        assert counts[1:] == [counts[1]] * (NUM_STAGES - 1)
+
+
+STAGES_IN_TURN = """
+import os
+import torch
+from torch import nn
+from procpipe import Stage
+
+counts = []
+for k in range({num_stages}):
+    if {fails}:
+        try:
+            Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 2])
+        except ValueError:
+            pass
+    else:
+        stage = Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], chunks=2)
+        with torch.no_grad():
+            stage(torch.ones(4, 3000))
+        stage.close()
+    counts.append(len(os.listdir("/proc/self/fd")))
+assert counts[1:] == [counts[1]] * (len(counts) - 1), counts
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["closed", "failed"])
+def test_stages_in_turn_leave_no_open_file_under_a_launcher(fails):
+    """Each has its own connection to the launcher's store."""
+    run_script(STAGES_IN_TURN.format(num_stages=12, fails=fails), nproc=2).check()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["closed", "failed"])
+def test_stages_in_turn_leave_no_open_file_without_a_launcher(fails):
+    run_forked(STAGES_IN_TURN.format(num_stages=12, fails=fails)).check()
+
+
+def fetch_large(world, num_bytes):
+    """Return by how many bytes the process's memory peaks, beside the value, as it is fetched."""
+    stage = Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], world=world)
+    with torch.no_grad():
+        stage(torch.ones(1))
+    value = None
+    if stage.rank == 0:
+        value = [torch.arange(num_bytes // 8), torch.ones(0), torch.tensor([1.5]), "text"]
+    reset_peak()
+    before = peak_bytes()
+    fetched = stage.fetch(value)
+    taken = peak_bytes() - before
+    assert torch.equal(fetched[0], torch.arange(num_bytes // 8))
+    assert fetched[1].shape == (0,)
+    assert fetched[2].item() == 1.5
+    assert fetched[3] == "text"
+    assert stage.fetch(torch.tensor(3.0)).item() == 3.0  # the next one is in order
+    stage.close()
+    return taken - (0 if value else num_bytes)
+
+
+def reset_peak():
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def peak_bytes():
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+def test_a_large_value_is_fetched_without_a_copy_of_it(ranks):
+    """Symptom: one at each end, and struct.error from 4 GiB on."""
+    num_bytes = 32 * PIECE_BYTES + 8
+
+    for taken in ranks(2).run(fetch_large, num_bytes).values():
+        assert taken < num_bytes // 2

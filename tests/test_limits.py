@@ -1,0 +1,65 @@
+"""The number of files that may be open: raised, and told where it is too low."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from procpipe import limits
+from procpipe.errors import FileLimitError
+
+RAISE = """
+import resource
+from procpipe.limits import raise_file_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+raise_file_limit()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (200, 200)
+"""
+
+
+def test_the_limit_is_raised_to_what_is_allowed():
+    root = Path(limits.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", RAISE], cwd=root, timeout=60, check=True)
+
+
+def test_what_fits_is_no_error():
+    limits.check_file_limit(1, "a socket")
+    with limits.naming_file_limit("a socket"):
+        pass
+
+
+def test_what_does_not_fit_is_told_with_both_numbers():
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd")) - 1
+
+    with pytest.raises(FileLimitError) as caught:
+        limits.check_file_limit(limit, "the connections")
+
+    told = str(caught.value)
+    assert f"has {num_open} files open and may open {limit} (ulimit -n" in told
+    assert f"needs {limit} more for the connections" in told
+    assert f"a limit of {num_open + limit} or more" in told
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max")]
+)
+def test_an_error_of_the_system_is_told_with_what_was_wanted(number, words):
+    with pytest.raises(FileLimitError, match=words) as caught, limits.naming_file_limit("a pipe"):
+        raise OSError(number, "Too many open files")
+    assert "1 more" in str(caught.value)
+    assert "for a pipe" in str(caught.value)
+
+
+def test_other_errors_stay_as_they_are():
+    with pytest.raises(FileNotFoundError), limits.naming_file_limit("a pipe"):
+        raise FileNotFoundError(errno.ENOENT, "gone")
+    told = FileLimitError("told before")
+    with pytest.raises(FileLimitError, match="told before"), limits.naming_file_limit("a pipe"):
+        raise told
