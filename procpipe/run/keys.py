@@ -46,7 +46,7 @@ def _content(path: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ValueError(f"{named} cannot be read ({error.strerror}): {_ADVICE}") from None
-    with open(descriptor, "rb", buffering=0) as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError(f"{named} is not a regular file: {_ADVICE}")
@@ -60,7 +60,9 @@ def _content(path: str) -> bytes:
                 f"{named} has mode {stat.S_IMODE(found.st_mode):03o}, so that other users could "
                 f"read it: chmod 600 {path}, or {_ADVICE}"
             )
-        content = file.read(_MAX_BYTES).strip()
+        content = os.read(descriptor, _MAX_BYTES).strip()
+    finally:
+        os.close(descriptor)
     if len(content) < _MIN_BYTES:
         raise ValueError(
             f"{named} holds {len(content)} bytes, but a key has at least {_MIN_BYTES}: {_ADVICE}"

@@ -44,7 +44,7 @@ FIRST_CALL = "first call"
 _LAST_WORDS_TIMEOUT_S = 3.0
 
 #: How long the store is held by a rank that ends, for the others to read why.
-_HOLD_STORE_S = 1.5
+_HOLD_STORE_S = 0.7
 
 #: Every rank first calls its pipelines in the same order: so these numbers agree.
 _connected = itertools.count()
@@ -137,7 +137,7 @@ class Start:
             store.set("key", secrets.token_hex(32))
         store.set(f"host/{self.rank}", json.dumps([host_identity(), own_address(), purpose]))  # 1
         told = [json.loads(self._wait_for_key(f"host/{rank}", rank, deadline_s)) for rank in ranks]
-        _check_purposes([theirs for _, _, theirs in told])
+        _check_purpose(self.rank, [theirs for _, _, theirs in told])
         hosts = [(host, address) for host, address, _ in told]
         _check_hosts([host for host, _ in hosts])
         self.network_address = address_towards(self.rank, hosts)
@@ -283,16 +283,15 @@ def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
     return Announcement(rank, open_store)
 
 
-def _check_purposes(purposes: list[str]) -> None:
-    """Check that all ranks connect to find the same, or for their first call."""
-    for rank, purpose in enumerate(purposes):
-        if purpose != purposes[0]:
-            first = purposes[0] == FIRST_CALL
-            finding, other = (rank, 0) if first else (0, rank)
-            raise ValueError(
-                f"rank {finding} was told that rank 0 finds the {purpose if first else purposes[0]}"
-                f", but rank {other} was not: give every rank the same arguments"
-            )
+def _check_purpose(rank: int, purposes: list[str]) -> None:
+    """Check that this rank connects to find what rank 0 finds, or for its first call, as rank 0."""
+    ours, first = purposes[rank], purposes[0]
+    if ours != first:
+        finding, found, other = (0, first, rank) if ours == FIRST_CALL else (rank, ours, 0)
+        raise ValueError(
+            f"rank {finding} was told that rank 0 finds the {found}, but rank {other} was not: "
+            "give every rank the same arguments"
+        )
 
 
 def _check_hosts(hosts: list[str]) -> None:

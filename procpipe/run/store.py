@@ -42,6 +42,9 @@ _PROOF_DIGITS = 64
 #: Of what nobody vouches for, so much is shown.
 _SHOWN_BYTES = 300
 
+#: How long it may take until it is known who has ended, when the store has.
+_STORY_TIMEOUT_S = 1.0
+
 #: How long a host may take to answer on the store's port, and the wait between two attempts.
 _CONNECT_TIMEOUT_S = 2.0
 _RETRY_S = 0.05
@@ -135,11 +138,22 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         """Wait until all of these are set."""
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline_s, pause = time.monotonic() + timeout_s, Pause()
-        while not self.check(names):
+        while not self._has(names):
             self._check_start()
             if time.monotonic() > deadline_s:
                 raise WaitTimeoutError(f"nobody has set {', '.join(names)} in {timeout_s:.1f} s")
             pause()
+
+    def _has(self, names: Iterable[str]) -> bool:
+        """Say whether these are set; if the store has ended, say why, if that is known soon."""
+        try:
+            return self.check(names)
+        except DistError:
+            deadline_s = time.monotonic() + _STORY_TIMEOUT_S
+            while time.monotonic() < deadline_s:
+                self._check_start()
+                time.sleep(_RETRY_S)
+            raise
 
     def has_extended_api(self) -> bool:
         """Return False: torch then uses what is above only."""
