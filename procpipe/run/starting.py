@@ -186,9 +186,7 @@ class Start:
         from procpipe.run.store import JobStore, launchers_store
 
         def part_of(store: Store, prefix: str) -> JobStore:
-            return JobStore(
-                store, prefix, key=key, check=self._check_for_failure, timeout_s=self._timeout_s
-            )
+            return JobStore(store, prefix, key=key, timeout_s=self._timeout_s)
 
         if self._store is not None:
             ours = part_of(self._store, "")
@@ -275,9 +273,7 @@ def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
         from procpipe.run.store import JobStore, launchers_store
 
         store = launchers_store(timeout_s, is_given_up)
-        return JobStore(
-            store, "procpipe/", key=given_key(), check=lambda: None, timeout_s=timeout_s
-        )
+        return JobStore(store, "procpipe/", key=given_key(), timeout_s=timeout_s)
 
     del pid  # a forked process has another
     return Announcement(rank, open_store)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore
 
 from procpipe.errors import WaitTimeoutError
 from procpipe.run.rollcall import Pause
@@ -57,8 +57,8 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         store: any of torch's.
         prefix: begins the names of all values.
         key: the job's key, if it is not in the store itself.
-        check: called while waiting for a value; raises if the start was given up.
         timeout_s: how long to wait for a value.
+        check: called while waiting for a value; raises if the start was given up.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         prefix: str,
         *,
         key: bytes | None,
-        check: Callable[[], None],
         timeout_s: float,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self.underlying_store = store
@@ -135,13 +135,17 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         )
 
     def wait(self, names: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these are set."""
+        """Wait until all of these are set.
+
+        Raises:
+            DistStoreError: nobody has set them in time.
+        """
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline_s, pause = time.monotonic() + timeout_s, Pause()
         while not self._has(names):
             self._check_start()
             if time.monotonic() > deadline_s:
-                raise WaitTimeoutError(f"nobody has set {', '.join(names)} in {timeout_s:.1f} s")
+                raise DistStoreError(f"nobody has set {', '.join(names)} in {timeout_s:.1f} s")
             pause()
 
     def _has(self, names: Iterable[str]) -> bool:
