@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,7 @@ def run(job: Job, token: str, view_mode: str) -> int:
     """
     sys.stdout, sys.stderr = _writable(sys.stdout), _writable(sys.stderr)
     os.environ[TOKEN] = ":".join(filter(None, (os.environ.get(TOKEN), token)))
+    _give_key(job)
     _adopt_orphans()
     num_oom_kills = out_of_memory_kills()
     warden = Warden(token)
@@ -214,6 +216,16 @@ def _writable(stream: TextIO | None) -> TextIO:
 
 def _name(number: signal.Signals) -> str:
     return "Ctrl-C" if number is signal.SIGINT else number.name
+
+
+def _give_key(job: Job) -> None:
+    """Give the ranks a key of their own, which the launcher's store then need not hold.
+
+    Launchers on several hosts would each make another one: there the user's file has it, if any.
+    """
+    os.environ.pop("PROCPIPE_KEY", None)  # that of a run which has started this one
+    if job.max_hosts == 1 and not os.environ.get("PROCPIPE_KEY_FILE"):
+        os.environ["PROCPIPE_KEY"] = secrets.token_hex(32)
 
 
 def _adopt_orphans() -> None:

@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed
 
-from procpipe.channel import wire
+from procpipe.channel import handshake
+from procpipe.channel.handshake import accept_peers, connect_to
 from procpipe.channel.link import INLINE_BYTES, LinkReceiver, LinkSender
 from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.channel.meta import allocate
-from procpipe.channel.wire import accept_peers, connect_to, listen
+from procpipe.channel.wire import listen
 from procpipe.errors import PeerLostError, RemoteStageError
 from procpipe.host.board import Board
 from procpipe.run import endings
-from procpipe.run.world import World
 from procpipe.tree import Flat
 
 
@@ -134,7 +134,7 @@ def test_strangers_that_said_nothing_held_up_the_start():
         link = pool.submit(connect_to, 0, address, rank=1, **options)
         peers = accept_peers(listeners, {1}, rank=0, **options)
 
-        assert time.monotonic() - start_s < wire._HANDSHAKE_TIMEOUT_S
+        assert time.monotonic() - start_s < handshake._HANDSHAKE_TIMEOUT_S
         for sock in (link.result(), *peers.values(), *listeners, *strangers):
             sock.close()
 
@@ -241,38 +241,3 @@ def test_a_rank_that_stopped_in_the_middle_of_a_transfer_was_waited_for_in_silen
     for mesh_ in (ends, ours):
         mesh_.close()
     assert not any(thread.name == "procpipe lookout" for thread in threading.enumerate())
-
-
-class Late:
-    """A store whose first answer about a key is from before rank 0 has set it."""
-
-    def __init__(self, store, key, rank_0):
-        self.store, self.key, self.rank_0 = store, key, rank_0
-        self.get = store.get
-
-    def check(self, keys):
-        if keys == [self.key] and self.rank_0 is not None:
-            rank_0, self.rank_0 = self.rank_0, None
-            rank_0()
-            return False
-        return self.store.check(keys)
-
-
-def test_a_value_that_rank_0_found_between_two_looks_was_taken_for_one_it_never_finds(monkeypatch):
-    """Symptom: "rank 1 was told that rank 0 finds the balance, but rank 0 was not", now and then.
-
-    Rank 0 sets the value, then says that it connects. Rank 1 looked for the one before that, and
-    for the other after it.
-    """
-    store, cpu = torch.distributed.HashStore(), torch.device("cpu")
-    worlds = [World(rank=k, num_ranks=2, store=store, device=cpu, timeout_s=5.0) for k in (0, 1)]
-
-    def finds_and_connects():
-        worlds[0].agreed("balance", lambda: [1, 2])
-        store.set("host/0", "here")
-
-    late = Late(store, "balance", finds_and_connects)
-    monkeypatch.setattr(worlds[1], "_shared_store", lambda: late)
-
-    assert worlds[1].agreed("balance", lambda: None) == [1, 2]
-    assert late.rank_0 is None

@@ -82,6 +82,8 @@ PURE = (
 MAY_IMPORT_DISTRIBUTED = (
     "procpipe.channel.gloo",
     "procpipe.channel.nccl",
+    "procpipe.run.starting",
+    "procpipe.run.store",
     "procpipe.run.world",
     "procpipe.state",
     "procpipe.launch.engine",

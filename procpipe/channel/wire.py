@@ -1,54 +1,33 @@
-"""Sockets between the processes of one job: listening, connecting, proving who one is.
+"""Sockets between the processes of one job: addresses, listening, options.
 
 Ranks on one host meet on unix-domain sockets in Linux's abstract namespace, which vanish with
 their process; ranks on different hosts over TCP with TCP_NODELAY. A TCP listener is bound only
-where the job spans hosts, to the address that leads to its peers.
-
-Either side proves that it knows the job's key before anything else is read (HMAC-SHA256 over the
-other's random challenge and both ranks), so a stranger is refused:
-
-    connector                                acceptor
-    magic, rank, challenge A          ->
-                                      <-     challenge B, HMAC(key, "acceptor", A, ranks)
-    HMAC(key, "connector", B, ranks)  ->     accepted
-
-Knows nothing of messages, stages or tensors.
+where the job spans hosts, to the address that leads to its peers. How both ends of a connection
+prove who they are is in ``handshake.py``. Knows nothing of messages, stages or tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import ipaddress
 import os
 import secrets
-import select
 import socket
 import struct
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from procpipe.errors import FileLimitError, WaitTimeoutError
-from procpipe.limits import naming_file_limit
 
 __all__ = [
     "Address",
-    "accept_peers",
     "address_towards",
-    "connect_to",
     "has_vanished",
     "host_identity",
+    "is_of_this_user",
     "listen",
     "open_process",
     "own_address",
+    "prepared",
 ]
-
-_MAGIC = b"procpipe1"
-_HELLO = struct.Struct("!9sI32s")
-_PROOF_BYTES = 32
 
 #: Of Linux's struct tcp_info: tcpi_retransmits and tcpi_probes (unanswered), tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB52xI")
@@ -59,11 +38,6 @@ _SO_PEERPIDFD = 77
 #: The credentials of a unix socket's peer: process, user, group.
 _CREDENTIALS = struct.Struct("3i")
 
-_HANDSHAKE_TIMEOUT_S = 5.0
-
-#: A host answers in milliseconds, whatever its processes do; a firewall never.
-_REACH_TIMEOUT_S = 20.0
-
 #: A host that has gone without a word (power, network) is taken for dead after about so long.
 _VANISHED_AFTER_S = 20
 
@@ -72,8 +46,11 @@ _ADDRESS_VARIABLE = "PROCPIPE_ADDRESS"
 
 _BUFFER_BYTES = 4 << 20
 
-#: Connections that have not proved themselves, at most; the oldest makes room for one more.
-_MAX_CALLERS = 256
+#: Connections that a listener keeps until they are accepted, at most; the system may keep fewer.
+_BACKLOG = 4096
+
+#: The credentials of a unix socket's peer: process, user, group.
+_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
@@ -179,234 +156,26 @@ def listen(tcp_host: str | None) -> tuple[list[socket.socket], Address]:
         tcp = (tcp_host, remote.getsockname()[1])
         sockets.append(remote)
     for listener in sockets:
-        listener.listen(128)
+        listener.listen(_BACKLOG)
     return sockets, Address(host_identity(), unix, tcp)
 
 
-def connect_to(
-    peer: int,
-    address: Address,
-    *,
-    rank: int,
-    key: bytes,
-    deadline_s: float,
-    check: Callable[[], None],
-) -> socket.socket:
-    """Connect to another rank's listener and prove who we are.
+def is_of_this_user(link: socket.socket) -> bool:
+    """Say whether the process at the other end of a unix socket has this process's user.
 
-    Args:
-        peer: the rank that listens.
-        address: where it listens.
-        rank: this rank.
-        key: the job's key.
-        deadline_s: ``time.monotonic()`` after which waiting ends.
-        check: called about twice a second while waiting; raises if the start was given up.
+    The kernel noted its effective user when it connected or began to listen. Not even the
+    superuser counts as another: who has its rights needs no socket to end or read a process. Over
+    TCP, and where the system does not tell, this is True: there only the key proves anything.
     """
-    if address.unix and address.host == host_identity():
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        target: str | tuple[str, int] = f"\0{address.unix}"
-    else:
-        link = socket.socket(
-            socket.AF_INET6 if ":" in address.tcp[0] else socket.AF_INET, socket.SOCK_STREAM
-        )
-        target = address.tcp
-    try:
-        _reach(link, target, peer, rank=rank, deadline_s=deadline_s)
-        link.settimeout(_HANDSHAKE_TIMEOUT_S)
-        _introduce(link, peer, rank=rank, key=key, deadline_s=deadline_s, check=check)
-    except BaseException:
-        link.close()
-        raise
-    return _prepared(link)
+    if link.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return True
+    told = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(told)
+    return bool(user == os.geteuid())
 
 
-def _reach(
-    link: socket.socket,
-    target: str | tuple[str, int],
-    peer: int,
-    *,
-    rank: int,
-    deadline_s: float,
-) -> None:
-    """Connect; say what to look at if that cannot be: the peer listens, or has ended."""
-    link.settimeout(max(0.001, min(_REACH_TIMEOUT_S, deadline_s - time.monotonic())))
-    try:
-        link.connect(target)
-    except OSError as error:
-        if isinstance(target, str):
-            where, advice = "on this host", "has its process ended?"
-        else:
-            where = f"at {target[0]} port {target[1]}"
-            advice = (
-                "has its process ended, is a firewall between the hosts (ranks use ports that the "
-                f"system picks), or is that not the address to use ({_ADDRESS_VARIABLE})?"
-            )
-        text = f"rank {rank} cannot reach rank {peer} {where} ({error}): {advice}"
-        if isinstance(error, TimeoutError):
-            raise WaitTimeoutError(text) from None
-        raise ConnectionError(text) from None
-
-
-def _introduce(
-    link: socket.socket,
-    peer: int,
-    *,
-    rank: int,
-    key: bytes,
-    deadline_s: float,
-    check: Callable[[], None],
-) -> None:
-    """Do the connector's side of the handshake."""
-    challenge = secrets.token_bytes(_PROOF_BYTES)
-    link.sendall(_HELLO.pack(_MAGIC, rank, challenge))
-    while not _readable([link], 0.5):  # the peer may still be busy with its own connections
-        if time.monotonic() > deadline_s:
-            raise WaitTimeoutError(f"rank {rank} connected to rank {peer}, which did not answer")
-        check()
-    answer = _read(link, 2 * _PROOF_BYTES, time.monotonic() + _HANDSHAKE_TIMEOUT_S)
-    theirs, proof = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
-    if not hmac.compare_digest(proof, _proof(key, b"acceptor", challenge, rank, peer)):
-        raise ConnectionRefusedError(f"what listens for rank {peer} does not know the job's key")
-    link.sendall(_proof(key, b"connector", theirs, rank, peer))
-
-
-def accept_peers(
-    listeners: list[socket.socket],
-    expected: set[int],
-    *,
-    rank: int,
-    key: bytes,
-    deadline_s: float,
-    check: Callable[[], None],
-) -> dict[int, socket.socket]:
-    """Accept one proven connection from each expected rank; strangers are turned away.
-
-    All who have connected are heard at the same time, so one that says nothing delays nobody.
-
-    Args:
-        listeners: this rank's listening sockets.
-        expected: the ranks that will connect.
-        rank: this rank.
-        key: the job's key.
-        deadline_s: ``time.monotonic()`` after which waiting ends.
-        check: called about twice a second while waiting; raises if the start was given up.
-    """
-    peers: dict[int, socket.socket] = {}
-    callers: dict[int, _Caller] = {}
-    for listener in listeners:
-        listener.setblocking(False)
-    try:
-        while missing := expected - peers.keys():
-            if time.monotonic() > deadline_s:
-                raise WaitTimeoutError(
-                    f"rank {rank} waited in vain for {_ranks(missing)} to connect: did every "
-                    "process reach its first step?"
-                )
-            check()
-            waiting = [*listeners, *(caller.link for caller in callers.values())]
-            for sock in _readable(waiting, 0.5):
-                caller = callers.get(sock.fileno())
-                if caller is None:
-                    _pick_up(sock, callers)
-                    continue
-                try:
-                    peer = caller.hear(rank=rank, key=key, expected=expected - peers.keys())
-                except OSError:
-                    _hang_up(caller, callers)
-                    continue
-                if peer is not None:
-                    peers[peer] = _prepared(callers.pop(sock.fileno()).link)
-            for caller in tuple(callers.values()):
-                if time.monotonic() > caller.deadline_s:
-                    _hang_up(caller, callers)
-    except BaseException:
-        for link in peers.values():
-            link.close()
-        raise
-    finally:
-        for caller in tuple(callers.values()):
-            _hang_up(caller, callers)
-    return peers
-
-
-def _pick_up(listener: socket.socket, callers: dict[int, _Caller]) -> None:
-    """Accept a connection, without a wait for what it has to say."""
-    try:
-        with naming_file_limit("a connection of another rank"):
-            link, _ = listener.accept()
-    except FileLimitError:
-        if not callers:
-            raise
-        _hang_up(next(iter(callers.values())), callers)
-        return
-    except OSError:
-        return
-    if len(callers) == _MAX_CALLERS:
-        _hang_up(next(iter(callers.values())), callers)
-    callers[link.fileno()] = _Caller(link)
-
-
-def _hang_up(caller: _Caller, callers: dict[int, _Caller]) -> None:
-    del callers[caller.link.fileno()]
-    caller.link.close()
-
-
-class _Caller:
-    """A connection whose other end has not proved itself yet, and never keeps another waiting."""
-
-    def __init__(self, link: socket.socket) -> None:
-        link.setblocking(False)
-        self.link = link
-        self.deadline_s = time.monotonic() + _HANDSHAKE_TIMEOUT_S
-        self._said = b""
-        self._rank: int | None = None
-        self._challenge = b""
-
-    def hear(self, *, rank: int, key: bytes, expected: set[int]) -> int | None:
-        """Take what has come; return the caller's rank once it is proved.
-
-        Raises:
-            OSError: it is a stranger, or has gone.
-        """
-        size = _HELLO.size if self._rank is None else _PROOF_BYTES
-        part = self.link.recv(size - len(self._said))
-        if not part:
-            raise ConnectionResetError("the other side closed the connection")
-        self._said += part
-        if len(self._said) < size:
-            return None
-        said, self._said = self._said, b""
-        if self._rank is None:
-            magic, caller, challenge = _HELLO.unpack(said)
-            if magic != _MAGIC or caller not in expected:
-                raise ConnectionRefusedError("a stranger")
-            self._rank, self._challenge = caller, secrets.token_bytes(_PROOF_BYTES)
-            # An empty socket takes so little at once.
-            self.link.sendall(self._challenge + _proof(key, b"acceptor", challenge, caller, rank))
-            return None
-        proof = _proof(key, b"connector", self._challenge, self._rank, rank)
-        if self._rank not in expected or not hmac.compare_digest(said, proof):
-            raise ConnectionRefusedError("a stranger")
-        return self._rank
-
-
-def _proof(key: bytes, role: bytes, challenge: bytes, connector: int, acceptor: int) -> bytes:
-    ranks = struct.pack("!II", connector, acceptor)
-    return hmac.new(key, role + challenge + ranks, hashlib.sha256).digest()
-
-
-def _read(link: socket.socket, size: int, deadline_s: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        link.settimeout(max(0.001, deadline_s - time.monotonic()))  # not anew for each byte
-        part = link.recv(size - len(data))
-        if not part:
-            raise ConnectionResetError("the other side closed the connection")
-        data += part
-    return data
-
-
-def _prepared(link: socket.socket) -> socket.socket:
+def prepared(link: socket.socket) -> socket.socket:
+    """Set the options of a proven connection, and return it."""
     if link.family != socket.AF_UNIX:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_vanished_host(link)
@@ -471,16 +240,3 @@ def _is_open(link: socket.socket) -> bool:
         return True
     except OSError:
         return False
-
-
-def _readable(sockets: list[socket.socket], timeout_s: float) -> list[socket.socket]:
-    poller = select.poll()
-    for sock in sockets:
-        poller.register(sock, select.POLLIN)
-    ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
-    return [sock for sock in sockets if sock.fileno() in ready]
-
-
-def _ranks(ranks: set[int]) -> str:
-    listed = ", ".join(str(rank) for rank in sorted(ranks))
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -28,7 +28,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import psutil
@@ -150,6 +150,7 @@ class _Note:
     rank: int
     story: str
     written_s: float
+    is_lost: bool = False
 
 
 class Notes:
@@ -169,10 +170,16 @@ class Notes:
             if _read(found).written_s < process_start_s():
                 self._old = found
 
-    def leave(self, rank: int, story: str) -> None:
-        """Leave a note, unless another rank of this round has."""
-        note = json.dumps({"rank": rank, "story": story, "written_s": time.time()})
-        self._store.compare_set("failure", self._old.decode(), note)
+    def leave(self, rank: int, story: str, *, is_lost: bool = False) -> None:
+        """Leave a note, unless another rank of this round has.
+
+        Args:
+            rank: whose failure it is.
+            story: what happened.
+            is_lost: whether that rank's process has ended without a word.
+        """
+        note = asdict(_Note(rank, story, time.time(), is_lost))
+        self._store.compare_set("failure", self._old.decode(), json.dumps(note))
 
     def check(self) -> None:
         """Raise ``RemoteStageError`` if a rank of this round has left a note."""
@@ -180,7 +187,8 @@ class Notes:
             found = self._store.get("failure")
             if found != self._old:
                 note = _read(found)
-                raise RemoteStageError(note.rank, note.story)
+                kind = PeerLostError if note.is_lost else RemoteStageError
+                raise kind(note.rank, note.story)
 
 
 def _read(text: bytes) -> _Note:

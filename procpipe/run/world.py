@@ -2,16 +2,8 @@
 
 ``torchrun`` says it in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …). Without a
 launcher the job is this one process. Nothing is connected before ``connect``, which every rank
-calls once:
-
-    0  agree who takes part               (see rollcall.py)
-    1  say which host we are on           host/<rank>      (are TCP listeners needed?)
-    2  listen, and say where              address/<rank>
-    3  connect to every lower rank, accept every higher one; the job's key proves both sides
-    4  build the transports for large tensors
-
-Steps 0 to 3 go through the job's store, which the launcher holds, or rank 0. A rank that cannot
-come leaves a note there (``give_up``), so that nobody waits for it.
+calls once: the ranks find one another (see ``starting.py``), and then build the transports for
+large tensors. A rank that cannot come leaves a note (``give_up``), so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -20,40 +12,30 @@ import contextlib
 import itertools
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from procpipe.channel.base import Transport
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.wire import (
-    Address,
-    accept_peers,
-    address_towards,
-    connect_to,
-    host_identity,
-    listen,
-    own_address,
-)
-from procpipe.errors import FileLimitError, PeerLostError, WaitTimeoutError
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.host.board import Board
 from procpipe.host.placement import pin_this_process
-from procpipe.limits import check_file_limit, naming_file_limit, raise_file_limit
+from procpipe.limits import naming_file_limit, raise_file_limit
 from procpipe.notes import write_note
 from procpipe.run.devices import devices_of, of_this_host, pci_addresses
 from procpipe.run.endings import end_with_launcher, print_victims_briefly
-from procpipe.run.rollcall import Notes, Pause, agree_on_round
+from procpipe.run.starting import FIRST_CALL, Start, announce
 from procpipe.run.transports import Choice, Offer
 from procpipe.run.watch import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+    from procpipe.run.store import JobStore
 
 __all__ = ["World"]
 
@@ -63,14 +45,11 @@ DEFAULT_STALL_TIMEOUT_S = 30.0
 #: More than the second to which torchrun rounds, and the tenth in which it looks.
 _HEAD_START_S = 1.5
 
-#: Files that a rank opens for each peer: a socket, its board, its shared memory or gloo's socket,
-#: the store's socket on rank 0; and besides: its own shared memory, listeners, the store, and what
-#: is open for a moment only.
-_FILES_PER_PEER, _MORE_FILES = 4, 12
+#: The mesh's kind for values of ``agreed``: no channel's, and not the control plane's.
+_AGREED = 200
 
-#: Every rank makes, and first calls, its pipelines in the same order: so these numbers agree.
+#: Every rank makes its pipelines in the same order: so these numbers agree.
 _made = itertools.count()
-_connected = itertools.count()
 
 #: Boards of stages that are closed: a launcher may look at them until there is a newer one.
 _closed_boards: list[Board] = []
@@ -115,14 +94,11 @@ class World:
         with naming_file_limit("the board of a stage", 2):
             self.board = Board.create(rank, num_ranks)
         self._watch = Watch(self.board, rank)
-        self._store = store
-        self._opened: tuple[Store, Notes] | None = None
-        self._serves_store = False
+        self._start = Start(rank, num_ranks, store, timeout_s)
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
         self._transports: list[Transport] = []
-        self._network_address: str | None = None
         give_up_in_children(self)
 
     @classmethod
@@ -170,6 +146,7 @@ class World:
             pin_this_process(pci_addresses(of_this_host(all_devices, rank)))
         if num_ranks > 1:
             print_victims_briefly(rank, world.board)
+            announce(rank, timeout_s)
         return world
 
     def connect(self) -> Mesh:
@@ -179,10 +156,14 @@ class World:
             RemoteStageError: another rank gave up before it came here.
             WaitTimeoutError: a rank did not come within the timeout.
         """
+        return self._mesh or self._connect_for(FIRST_CALL)
+
+    def _connect_for(self, purpose: str) -> Mesh:
+        """Connect; every rank does it for the same purpose."""
         sockets: dict[int, socket.socket] = {}
         if self.num_ranks > 1:
             with naming_file_limit("the connections to other ranks", self.num_ranks):
-                sockets = self._connect_sockets()
+                sockets = self._start.connect(purpose)
         self._mesh = Mesh(
             self.rank,
             sockets,
@@ -230,37 +211,27 @@ class World:
         """Make a value on rank 0 and return it on every rank; every rank calls it.
 
         Args:
-            key: names the value in the store, once.
+            key: names the value in errors.
             make: makes plain JSON; runs on rank 0 only, while the others wait.
 
         Raises:
-            ValueError: rank 0 does not make it.
+            ValueError: not every rank wants it.
             RemoteStageError: rank 0 failed.
             WaitTimeoutError: it took longer than the timeout.
         """
         if self.num_ranks == 1:
             return make()
-        store = self._shared_store()
+        mesh = self._mesh or self._connect_for(key)
         if self.rank == 0:
             value = make()
-            store.set(key, json.dumps(value))
+            for peer in mesh.peers:
+                mesh.send(peer, _AGREED, 0, 0, json.dumps(value).encode())
+            mesh.poll()  # a rank may have ended meanwhile
             return value
-        deadline_s, pause = time.monotonic() + self._timeout_s, Pause()
-        while not store.check([key]):
-            # Rank 0 is past this, and connects; it may have found the value since the last look.
-            if store.check(["host/0"]) and not store.check([key]):
-                raise ValueError(
-                    f"rank {self.rank} was told that rank 0 finds the {key}, but rank 0 was not: "
-                    "give every rank the same arguments"
-                )
-            self._check_for_failure()
-            if time.monotonic() > deadline_s:
-                raise WaitTimeoutError(
-                    f"rank {self.rank} has waited {self._timeout_s:.0f} s for the {key} that rank "
-                    "0 is to find; if that takes so long, give Stage a larger timeout_s"
-                )
-            pause()
-        return json.loads(store.get(key))
+        found: list[Any] = []
+        mesh.on(0, _AGREED, lambda sequence, flags, body: found.append(json.loads(bytes(body))))
+        mesh.wait_for(0, lambda: found, lambda: f"the {key} that rank 0 finds")
+        return found[0]
 
     def give_up(self, story: str) -> None:
         """Tell the other ranks that this one failed, whether or not they are connected yet.
@@ -273,10 +244,8 @@ class World:
             self._mesh.tell_failure(self.rank, story)
             return
         try:
-            self._open_store(timeout_s=3.0)[1].leave(self.rank, story)
-            if self._serves_store:
-                time.sleep(_HEAD_START_S)  # the note ends with this process
-        except (FileLimitError, RuntimeError) as error:
+            self._start.leave_note(story)
+        except (RuntimeError, OSError, ValueError) as error:
             write_note(
                 f"procpipe: rank {self.rank} could not tell the others that it failed: {error}"
             )
@@ -319,54 +288,13 @@ class World:
             self._mesh.close()
         while self._transports:
             self._transports.pop().close()
-        self._mesh = self._store = self._opened = None
+        self._start.close()
+        self._mesh = None
         self._watch.close()
         if self.board not in _closed_boards:
             _closed_boards.append(self.board)
 
     # -- steps 0 to 4 ---------------------------------------------------------------------------
-
-    def _connect_sockets(self) -> dict[int, socket.socket]:
-        store = self._shared_store()
-        deadline_s = time.monotonic() + self._timeout_s
-        ranks = range(self.num_ranks)
-        if self.rank == 0:
-            store.set("key", secrets.token_hex(32))
-        store.set(f"host/{self.rank}", json.dumps([host_identity(), own_address()]))  # 1
-        hosts = [self._wait_for_key(f"host/{rank}", rank, deadline_s) for rank in ranks]
-        self._network_address = address_towards(self.rank, [json.loads(told) for told in hosts])
-        listeners, ours = listen(self._network_address)  # 2
-        store.set(f"address/{self.rank}", json.dumps([ours.host, ours.unix, *ours.tcp]))
-        key = bytes.fromhex(self._wait_for_key("key", 0, deadline_s))
-        sockets: dict[int, socket.socket] = {}
-        try:
-            for peer in range(self.rank):  # 3
-                told = self._wait_for_key(f"address/{peer}", peer, deadline_s)
-                host, unix, tcp_host, tcp_port = json.loads(told)
-                sockets[peer] = connect_to(
-                    peer,
-                    Address(host, unix, (tcp_host, tcp_port)),
-                    rank=self.rank,
-                    key=key,
-                    deadline_s=deadline_s,
-                    check=self._check_for_failure,
-                )
-            sockets |= accept_peers(
-                listeners,
-                set(range(self.rank + 1, self.num_ranks)),
-                rank=self.rank,
-                key=key,
-                deadline_s=deadline_s,
-                check=self._check_for_failure,
-            )
-        except BaseException:
-            for sock in sockets.values():
-                sock.close()
-            raise
-        finally:
-            for listener in listeners:
-                listener.close()
-        return sockets
 
     def _new_transport(self, name: str, channels: Iterable[tuple[int, int, int]]) -> Transport:
         """Build one transport for the channels that it is to carry."""
@@ -379,86 +307,16 @@ class World:
             from procpipe.channel.gpu import Gpu
 
             return CudaIpcTransport(Gpu(self.device), self._watch.pids)
-        from torch.distributed import PrefixStore
-
-        store = PrefixStore("transport", self._shared_store())
+        assert self._mesh is not None, "the ranks are connected first"
+        store = self._shared_store().under("transport/", check=self._mesh.poll)
         if name == "nccl":
             from procpipe.channel.nccl import NcclTransport
 
-            return NcclTransport(store, self.rank, self.device, channels, self._timeout_s)
+            return NcclTransport(store.bare(), self.rank, self.device, channels, self._timeout_s)
         from procpipe.channel.gloo import GlooTransport
 
-        host = self._network_address or "127.0.0.1"
+        host = self._start.network_address or "127.0.0.1"
         return GlooTransport(store, self.rank, self.num_ranks, self._timeout_s, host)
 
-    def _shared_store(self) -> Store:
-        """Return the store of this round of the job; the first call waits for all ranks."""
-        from torch.distributed import DistError, PrefixStore
-
-        if self._store is None:
-            num_files = (self.num_ranks - 1) * _FILES_PER_PEER + _MORE_FILES
-            check_file_limit(num_files, f"the connections of one of {self.num_ranks} ranks")
-            store, notes = self._open_store()
-            try:
-                name = agree_on_round(
-                    store,
-                    self.rank,
-                    self.num_ranks,
-                    timeout_s=self._timeout_s,
-                    check=notes.check,
-                )
-            except DistError as error:
-                raise self._lost_store(error) from error
-            self._store = PrefixStore(name, store)
-        return self._store
-
-    def _open_store(self, timeout_s: float | None = None) -> tuple[Store, Notes]:
-        """Return the launcher's store, which may be older than this round, and the notes in it."""
-        from torch.distributed import PrefixStore, rendezvous
-
-        if self._opened is None:
-            store, outlives_rounds = self._store, False
-            if store is None:
-                timeout = timedelta(seconds=timeout_s or self._timeout_s)
-                launchers, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
-                store = PrefixStore(f"procpipe/{next(_connected)}", launchers)
-                outlives_rounds = _is_agents_store()
-                self._serves_store = self.rank == 0 and not outlives_rounds
-            self._opened = store, Notes(store, outlives_rounds=outlives_rounds)
-        return self._opened
-
-    def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
-        from torch.distributed import DistError
-
-        store, pause = self._shared_store(), Pause()
-        try:
-            while not store.check([key]):
-                self._check_for_failure()
-                if time.monotonic() > deadline_s:
-                    raise WaitTimeoutError(
-                        f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} "
-                        "to start: did every process reach its first step?"
-                    )
-                pause()
-            return str(store.get(key).decode())
-        except DistError as error:
-            raise self._lost_store(error) from error
-
-    def _check_for_failure(self) -> None:
-        self._open_store()[1].check()
-
-    def _lost_store(self, error: Exception) -> PeerLostError:
-        """Return what to raise when the store has gone before all ranks were connected."""
-        holder = "the launcher of rank 0" if _is_agents_store() else "rank 0"
-        where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
-        reason = str(error).partition("\n")[0]
-        return PeerLostError(
-            0,
-            f"{holder}, which holds the job's store at {where}, ended while rank {self.rank} "
-            f"waited for the others to start ({reason})",
-        )
-
-
-def _is_agents_store() -> bool:
-    """Say whether torchrun's agent holds the store, for as long as it lives."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    def _shared_store(self) -> JobStore:
+        return self._start.shared_store()

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from procpipe.channel import wire
+from procpipe.channel import handshake, wire
+from procpipe.channel.handshake import connect_to
 from procpipe.channel.wire import (
     Address,
     address_towards,
-    connect_to,
     has_vanished,
     host_identity,
     listen,
@@ -125,7 +125,7 @@ def test_a_port_where_nobody_listens():
 @pytest.mark.parametrize("limit", ["reach", "deadline"])
 def test_a_host_that_does_not_answer(monkeypatch, limit):
     if limit == "reach":
-        monkeypatch.setattr(wire, "_REACH_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(handshake, "_REACH_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         waiting = [silent(full.getsockname()) for _ in range(4)]
         with pytest.raises(WaitTimeoutError, match=r"rank 4 cannot reach rank 3 at .* \(timed out"):
@@ -150,15 +150,6 @@ def test_a_rank_of_this_host_that_has_ended():
         connect_to(3, address, rank=4, key=b"k", deadline_s=time.monotonic() + 5, check=print)
 
 
-def test_a_stranger_who_drips_does_not_have_the_time_anew_for_each_byte(monkeypatch):
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(b"p")
-        start = time.monotonic()
-        with pytest.raises(TimeoutError):
-            wire._read(ours, 2, start - 1.0)
-
-
 # -- hosts that vanish ---------------------------------------------------------------------------
 
 
@@ -167,7 +158,7 @@ def tcp_pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-    with wire._prepared(ours), wire._prepared(theirs):
+    with wire.prepared(ours), wire.prepared(theirs):
         yield ours, theirs
 
 

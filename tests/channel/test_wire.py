@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
+import warnings
 
 import psutil
 import pytest
 
-from procpipe.channel import wire
-from procpipe.channel.wire import Address, accept_peers, connect_to, host_identity, listen
+from procpipe.channel import handshake
+from procpipe.channel.handshake import accept_peers, connect_to
+from procpipe.channel.wire import Address, host_identity, listen
 from procpipe.errors import WaitTimeoutError
 
 KEY = b"k" * 32
@@ -33,7 +36,7 @@ def listener(request):
 
 @pytest.fixture
 def short_handshakes(monkeypatch):
-    monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(handshake, "_HANDSHAKE_TIMEOUT_S", 0.1)
 
 
 class Acceptor:
@@ -137,8 +140,8 @@ def test_a_listener_that_does_not_know_the_key_is_left(listener, short_handshake
 def test_a_rank_that_is_not_expected_is_turned_away(listener, rank):
     sockets, address = listener
     with Acceptor(sockets):
-        with pytest.raises(OSError, match=r"closed the connection|reset"):
-            connect(address, rank=rank)
+        with pytest.raises(WaitTimeoutError, match=r"closed the connection|reset"):
+            connect(address, rank=rank, timeout_s=0.2)
         connect(address).close()
 
 
@@ -146,8 +149,8 @@ def test_a_rank_comes_once(listener):
     sockets, address = listener
     with Acceptor(sockets, expected=(1, 2)) as acceptor:
         first = connect(address, 1)
-        with pytest.raises(OSError, match=r"closed the connection|reset"):
-            connect(address, 1)
+        with pytest.raises(WaitTimeoutError, match=r"closed the connection|reset"):
+            connect(address, 1, timeout_s=0.2)
         second = connect(address, 2)
         acceptor.wait_end()
         for sock in (first, second):
@@ -160,8 +163,8 @@ def test_a_rank_comes_once(listener):
         b"",
         b"G",
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b" " * 100,
-        b"procpipe1",
-        b"procpipe1" + bytes(100),
+        b"procpipe2",
+        b"procpipe2" + bytes(100),
         os.urandom(1 << 16),
     ],
     ids=["nothing", "a byte", "http", "half a hello", "a hello of rank 0", "noise"],
@@ -183,19 +186,183 @@ def test_a_stranger_keeps_no_peer_out(listener, short_handshakes, words, closes)
 def test_a_stranger_that_repeats_what_it_overheard_is_turned_away(listener, short_handshakes):
     """The acceptor's challenge is new each time, so an old proof proves nothing."""
     sockets, address = listener
-    hello = wire._HELLO.pack(wire._MAGIC, 1, b"c" * 32)
+    hello = handshake._HELLO.pack(handshake._MAGIC, 1, b"c" * 32)
     with Acceptor(sockets) as acceptor:
         with stranger(address) as unknown:
             unknown.sendall(hello + b"p" * 32)
             # Its own proof sent back to it is no proof either: the roles differ.
         with stranger(address) as unknown:
             unknown.sendall(hello)
-            answer = wire._read(unknown, 64, time.monotonic() + 5.0)
-            unknown.sendall(answer[32:])
             unknown.settimeout(5.0)
+            answer = unknown.recv(64, socket.MSG_WAITALL)
+            unknown.sendall(answer[32:])
             assert unknown.recv(1) == b""
         connect(address).close()
         acceptor.wait_end()
+
+
+def test_a_full_queue_is_tried_again():
+    """On unix sockets the system does not wait for room, but fails with EAGAIN."""
+    sockets, address = listen(None)
+    sockets[0].listen(0)
+    waiting: list[socket.socket] = []
+    while not waiting or waiting[-1].connect_ex(f"\0{address.unix}") == 0:
+        waiting.append(socket.socket(socket.AF_UNIX))
+        waiting[-1].setblocking(False)
+    with pytest.raises(
+        WaitTimeoutError, match=r"rank 1 could not connect to rank 0 in time; .*Resou"
+    ):
+        connect(address, timeout_s=0.1)
+    with Acceptor(sockets) as acceptor:
+        connect(address).close()
+        acceptor.wait_end()
+    for sock in (*waiting, *sockets):
+        sock.close()
+
+
+def test_a_peer_that_many_strangers_have_pushed_out_comes_again(listener, monkeypatch):
+    """The other end is closed before it is answered, as if all places had been taken."""
+    sockets, address = listener
+    closed: list[int] = []
+    pick_up = handshake._pick_up
+
+    def pushes_out_the_first(listening, callers):
+        pick_up(listening, callers)
+        if len(closed) < 3:
+            closed.extend(callers)
+            for caller in tuple(callers.values()):
+                handshake._hang_up(caller, callers)
+
+    monkeypatch.setattr(handshake, "_pick_up", pushes_out_the_first)
+    with Acceptor(sockets) as acceptor:
+        connect(address).close()
+        acceptor.wait_end()
+
+    assert len(closed) == 3
+
+
+def test_more_strangers_than_places_keep_no_peer_out(listener, monkeypatch):
+    sockets, address = listener
+    monkeypatch.setattr(handshake, "_MAX_CALLERS", 4)
+    strangers = [stranger(address) for _ in range(20)]
+    with Acceptor(sockets, expected=(1, 2)) as acceptor:
+        links = [connect(address, rank) for rank in (1, 2)]
+        acceptor.wait_end()
+        for sock in (*strangers, *links):
+            sock.close()
+
+
+# -- other users ---------------------------------------------------------------------------------
+
+NOBODY = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can become another")
+
+
+def as_nobody(act):
+    """Run a function in a process of another user; return how it ended: "" or its exception."""
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():  # newer versions of Python warn that there are threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        told = ""
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            act()
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(theirs, told.encode())
+        os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as file:
+        told = file.read().decode()
+    os.waitpid(pid, 0)
+    return told
+
+
+@needs_root
+def test_another_user_who_knows_the_key_is_turned_away():
+    """The key can be read in a launcher's store, by every user of the host."""
+    sockets, address = listen(None)
+
+    def attacks():
+        vars(handshake)["is_of_this_user"] = lambda link: True  # it would not mind
+        connect(address, timeout_s=0.3)
+
+    with Acceptor(sockets) as acceptor:
+        told = as_nobody(attacks)
+        assert "could not connect to rank 0 in time" in told
+        assert not acceptor.peers
+        connect(address).close()
+        acceptor.wait_end()
+    sockets[0].close()
+
+
+@needs_root
+def test_a_listener_of_another_user_who_knows_the_key_is_left():
+    """Its name may have come from a store that every user of the host can write to."""
+    name = f"procpipe-test-{os.getpid()}-{time.monotonic_ns()}"
+    ready, wait = os.pipe(), os.pipe()
+
+    def listens():
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(f"\0{name}")
+            sock.listen()
+            os.write(ready[1], b".")
+            os.read(wait[0], 1)
+
+    thread = threading.Thread(target=as_nobody, args=(listens,))
+    thread.start()
+    os.read(ready[0], 1)
+    try:
+        with pytest.raises(ConnectionRefusedError, match="rank 0 on this host belongs to another"):
+            connect(Address(host_identity(), name, ("", 0)))
+    finally:
+        os.write(wait[1], b".")
+        thread.join(10.0)
+        for descriptor in (*ready, *wait):
+            os.close(descriptor)
+
+
+@needs_root
+def test_peers_meet_while_another_user_floods_them():
+    """So often that the queue of the listener is full, and more than there are places."""
+    stop = os.pipe()
+    pairs = [listen(None) for _ in range(10)]
+
+    def floods():
+        while not select.select([stop[0]], [], [], 0)[0]:
+            kept = []
+            for _, address in pairs:
+                for _ in range(100):
+                    kept.append(socket.socket(socket.AF_UNIX))
+                    kept[-1].setblocking(False)
+                    if kept[-1].connect_ex(f"\0{address.unix}"):
+                        break
+            for sock in kept:
+                sock.close()
+
+    thread = threading.Thread(target=as_nobody, args=(floods,))
+    thread.start()
+    try:
+        for sockets, address in pairs:
+            with Acceptor(sockets, expected=(1, 2)) as acceptor:
+                links = [connect(address, rank) for rank in (1, 2)]
+                acceptor.wait_end()
+            for sock in links:
+                sock.close()
+    finally:
+        os.write(stop[1], b".")
+        thread.join(10.0)
+        for sockets, _ in pairs:
+            sockets[0].close()
+        for descriptor in stop:
+            os.close(descriptor)
+
+
+# -- waiting -------------------------------------------------------------------------------------
 
 
 def test_waiting_for_peers_ends(listener):

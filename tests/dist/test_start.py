@@ -10,7 +10,7 @@ from torch.distributed import PrefixStore
 
 from procpipe import Stage
 from procpipe.run.world import World
-from tests.dist.script import run_script
+from tests.dist.script import run_forked, run_script
 
 pytestmark = pytest.mark.dist
 
@@ -178,3 +178,189 @@ build().step(x, x)
     assert done.returncode == 1
     assert "procpipe: rank 1 ends, because rank 0 failed" in done.stderr
     assert "ValueError: before the first call" in done.stderr
+
+
+# -- without a launcher --------------------------------------------------------------------------
+
+
+def test_pipelines_in_turn_where_rank_0_holds_the_store():
+    """Rank 0's store ended with its pipeline, while another rank already came for the next one."""
+    done = run_forked(
+        script("""
+for _ in range(12):
+    stage = build(timeout_s=30)
+    stage.step(x, x)
+    stage.close()
+print("done")
+"""),
+        num_ranks=2,
+        timeout_s=60,
+    ).check()
+
+    assert done.stdout.splitlines() == ["done"] * 2
+    assert done.stderr == ""
+
+
+#: A rank kills itself where a job starts; all others have noted that they are there.
+KILLED = """
+import signal, sys, time
+import torch.distributed
+import procpipe.run.starting as starting, procpipe.channel.handshake as handshake
+from procpipe.run.store import launchers_store
+from procpipe.run.world import World
+
+WHERE, VICTIM = sys.argv[1], int(sys.argv[2])
+
+def die(*_, **__):
+    store = launchers_store(20.0)
+    names = [f"procpipe/process/{rank}" for rank in range(3)]
+    while not store.check(names):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def build3(**options):
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    return Stage(nn.Sequential(*layers), chunks=2, loss_fn=F.mse_loss, timeout_s=50, **options)
+
+options = {"balance": [1, 1, 1]}
+if WHERE == "transport":
+    options["transport"] = "gloo"
+if WHERE == "balance":
+    options = {"balance": "size", "sample": x}
+if RANK == VICTIM:
+    if WHERE == "roll call":
+        starting.agree_on_round = die
+    if WHERE == "listening":
+        starting.listen = die
+    if WHERE == "connecting":
+        starting.connect_to = starting.accept_peers = die
+    if WHERE == "handshake":
+        handshake._introduce = handshake._Caller.hear = die
+    if WHERE == "transport":
+        World._new_transport = die
+    if WHERE == "balance":
+        import procpipe.balancing
+        procpipe.balancing._found = World.agreed = die
+stage = build3(**options)
+if RANK == VICTIM and WHERE == "built":
+    die()
+stage.step(x, x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "victim"),
+    [
+        *[("built", victim) for victim in (0, 1, 2)],
+        *[("roll call", victim) for victim in (0, 2)],
+        *[("balance", victim) for victim in (0, 1)],
+        *[("listening", victim) for victim in (0, 1)],
+        *[("connecting", victim) for victim in (0, 1, 2)],
+        *[("handshake", victim) for victim in (0, 2)],
+        *[("transport", victim) for victim in (0, 1)],
+    ],
+)
+def test_a_rank_that_is_killed_while_the_job_starts(where, victim):
+    """The others waited for their whole timeout, and some for longer."""
+    done = run_forked(script(KILLED), num_ranks=3, args=[where, str(victim)], timeout_s=40)
+
+    assert done.duration_s < 20.0
+    blamed = [line for line in done.stderr.splitlines() if f"because rank {victim}" in line]
+    assert len(blamed) == 2 or "which holds the job's store" in done.stderr, str(done)
+    told = done.stderr.count(" ends, because ")
+    assert told == 2, str(done)
+
+
+def test_a_rank_that_ends_before_another_has_made_its_next_pipeline():
+    """Rank 1 thinks that it is done; rank 0 does not."""
+    done = run_forked(
+        script("""
+stage = build(timeout_s=50)
+stage.step(x, x)
+stage.close()
+if RANK == 0:
+    build(timeout_s=50).step(x, x)
+"""),
+        num_ranks=2,
+        timeout_s=40,
+    )
+
+    assert "rank 1 ended without a word before all ranks were connected" in done.stderr
+    assert "or its script ended" in done.stderr
+
+
+# -- keys ----------------------------------------------------------------------------------------
+
+KEYED = """
+import sys
+from pathlib import Path
+
+def key_file(name, content="k" * 40, mode=0o600):
+    path = Path(f"{name}-{RANK}")
+    path.write_text(content)
+    path.chmod(mode)
+    os.environ["PROCPIPE_KEY_FILE"] = str(path)
+"""
+
+
+def test_with_a_key_file_the_store_does_not_hold_the_key():
+    done = run_forked(
+        script(
+            KEYED
+            + """
+key_file("same")
+stage = build(timeout_s=30, transport="gloo")
+stage.step(x, x)
+if RANK == 0:
+    from procpipe.run.store import launchers_store
+    store = launchers_store(5.0)
+    round_ = stage._world._shared_store()._prefix
+    assert store.check([round_ + "host/0", round_ + "address/1"])
+    assert not store.check([round_ + "key"])
+    assert store.get(round_ + "address/1").startswith(b"sealed1:")
+    print("done")
+stage.close()
+"""
+        ),
+        num_ranks=2,
+        timeout_s=60,
+    ).check()
+
+    assert done.stdout == "done\n"
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ('key_file("key", content=str(RANK) * 40)', "has another key"),
+        ('RANK == 1 or key_file("key")', "has a key, and this rank has none"),
+        ('key_file("key", mode=0o600 if RANK == 0 else 0o644)', "has mode 644"),
+    ],
+)
+def test_ranks_that_have_not_the_same_key_say_so(differs, words):
+    """On every rank, and soon."""
+    body = f"{KEYED}\n{differs}\nbuild(timeout_s=50).step(x, x)\n"
+    done = run_forked(script(body), num_ranks=2, timeout_s=40)
+
+    assert done.returncode == 1
+    assert done.duration_s < 20.0
+    assert words in done.stderr
+    assert done.stderr.count("ValueError: ") >= 2, str(done)
+
+
+def test_ranks_that_one_launcher_has_started_do_not_speak_over_the_network():
+    """Who writes into the store could else have them do so, and take a rank's place there."""
+    done = run_forked(
+        script("""
+import procpipe.run.starting
+procpipe.run.starting.host_identity = lambda: f"host {RANK}"
+build(timeout_s=50).step(x, x)
+"""),
+        num_ranks=2,
+        timeout_s=40,
+    )
+
+    assert (
+        "LOCAL_WORLD_SIZE=2 says that all ranks are on one host, but rank 1 is not" in done.stderr
+    )
+    assert done.duration_s < 20.0

@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import procpipe.channel.handshake
 import procpipe.channel.wire
-import procpipe.run.world
+import procpipe.run.starting
 from procpipe import Stage
 from procpipe.channel.link import INLINE_BYTES
 from tests.dist.pool import ROOT
 
-world_module: Any = procpipe.run.world
+starting: Any = procpipe.run.starting
+handshake: Any = procpipe.channel.handshake
 wire: Any = procpipe.channel.wire
 
 WIDTH = 4
@@ -42,7 +44,7 @@ class Bomb:
 
 def greetings(path, rank):
     """What strangers say: nothing, noise, another protocol, a pickle, nearly the right thing."""
-    hello = wire._HELLO.pack(wire._MAGIC, rank, b"c" * 32)
+    hello = handshake._HELLO.pack(handshake._MAGIC, rank, b"c" * 32)
     return [
         b"",
         b"\0",
@@ -53,7 +55,7 @@ def greetings(path, rank):
         hello[:20],
         hello,
         hello + b"p" * 32,
-        wire._HELLO.pack(wire._MAGIC, 99, b"c" * 32),
+        handshake._HELLO.pack(handshake._MAGIC, 99, b"c" * 32),
     ]
 
 
@@ -116,7 +118,8 @@ def check_unharmed(outcomes, path):
 def connect_among_strangers(world, family, path):
     """Every rank's listener is visited by strangers before any peer can come."""
     strangers = Strangers()
-    listen, identities = world_module.listen, (world_module.host_identity, wire.host_identity)
+    listen, modules = starting.listen, (starting, handshake, wire)
+    identity = wire.host_identity
 
     def visited(tcp_host):
         sockets, address = listen(tcp_host)
@@ -130,17 +133,19 @@ def connect_among_strangers(world, family, path):
         thread.join(10.0)  # the listener keeps them until it is asked for them
         return sockets, address
 
-    world_module.listen = visited
+    starting.listen = visited
     if family == "tcp":  # as on hosts of their own
-        world_module.host_identity = wire.host_identity = lambda: f"host {world.rank}"
+        for module in modules:
+            module.host_identity = lambda: f"host {world.rank}"
     try:
         losses = losses_of(stage_of(world))
         assert strangers.num_connected == len(greetings(path, 0))
         return losses
     finally:
         strangers.leave()
-        world_module.listen = listen
-        world_module.host_identity, wire.host_identity = identities
+        starting.listen = listen
+        for module in modules:
+            module.host_identity = identity
 
 
 @pytest.mark.parametrize(("n", "family"), [(2, "unix"), (2, "tcp"), (3, "unix"), (4, "tcp")])

@@ -90,6 +90,41 @@ def test_a_good_run_off_a_terminal():
     assert ended.logs["attempt_0/rank_1/stderr.log"] == "rank 1 says goodbye\n"
 
 
+KEY = """
+names = [name for name in os.environ if name.startswith("PROCPIPE_KEY")]
+print(RANK, *(f"{name}={os.environ[name]}" for name in names))
+"""
+
+
+@pytest.mark.parametrize("own", ["", "file"])
+def test_the_ranks_of_one_host_get_a_key(monkeypatch, own):
+    """Also where the launcher itself was started by a rank; the user's file comes first."""
+    monkeypatch.setenv("PROCPIPE_KEY", "of another run")
+    if own:
+        monkeypatch.setenv("PROCPIPE_KEY_FILE", own)
+    with started("-n", "2", script=plain(KEY)) as run:
+        ended = run.wait()
+
+    assert ended.code == 0, ended
+    told = [ended.logs[f"attempt_0/rank_{rank}/stdout.log"].split() for rank in (0, 1)]
+    assert told[0][1:] == told[1][1:]
+    pattern = "PROCPIPE_KEY_FILE=file" if own else "PROCPIPE_KEY=[0-9a-f]{64}"
+    assert re.fullmatch(pattern, " ".join(told[0][1:]))
+
+
+def test_the_store_of_one_host_does_not_hold_the_key():
+    do = """
+store = stage._world._shared_store()
+bare, prefix = store.underlying_store, store._prefix
+assert bare.get(prefix + "host/0").startswith(b"sealed1:")
+assert not bare.check([prefix + "key"])
+"""
+    with started("-n", "2", script=training(2, do=do)) as run:
+        ended = run.wait()
+
+    assert ended.code == 0, ended
+
+
 def test_a_good_run_on_a_terminal():
     bar = "print('bar 1', end='\\rbar 2\\r', flush=True)\n" + UNTIL_GO.replace("go", "seen")
     start = bar + LEAVE_SLEEPERS

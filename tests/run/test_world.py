@@ -88,6 +88,15 @@ def test_devices_that_cannot_be_used_are_refused(environment, devices, error, wo
         World.from_environment(devices)
 
 
+def test_a_job_without_an_address_says_so_at_once(environment, monkeypatch):
+    environment(RANK=1, WORLD_SIZE=2)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+    with pytest.raises(ValueError, match="are set, but not MASTER_ADDR: start the ranks with"):
+        World.from_environment(timeout_s=60.0).connect()
+
+
 def test_more_processes_than_gpus_are_refused(environment):
     environment(num_gpus=1, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
 
