@@ -26,7 +26,9 @@ STORY = "stage 1 (rank 1), in step(): KeyError: 'boom'\nTraceback (most recent c
 
 @pytest.fixture
 def board(monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # to be put back
+    for module in (sys, threading):
+        monkeypatch.setattr(module, "excepthook", module.excepthook)  # to be put back
+    endings._victims.cache_clear()  # which takes their place once a process
     return Board.create(2, 4)
 
 
@@ -179,3 +181,11 @@ def test_without_torchrun_nobody_is_asked(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", None)
 
     endings.end_with_launcher()
+
+
+def test_many_stages_have_one_hook(board, capfd):
+    for _ in range(2 * sys.getrecursionlimit()):
+        print_victims_briefly(2, board)
+    error = RemoteStageError(1, STORY)
+    sys.excepthook(type(error), error, None)
+    assert capfd.readouterr().err.count("rank 2 ends") == 1
