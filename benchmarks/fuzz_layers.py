@@ -7,9 +7,11 @@ was returned has a part. All is float64, and no output depends on random numbers
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -178,17 +180,19 @@ class Counting(Layer):
 
 
 class Drawing(Layer):
-    """Draws a random number, which has to be one of the first forward's when it is recomputed.
+    """Draws random numbers, which have to be those of the first forward when it is recomputed.
 
-    The number has no part in the output, as the plain model draws another.
+    They have no part in the output, as the plain model draws others.
     """
 
     def __init__(self) -> None:
         super().__init__(lambda self, x: self.f(x), f=_linear())
-        self.drawn: set[float] = set()
+        self.own = torch.Generator()
+        self.drawn: set[tuple[float, ...]] = set()
 
     def forward(self, value: Any) -> Any:
-        drawn = torch.rand(()).item()
+        own = torch.rand((), generator=self.own).item()
+        drawn = (torch.rand(()).item(), random.random(), float(np.random.randn()), own)
         assert not is_recomputing() or drawn in self.drawn, "recomputed with other random numbers"
         self.drawn.add(drawn)
         return super().forward(value)

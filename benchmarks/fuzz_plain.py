@@ -208,7 +208,8 @@ def loss_fn_of(case: Case) -> Callable[..., Tensor]:
         if target is None:
             loss = scores.square().mean()
         elif case.loss == "classes":
-            loss = F.cross_entropy(scores, target)
+            # Those of class 0 weigh nothing, so where there are no others the loss is NaN.
+            loss = F.cross_entropy(scores, target, ignore_index=0 if case.is_weighted else -100)
         elif case.loss == "nested":
             scale = target["scale"]
             scale = scale.tensor if isinstance(scale, NoChunk) else scale
