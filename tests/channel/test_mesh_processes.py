@@ -19,7 +19,7 @@ from procpipe.channel.wire import open_process
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
 from tests.test_forks import in_child
 
-HEADER = struct.Struct("<IIBB")
+HEADER = struct.Struct("<QIBB")
 
 #: A peer connects, sends what it is told to, and forks a child as native code does.
 PEER = """

@@ -216,9 +216,12 @@ def test_a_forked_child_frees_no_slot(ends):
     (slot,) = ends.slots
 
     assert in_child(received.clear) == "None"
-    assert slot.header[0] == 1
+    assert slot.memory[0] == 1
     received.clear()
-    assert slot.header[0] == 0
+    assert slot.memory[0] == 0
+    before = bytes(slot.memory)
+    assert in_child(lambda: None) == "None"
+    assert bytes(slot.memory) == before, "the child gave its parent's memory back to the system"
 
 
 def test_a_forked_child_fills_no_slot_of_its_parent(ends):
@@ -226,7 +229,7 @@ def test_a_forked_child_fills_no_slot_of_its_parent(ends):
     (slot,) = ends.slots
 
     assert in_child(lambda: ends.sender.post_send([numbers(1000) + 1], 1, KIND) and None) == "None"
-    assert slot.header[0] == 0
+    assert slot.memory[0] == 0
     _, (received,) = ends.transfer([numbers(1000)])
     assert torch.equal(received, numbers(1000))
     assert ends.slots == [slot]
