@@ -127,10 +127,9 @@ class ShmTransport:
         for slots in self._slots.values():
             for slot in slots:
                 slot.discard_unused()
-        for file in (self._file, *self._files_of.values()):
-            if file is not None:
-                file.close()
-        self._file = None
+        for file in self._files_of.values():
+            file.close()
+        self._file = None  # open for as long as a message in it has not been received
         for held in (self._slots, self._files_of, self._mapped):
             held.clear()
 
@@ -139,6 +138,8 @@ class ShmTransport:
         for mapped in self._mapped.values():
             mapped.never_take_back()
         self._slots.clear()  # nor give its parent's memory back to the system
+        if self._file is not None:
+            self._file.close()
         self.close()
 
     def _free_slot(self, peer: int, kind: int, size: int) -> _Slot:

@@ -211,6 +211,20 @@ def test_a_slot_for_which_there_is_no_memory_is_a_clear_error():
     assert "transport='gloo'" in done.stdout
 
 
+def test_what_is_under_way_arrives_after_the_sender_has_closed(ends):
+    sent = [numbers(1000)]
+    pending, note = ends.sender.post_send(sent, 1, KIND)
+    ends.sender.close()
+    assert not pending.is_done()
+
+    (received,), _ = ends.receiver.post_receive(describe(Flat.of(sent)), 0, KIND, note)
+    assert torch.equal(received, numbers(1000))
+    assert pending.is_done()
+    before = len(os.listdir("/proc/self/fd"))
+    del pending
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
 def test_a_forked_child_frees_no_slot(ends):
     _, received = ends.transfer([numbers(1000)])
     (slot,) = ends.slots

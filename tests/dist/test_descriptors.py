@@ -80,7 +80,7 @@ def test_a_limit_that_is_too_low_is_told_with_what_is_needed():
 
     assert done.returncode == 1
     assert "FileLimitError: this process has " in done.stderr
-    assert " (ulimit -n), but needs 16 more for the connections of one of 2 ranks" in done.stderr
+    assert " (ulimit -n), but needs 17 more for the connections of one of 2 ranks" in done.stderr
 
 
 def run_stages(bare, transport, is_kept):

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-import procpipe.run.world
+import procpipe.run.starting
 from procpipe import Stage
 from procpipe.channel.gloo import GlooTransport
 from procpipe.channel.link import INLINE_BYTES
 
-world_module: Any = procpipe.run.world
+starting: Any = procpipe.run.starting
 
 
 def listening(world, transport):
     """Run a step; return what the sockets are on which a peer, or a stranger, could connect."""
-    listen = world_module.listen
+    listen = starting.listen
     kinds: list[str] = []
 
     def note(tcp_host):
@@ -29,14 +29,14 @@ def listening(world, transport):
         return sockets, address
 
     before = addresses()
-    world_module.listen = note
+    starting.listen = note
     try:
         stage = Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], world=world, transport=transport)
         with torch.no_grad():
             stage(torch.ones(2, INLINE_BYTES))
         return kinds, {ip for ip, _ in addresses() - before}
     finally:
-        world_module.listen = listen
+        starting.listen = listen
         stage.close()
 
 
