@@ -69,6 +69,12 @@ class Forked:
         self._pidfd: int | None = os.pidfd_open(pid)
         self._code: int | None = None
 
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that can be read once the process has ended, until it was waited for."""
+        assert self._pidfd is not None, "the process was waited for"
+        return self._pidfd
+
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or ``None`` while the process runs."""
         try:

@@ -158,12 +158,13 @@ class Pool:
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(workers):
             waiting = [worker for worker in workers if worker.rank not in outcomes]
-            pipes = [worker.pipe for worker in waiting]
-            ready = wait(pipes, max(0.0, deadline_s - time.monotonic()))
+            # Processes too: children that a worker has forked may keep its pipe open.
+            ends = [end for worker in waiting for end in (worker.pipe, worker.process.sentinel)]
+            ready = wait(ends, max(0.0, deadline_s - time.monotonic()))
             if not ready:
                 raise RanksHungError(_hung_story(job, workers, waiting, outcomes.values()))
             for worker in waiting:
-                if worker.pipe in ready:
+                if worker.pipe in ready or worker.process.sentinel in ready:
                     outcomes[worker.rank] = worker.read_outcome()
         return Outcomes(outcomes[worker.rank] for worker in workers)
 
@@ -191,6 +192,8 @@ class Worker:
     def read_outcome(self) -> Outcome:
         """Return the outcome that is ready in the pipe, or that of a process that has ended."""
         try:
+            if not self.pipe.poll():
+                raise EOFError
             outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             outcome = Outcome(self.rank, None, self._failure_of_death())
