@@ -5,9 +5,9 @@
     named tuple                             its entries, then its attributes
     dataclass, Mapping (OrderedDict, …)     its items if it is a dict, then its attributes
 
-A container travels as its class's name, a form (plain nested tuples) and its children. Whoever
-puts it together looks the name up among the modules that the process has imported already, and
-takes only classes of this table: nothing is imported, and no code of the class is run, neither
+A container travels as its class's name, a form (plain nested tuples) and its children. The
+receiver looks the name up among the modules that it has imported already, and takes only classes
+of this table: nothing is imported, and no code of the class is run, neither
 ``__init__`` nor ``__post_init__`` nor ``__setattr__``. Only a registered class is put together by
 a function: the one that this process's own script registered.
 

@@ -186,7 +186,7 @@ class Stage(nn.Sequential):
         )
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
-        # Kept from nn.Module's eyes: it must not be in state_dict().
+        # In a tuple, so that nn.Module does not register it.
         self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
         try:
             check_model(module)

@@ -63,7 +63,7 @@ Look = list[tuple[int, _Digest]]
 
 
 class Digests:
-    """Says in which mini-batches to look, and looks."""
+    """Chooses the mini-batches to look at, and keeps what was seen."""
 
     def __init__(self) -> None:
         self._num_mini_batches = 0
@@ -91,6 +91,11 @@ class Digests:
         """Return what was looked at."""
         look, self._look = self._look, None
         return look
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether outputs are looked at now."""
+        return self._look is not None
 
     def add(self, place: int, value: Any) -> None:
         """Look at an output, of tensors nested in any way."""
@@ -172,7 +177,7 @@ def difference(first: Look, again: Look, *, is_coarse: bool) -> Difference | Non
 
 
 def differs(found: Difference, place: str, i: int) -> RecomputeError:
-    """Return the error that says so of a layer."""
+    """Return the error that names the layer and the difference."""
     return RecomputeError(
         f"{place} gave {found.how} when micro-batch {i} was recomputed, so gradients would be "
         f"wrong: it depends on what recomputation does not repeat. {_REPEATED}"

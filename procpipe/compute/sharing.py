@@ -4,8 +4,9 @@
     stage 1   x.relu_()                 the plain model changes both
 
 Between processes each tensor is a copy; within one, autograd does not know that they belong
-together. Nothing differs as long as no layer changes one of them in place. So each has the names of
-the memories that it shares with others that travel, and whoever changes one notes it:
+together. Nothing differs as long as no layer changes one of them in place. So each tensor has the
+names of the memories that it shares with others, and a partition whose layers change it adds these
+names to what it sends:
 
     others are in the same partition        an error, at once
     another comes to a later partition      an error there, unless it came by way of the change
@@ -33,7 +34,7 @@ Memories = tuple[tuple[str, ...], ...]
 
 
 class Sharing(NamedTuple):
-    """What is told of a message's memory; see ``tree.Flat``."""
+    """The memories and changes of a message; see ``tree.Flat``."""
 
     memories: Memories = ()
     changes: tuple[tuple[str, str], ...] = ()
@@ -56,6 +57,11 @@ class Watch:
         ]
         self._marks = [_mark(tensor) for tensor, _ in self._watched]
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether any of the inputs shares memory."""
+        return bool(self._watched)
+
     def look(self, where: Callable[[], str]) -> None:
         """Look what a layer has changed; ``where`` names it.
 
@@ -77,7 +83,7 @@ class Watch:
                 )
 
     def leaving(self, outputs: Sequence[Tensor], prefix: str) -> Sharing:
-        """Return what is to be told of the outputs' memory.
+        """Return the outputs' memories, and all changes so far.
 
         Args:
             outputs: what leaves for other partitions.
@@ -130,7 +136,7 @@ def shared(
 
 
 def _mark(tensor: Tensor) -> int | Tensor:
-    """Return what tells later whether a tensor was changed."""
+    """Return what shows later whether a tensor was changed."""
     return tensor.clone() if tensor.is_inference() else tensor._version
 
 
