@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Sizes(TorchDispatchMode):
-    """Notes the most bytes of memory that an operation's result has."""
+    """Notes the most bytes of new memory that an operation's result has."""
 
     most = 0
 
@@ -18,6 +18,12 @@ class Sizes(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.most = max(self.most, *(t.untyped_storage().nbytes() for t in made), 0)
+        given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        made = [t.untyped_storage() for t in tensors_in(result)]
+        new = [memory.nbytes() for memory in made if memory.data_ptr() not in given]
+        self.most = max(self.most, *new, 0)
         return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

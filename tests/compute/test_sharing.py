@@ -254,7 +254,5 @@ def test_columns_of_a_large_tensor_are_compared_without_memory_of_its_size() -> 
     columns = torch.empty(4, 1000, 3, 16, 64).permute(2, 0, 3, 1, 4)
     with Sizes() as sizes:
         assert shared(list(columns), "p") == ()
-    assert sizes.most <= columns.untyped_storage().nbytes()  # that of the views themselves
-    with Sizes() as sizes:
-        assert shared([*columns[:2], columns[1, 1:]], "p") == ((), ("p/1",), ("p/1",))
-    assert sizes.most <= columns.untyped_storage().nbytes()
+    assert sizes.most < 10_000
+    assert shared([*columns[:2], columns[1, 1:]], "p") == ((), ("p/1",), ("p/1",))
