@@ -5,9 +5,9 @@
     named tuple                             its entries, then its attributes
     dataclass, Mapping (OrderedDict, …)     its items if it is a dict, then its attributes
 
-A container travels as its class's name, a form (plain nested tuples) and its children. Whoever
-puts it together looks the name up among the modules that the process has imported already, and
-takes only classes of this table: nothing is imported, and no code of the class is run, neither
+A container travels as its class's name, a form (plain nested tuples) and its children. The
+receiver looks the name up among the modules that it has imported already, and takes only classes
+of this table: nothing is imported, and no code of the class is run, neither
 ``__init__`` nor ``__post_init__`` nor ``__setattr__``. Only a registered class is put together by
 a function: the one that this process's own script registered.
 
@@ -20,7 +20,7 @@ import ast
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -162,17 +162,23 @@ def _base_of(kind: type) -> type | None:
     What C code hides in an instance could not be seen, and what ``__del__`` does with attributes
     that somebody else chose not be known.
     """
-    if hasattr(kind, "__del__"):
+    if _defined(kind, "__del__") is not None:
         return None
     if issubclass(kind, tuple):
-        return tuple if isinstance(getattr(kind, "_fields", None), tuple) else None
-    if not is_dataclass(kind) and not issubclass(kind, Mapping):
+        return tuple if isinstance(_defined(kind, "_fields"), tuple) else None
+    is_dataclass = _defined(kind, "__dataclass_fields__") is not None
+    if not is_dataclass and not issubclass(kind, Mapping):
         return None
     for base in (OrderedDict, defaultdict, dict):
         if issubclass(kind, base):
             return base
-    is_python = is_dataclass(kind) or isinstance(getattr(kind, "__getitem__", None), FunctionType)
+    is_python = is_dataclass or isinstance(_defined(kind, "__getitem__"), FunctionType)
     return object if is_python else None
+
+
+def _defined(kind: type, name: str) -> Any:
+    """Return what a class or a base defines by a name; asks no metaclass, which could run code."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
 def _items_of(value: Any, base: Any) -> tuple[list[Any], Any]:
@@ -193,6 +199,7 @@ def _attributes_of(value: Any) -> dict[str, Any]:
             continue
     if type(value).__dictoffset__:
         attributes.update(object.__getattribute__(value, "__dict__"))
+    attributes.pop("__orig_class__", None)  # set by Box[int](1), for type checkers
     return attributes
 
 

@@ -186,7 +186,7 @@ class Stage(nn.Sequential):
         )
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
-        # Kept from nn.Module's eyes: it must not be in state_dict().
+        # In a tuple, so that nn.Module does not register it.
         self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
         try:
             check_model(module)
@@ -547,10 +547,11 @@ class Stage(nn.Sequential):
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_to_change
 
     def _refuse_data_parallel(self, *_: Any) -> NoReturn:
-        refuse_data_parallel("the Stage was given to DistributedDataParallel or FSDP")
+        refuse_data_parallel("the Stage was given to DistributedDataParallel, DataParallel or FSDP")
 
-    # Read by DistributedDataParallel, and set by FullyShardedDataParallel and fully_shard, of what
-    # they wrap.
+    # Read by DistributedDataParallel, called by DataParallel on several GPUs, and set by
+    # FullyShardedDataParallel and fully_shard, of what they wrap.
+    _replicate_for_data_parallel = _refuse_data_parallel
     _ddp_params_and_buffers_to_ignore = property(_refuse_data_parallel, _refuse_data_parallel)
     _is_fsdp_managed_module = property(None, _refuse_data_parallel)
 

@@ -9,7 +9,7 @@ import os
 import sys
 import types
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import pytest
 import torch
@@ -20,6 +20,27 @@ from procpipe.containers import built, opened
 from procpipe.errors import BoundaryError
 from procpipe.microbatch import NoChunk, gather, scatter
 from procpipe.tree import flatten, from_json, in_words, unflatten
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Box(Generic[T]):
+    held: T
+
+
+class Asked(type):
+    """A metaclass whose classes note what they are asked for."""
+
+    names: list[str] = []  # noqa: RUF012 - of all its classes
+
+    def __getattr__(cls, name: str) -> Any:
+        Asked.names.append(name)
+        raise AttributeError(name)
+
+
+class Guarded(metaclass=Asked):
+    pass
 
 
 class Pair(NamedTuple):
@@ -211,6 +232,20 @@ def test_no_code_of_a_class_is_run_to_build_it():
     made_before = Output.num_made
     unflatten(*flat)
     assert Output.num_made == made_before
+
+
+def test_no_code_of_a_metaclass_is_run():
+    Asked.names.clear()
+    with pytest.raises(BoundaryError, match="this one has no such"):
+        built(f"{__name__}:Guarded", ((), (), (), ""), [])
+    assert Asked.names == []
+
+
+def test_a_generic_dataclass_of_a_named_type_travels():
+    tensors, structure = flatten(Box[Tensor](torch.ones(2)))
+    arrived = unflatten(tensors, from_json(json.loads(json.dumps(structure))))
+    assert type(arrived) is Box
+    assert arrived.held is tensors[0]
 
 
 def test_a_defaultdict_keeps_its_factory():

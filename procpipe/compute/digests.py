@@ -32,7 +32,7 @@ __all__ = ["Difference", "Digests", "Look", "difference", "differs"]
 
 _NUM_PROJECTIONS = 4
 
-#: Elements that are looked at together; also the length of the random vectors.
+#: The most elements that are looked at together; also the length of the random vectors.
 _CHUNK = 2**16
 
 #: The largest difference, as a part of the values: where rounding is coarse or differs each time.
@@ -63,7 +63,7 @@ Look = list[tuple[int, _Digest]]
 
 
 class Digests:
-    """Says in which mini-batches to look, and looks."""
+    """Chooses the mini-batches to look at, and keeps what was seen."""
 
     def __init__(self) -> None:
         self._num_mini_batches = 0
@@ -92,6 +92,11 @@ class Digests:
         look, self._look = self._look, None
         return look
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether outputs are looked at now."""
+        return self._look is not None
+
     def add(self, place: int, value: Any) -> None:
         """Look at an output, of tensors nested in any way."""
         if self._look is not None:
@@ -119,9 +124,9 @@ class Digests:
             )
             vectors = self._vectors[tensor.device] = made.to(tensor.device)
         total = torch.zeros(_NUM_PROJECTIONS + 1, dtype=torch.float64, device=tensor.device)
-        for k, chunk in enumerate(tensor.flatten().split(_CHUNK)):
-            values = chunk.to(torch.float64).nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
-            # Another factor for each chunk, or they could change places.
+        for k, piece in enumerate(_pieces(tensor)):
+            values = piece.to(torch.float64).nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
+            # Another factor for each piece, or they could change places.
             projected = torch.mv(vectors[: len(values)].T, values) * (1 + 0.5 * math.cos(k))
             total += torch.cat([projected, torch.dot(values, values)[None]])
         total[:-1] /= math.sqrt(tensor.numel())
@@ -172,11 +177,24 @@ def difference(first: Look, again: Look, *, is_coarse: bool) -> Difference | Non
 
 
 def differs(found: Difference, place: str, i: int) -> RecomputeError:
-    """Return the error that says so of a layer."""
+    """Return the error that names the layer and the difference."""
     return RecomputeError(
         f"{place} gave {found.how} when micro-batch {i} was recomputed, so gradients would be "
         f"wrong: it depends on what recomputation does not repeat. {_REPEATED}"
     )
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Cut a tensor into flat pieces, the same for all strides, without a copy of the whole."""
+    if tensor.numel() <= _CHUNK:
+        yield tensor.flatten()
+        return
+    num_rows = _CHUNK * len(tensor) // tensor.numel()
+    for part in tensor.split(max(1, num_rows)):
+        if num_rows:
+            yield part.flatten()
+        else:
+            yield from _pieces(part[0])
 
 
 def _numbers_of(one: _Digest, other: _Digest) -> Iterator[tuple[list[float], list[float]]]:

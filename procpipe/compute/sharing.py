@@ -4,8 +4,9 @@
     stage 1   x.relu_()                 the plain model changes both
 
 Between processes each tensor is a copy; within one, autograd does not know that they belong
-together. Nothing differs as long as no layer changes one of them in place. So each has the names of
-the memories that it shares with others that travel, and whoever changes one notes it:
+together. Nothing differs as long as no layer changes one of them in place. So each tensor has the
+names of the memories that it shares with others, and a partition whose layers change it adds these
+names to what it sends:
 
     others are in the same partition        an error, at once
     another comes to a later partition      an error there, unless it came by way of the change
@@ -16,7 +17,8 @@ Knows no transport: names and notes are a part of each message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,7 +34,7 @@ Memories = tuple[tuple[str, ...], ...]
 
 
 class Sharing(NamedTuple):
-    """What is told of a message's memory; see ``tree.Flat``."""
+    """The memories and changes of a message; see ``tree.Flat``."""
 
     memories: Memories = ()
     changes: tuple[tuple[str, str], ...] = ()
@@ -55,6 +57,11 @@ class Watch:
         ]
         self._marks = [_mark(tensor) for tensor, _ in self._watched]
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether any of the inputs shares memory."""
+        return bool(self._watched)
+
     def look(self, where: Callable[[], str]) -> None:
         """Look what a layer has changed; ``where`` names it.
 
@@ -76,7 +83,7 @@ class Watch:
                 )
 
     def leaving(self, outputs: Sequence[Tensor], prefix: str) -> Sharing:
-        """Return what is to be told of the outputs' memory.
+        """Return the outputs' memories, and all changes so far.
 
         Args:
             outputs: what leaves for other partitions.
@@ -116,20 +123,20 @@ def shared(
     known: Sequence[tuple[Tensor, tuple[str, ...]]] = (),
 ) -> Memories:
     """Return the names of the memories that each tensor shares with others, or with known ones."""
+    if len(tensors) + len(known) < 2:
+        return ()
     names: list[set[str]] = [set() for _ in tensors]
-    for k, tensor in enumerate(tensors):
-        for before in range(k):
-            if _overlap(tensors[before], tensor):
-                for one in (before, k):
-                    names[one].add(f"{prefix}/{before}")
-        for other, of_other in known:
-            if _overlap(other, tensor):
-                names[k].update(of_other)
+    for a, b in _overlapping([*tensors, *(tensor for tensor, _ in known)]):
+        if b < len(tensors):
+            names[a].add(f"{prefix}/{a}")
+            names[b].add(f"{prefix}/{a}")
+        elif a < len(tensors):
+            names[a].update(known[b - len(tensors)][1])
     return tuple(tuple(sorted(of_tensor)) for of_tensor in names) if any(names) else ()
 
 
 def _mark(tensor: Tensor) -> int | Tensor:
-    """Return what tells later whether a tensor was changed."""
+    """Return what shows later whether a tensor was changed."""
     return tensor.clone() if tensor.is_inference() else tensor._version
 
 
@@ -139,46 +146,61 @@ def _is_as_marked(tensor: Tensor, mark: int | Tensor) -> bool:
     return bool(((tensor == mark) | (tensor.isnan() & mark.isnan())).all())
 
 
+def _overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Find each two tensors that have an element in common, by their indices, the lower first."""
+    by_start = sorted(
+        (tensor.data_ptr(), k)
+        for k, tensor in enumerate(tensors)
+        if tensor.layout == torch.strided and tensor.numel()
+    )
+    before: list[tuple[int, int]] = []  # where each ends, and its index
+    for start, k in by_start:
+        before = [(end, one) for end, one in before if end > start]
+        for _, one in before:
+            if _overlap(tensors[one], tensors[k]):
+                yield min(one, k), max(one, k)
+        size = tensors[k].element_size()
+        before.append((start + size * _extent(_dimensions(tensors[k])), k))
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors have an element in common."""
-    if a is b:
-        return True
-    if not a.numel() or not b.numel():
-        return False
-    start, other = a.data_ptr(), b.data_ptr()
-    if start == other:
-        return True
-    if start > other:
-        a, b, start, other = b, a, other, start
-    if other >= start + _extent(a) * a.element_size():
-        return False
-    apart, rest = divmod(other - start, a.element_size())
+    """Tell whether two tensors, the second of which starts in the first, share an element."""
+    apart, rest = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
     if rest or a.element_size() != b.element_size():
         return True  # views of different dtypes: do not look closer
-    return _have_common(tuple(a.shape), a.stride(), tuple(b.shape), b.stride(), apart)
+    return apart == 0 or _have_common(_dimensions(a), _dimensions(b), apart)
 
 
-def _extent(tensor: Tensor) -> int:
+#: Strides and sizes of a tensor's dimensions, the largest stride first.
+_Dimensions = tuple[tuple[int, int], ...]
+
+
+def _dimensions(tensor: Tensor) -> _Dimensions:
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return tuple(sorted((pair for pair in pairs if pair[0] and pair[1] > 1), reverse=True))
+
+
+def _extent(dimensions: _Dimensions) -> int:
     """Return the elements from a tensor's first to its last, both included."""
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum((size - 1) * stride for stride, size in dimensions)
 
 
 @lru_cache(maxsize=256)
-def _have_common(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    other_shape: tuple[int, ...],
-    other_strides: tuple[int, ...],
-    apart: int,
-) -> bool:
+def _have_common(one: _Dimensions, other: _Dimensions, apart: int) -> bool:
     """Tell whether two strided tensors, the second some elements behind, have one in common."""
-    is_used = torch.zeros(
-        1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)),
-        dtype=torch.bool,
-        device="cpu",
-    )
-    is_used.as_strided(shape, strides).fill_(True)
-    other = 1 + sum((n - 1) * s for n, s in zip(other_shape, other_strides, strict=True))
-    behind = torch.zeros(max(len(is_used), apart + other), dtype=torch.bool, device="cpu")
-    behind.as_strided(other_shape, other_strides, apart).fill_(True)
-    return bool((is_used & behind[: len(is_used)]).any())
+    while one and other and one[0] == other[0]:
+        stride = one[0][0]
+        if max(_extent(one[1:]), apart + _extent(other[1:])) > stride:
+            break
+        one, other = one[1:], other[1:]  # rows that lie apart: it is enough to look at the first
+    length = _extent(one)
+    if apart >= length:
+        return False
+    if math.prod(size for _, size in one) == length:
+        return True  # the first has all elements between its ends
+    is_used = torch.zeros(max(length, apart + _extent(other)), dtype=torch.bool, device="cpu")
+    behind = torch.zeros_like(is_used)
+    for flags, dimensions, start in ((is_used, one, 0), (behind, other, apart)):
+        sizes, strides = [n for _, n in dimensions], [s for s, _ in dimensions]
+        flags.as_strided(sizes, strides, start).fill_(True)
+    return bool((is_used & behind).any())

@@ -390,6 +390,7 @@ class Partition:
     ) -> Any:
         versions = self._versions(untouched)
         spread = self._is_first
+        must_look = watch.is_needed or self._digests.is_looking  # not in most: asked once
         self._digests.add(-1, value)
         for k, (_, layer) in enumerate(self._layers):
             self._enter(k)
@@ -399,15 +400,17 @@ class Partition:
                 error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
             spread = False
-            watch.look(self.where)
-            self._digests.add(self._current, value)
+            if must_look:
+                watch.look(self.where)
+                self._digests.add(self._current, value)
             if versions and versions != self._versions(untouched):
                 raise self._changed_in_place()
         if finish is not None:
             self._enter(len(self._layers))
             value = finish(value[0] if spread else value)
-            watch.look(self.where)
-            self._digests.add(self._current, value)
+            if must_look:
+                watch.look(self.where)
+                self._digests.add(self._current, value)
             if versions and versions != self._versions(untouched):
                 raise self._changed_in_place()
         elif spread:  # a partition without layers passes its inputs on

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from procpipe.compute.digests import Digests, difference
+from tests.compute.sizes import Sizes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -129,6 +130,29 @@ def test_values_that_are_not_finite_are_compared_too():
 def test_any_output_can_be_looked_at(value):
     assert compare([torch.ones(2), value], [torch.ones(2), value]) is None
     assert compare([torch.ones(2), value], [torch.ones(2), torch.ones(7)]) == 0
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(1, 1, 1000).expand(50, 2000, 1000),
+        torch.ones(1).expand(100_000_000),
+        torch.ones(2).expand(3, 1, 100_000, 2),
+    ],
+    ids=lambda tensor: str(tuple(tensor.shape)),
+)
+def test_no_copy_is_made_of_a_large_tensor(tensor):
+    with Sizes() as sizes:
+        assert compare([tensor], [tensor]) is None
+    assert sizes.most <= 8 * 4 * 2**16  # the random vectors
+
+
+def test_strides_are_no_difference():
+    x = torch.randn(20, 300, 50, 2, generator=torch.Generator().manual_seed(1))
+    other = torch.empty(2, 50, 300, 20).permute(3, 2, 1, 0).copy_(x)
+    assert compare([x], [other]) is None
+    other[-1, -1, -1, -1] += 1
+    assert compare([x], [other]) == -1
 
 
 def test_integers_are_compared():

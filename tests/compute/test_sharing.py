@@ -6,7 +6,9 @@ names the layer that made the change; never another result.
 
 from __future__ import annotations
 
+import collections
 import copy
+import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +24,7 @@ from procpipe.run.ports import Ports
 from procpipe.skip import pop, skippable, stash
 from procpipe.skip.layout import SkipLayout
 from procpipe.tree import Flat, joined, parted
+from tests.compute.sizes import Sizes
 
 
 class Do(nn.Module):
@@ -216,3 +219,40 @@ def test_who_shares_memory(views: Any, expected: list[set[int]]) -> None:
     assert [set(names) for names in found] == [{f"p/{k}" for k in of} for of in expected] or (
         found == () and not any(expected)
     )
+
+
+def places(tensor: Tensor) -> list[int]:
+    """Return where a tensor's elements are in memory."""
+    numbers = torch.arange(tensor.untyped_storage().nbytes() // tensor.element_size())
+    of_tensor = numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return of_tensor.flatten().tolist()
+
+
+def random_view(base: Tensor, rng: random.Random) -> Tensor:
+    shape = [rng.choice([0, 1, 2, 2, 3, 3]) for _ in range(rng.randint(0, 3))]
+    strides = [rng.choice([0, 1, 2, 3, 4, 6, 12]) for _ in shape]
+    return base.as_strided(shape, strides, rng.randint(0, 12))
+
+
+def test_views_share_memory_if_they_have_an_element_in_common() -> None:
+    rng, base = random.Random(1), torch.zeros(100)
+    seen = collections.Counter[bool]()
+    for _ in range(3000):
+        pair = [random_view(base, rng) for _ in range(2)]
+        expected = bool(set(places(pair[0])) & set(places(pair[1])))
+        found = bool(shared(pair, "p"))
+        # Of views that overlap themselves, more may be said to be shared than is.
+        if all(len(set(places(view))) == view.numel() for view in pair):
+            seen[expected] += 1
+            assert found == expected, pair
+        else:
+            assert found >= expected, pair
+    assert min(seen.values()) > 200
+
+
+def test_columns_of_a_large_tensor_are_compared_without_memory_of_its_size() -> None:
+    columns = torch.empty(4, 1000, 3, 16, 64).permute(2, 0, 3, 1, 4)
+    with Sizes() as sizes:
+        assert shared(list(columns), "p") == ()
+    assert sizes.most < 10_000
+    assert shared([*columns[:2], columns[1, 1:]], "p") == ((), ("p/1",), ("p/1",))

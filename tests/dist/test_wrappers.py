@@ -129,6 +129,13 @@ def test_data_parallel_is_refused(ranks, where):
         assert "There is no data parallelism beside the pipeline yet" in failure.text
 
 
+def test_data_parallel_on_gpus_makes_no_copies_of_a_stage():
+    stage = Stage(make_model(), [2], loss_fn=F.mse_loss)
+    with pytest.raises(TypeError, match="There is no data parallelism beside the pipeline yet"):
+        stage._replicate_for_data_parallel()  # as torch.nn.parallel.replicate does
+    stage.close()
+
+
 @pytest.mark.parametrize(
     ("where", "name", "told"),
     [

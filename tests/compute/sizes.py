@@ -1,0 +1,29 @@
+"""How much memory operations take at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the most bytes of new memory that an operation's result has."""
+
+    most = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        made = [t.untyped_storage() for t in tensors_in(result)]
+        new = [memory.nbytes() for memory in made if memory.data_ptr() not in given]
+        self.most = max(self.most, *new, 0)
+        return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
