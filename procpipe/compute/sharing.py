@@ -27,7 +27,7 @@ from torch import Tensor
 
 from procpipe.tree import Flat
 
-__all__ = ["Sharing", "Watch", "check_fresh", "shared"]
+__all__ = ["SharedInputs", "Sharing", "check_fresh", "shared"]
 
 #: Of each tensor, the names of the memories that it shares; empty if none does.
 Memories = tuple[tuple[str, ...], ...]
@@ -40,7 +40,7 @@ class Sharing(NamedTuple):
     changes: tuple[tuple[str, str], ...] = ()
 
 
-class Watch:
+class SharedInputs:
     """Notices which of a partition's inputs that share memory its layers change in place.
 
     Args:

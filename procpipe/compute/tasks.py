@@ -36,7 +36,7 @@ from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry, check_shapes, run_backward
 from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
-from procpipe.compute.sharing import Sharing, Watch
+from procpipe.compute.sharing import SharedInputs, Sharing
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.split import PutOff, Splitter
 from procpipe.compute.wrappers import check_not_data_parallel
@@ -363,7 +363,7 @@ class Partition:
             untouched: those that recomputation needs as they are now.
         """
         value = unflatten(tensors, inputs.structure)
-        watch = Watch(tensors, Sharing(inputs.memories, inputs.changes))
+        watch = SharedInputs(tensors, Sharing(inputs.memories, inputs.changes))
         entered: list[Any] = []
         if self.skips.sources:
             value, *entered = value
@@ -386,7 +386,7 @@ class Partition:
         return outputs, structure
 
     def _run_layers(
-        self, value: Any, finish: Finish | None, untouched: Sequence[Tensor], watch: Watch
+        self, value: Any, finish: Finish | None, untouched: Sequence[Tensor], watch: SharedInputs
     ) -> Any:
         versions = self._versions(untouched)
         spread = self._is_first
