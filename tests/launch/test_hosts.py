@@ -29,7 +29,7 @@ TRAIN = """
 import json, os, signal, socket, sys, time
 import psutil, torch, torch.nn.functional as F
 from torch import nn
-import procpipe.run.world as world
+import procpipe.run.starting as starting
 from procpipe import Stage
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -106,9 +106,9 @@ def told(*processes):
 
 #: A stranger speaks to each rank that waits for this one, and later to gloo.
 MEET_STRANGERS = """
-connect_to, listen, sockets = world.connect_to, world.listen, set()
+connect_to, listen, sockets = starting.connect_to, starting.listen, set()
 NOISE = (
-    b"", b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(64), b"procpipe1" + bytes(100), os.urandom(9999)
+    b"", b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(64), b"procpipe2" + bytes(100), os.urandom(9999)
 )
 
 def disturb(address):
@@ -125,7 +125,7 @@ def note_and_listen(host):
     sockets.update(sock.getsockname()[0] for sock in listeners if sock.family != socket.AF_UNIX)
     return listeners, address
 
-world.connect_to, world.listen = disturb_and_connect_to, note_and_listen
+starting.connect_to, starting.listen = disturb_and_connect_to, note_and_listen
 stage = build([1, 1, 1])
 first = train(stage, 1)
 mine = psutil.Process().net_connections("inet")
