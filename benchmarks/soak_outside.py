@@ -143,7 +143,7 @@ class Outsider:
 
     def _words(self) -> bytes:
         chance = self._chance
-        hello = struct.pack("!9sI32s", b"procpipe1", chance.randrange(4), chance.randbytes(32))
+        hello = struct.pack("!9sI32s", b"procpipe2", chance.randrange(4), chance.randbytes(32))
         return chance.choice(
             [
                 b"",

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import restarts
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]  # a busy machine
 
 ARGS = ["--epochs", "2", "--save-every", "4"]
 

@@ -49,9 +49,6 @@ _BUFFER_BYTES = 4 << 20
 #: Connections that a listener keeps until they are accepted, at most; the system may keep fewer.
 _BACKLOG = 4096
 
-#: The credentials of a unix socket's peer: process, user, group.
-_CREDENTIALS = struct.Struct("3i")
-
 
 @dataclass(frozen=True)
 class Address:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.errors import SavedStateError
-from procpipe.state.pickles import DICT, PERSISTENT, SET, Made, Name, read_pickle
+from procpipe.state.pickles import DICT, PERSISTENT, SET, Made, Name, read_pickle, shown
 
 __all__ = ["dtypes", "read_archive"]
 
@@ -53,11 +53,10 @@ def read_archive(data: memoryview) -> Any:
         SavedStateError: it is damaged, or holds something else.
     """
     records = _records(data)
-    [prefix] = [
-        name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")
-    ] or [""]
-    if prefix.count("/") != 1:
-        raise SavedStateError("it is no file of torch.save: it has no data.pkl")
+    roots = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(roots) != 1:
+        raise SavedStateError("it is no file of torch.save: it has no data.pkl, or several")
+    prefix = roots[0].removesuffix("data.pkl")
     order = bytes(records.get(f"{prefix}byteorder", b"little"))
     if order != sys.byteorder.encode():
         raise SavedStateError(f"its byte order is {order!r}, but here it is {sys.byteorder}")
@@ -180,9 +179,9 @@ class _Maker:
         if name == "_rebuild_from_type_v2" and len(args) == 4:
             function, of_type, inner, _ = args
             if of_type not in (_TENSOR, _PARAMETER) or type(inner) is not tuple:
-                raise SavedStateError(f"there is a tensor of the type {of_type}")
+                raise SavedStateError(f"there is a tensor of the type {shown(of_type)}")
             if type(function) is not Name or function not in _TENSORS or depth > _MAX_DEPTH:
-                raise SavedStateError(f"there is a tensor made by {function}")
+                raise SavedStateError(f"there is a tensor made by {shown(function)}")
             return self._tensor(Made(function, inner), depth + 1)
         if name.startswith("_rebuild_parameter") and len(args) in (3, 4):
             data = self.make(args[0], depth)
@@ -203,9 +202,9 @@ class _Maker:
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
         if len(size) != len(stride) or len(size) > 64 or (0 not in size and last >= len(flat)):
             raise SavedStateError("a tensor is larger than the bytes that there are for it")
-        if 0 in size:
-            return torch.empty(size, dtype=flat.dtype)
         try:
+            if 0 in size:
+                return torch.empty(size, dtype=flat.dtype)
             tensor = flat.as_strided(size, stride, offset)
         except RuntimeError as error:
             raise SavedStateError(f"a tensor's size is impossible: {error}") from None
@@ -233,15 +232,15 @@ class _Maker:
         if dtype is not None and kind in (_UNTYPED, _OLD_UNTYPED) and type(dtype) is Name:
             of_dtype = _constant(dtype)
         if type(of_dtype) is not torch.dtype or type(key) is not str:
-            raise SavedStateError(f"a tensor is of the kind {kind}")
+            raise SavedStateError(f"a tensor is of the kind {shown(kind)}")
         try:
             data = self._storage(key)
         except KeyError:
-            raise SavedStateError(f"the bytes {key[:100]!r} of a tensor are not there") from None
+            raise SavedStateError(f"the bytes {shown(key)} of a tensor are not there") from None
         itemsize = of_dtype.itemsize
         if len(data) % itemsize:
             raise SavedStateError(
-                f"the bytes {key!r} of a tensor are no whole number of {of_dtype}"
+                f"the bytes {shown(key)} of a tensor are no whole number of {of_dtype}"
             )
         if not len(data):
             return torch.empty(0, dtype=of_dtype)
@@ -278,7 +277,7 @@ def _encoded(args: Any) -> bytes:
         return b"".join(args)
     text, encoding = args
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"{encoding!r} is not Latin-1")
+        raise ValueError(f"{shown(encoding)} is not Latin-1")
     return bytes(text, "latin-1")
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import math
 import operator
@@ -49,6 +50,9 @@ _VALUES = "__0_0.distcp"
 
 #: An index is read as a whole; 100 bytes or so are one value.
 _MAX_INDEX_BYTES = 1 << 30
+
+#: Why a file of a name is not there: it or a folder is missing, or the name leads to none.
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 _ADVICE = "restore the folder from a copy, or load an older saved state"
 
@@ -210,27 +214,26 @@ class Index:
         """
         keys = list(keys)
         found: dict[str, Any] = {}
-        for key in keys:
-            entry = self.entries[key]
-            if entry.dtype is not None:
-                made = (into or {}).get(key)
-                found[key] = torch.empty(entry.shape, dtype=entry.dtype) if made is None else made
         wanted = [(chunk, key) for key in keys for chunk in self.entries[key].chunks]
         wanted.sort(key=lambda pair: (pair[0].file, pair[0].offset))
         with contextlib.ExitStack() as opened, torch.no_grad():
             files: dict[str, IO[bytes]] = {}
-            for chunk, key in wanted:  # all of them, before anything is changed
+            for chunk, key in wanted:  # all of them, before anything is made or changed
                 if chunk.file not in files:
                     files[chunk.file] = opened.enter_context(open_inside(self.folder, chunk.file))
                 with naming(self.folder / chunk.file, key):
                     _check_length(self.entries[key], chunk, files[chunk.file])
+            for key in keys:
+                if self.entries[key].dtype is not None:
+                    made = (into or {}).get(key)
+                    found[key] = self._empty(key) if made is None else made
             tensors = (chunk.length for chunk, key in wanted if self.entries[key].dtype is not None)
-            scratch = memoryview(bytearray(max(tensors, default=0)))
+            scratch = memoryview(_memory(max(tensors, default=0)))
             for chunk, key in wanted:
                 entry, file = self.entries[key], files[chunk.file]
                 with naming(self.folder / chunk.file, key):
                     if entry.dtype is None:
-                        memory = memoryview(bytearray(chunk.length))  # which the value may keep
+                        memory = memoryview(_memory(chunk.length))  # which the value may keep
                         found[key] = read_archive(_bytes_of(chunk, file, memory))
                     else:
                         value = read_archive(_bytes_of(chunk, file, scratch[: chunk.length]))
@@ -239,6 +242,15 @@ class Index:
                         box = tuple(map(slice, chunk.offsets, ends))
                         found[key][box].copy_(tensor)
         return found
+
+    def _empty(self, key: str) -> Tensor:
+        entry = self.entries[key]
+        try:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        except RuntimeError as error:  # it has no elements, or there is no memory for them
+            raise SavedStateError(
+                f"{self.folder}: {key}: {entry.dtype} {entry.shape} cannot be made: {error}"
+            ) from None
 
 
 def read_index(folder: Path) -> Index:
@@ -268,7 +280,10 @@ def open_inside(folder: Path, name: str) -> IO[bytes]:
         SavedStateError: it is another kind of file, or elsewhere, or missing.
     """
     inside = os.path.realpath(folder)
-    real = os.path.realpath(folder / name) if "\0" not in name else "/"
+    try:
+        real = os.path.realpath(folder / name)
+    except ValueError:  # no file can have this name
+        real = "/"
     if ".." in Path(name).parts or not real.startswith(f"{inside.rstrip('/')}/"):
         raise SavedStateError(f"{folder} names the file {name!r}, which is outside of it")
     return open_regular(Path(real))
@@ -282,11 +297,14 @@ def open_regular(path: Path) -> IO[bytes]:
     """
     try:
         # Looked at before, as opening a device may do something, and after, as it may be replaced.
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise SavedStateError(f"{path} is no regular file")
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:
+        is_regular = stat.S_ISREG(os.stat(path).st_mode)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if is_regular else -1
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_FILE:
+            raise
         raise SavedStateError(f"{path} is missing: was the folder copied as a whole?") from None
+    if not is_regular:
+        raise SavedStateError(f"{path} is no regular file")
     file = open(descriptor, "rb", buffering=0)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
@@ -326,6 +344,13 @@ def _bytes_of(chunk: Chunk, file: IO[bytes], memory: memoryview) -> memoryview:
             + _ADVICE
         )
     return data
+
+
+def _memory(size: int) -> bytearray:
+    try:
+        return bytearray(size)
+    except MemoryError:
+        raise SavedStateError(f"there is no memory for a value of {size} bytes") from None
 
 
 def _filled(file: IO[bytes], data: memoryview) -> memoryview:

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
+from procpipe.errors import SavedStateError
+
 __all__ = ["restore", "states"]
+
+#: Of numpy's global generator, MT19937.
+_NUM_WORDS = 624
 
 
 def states(device: torch.device | None = None) -> dict[str, Any]:
@@ -35,4 +40,12 @@ def restore(saved: dict[str, Any], device: torch.device | None = None) -> None:
     if "numpy" in saved:
         import numpy as np
 
-        np.random.set_state(saved["numpy"])
+        np.random.set_state(_checked(saved["numpy"]))
+
+
+def _checked(state: Any) -> Any:
+    """Return numpy's state: beyond its words numpy would read foreign memory."""
+    position = state[2] if type(state) is tuple and len(state) > 2 else None
+    if type(position) is not int or not 0 <= position <= _NUM_WORDS:
+        raise SavedStateError(f"numpy's generator is at none of its {_NUM_WORDS} words")
+    return state

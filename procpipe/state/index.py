@@ -21,7 +21,7 @@ import torch
 
 from procpipe.errors import SavedStateError
 from procpipe.state.archives import dtypes
-from procpipe.state.pickles import DICT, Made, Name, read_pickle
+from procpipe.state.pickles import DICT, Made, Name, read_pickle, shown
 
 __all__ = ["Chunk", "Entry", "from_json", "from_metadata", "to_json"]
 
@@ -136,7 +136,7 @@ def from_metadata(data: bytes) -> dict[str, Entry]:
     root = _fields(read_pickle(data, _ALLOWED), "Metadata", "state_dict_metadata", "storage_data")
     version = root.get("version")
     if version is not None and not (type(version) is str and version.startswith("1.")):
-        raise SavedStateError(f"it is of version {version!r:.50}, of which nothing is known here")
+        raise SavedStateError(f"it is of version {shown(version)}, of which nothing is known here")
     places = [_place(pair) for pair in _pairs(root["storage_data"])]
     where = dict(places)
     if len(where) < len(places):
@@ -144,7 +144,7 @@ def from_metadata(data: bytes) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for key, record in _pairs(root["state_dict_metadata"]):
         if type(key) is not str or key in entries:
-            raise SavedStateError(f"it has a key twice, or one that is no text: {key!r:.200}")
+            raise SavedStateError(f"it has a key twice, or one that is no text: {shown(key)}")
         try:
             entries[key] = _value(key, record, where)
         except SavedStateError as error:
@@ -185,7 +185,7 @@ def _place(pair: tuple[Any, Any]) -> tuple[tuple[Any, Any], _Place]:
     offset = of.get("offset")
     place = (info["relative_path"], info["offset"], info["length"])
     if type(of["fqn"]) is not str or type(place[0]) is not str or not all(map(_is_size, place[1:])):
-        raise SavedStateError(f"it has a place that is none: {of['fqn']!r:.200}")
+        raise SavedStateError(f"it has a place that is none: {shown(of['fqn'])}")
     if info.get("transform_descriptors"):
         raise SavedStateError(
             f"{of['fqn']} was written through an extension of torch: load it with "
@@ -217,7 +217,7 @@ def _sizes(record: Any) -> tuple[int, ...]:
     if values is None or record.of != _SIZE or type(values) is not tuple or len(record.args) > 1:
         raise SavedStateError("there is no torch.Size where one belongs")
     if not all(map(_is_size, values)) or len(values) > 64:
-        raise SavedStateError(f"a torch.Size has what is no size: {values!r:.100}")
+        raise SavedStateError("a torch.Size has what is no size")
     return values
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from procpipe.errors import SavedStateError
 from procpipe.stage import Stage
 from procpipe.state.weights import Kinds
 
@@ -139,7 +140,7 @@ def state_faults(
         names: the parameters' names.
         optimizers: where to load it.
         saved: by key, shape and dtype of a tensor; None for any other value.
-        strict: whether another dtype is a fault.
+        strict: whether another dtype is a fault, also if no more than precision would be lost.
 
     Returns:
         The faults; and the keys of what is no tensor where only None may stand for one.
@@ -154,12 +155,16 @@ def state_faults(
                 kind = saved[key]
                 if needed is None or (kind is None and needed == ()):
                     continue
-                now = optimizers[k].state.get(parameter, {}).get(part, parameter)
+                now = optimizers[k].state.get(parameter, {}).get(part)
+                dtype = (now if isinstance(now, Tensor) else parameter).dtype
                 if kind is None:
                     unsure.append(key)
                 elif needed == kind[0] or (needed == () and kind[0] == (1,)):
-                    if strict and needed != () and kind[1] not in (now.dtype, parameter.dtype):
-                        faults.append(f"{key} has dtype {kind[1]}, but must have {now.dtype}")
+                    may_convert = not strict or needed == ()
+                    if kind[1] in (None, dtype, parameter.dtype):
+                        continue
+                    if not may_convert or not torch.can_cast(kind[1], dtype):
+                        faults.append(f"{key} has dtype {kind[1]}, but must have {dtype}")
                 else:
                     faults.append(f"{key} has shape {kind[0]} there, but must have {needed}")
     return faults, unsure
@@ -168,15 +173,14 @@ def state_faults(
 def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple[int, ...] | None:
     """Return the shape of a tensor of a parameter's state; None if nobody knows.
 
-    Known is that of what the optimizer holds already, and of torch's own optimizers.
+    Known is that of torch's own optimizers, and of what any other holds already.
     """
-    now = optimizer.state.get(parameter, {}).get(part)
-    if isinstance(now, Tensor):
-        return tuple(now.shape) if now.numel() != 1 or parameter.numel() == 1 else ()
-    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-    if not is_torchs or isinstance(optimizer, torch.optim.LBFGS):
-        return None
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        now = optimizer.state.get(parameter, {}).get(part)
+        return tuple(now.shape) if isinstance(now, Tensor) else None
     shape = tuple(parameter.shape)
+    if isinstance(optimizer, torch.optim.LBFGS):  # of all parameters together
+        return (optimizer._numel(),) if part in ("d", "prev_flat_grad") else None
     if part == "row_var":
         return (*shape[:-1], 1)
     if part == "col_var":
@@ -271,6 +275,8 @@ def _nested(prefix: str, ordered: list[str], read: dict[str, Any]) -> dict[str, 
         inner = state
         for name in outer:
             inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise SavedStateError(f"{key} is a part of {name}, which is a value of its own")
         inner[last] = read[key]
     return state
 

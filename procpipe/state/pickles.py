@@ -21,7 +21,7 @@ from typing import Any
 
 from procpipe.errors import SavedStateError
 
-__all__ = ["DICT", "PERSISTENT", "SET", "Made", "Name", "read_pickle"]
+__all__ = ["DICT", "PERSISTENT", "SET", "Made", "Name", "read_pickle", "shown"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ DICT, SET, PERSISTENT = Name("", "dict"), Name("", "set"), Name("", "persistent 
 
 _Step = Callable[["_Machine"], None]
 
+#: Of a text in an error, at most.
+_SHOWN_CHARACTERS = 200
+
 
 def read_pickle(data: bytes | memoryview, allowed: Container[Name]) -> Any:
     """Return what a pickle describes, of records.
@@ -89,6 +92,17 @@ def read_pickle(data: bytes | memoryview, allowed: Container[Name]) -> Any:
     if machine.marks or len(machine.stack) != 1:
         raise SavedStateError(f"the pickle ends with {len(machine.stack)} values instead of one")
     return machine.stack[0]
+
+
+def shown(record: Any) -> str:
+    """Return a short text of a record for an error.
+
+    Not ``repr``: a record may hold others deep inside, and the same one any number of times, so
+    that its text would take time and memory without a limit.
+    """
+    if type(record) is str:
+        return repr(record[:_SHOWN_CHARACTERS])
+    return str(record)[:_SHOWN_CHARACTERS] if type(record) is Name else f"a {type(record).__name__}"
 
 
 class _Machine:
@@ -144,7 +158,7 @@ class _Machine:
             raise SavedStateError(f"a name at byte {self.at} is no text")
         found = Name("builtins" if module == "__builtin__" else module, name)
         if found not in self.allowed:
-            raise SavedStateError(f"there is no use for {str(found)[:200]!r} here")
+            raise SavedStateError(f"there is no use for {shown(found)!r} here")
         self.stack.append(found)
 
     def make(self) -> None:

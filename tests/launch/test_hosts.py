@@ -108,7 +108,7 @@ def told(*processes):
 MEET_STRANGERS = """
 connect_to, listen, sockets = starting.connect_to, starting.listen, set()
 NOISE = (
-    b"", b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(64), b"procpipe1" + bytes(100), os.urandom(9999)
+    b"", b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(64), b"procpipe2" + bytes(100), os.urandom(9999)
 )
 
 def disturb(address):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import pickle
@@ -18,8 +19,9 @@ import torch
 from torch import nn
 
 from procpipe import SavedStateError, state
+from procpipe.state import generators
 from procpipe.state.files import open_inside, read_index
-from procpipe.state.index import Entry, _check_tiled
+from procpipe.state.index import Entry, _check_tiled, from_json, to_json
 
 
 def make(seed=1):
@@ -218,6 +220,46 @@ def test_files_outside_of_the_folder_in_our_index(saved, tmp_path):
         load(path)
 
 
+@pytest.mark.parametrize("name", ["\ud800", "x" * 5000, "stage-0/__0_0.distcp/x", "loop"])
+def test_names_that_lead_to_no_file(saved, tmp_path, name):
+    folder = copied(saved[0], tmp_path)
+    os.symlink("loop", folder / "loop")
+    rewritten(folder, "model.0.weight", file=name)
+    with pytest.raises(SavedStateError, match=r"is missing|outside of it"):
+        load(folder)
+
+
+@pytest.mark.parametrize("shape", [(1 << 61,), (1 << 45,), (0, 1 << 61, 1 << 61)])
+def test_sizes_for_which_there_is_no_memory(saved, tmp_path, shape):
+    folder = copied(saved[0], tmp_path)
+    rewritten(folder, "procpipe", sizes=shape)
+    with pytest.raises(SavedStateError, match=r"procpipe: (the index says|.* cannot be made)"):
+        load(folder)
+
+
+def test_a_part_of_what_has_no_parts(saved, tmp_path):
+    folder = copied(saved[0], tmp_path)
+    entries, crc32 = from_json((folder / "procpipe.json").read_bytes())
+    key = "optimizer.state.0.weight.exp_avg"
+    entries[f"{key}.x"] = entries[key]
+    (folder / "procpipe.json").write_bytes(to_json(entries, crc32))
+    with pytest.raises(SavedStateError, match=r"exp_avg\.x is a part of exp_avg"):
+        load(folder)
+
+
+def rewritten(folder, key, sizes=None, **where):
+    """Change where our index says that a value is; or make it a tensor of other sizes."""
+    entries, crc32 = from_json((folder / "procpipe.json").read_bytes())
+    entry = entries[key]
+    [chunk] = entry.chunks
+    if sizes is not None:
+        where["sizes"] = sizes
+        entry = Entry(torch.float32, sizes, ())
+    chunk = dataclasses.replace(chunk, **where)
+    entries[key] = dataclasses.replace(entry, chunks=(chunk,))
+    (folder / "procpipe.json").write_bytes(to_json(entries, crc32))
+
+
 def test_links(plain, tmp_path):
     path = copied(plain[0], tmp_path)
     shutil.move(path / "__0_0.distcp", path / "moved")
@@ -395,7 +437,7 @@ def test_an_optimizers_moments_have_the_parameters_shape(tmp_path, name):
     """Each of torch's own is loaded; and no tensor of any is loaded with another shape."""
     options: dict[str, Any] = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9}}.get(name, {})
     options |= {"Adam": {"amsgrad": True}}.get(name, {})
-    model = nn.Linear(3, 4, bias=False)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 1, bias=False))
     optimizer = OPTIMIZERS[name](model.parameters(), lr=0.01, **options)
 
     def loss():
@@ -409,15 +451,15 @@ def test_an_optimizers_moments_have_the_parameters_shape(tmp_path, name):
     path = state.save(tmp_path, model, optimizer).path
     (path / "procpipe.json").unlink()
     other = OPTIMIZERS[name](model.parameters(), lr=0.01, **options)
-    state.load(path, model, other)
-    assert is_same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    for _ in range(2):  # without a state, and with one
+        state.load(path, model, other)
+        assert is_same(other.state_dict()["state"], optimizer.state_dict()["state"])
     keys = [
         key for key, kind in read_index(path).kinds.items() if key.startswith("optimizer.state")
     ]
     assert keys
-    for key in keys if name != "LBFGS" else ():
-        kind = read_index(path).kinds[key]
-        if kind is None:
+    for key in keys:
+        if read_index(path).kinds[key] is None or key.endswith("H_diag"):
             continue
         changed = edited(shutil.copytree(path, tmp_path / key), lambda m, k=key: reshape(m, k))
         fresh = OPTIMIZERS[name](model.parameters(), lr=0.01, **options)
@@ -425,6 +467,46 @@ def test_an_optimizers_moments_have_the_parameters_shape(tmp_path, name):
             state.load(changed, model, fresh)
         with pytest.raises(ValueError, match=rf"{key} has shape \(7,\) there, but must have"):
             state.load(changed, model, optimizer)
+
+
+@pytest.mark.parametrize("part", ["step", "exp_avg"])
+def test_complex_state_is_not_made_real(tmp_path, part):
+    """Also with ``strict=False``: torch would drop the imaginary part."""
+    model = nn.Linear(3, 4, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state_of = optimizer.state[model.weight]
+    state_of[part] = state_of[part].to(torch.complex64)
+    state.save(tmp_path, model, optimizer)
+    other = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=rf"{part} has dtype torch.complex64, but must have"):
+        state.load(tmp_path, model, other, strict=False)
+
+
+def test_an_optimizer_may_hold_none_or_a_number_where_a_tensor_is_loaded(tmp_path):
+    model = nn.Linear(3, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state.save(tmp_path, model, optimizer)
+    buffer = optimizer.state[model.weight]["momentum_buffer"]
+    for held in (None, 1):
+        other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        other.state[model.weight]["momentum_buffer"] = held
+        state.load(tmp_path, model, other)
+        assert torch.equal(other.state[model.weight]["momentum_buffer"], buffer)
+
+
+@pytest.mark.parametrize("position", [-1, 625, 1 << 40, None])
+def test_a_position_at_which_numpy_would_read_foreign_memory(position):
+    numpy = pytest.importorskip("numpy")
+    before = numpy.random.get_state()[2]
+    found = generators.states()
+    found["numpy"] = ("MT19937", [1] * 624, position, 0, 0.0)
+    with pytest.raises(SavedStateError, match="numpy's generator is at none of its 624 words"):
+        generators.restore(found)
+    assert numpy.random.get_state()[2] == before
 
 
 def reshape(metadata, key):

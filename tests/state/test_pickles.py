@@ -316,6 +316,22 @@ def test_what_grows_without_end_is_refused():
         read_pickle(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".", ())
 
 
+def test_errors_show_little_of_what_is_large():
+    """Its whole text would take more time and memory than there are."""
+    doubled = b")" + b"".join(b"\x94h" + bytes([k]) + b"\x86" for k in range(100))
+    nested = b")" + b"\x85" * 100_000
+    number = b"\x8b" + struct.pack("<I", 10_000) + b"\x7f" * 10_000
+    kind = b"ctorch.distributed.checkpoint.metadata\n"
+    for large in (doubled, nested, number):
+        key = b"}" + text("state_dict_metadata") + b"}" + large + b"Ns" + b"s"
+        key += text("storage_data") + b"}s"
+        with pytest.raises(SavedStateError, match=r"one that is no text: a (tuple|int)"):
+            from_metadata(b"\x80\x04" + kind + b"Metadata\n)\x81" + key + b"b.")
+        tensor = b"ctorch._tensor\n_rebuild_from_type_v2\n(" + large + b"NNNtR."
+        with pytest.raises(SavedStateError, match="a tensor of the type a NoneType"):
+            read_archive(memoryview(bytearray(zipped(b"\x80\x04" + tensor))))
+
+
 def test_what_is_described():
     data = pickle.dumps({"a": [1, (2.5, "x")], "b": {3}}, protocol=4)
     found = read_pickle(data, ())
