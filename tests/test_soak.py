@@ -91,9 +91,9 @@ def a_round(number, fault):
 
 
 def test_a_round_is_known_by_seed_and_number():
-    rounds = [draw(1, number, max_ranks=4) for number in range(600)]
+    rounds = [draw(1, number, max_ranks=4) for number in range(1200)]
 
-    assert rounds == [draw(1, number, max_ranks=4) for number in range(600)]
+    assert rounds == [draw(1, number, max_ranks=4) for number in range(1200)]
     assert rounds[:10] != [draw(2, number, max_ranks=4) for number in range(10)]
     assert {(this.act, this.where) for this in rounds} == set(FAULTS)
     assert {this.num_ranks for this in rounds} == {2, 3, 4}
