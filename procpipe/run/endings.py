@@ -138,7 +138,14 @@ _victims = functools.cache(_Victims)  # once a process, whatever the number of i
 
 def error_of_script() -> BaseException | None:
     """Return the exception that has ended the main thread, if one has and was not SystemExit."""
+    if _is_at_prompt():
+        return None
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def _is_at_prompt() -> bool:
+    """Tell whether Python reads from a prompt, where an exception ends nothing."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 @functools.cache  # once a process
@@ -159,8 +166,7 @@ def watch_threads(
     previous: Hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # At a prompt an exception ends nothing.
-        if not (hasattr(sys, "ps1") or sys.flags.interactive):
+        if not _is_at_prompt():
             raised(error)
         previous(kind, error, trace)
 

@@ -165,3 +165,28 @@ def test_after_a_failure_nothing_keeps_a_process_alive(what, how):
     assert done.stdout.count("trained") == 2
     assert done.stderr.count(f"ends without waiting for {alive}") == 1 + (how == "raise"), done
     assert not done.left_behind
+
+
+#: What a prompt leaves behind on rank 1, which then ends.
+PROMPT = """
+    import sys
+    import torch, torch.nn.functional as F
+    from torch import nn
+    from procpipe import Stage
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stage = Stage(model, [1, 1], chunks=2, loss_fn=F.mse_loss)
+    stage.step(torch.ones(6, 4), torch.zeros(6, 4))
+    if stage.rank == 1:
+        sys.ps1 = ">>> "
+        sys.last_value = ValueError("boom")
+    else:
+        stage.step(torch.ones(6, 4), torch.zeros(6, 4))
+"""
+
+
+def test_an_exception_at_a_prompt_is_no_failure():
+    done = run_forked(PROMPT, num_ranks=2)
+
+    assert "rank 1 has left the pipeline" in done.stderr
+    assert "boom" not in done.stderr
