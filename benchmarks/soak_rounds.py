@@ -225,7 +225,7 @@ def expected_of(this: Round) -> Expected:
     if this.act in HARMLESS:
         return Expected(True, words=("is stopped",) if this.act == "stop" else ())
     if this.act == "kill while building":
-        return Expected(False, None, who, (f"rank {who} ",))
+        return Expected(False, None, who, (f"because rank {who}",))
     if this.act.startswith("kill"):
         return Expected(False, None, who, (f"rank {who} ended without a word",))
     if act == "leave" or (act == "exit" and this.where == "between"):

@@ -75,7 +75,7 @@ class Calls:
         _all.add(self)
         give_up_in_children(self)
         if world.num_ranks > 1:
-            watch_threads(_thread_raised, _main_thread_ended)
+            watch_threads(_thread_raised, _main_thread_ended, _any_has_failed)
 
     @contextmanager
     def together(self, name: str) -> Iterator[Pipeline]:
@@ -187,6 +187,7 @@ class Calls:
     def give_up_in_child(self) -> None:
         """Refuse the calls of a forked child, and let its end be nobody's concern."""
         atexit.unregister(self._leave)
+        _all.discard(self)
         keep_for_ever(self._pipeline)  # transfers may be under way
         self._pipeline = None
         self._ended = self._ended or (
@@ -269,3 +270,8 @@ def _main_thread_ended(waited_s: float) -> None:
     """Leave the pipelines that no other thread uses."""
     for calls in tuple(_all):
         calls.leave_unless_called(waited_s)
+
+
+def _any_has_failed() -> bool:
+    """Tell whether a pipeline of this process has failed."""
+    return any(calls.has_failed for calls in tuple(_all))

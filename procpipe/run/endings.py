@@ -16,6 +16,9 @@ Threads of the user's may keep a process alive long after its main thread has en
     main thread ends ─────────────────────┴> threading's exit functions ─> threads end ─> atexit
                           here it is told    here a thread begins to wait for the end, too
 
+Once the job has failed, and its exception has ended the main thread, threads and children that
+Python waits for keep the process alive for a moment only.
+
 A forked child has these hooks too, and nothing to tell.
 """
 
@@ -47,6 +50,9 @@ _CONNECT_TIMEOUT_S = 2.0
 
 #: How often it is looked whether threads still run after the main one.
 _LOOK_EVERY_S = 0.05
+
+#: How long threads and children may keep a process alive whose job has failed.
+_LIVE_ON_S = 1.0
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -132,12 +138,21 @@ _victims = functools.cache(_Victims)  # once a process, whatever the number of i
 
 def error_of_script() -> BaseException | None:
     """Return the exception that has ended the main thread, if one has and was not SystemExit."""
+    if _is_at_prompt():
+        return None
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def _is_at_prompt() -> bool:
+    """Tell whether Python reads from a prompt, where an exception ends nothing."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 @functools.cache  # once a process
 def watch_threads(
-    raised: Callable[[BaseException], None], main_ended: Callable[[float], None]
+    raised: Callable[[BaseException], None],
+    main_ended: Callable[[float], None],
+    has_failed: Callable[[], bool],
 ) -> None:
     """Have it told when a thread ends by an exception, or the main one while others run on.
 
@@ -145,12 +160,13 @@ def watch_threads(
         raised: gets an exception that ends the main thread or another, in that thread.
         main_ended: gets again and again the seconds since the main thread has ended, in a thread
             of its own; not when no other thread keeps the process alive.
+        has_failed: says whether the job has failed; then nothing keeps a process alive for long
+            whose main thread an exception has ended.
     """
     previous: Hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # At a prompt an exception ends nothing.
-        if not (hasattr(sys, "ps1") or sys.flags.interactive):
+        if not _is_at_prompt():
             raised(error)
         previous(kind, error, trace)
 
@@ -165,6 +181,7 @@ def watch_threads(
         error = error_of_script()
         if error is not None:  # where another excepthook has taken the place of ours
             raised(error)
+            _end_after_failure(has_failed)
         if _others():
             _report_until_exit(main_ended)
 
@@ -197,6 +214,31 @@ def _report_until_exit(main_ended: Callable[[float], None]) -> None:
     thread = threading.Thread(target=report, name="procpipe end", daemon=True)
     thread.start()
     atexit.register(stop)
+
+
+def _end_after_failure(has_failed: Callable[[], bool]) -> None:
+    """End the process in a thread, if its job has failed and Python waits for others too long."""
+    pid, deadline_s = os.getpid(), time.monotonic() + _LIVE_ON_S
+
+    def end() -> None:
+        while time.monotonic() < deadline_s or not has_failed() or not (alive := _waited_for()):
+            time.sleep(_LOOK_EVERY_S)
+        rank = os.environ.get("RANK")
+        write_note(f"procpipe: process {pid} (rank {rank}) ends without waiting for {alive}")
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(1)
+
+    threading.Thread(target=end, name="procpipe end", daemon=True).start()
+
+
+def _waited_for() -> str:
+    """Name the threads and the children for which the interpreter waits before it ends."""
+    alive = [f"thread {thread.name!r}" for thread in _others()]
+    if "multiprocessing" in sys.modules:
+        children = sys.modules["multiprocessing"].active_children()
+        alive += [f"child {child.pid}" for child in children if not child.daemon]
+    return ", ".join(alive)
 
 
 def _line(rank: int, error: BaseException, reading: Reading) -> str:

@@ -122,3 +122,71 @@ def test_a_thread_that_trains_fails_while_the_main_one_waits():
     assert f"procpipe: rank 0 ends, because {story}" in done.stderr
     assert done.stderr.count("Traceback") == 1
     assert done.stdout == ""
+
+
+#: Python would wait for ever: for a thread, or for a child that lives as long as its parent.
+ENDLESS = """
+    import multiprocessing, os, signal, sys, threading, time
+    import torch, torch.nn.functional as F
+    from torch import nn
+    from procpipe import Stage
+
+    def live(parent):
+        while os.getppid() == parent:
+            time.sleep(0.01)
+
+    what, how = sys.argv[1:]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stage = Stage(model, [1, 1], chunks=2, loss_fn=F.mse_loss)
+    for step in range(3):
+        stage.step(torch.ones(6, 4), torch.zeros(6, 4))
+        if step == 1 and what == "thread":
+            threading.Thread(target=threading.Event().wait, name="server").start()
+        if step == 1 and what == "child":
+            fork = multiprocessing.get_context("fork")
+            fork.Process(target=live, args=[os.getpid()]).start()
+        if step == 2:
+            print("trained", flush=True)
+            if stage.rank == 1 and how == "raise":
+                raise ValueError("boom")
+            if stage.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    stage.step(torch.ones(6, 4), torch.zeros(6, 4))
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("what", ["thread", "child"])
+def test_after_a_failure_nothing_keeps_a_process_alive(what, how):
+    done = run_forked(ENDLESS, num_ranks=2, args=[what, how])
+
+    alive = "thread 'server'" if what == "thread" else "child "
+    assert done.returncode != 0
+    assert done.stdout.count("trained") == 2
+    assert done.stderr.count(f"ends without waiting for {alive}") == 1 + (how == "raise"), done
+    assert not done.left_behind
+
+
+#: What a prompt leaves behind on rank 1, which then ends.
+PROMPT = """
+    import sys
+    import torch, torch.nn.functional as F
+    from torch import nn
+    from procpipe import Stage
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stage = Stage(model, [1, 1], chunks=2, loss_fn=F.mse_loss)
+    stage.step(torch.ones(6, 4), torch.zeros(6, 4))
+    if stage.rank == 1:
+        sys.ps1 = ">>> "
+        sys.last_value = ValueError("boom")
+    else:
+        stage.step(torch.ones(6, 4), torch.zeros(6, 4))
+"""
+
+
+def test_an_exception_at_a_prompt_is_no_failure():
+    done = run_forked(PROMPT, num_ranks=2)
+
+    assert "rank 1 has left the pipeline" in done.stderr
+    assert "boom" not in done.stderr
