@@ -99,7 +99,11 @@ class Calls:
             self._pipeline.flush()
             self._world.board.end_call()
         except BaseException as error:
-            self.fail(f"{name}()", error)
+            try:
+                self.fail(f"{name}()", error)
+            finally:
+                if self._ended is None:  # handlers of signals raised faster than it begins
+                    self.fail(f"{name}()", error)
             raise
 
     def order(self, call: str, *, is_training: bool, **decided: Any) -> Order:
