@@ -33,6 +33,8 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
+#include <unordered_map>
 
 namespace emulated {
 namespace {
@@ -113,6 +115,7 @@ class Hosted {
 };
 
 Tensor meta_of(const Tensor& t) {
+  if (t.unsafeGetTensorImpl()->is_wrapped_number()) return t;  // a number of Python's
   Place place(t.is_cuda() ? t : t.detach());
   place.host = Tensor();
   return place.over(storage_at(nullptr, t.storage().nbytes(), at::kMeta), c10::DispatchKey::Meta);
@@ -161,6 +164,7 @@ struct Traits {
       auto type = arguments[i].type()->str();
       if (type.find("Generator") != type.npos) generator = i;
       if (type.find("Tensor?[]") != type.npos) indexed = true;
+      if (arguments[i].real_type()->kind() == c10::TypeKind::NumberType) numbers.insert(i);
     }
     for (const auto& returned : op.schema().returns()) {
       int from = -1;
@@ -178,6 +182,7 @@ struct Traits {
 
   std::string name;
   std::set<size_t> written;  // arguments that it writes to
+  std::set<size_t> numbers;  // arguments that are numbers of any type
   std::vector<int> returns;  // the argument that is returned, or -1: something new
   int generator = -1;        // the argument that gives random numbers
   bool indexed = false;      // takes a list of indices
@@ -344,30 +349,88 @@ class Kernel final : public c10::OperatorKernel {
     return results;
   }
 
-  // The results on meta tensors; resizes arguments that the operator resizes.
+  // The results on meta tensors; resizes arguments that the operator resizes. Most meta kernels are
+  // Python's, so what they returned is kept.
   Stack shapes(const c10::OperatorHandle& op, const Stack& args) {
-    std::vector<std::pair<Tensor, Tensor>> written;
-    Stack stack = arguments_for(traits_, args, at::kMeta);
-    auto make = [&](const auto& like) {
-      replace_tensors(stack, [&](size_t i, const Tensor& t) {
-        Tensor made = like(t);
-        if (traits_.written.count(i)) written.emplace_back(t, made);
-        return made;
+    std::string key = key_of(args);
+    std::unique_lock<std::mutex> lock(mutex_);
+    auto found = known_.find(key);
+    if (found == known_.end()) {
+      lock.unlock();  // a meta kernel may take Python's lock
+      Shapes made = new_shapes(op, args);
+      lock.lock();
+      if (known_.size() >= 1000) known_.clear();
+      found = known_.emplace(key, std::move(made)).first;
+    }
+    Shapes shapes = found->second;
+    lock.unlock();
+    size_t next = 0;
+    for_tensors(args, [&](size_t i, const Tensor& t) {
+      if (!traits_.written.count(i)) return;
+      const Tensor& like = shapes.written[next++];
+      if (t.sizes() != like.sizes()) resize(t, like);
+    });
+    return shapes.results;
+  }
+
+  // All that shapes depend on.
+  std::string key_of(const Stack& args) const {
+    std::string key;
+    auto add = [&](const void* data, size_t size) { key.append(static_cast<const char*>(data), size); };
+    auto add_number = [&](int64_t number) { add(&number, sizeof number); };
+    auto add_list = [&](at::IntArrayRef list) {
+      add_number(list.size());
+      add(list.data(), list.size() * sizeof(int64_t));
+    };
+    bool tensors = false;
+    add_number(static_cast<int64_t>(c10::get_default_dtype_as_scalartype()));
+    for_tensors(args, [&](size_t i, const Tensor& t) {
+      tensors = true;
+      bool wrapped = t.unsafeGetTensorImpl()->is_wrapped_number();
+      add_number(i << 16 | static_cast<int64_t>(t.scalar_type()) << 3 | wrapped << 2 | t.is_conj() << 1 | t.is_neg());
+      add_list(t.sizes());
+      add_list(t.strides());
+    });
+    for (size_t i = 0; i < args.size(); ++i) {
+      const IValue& value = args[i];
+      add_number(i << 8 | (value.isInt() << 3 | value.isDouble() << 2 | value.isBool() << 1 | value.isNone()));
+      if (tensors && (traits_.numbers.count(i) || value.isDouble())) continue;
+      if (value.isInt()) add_number(value.toInt());
+      else if (value.isBool()) add_number(value.toBool());
+      else if (value.isIntList()) add_list(value.toIntVector());
+      else if (value.isTensorList()) add_number(value.toTensorList().size());
+      else if (value.isOptionalTensorList()) add_number(value.toList().size());
+      else if (!value.isTensor() && !value.isNone() && !value.isGenerator() && !value.isDevice())
+        key += c10::str(value);
+    }
+    return key;
+  }
+
+  struct Shapes {
+    Stack results;                // of meta tensors
+    std::vector<Tensor> written;  // the arguments that are written to, afterwards
+  };
+
+  Shapes new_shapes(const c10::OperatorHandle& op, const Stack& args) const {
+    Shapes made;
+    auto arguments = [&](c10::DeviceType device, const auto& like) {
+      made = {arguments_for(traits_, args, device), {}};
+      replace_tensors(made.results, [&](size_t i, const Tensor& t) {
+        Tensor t2 = like(t);
+        if (traits_.written.count(i)) made.written.push_back(t2);
+        return t2;
       });
     };
-    make(meta_of);
     try {
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+      arguments(at::kMeta, meta_of);
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &made.results);
     } catch (const c10::NotImplementedError&) {  // no meta kernel: the CPU's, on zeros
-      written.clear();
-      stack = arguments_for(traits_, args, at::kCPU);
-      make(zeros_of);
-      if (traits_.generator >= 0) stack[traits_.generator] = at::detail::createCPUGenerator(0);
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+      arguments(at::kCPU, zeros_of);
+      if (traits_.generator >= 0) made.results[traits_.generator] = at::detail::createCPUGenerator(0);
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &made.results);
+      replace_tensors(made.results, [](size_t, const Tensor& t) { return meta_of(t); });
     }
-    for (auto& [t, made] : written)
-      if (t.sizes() != made.sizes()) resize(t, made);
-    return stack;
+    return made;
   }
 
   static void resize(const Tensor& t, const Tensor& like) {
@@ -412,6 +475,8 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   Traits traits_;
+  std::mutex mutex_;
+  std::unordered_map<std::string, Shapes> known_;
 };
 
 // ---- operators that need more than the CPU's of the same name ------------------------------------
@@ -487,8 +552,8 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& input, const Tensor& hidden, c
 const std::set<std::string> kept = {
     "empty", "empty_strided", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory",
     "_local_scalar_dense", "is_set_to"};
-// Registered for CUDA although ATen has them for all devices: theirs would choose cuDNN.
-const std::vector<std::string> added = {"convolution", "convolution_backward"};
+// ATen has these for all devices, and would choose a kernel of CUDA's or cuDNN's below them.
+const std::vector<std::string> added = {"convolution", "convolution_backward", "copy_"};
 
 struct Silent : c10::WarningHandler {
   void process(const c10::Warning&) override {}
