@@ -131,7 +131,7 @@ def _includes(packages: Path) -> list[str]:
 
 
 def _torch_flags(packages: Path) -> list[str]:
-    """Return what kernels.cpp needs besides: torch's headers and its C++ ABI (since 2.7 the new)."""
+    """Return what kernels.cpp needs besides: torch's headers and its C++ ABI."""
     include = packages / "torch" / "include"
     return [
         "-D_GLIBCXX_USE_CXX11_ABI=1",
