@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,27 +49,27 @@ def check(name: str, *arguments: object) -> None:
     assert error == 0, f"{name}: {error}"
 
 
-def made(name: str, *arguments: object) -> ctypes.c_void_p:
+def made(name: str, *arguments: object) -> Any:
     """Call what returns a handle or an address by its first argument."""
     result = ctypes.c_void_p()
     check(name, ctypes.byref(result), *arguments)
     return result
 
 
-def new_stream() -> ctypes.c_void_p:
+def new_stream() -> Any:
     return made("cudaStreamCreateWithPriority", NON_BLOCKING, 0)
 
 
-def new_memory(num_bytes: int = 4096) -> ctypes.c_void_p:
+def new_memory(num_bytes: int = 4096) -> Any:
     return made("cudaMalloc", ctypes.c_size_t(num_bytes))
 
 
-def at(address: ctypes.c_void_p, num_bytes: int = 8) -> bytes:
+def at(address: Any, num_bytes: int = 8) -> bytes:
     """Read memory as only the emulator's host can."""
     return ctypes.string_at(address, num_bytes)
 
 
-def fill(address: ctypes.c_void_p, value: int, stream: ctypes.c_void_p, num_bytes: int = 8) -> None:
+def fill(address: Any, value: int, stream: Any, num_bytes: int = 8) -> None:
     check("cudaMemsetAsync", address, value, ctypes.c_size_t(num_bytes), stream)
 
 
@@ -76,7 +77,7 @@ def copy(to, source, stream, num_bytes: int = 8) -> int:
     return call("cudaMemcpyAsync", to, source, ctypes.c_size_t(num_bytes), 4, stream)
 
 
-def hold(stream: ctypes.c_void_p) -> ctypes.c_void_p:
+def hold(stream: Any) -> Any:
     """Make a stream wait until ``let_go`` of what is returned."""
     gate = made("cudaHostAlloc", ctypes.c_size_t(8), 0)
     ctypes.memset(gate, 0, 8)
@@ -84,11 +85,11 @@ def hold(stream: ctypes.c_void_p) -> ctypes.c_void_p:
     return gate
 
 
-def let_go(gate: ctypes.c_void_p) -> None:
+def let_go(gate: Any) -> None:
     ctypes.c_uint64.from_address(gate.value).value = 1
 
 
-def query(stream: ctypes.c_void_p) -> int:
+def query(stream: Any) -> int:
     return call("cudaStreamQuery", stream)
 
 
@@ -123,13 +124,18 @@ def start(function, *arguments: object, **settings: object) -> subprocess.Popen[
     )
 
 
-def result(process: subprocess.Popen[str], given: str = "") -> object:
+def result(process: subprocess.Popen[str], given: str = "") -> Any:
     out, errors = process.communicate(given, timeout=60)
     assert process.returncode == 0, (process.returncode, errors)
     return json.loads(out.splitlines()[-1])
 
 
-def run(function, *arguments: object, **settings: object) -> object:
+def first_line(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def run(function, *arguments: object, **settings: object) -> Any:
     return result(start(function, *arguments, **settings))
 
 
@@ -220,7 +226,7 @@ def test_memory_is_limited_over_all_processes_that_live(tmp_path):
     settings = {"folder": tmp_path, "memory_mib": 64}
     assert run(allocate, 40, **settings) == [0, 24, 64]
     other = start(allocate_and_stay, 40, **settings)  # what the first had is free again
-    assert json.loads(other.stdout.readline()) == [0, 24, 64]
+    assert first_line(other) == [0, 24, 64]
     assert run(allocate, 40, **settings) == [OUT_OF_MEMORY, 24, 64]
     assert run(allocate, 40, 1, **settings) == [0, 24, 64]
     assert run(allocate, 40, **settings | {"memory_mib": 128}) == [0, 48, 128]
@@ -488,7 +494,7 @@ def open_memory(text: str, device: int):
 
 def test_memory_is_shared_with_other_processes(tmp_path):
     owner = start(own_memory, folder=tmp_path)
-    refused, handle = json.loads(owner.stdout.readline())
+    refused, handle = first_line(owner)
     assert refused == [INVALID_CONTEXT, None]  # by the process itself
     assert run(open_memory, handle, 0, folder=tmp_path) == [[7] * 8, 0]
     assert result(owner, "\n") == [9, *[0] * 7]
@@ -507,7 +513,7 @@ def test_memory_of_another_gpu_needs_peer_access_and_streams_do_not_write_it(
     tmp_path, settings, expected
 ):
     owner = start(own_memory, folder=tmp_path)
-    _, handle = json.loads(owner.stdout.readline())
+    _, handle = first_line(owner)
     assert run(open_memory, handle, 1, folder=tmp_path, **settings) == expected
     result(owner, "\n")
 
