@@ -131,7 +131,7 @@ def _includes(packages: Path) -> list[str]:
 
 
 def _torch_flags(packages: Path) -> list[str]:
-    """Return what kernels.cpp needs besides: torch's headers, its C++ and its ABI (since 2.7 the new)."""
+    """Return what kernels.cpp needs besides: torch's headers, its C++ standard and its ABI."""
     include = packages / "torch" / "include"
     return [
         "-std=c++20",
