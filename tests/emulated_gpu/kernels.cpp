@@ -594,7 +594,8 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p,
   return {input.mul(mask).mul_(p == 1 ? 0. : 1 / (1 - p)), mask};
 }
 
-bool use_cudnn_ctc_loss(const Tensor&, const Tensor&, at::IntArrayRef, at::IntArrayRef, int64_t) {
+bool use_library_ctc_loss(const Tensor&, const Tensor&, at::IntArrayRef, at::IntArrayRef,
+                          int64_t) {
   return false;
 }
 
@@ -668,7 +669,8 @@ void override_operators() {
   }
   cuda.impl("_foreach_copy_", foreach_copy_);
   cuda.impl("native_dropout", native_dropout);
-  cuda.impl("_use_cudnn_ctc_loss", use_cudnn_ctc_loss);
+  cuda.impl("_use_cudnn_ctc_loss", use_library_ctc_loss);
+  cuda.impl("_use_miopen_ctc_loss", use_library_ctc_loss);
   cuda.impl("_fused_sdp_choice", fused_sdp_choice);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&fused_sdp_choice);
   for (auto* library : {&cuda, &autograd}) {
