@@ -12,7 +12,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -81,7 +80,7 @@ def connect(name: str, rank: int, size: int = 2) -> Any:
 
 def last_error() -> str:
     CUDA.ncclGetLastError.restype = ctypes.c_char_p
-    return CUDA.ncclGetLastError(None).decode()
+    return str(CUDA.ncclGetLastError(None), "ascii")
 
 
 def send(communicator, data, peer, stream, count=8, dtype=UINT8) -> int:
@@ -237,12 +236,12 @@ def use_wrongly(rank, name):
     check("cudaSetDevice", other)
     there, theirs, host = new_stream(), new_memory(), ctypes.create_string_buffer(8)
     return [
-        [send(communicator, *use, count, dtype), last_error()]
-        for *use, count, dtype in (
-            (memory, 0, there, 8, UINT8),
-            (theirs, 0, stream, 8, UINT8),
-            (host, 0, stream, 8, UINT8),
-            (memory, 0, stream, 8, 99),
+        [send(communicator, data, 0, where, 8, dtype), last_error()]
+        for data, where, dtype in (
+            (memory, there, UINT8),
+            (theirs, stream, UINT8),
+            (host, stream, UINT8),
+            (memory, stream, 99),
         )
     ]
 
