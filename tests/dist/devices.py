@@ -1,0 +1,44 @@
+"""Which devices the ranks of a test compute on: CPUs, or the GPUs that there are, in turn.
+
+    4 ranks on   1 GPU    all of them share it            CUDA IPC
+                 2 GPUs   cuda:0, cuda:1, cuda:0, cuda:1  NCCL and CUDA IPC
+                 4 GPUs   one each                        NCCL
+
+A test that is marked ``on_gpus`` is collected twice (tests/conftest.py). Nothing in it need differ.
+"""
+
+from __future__ import annotations
+
+import os
+
+#: Is set to "gpus" while a test runs on them.
+VARIABLE = "PROCPIPE_TEST_DEVICES"
+
+#: What numbers of a real GPU may differ from the CPU's by, of a tensor's largest value: its kernels
+#: add up in another order. An emulated GPU computes what the CPU does, to the last bit.
+REAL_GPU_TOLERANCES = {"torch.float64": 1e-11, "torch.float32": 1e-4, "torch.bfloat16": 0.02}
+
+
+def is_on_gpus() -> bool:
+    """Say whether the test that runs now runs on GPUs."""
+    return os.environ.get(VARIABLE) == "gpus"
+
+
+def is_emulated() -> bool:
+    """Say whether this process's GPUs are emulated ones (tests/emulated_gpu)."""
+    return "EMULATED_GPU_COUNT" in os.environ
+
+
+def num_gpus() -> int:
+    """Return how many GPUs this process may use."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def devices_of_ranks(num_ranks: int) -> list[str]:
+    """Return the device of each rank of a test."""
+    if not is_on_gpus():
+        return ["cpu"] * num_ranks
+    count = num_gpus()
+    return [f"cuda:{rank % count}" for rank in range(num_ranks)]
