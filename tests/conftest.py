@@ -1,12 +1,12 @@
-"""What every test can use: ``ranks``, real processes to run a function on; and who runs on GPUs.
+"""What every test can use: ``ranks``, real processes to run a function on; and what runs on GPUs.
 
     pytest                  all tests on CPUs; those marked ``gpu`` are left out
-    pytest --gpus           those marked ``gpu``, on the CUDA devices that there are
+    pytest --gpus           those marked ``gpu`` or ``on_gpus``, on the CUDA devices that there are
     pytest --gpus=share     those of them that are for this number of emulated GPUs (make test-gpu)
 
-``@pytest.mark.on_gpus`` makes a second test of one, marked ``gpu``, whose ranks compute on GPUs
-(tests/dist/devices.py); of a module, it is for all tests that use ``ranks`` and are not marked
-``only_on_cpus``. ``gpu`` and ``on_gpus`` may say how many GPUs there must be.
+``on_gpus`` marks what runs on CPUs and, unchanged, on GPUs: tests/dist/devices.py says which. Of a
+module, it is for all tests that use ``ranks`` and are not marked ``only_on_cpus``. Both marks may
+say how many GPUs there must be at least.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from tests.dist import devices
 from tests.dist.pool import Pool, Ranks
 from tests.on_gpus import NUMBERS_OF_GPUS
 
-#: Only tests that say so run with 8.
-USUAL_NUMBERS = NUMBERS_OF_GPUS[:-1]
+NUM_LEFT_OUT = pytest.StashKey[int]()
 
 
 @pytest.fixture(scope="session")
@@ -33,15 +32,6 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     pool.close()
 
 
-@pytest.fixture(autouse=True)
-def test_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Have the ranks of the test compute on ``"cpus"`` or ``"gpus"``, which is returned."""
-    kind = getattr(request, "param", None)
-    kind = kind or ("gpus" if request.node.get_closest_marker("gpu") else "cpus")
-    monkeypatch.setenv(devices.VARIABLE, kind)
-    return kind
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--gpus``."""
     parser.addoption(
@@ -49,22 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         nargs="?",
         choices=("all", "share"),
         const="all",
-        help="run the tests marked gpu, and no others; share: only those for this number of GPUs",
+        help="run the tests for GPUs, and no others; share: only those for this number of GPUs",
     )
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make two tests of each that is marked ``on_gpus``; the mark of a module is for ``ranks``."""
-    test = metafunc.definition
-    mark = test.get_closest_marker("on_gpus")
-    if mark in test.own_markers or (
-        mark is not None
-        and "ranks" in metafunc.fixturenames
-        and test.get_closest_marker("only_on_cpus") is None
-    ):
-        assert mark is not None
-        gpus = pytest.param("gpus", marks=pytest.mark.gpu(*mark.args, **mark.kwargs))
-        metafunc.parametrize("test_devices", ["cpus", gpus], indirect=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the devices of all tests."""
+    os.environ[devices.VARIABLE] = "gpus" if config.getoption("--gpus") else "cpus"
+    if devices.is_on_gpus() and not devices.num_gpus():
+        raise pytest.UsageError("--gpus: there is no CUDA device that torch can use here")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -73,63 +56,67 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.dist)
-    wanted = config.getoption("--gpus")
-    on_gpus = [item for item in items if item.get_closest_marker("gpu")]
-    if wanted is None:
-        left_out = [item for item in on_gpus if not item.get_closest_marker("hardware")]
-        for item in on_gpus:
-            item.add_marker(pytest.mark.skip(reason="needs a real GPU: pytest --gpus"))
+    on_gpus = [item for item in items if num_needed(item)]
+    if devices.is_on_gpus():
+        kept = on_gpus
+        if config.getoption("--gpus") == "share":
+            kept = [item for item in on_gpus if devices.num_gpus() in numbers_for(item)]
+        for item in kept:
+            add_skips(item)
     else:
-        num_gpus = devices.num_gpus()
-        if not num_gpus:
-            raise pytest.UsageError("--gpus: there is no CUDA device that torch can use here")
         for item in on_gpus:
-            add_skips(item, num_gpus)
-        left_out = [item for item in items if not item.get_closest_marker("gpu")]
-        if wanted == "share":
-            left_out += [item for item in on_gpus if num_gpus not in numbers_for(item)]
+            if item.get_closest_marker("hardware"):
+                item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
+        kept = [item for item in items if needs_no_gpu(item)]
+        config.stash[NUM_LEFT_OUT] = len(on_gpus)
+    left_out = [item for item in items if item not in set(kept)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        gone = set(left_out)
-        items[:] = [item for item in items if item not in gone]
-        config.stash[LEFT_OUT] = len(left_out)
-
-
-LEFT_OUT = pytest.StashKey[int]()
+        items[:] = kept
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    """Say how many tests need GPUs, and how they are run."""
-    if config.getoption("--gpus") is None and (number := config.stash.get(LEFT_OUT, 0)):
-        return [f"{number} tests on GPUs, real or emulated, are left out: make test-gpu runs them"]
-    return []
-
-
-def add_skips(item: pytest.Item, num_gpus: int) -> None:
-    """Skip a test that these GPUs are not enough for, or not of the kind that it is about."""
-    needed = num_needed(item)
-    if num_gpus < needed:
-        item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, not {num_gpus}"))
-    for kind, is_right in (
-        ("hardware", not devices.is_emulated()),
-        ("emulated", devices.is_emulated()),
-    ):
-        if item.get_closest_marker(kind) and not is_right:
-            item.add_marker(pytest.mark.skip(reason=f"is about {kind} GPUs"))
+    """Say how many tests are for GPUs, and how they are run."""
+    number = config.stash.get(NUM_LEFT_OUT, 0)
+    return [f"on CPUs; `make test-gpu` runs {number} tests on GPUs"] if number else []
 
 
 def num_needed(item: pytest.Item) -> int:
-    """Return how many GPUs a test needs."""
-    return max([1, *(int(mark.args[0]) for mark in item.iter_markers("gpu") if mark.args)])
+    """Return how many GPUs a test needs; 0 if it is not for GPUs."""
+    own = [mark for mark in item.own_markers if mark.name == "on_gpus"]
+    if not own and "ranks" in getattr(item, "fixturenames", ()):
+        own = list(item.iter_markers("on_gpus"))
+    if item.get_closest_marker("only_on_cpus"):
+        own = []
+    return max([0, *(int((*mark.args, 1)[0]) for mark in [*own, *item.iter_markers("gpu")])])
+
+
+def needs_no_gpu(item: pytest.Item) -> bool:
+    """Say whether a test is for CPUs, or is to be shown as skipped there."""
+    return item.get_closest_marker("gpu") is None or item.get_closest_marker("hardware") is not None
+
+
+def add_skips(item: pytest.Item) -> None:
+    """Skip a test that these GPUs are not enough for, or that is not about GPUs of their kind."""
+    needed, number = num_needed(item), devices.num_gpus()
+    if number < needed:
+        item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, not {number}"))
+    if item.get_closest_marker("hardware") and devices.is_emulated():
+        item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
+    if item.get_closest_marker("emulated") and not devices.is_emulated():
+        item.add_marker(pytest.mark.skip(reason="is about emulated GPUs"))
 
 
 def numbers_for(item: pytest.Item) -> tuple[int, ...]:
-    """Return the numbers of emulated GPUs that a test runs with: one, which the seed chooses."""
+    """Return with how many emulated GPUs a test runs: one number, which the seed chooses.
+
+    Or with all that are enough, if it says so. With 8 only those run that say so, or need them.
+    """
     needed = num_needed(item)
-    enough = tuple(number for number in USUAL_NUMBERS if number >= needed)
-    if any(mark.kwargs.get("every") for mark in item.iter_markers("gpu")):
-        return tuple(number for number in NUMBERS_OF_GPUS if number >= needed)
-    if not enough:
-        return NUMBERS_OF_GPUS[-1:]
+    enough = tuple(number for number in NUMBERS_OF_GPUS if number >= needed)
+    marks = [*item.iter_markers("gpu"), *item.iter_markers("on_gpus")]
+    if any(mark.kwargs.get("every") for mark in marks):
+        return enough
+    usual = enough[:-1] or enough
     seed = os.environ.get("EMULATED_GPU_SEED", "0")
-    return (enough[zlib.crc32(f"{seed} {item.nodeid}".encode()) % len(enough)],)
+    return (usual[zlib.crc32(f"{seed} {item.nodeid}".encode()) % len(usual)],)
