@@ -179,7 +179,9 @@ class World:
         sees = sorted(self._watch.pids)
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-            return Offer(["nccl", "cuda_ipc"], gpu, sees)
+            shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+            shares = shares and torch.cuda.nccl.version() >= (2, 30)
+            return Offer(["nccl", "cuda_ipc"], gpu, sees, shares)
         return Offer(["shm", "gloo"] if len(sees) == self.num_ranks - 1 else ["gloo"])
 
     def open_transports(
