@@ -131,9 +131,10 @@ def _includes(packages: Path) -> list[str]:
 
 
 def _torch_flags(packages: Path) -> list[str]:
-    """Return what kernels.cpp needs besides: torch's headers and its C++ ABI (since 2.7 the new)."""
+    """Return what kernels.cpp needs besides: torch's headers, its C++ standard and its ABI."""
     include = packages / "torch" / "include"
     return [
+        "-std=c++20",
         "-D_GLIBCXX_USE_CXX11_ABI=1",
         f"-isystem{include}",
         f"-isystem{include / 'torch' / 'csrc' / 'api' / 'include'}",

@@ -1,4 +1,4 @@
-"""Run a command on emulated GPUs: ``python -m tests.emulated_gpu --gpus 4 --seed 3 -- COMMAND…``."""
+"""Run a command on emulated GPUs: ``python -m tests.emulated_gpu --gpus 4 -- COMMAND…``."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ struct Settings {
   std::vector<size_t> memory_bytes;  // EMULATED_GPU_MEMORY_MIB (8192), or one number for each physical
                             // GPU ("8192,4096"): of all processes together; by physical number
   bool poison;              // EMULATED_GPU_POISON (1): new and freed memory is overwritten
+  bool guard;               // EMULATED_GPU_GUARD (1): what writes beside a block of memory is found
   bool peer_access;         // EMULATED_GPU_PEER_ACCESS (1): GPUs can open one another's memory
   bool remote_writes;       // EMULATED_GPU_REMOTE_WRITES (0): stream memory operations on another GPU's memory
   int kernel_slots;         // EMULATED_GPU_KERNEL_SLOTS (16): communicators a GPU has room for at once

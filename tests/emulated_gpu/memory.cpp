@@ -144,14 +144,24 @@ Found find(const void* address) {
                                                                                        : blocks.end();
 }
 
-// The block ends where its pages end, but for the alignment: a write behind it hits the guard page.
+// Note a block and return its address. It ends where its pages end, but for the alignment: what is
+// written behind it hits the guard page.
+char* keep(const Block& block) {
+  const size_t slack = settings().guard ? 0 : kPage;
+  char* const start =
+      block.mapping + (block.mapped - slack - block.size) / kAlignment * kAlignment;
+  state().blocks[start] = block;
+  return start;
+}
+
 cudaError_t allocate(void** address, size_t size, int device) {
   *address = nullptr;
   if (!size) return cudaSuccess;
   if (size > kArena / 2) return cudaErrorMemoryAllocation;
   State& all = state();
   std::lock_guard<std::mutex> lock(all.mutex);
-  Block block{size, nullptr, (size + kPage - 1) / kPage * kPage, device};
+  const size_t slack = settings().guard ? 0 : kPage;  // behind the block
+  Block block{size, nullptr, (size + slack + kPage - 1) / kPage * kPage, device};
   const int physical = device == kHost ? -1 : settings().visible[device];
   if (device != kHost) {
     if (!table().take(physical, block.mapped)) return cudaErrorMemoryAllocation;
@@ -166,15 +176,13 @@ cudaError_t allocate(void** address, size_t size, int device) {
     return cudaErrorMemoryAllocation;
   }
   if (settings().poison) memset(block.mapping, kPoison, block.mapped);
-  char* const start = block.mapping + (block.mapped - size) / kAlignment * kAlignment;
-  all.blocks[start] = block;
-  *address = start;
+  *address = keep(block);
   return cudaSuccess;
 }
 
 // Whether the bytes of the pages beside the block are as they were.
 bool intact(const char* start, const Block& block) {
-  if (!settings().poison || block.registered || block.opened) return true;
+  if (!settings().poison || !settings().guard) return true;
   auto poisoned = [](char byte) { return byte == kPoison; };
   return std::all_of((const char*)block.mapping, start, poisoned) &&
          std::all_of(start + block.size, (const char*)block.mapping + block.mapped, poisoned);
@@ -310,9 +318,7 @@ CUresult open_memory(void** address, const Handle& handle, unsigned flags) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   block.opened = 1, block.origin = origin;
-  char* const start = block.mapping + (block.mapped - block.size) / kAlignment * kAlignment;
-  all.blocks[start] = block;
-  *address = start;
+  *address = keep(block);
   return CUDA_SUCCESS;
 }
 

@@ -85,6 +85,7 @@ Settings read() {
     s.memory_bytes.push_back(
         strtoull(sizes[std::min<size_t>(device, sizes.size() - 1)].c_str(), nullptr, 10) << 20);
   s.poison = number_of("EMULATED_GPU_POISON", 1);
+  s.guard = number_of("EMULATED_GPU_GUARD", 1);
   s.peer_access = number_of("EMULATED_GPU_PEER_ACCESS", 1);
   s.remote_writes = number_of("EMULATED_GPU_REMOTE_WRITES", 0);
   s.kernel_slots = int(number_of("EMULATED_GPU_KERNEL_SLOTS", 16));
