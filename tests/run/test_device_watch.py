@@ -21,9 +21,6 @@ from procpipe.run.device_watch import DeviceWatch, abort_all
 class Device:
     """A device that waits for transfers with rank 1, until they are aborted."""
 
-    needs_acknowledgement = blocks = copies_at_once = False
-    max_posted, inline_bytes = 1, 0
-
     def __init__(self):
         self.peers = [1]
         self._free = threading.Lock()
