@@ -99,7 +99,7 @@ from torch import nn
 from procpipe import Stage
 
 model = nn.Sequential(nn.Linear(2, 2), nn.Linear(1 << 13, 1 << 12, bias=False))  # of 128 MiB
-Stage(model, [1, 1], devices=["cuda:0", "cuda:1"])
+Stage(model, [1, 1], devices=["cuda:0", "cuda:1"])(torch.randn(2, 2))
 """
 
 

@@ -47,7 +47,7 @@ def synchronizations() -> Iterator[list[int]]:
 
 
 def data(place: str, device: torch.device) -> tuple[Any, Any]:
-    input, target = torch.randn(10, 8), torch.randint(-1, 4, (10,))
+    input, target = torch.randn(11, 8), torch.randint(-1, 4, (11,))
     if place == "pinned":
         return input.pin_memory(), target.pin_memory()
     return (input.to(device), target.to(device)) if place == "gpu" else (input, target)
