@@ -59,6 +59,7 @@ from procpipe.remote import Remote
 from procpipe.run.auto import AutoSchedule, checked_limits
 from procpipe.run.calls import Calls
 from procpipe.run.executor import MiniBatch
+from procpipe.run.faults import note_full_device
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.trace import StageStatistics, TimedTask, table
@@ -126,8 +127,9 @@ class Stage(nn.Sequential):
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         transport: what carries large tensors: ``"shm"`` (CPUs of one host, the default there),
-            ``"gloo"`` (CPUs, several hosts), ``"nccl"`` (different GPUs) or ``"cuda_ipc"`` (all
-            stages on one GPU). By default each pair of ranks uses what suits it, so that on GPUs
+            ``"gloo"`` (CPUs, several hosts), ``"nccl"`` (different GPUs; shared ones too
+            from NCCL 2.30 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``) or ``"cuda_ipc"`` (all stages
+            on one GPU). By default each pair of ranks uses what suits it, so that on GPUs
             there may be both.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
@@ -186,9 +188,9 @@ class Stage(nn.Sequential):
         )
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
-        # In a tuple, so that nn.Module does not register it.
-        self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
         try:
+            # In a tuple, so that nn.Module does not register it.
+            self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
             check_model(module)
             if self._world.num_ranks > 1:
                 check_not_sharded(module)
@@ -232,6 +234,7 @@ class Stage(nn.Sequential):
             )
             self._trace = trace if self.rank else claimed(trace)
         except BaseException as error:
+            note_full_device(error, self.rank, self.device)
             self._calls.fail("Stage", error)
             raise
 
@@ -627,8 +630,9 @@ class Stage(nn.Sequential):
             batch.targets = [on_device(part, self.device) for part in parts]
         batch.loss_of = self._loss.of
         batch.shares = order.shares
-        if is_user and not order.shares:
-            batch.shares = self._loss.shares(batch.targets, order.sizes)
+        if is_user and not order.shares:  # of the target as given: on a CPU nobody waits
+            given = parts if batch.targets is not None else None
+            batch.shares = self._loss.shares(given, order.sizes)
 
     def _run_forward(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> None:
         """Run a program that begins a mini-batch."""

@@ -3,8 +3,8 @@
     CPUs of one host        shm, or gloo where a process may not look into another's files
     CPUs of several hosts   gloo
     different GPUs          nccl
-    one GPU                 cuda_ipc, since NCCL refuses two ranks on one GPU (before 2.30; from
-                            then on unless NCCL_MULTI_RANK_GPU_ENABLE is set)
+    one GPU                 cuda_ipc, since NCCL refuses two ranks on one GPU; from 2.30 on it takes
+                            them with NCCL_MULTI_RANK_GPU_ENABLE=1, then "nccl" can be asked for
 
 So in a job of four ranks on two GPUs, each rank may use two of them.
 """
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from procpipe.run.control import Control
+from procpipe.run.devices import HOW_TO_SHARE
 
 __all__ = ["NAMES", "Choice", "Offer", "agree_on_transports", "choose"]
 
@@ -29,11 +30,15 @@ class Offer(NamedTuple):
         names: the transports, the best first.
         gpu: what tells its GPU from all others; "" on a CPU.
         sees: the ranks whose open files it may open.
+        shares_by_nccl: whether NCCL takes several ranks on its GPU.
+        may_share: whether its user has said which GPU it takes, that of another rank for instance.
     """
 
     names: list[str]
     gpu: str = ""
     sees: Sequence[int] = ()
+    shares_by_nccl: bool = False
+    may_share: bool = True
 
 
 class Choice(NamedTuple):
@@ -41,7 +46,7 @@ class Choice(NamedTuple):
 
     Attributes:
         name: the transport of all ranks that do not share a GPU.
-        gpus: each rank's GPU.
+        gpus: each rank's GPU; "" where it does not matter.
     """
 
     name: str
@@ -77,6 +82,7 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
         wanted: the name of a transport, or None.
 
     Raises:
+        IndexError: ranks would share a GPU that nobody wanted them to share.
         ValueError: ranks cannot use the one that is wanted, or none.
     """
     common = [name for name in offers[0].names if all(name in offer.names for offer in offers)]
@@ -91,7 +97,10 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
             f"transport={wanted!r} cannot be used on ranks {without}; all ranks can use "
             f"{' or '.join(common)}"
         )
+    _check_may_share(offers)
     gpus = [offer.gpu for offer in offers]
+    if wanted == "nccl" and all(offer.shares_by_nccl for offer in offers):
+        gpus = [""] * len(gpus)
     ranks_on: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         ranks_on.setdefault(gpu or str(rank), []).append(rank)
@@ -105,12 +114,26 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
     return Choice(wanted or common[0], gpus)
 
 
+def _check_may_share(offers: Sequence[Offer]) -> None:
+    """Check that only those ranks share a GPU that were given it."""
+    first_on: dict[str, int] = {}
+    for rank, offer in enumerate(offers):
+        first = first_on.setdefault(offer.gpu or str(rank), rank)
+        if first != rank and not (offer.may_share and offers[first].may_share):
+            raise IndexError(
+                f"ranks {first} and {rank} see one GPU each, and it is the same (cuda:0, "
+                f"{offer.gpu}): {HOW_TO_SHARE}; or let each process see a GPU of its own "
+                "(CUDA_VISIBLE_DEVICES, --gpus-per-task=1)"
+            )
+
+
 def _check_shared(ranks: Sequence[int], offers: Sequence[Offer], wanted: str | None) -> None:
     """Check that these ranks can use one GPU together."""
     if len(ranks) > 1 and wanted == "nccl":
         raise ValueError(
             f"transport='nccl' cannot be used between ranks {ranks}, which share a GPU: leave "
-            "transport out, and they use CUDA IPC"
+            "transport out, and they use CUDA IPC (NCCL 2.30 and newer can, if all ranks have "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
     for rank in ranks:
         unseen = [other for other in ranks if other != rank and other not in offers[rank].sees]

@@ -74,6 +74,12 @@ class Device:
             while not is_done():
                 assert self._do_one(), "the device waits for what nobody has queued"
 
+    def drop(self, process):
+        """Forget what a process has queued, as when it is killed."""
+        with self.lock:
+            for stream in process._streams:
+                stream.work.clear()
+
     def pending(self):
         return [work for stream in self._streams for work in stream.work]
 
@@ -133,6 +139,11 @@ class Stream:
     def wait_stream(self, other):
         self.wait_event(other.record_event())
 
+    def query(self):
+        with self.device.lock:
+            self.device.queued()  # time passes
+            return not self.work
+
     def synchronize(self):
         self.device.run_until(lambda: not self.work)
 
@@ -150,7 +161,7 @@ class Process(Gpu):
         """Queue a function on the current stream."""
         self._compute.queue(Work(function))
 
-    def new_stream(self):
+    def new_stream(self, *, is_urgent=False):
         self._streams.append(self._shared.new_stream())
         return self._streams[-1]
 
