@@ -171,7 +171,7 @@ def test_nobody_told_why_a_rank_had_ended(chain):
     with pytest.raises(RemoteStageError) as caught:
         b.wait(lambda: False, lambda: "an activation")
 
-    line = endings._line(1, caught.value, Board.create(1, 2).read())
+    line = endings.line_of(1, caught.value, Board.create(1, 2).read())
     assert line == "procpipe: rank 1 ends, because rank 0 failed in step(): SystemExit: 3"
 
 

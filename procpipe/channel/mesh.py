@@ -19,7 +19,7 @@ The end of a process on this host is seen by a descriptor of it (pidfd), too: it
 while a child has them that native code forked. What it had sent before counts first.
 
 While the main thread is in native code, of a device that waits for a transfer for instance, another
-may look what it would read (``overheard``); it takes nothing out of the sockets.
+may look what it would read (``overheard``), and leaves it all to the main thread.
 
 Writing never blocks: what a socket does not take at once is copied and sent on at later polls.
 Knows nothing of tensors or tasks.
@@ -27,6 +27,7 @@ Knows nothing of tensors or tasks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -64,6 +65,9 @@ _READ_BYTES = 1 << 18
 
 #: Buffers that one ``sendmsg`` takes at most (IOV_MAX); more are an error there.
 _MAX_PARTS = 1024
+
+#: How much of a peer's is read ahead of the main thread at most.
+_MAX_AHEAD_BYTES = 1 << 20
 
 #: A system takes a frame of up to so many bytes as a whole or not at all.
 _WHOLE_BYTES = 4096
@@ -139,6 +143,7 @@ class Mesh:
         self._failure: ProcpipeError | None = None
         self._has_told = self._has_parted = self._is_closed = False
         self._reading = threading.RLock()
+        self._read_ahead: set[int] = set()
         self._poller = select.poll()
         self._peer_of: dict[int, int] = {}
         self._process_of: dict[int, int] = {}
@@ -307,6 +312,9 @@ class Mesh:
 
     def _read_and_write_alone(self, timeout_s: float) -> None:
         self.num_looks += 1
+        while self._read_ahead:
+            timeout_s = 0.0
+            self._dispatch_partial(self._read_ahead.pop())
         for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
             peer = self._peer_of.get(descriptor)
             if peer is None:  # it ended with an event before this one
@@ -342,16 +350,19 @@ class Mesh:
 
     def _peeked(self, peer: int, sock: socket.socket, left: set[int]) -> RemoteStageError | None:
         """Look whether a peer has failed or (added to ``left``) left, as far as can be seen."""
-        process = self._process_of.get(peer)
+        process, data = self._process_of.get(peer), self._partial[peer]
         has_ended = process is not None and bool(select.select([process], [], [], 0)[0])
-        try:
-            data = sock.recv(_READ_BYTES, socket.MSG_PEEK)
-            has_ended = has_ended or not data
-        except BlockingIOError:
-            data = b""
-        except OSError:
-            data, has_ended = b"", True
-        data = bytes(self._partial[peer]) + data
+        with contextlib.suppress(BlockingIOError):
+            while len(data) < _MAX_AHEAD_BYTES:
+                try:
+                    read = sock.recv(_READ_BYTES)
+                except ConnectionError:
+                    read = b""
+                if not read:
+                    has_ended = True
+                    break
+                data += read
+                self._read_ahead.add(peer)
         position = 0
         while position + _HEADER.size <= len(data):
             size, _, kind, _ = _HEADER.unpack_from(data, position)
@@ -360,7 +371,7 @@ class Mesh:
             if kind == GOODBYE:
                 left.add(peer)
             elif kind == FAILURE and len(body) == size:
-                return _failure_from(body)
+                return _failure_from(bytes(body))
         return self._lost(peer, sock) if has_ended and peer not in left else None
 
     def _end_vanished(self) -> None:
@@ -399,12 +410,16 @@ class Mesh:
         view = self._buffer[:num_read]
         if partial:
             partial += view
-            taken = self._dispatch(peer, memoryview(partial))
-            if taken:
-                self._partial[peer] = bytearray(memoryview(partial)[taken:])
+            self._dispatch_partial(peer)
         elif (taken := self._dispatch(peer, view)) < num_read:
             self._partial[peer] = bytearray(view[taken:])
         return True
+
+    def _dispatch_partial(self, peer: int) -> None:
+        partial = self._partial[peer]
+        taken = self._dispatch(peer, memoryview(partial))
+        if taken:
+            self._partial[peer] = bytearray(memoryview(partial)[taken:])
 
     def _dispatch(self, peer: int, data: memoryview) -> int:
         """Hand whole frames on; return how many bytes they took."""

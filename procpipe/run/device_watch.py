@@ -26,9 +26,9 @@ from typing import Any
 
 from procpipe.channel.base import DeviceTransfers
 from procpipe.channel.mesh import Mesh, Onlooker
-from procpipe.errors import PeerLostError, ProcpipeError, RemoteStageError, WaitTimeoutError
+from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
 from procpipe.notes import write_note
-from procpipe.run.endings import end_at_once
+from procpipe.run.endings import end_at_once, line_of
 
 __all__ = ["DeviceWatch", "abort_all"]
 
@@ -154,13 +154,9 @@ class DeviceWatch:
             _raise_in(ident, error)
         if abort_all(self._transports):
             return
-        if isinstance(error, RemoteStageError):
-            story = error.story.partition("\n")[0]
-            reason = f"because rank {error.rank} failed: {story}"
-        else:
-            reason = f"because {error}"
-        write_note(f"procpipe: rank {self._mesh.rank} ends, {reason}")
-        end_at_once(f"rank {self._mesh.rank}")
+        rank = self._mesh.rank
+        write_note(line_of(rank, error) or f"procpipe: rank {rank} ends, because {error}")
+        end_at_once(f"rank {rank}")
 
 
 def abort_all(transports: Sequence[DeviceTransfers]) -> bool:

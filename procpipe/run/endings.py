@@ -47,6 +47,7 @@ __all__ = [
     "end_at_once",
     "end_with_launcher",
     "error_of_script",
+    "line_of",
     "print_victims_briefly",
     "watch_threads",
 ]
@@ -134,7 +135,7 @@ class _Victims:
     def _has_line(self, error: BaseException | None) -> bool:
         if error is None or self.board is None or os.getpid() != self.pid:
             return False
-        line = _line(self.rank, error, self.board.read())
+        line = line_of(self.rank, error, self.board.read())
         if line:
             write_note(line)
         return bool(line)
@@ -253,15 +254,21 @@ def _waited_for() -> str:
     return ", ".join(alive)
 
 
-def _line(rank: int, error: BaseException, reading: Reading) -> str:
-    """Return what to print instead of a traceback; "" to leave it as it is."""
-    if isinstance(error, KeyboardInterrupt):
+def line_of(rank: int, error: BaseException, reading: Reading | None = None) -> str:
+    """Return what to print instead of a traceback; "" to leave it as it is.
+
+    Args:
+        rank: this rank.
+        error: what ends it.
+        reading: where it was, if that is to be told.
+    """
+    if isinstance(error, KeyboardInterrupt) and reading is not None:
         return f"procpipe: rank {rank} was interrupted {reading.where()}"
     if isinstance(error, FOUND_BY_EACH) and rank != 0:
         return f"procpipe: rank {rank} ends, because the ranks do not agree (rank 0 tells on what)"
     if not isinstance(error, RemoteStageError):
         return ""
-    meanwhile = f"; it was {reading.where()}" if reading.wait else ""
+    meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""
     if isinstance(error, PeerLostError):
         return f"procpipe: rank {rank} ends, because {error.story}{meanwhile}"
     return (
