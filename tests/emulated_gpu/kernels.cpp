@@ -293,6 +293,23 @@ bool needs_values(const Traits& traits, const Stack& stack) {
   return mask && !(traits.written.count(0) && stack[2].isTensor() && stack[2].toTensor().numel() == 1);
 }
 
+// Memory that the allocator may hand out again is overwritten, in the order of the stream that it
+// belongs to: what still reads or writes it elsewhere lacks a record_stream or a wait.
+void poison_freed_memory() {
+  static std::once_flag once;
+  if (!settings().poison || !c10::cuda::CUDACachingAllocator::get()->initialized()) return;
+  std::call_once(once, [] {
+    using Entry = c10::cuda::CUDACachingAllocator::TraceEntry;
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const Entry& entry) {
+      if (entry.action_ != Entry::FREE_COMPLETED) return;
+      c10::cuda::CUDAGuard guard(entry.device_);
+      enqueue(stream_of(entry.stream_), [=] {
+        std::memset(reinterpret_cast<void*>(entry.addr_), kPoison, entry.size_);
+      });
+    });
+  });
+}
+
 // The kernel that is registered for an operator.
 class Kernel final : public c10::OperatorKernel {
  public:
@@ -301,16 +318,31 @@ class Kernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     TORCH_CHECK_NOT_IMPLEMENTED(traits_.computable, "The emulated GPU does not compute ", traits_.name);
     if (failure() != cudaSuccess) C10_CUDA_CHECK(failure());
+    poison_freed_memory();
     Below below;
     Stack args(stack->end() - op.schema().arguments().size(), stack->end());
     stack->resize(stack->size() - args.size());
     c10::Device device = device_of(traits_, args);
     c10::cuda::CUDAGuard guard(device);
+    auto half = without_half(args);
     Stack results = needs_values(traits_, args) ? run_now(op, args, device) : run_later(op, args, device);
+    if (half) results[0] = results[0].toTensor().to(*half);
     stack->insert(stack->end(), results.begin(), results.end());
   }
 
  private:
+  // Softmax from half to float and its gradient back, which the CPU's operators do not have.
+  std::optional<at::ScalarType> without_half(Stack& args) const {
+    if (traits_.name == "aten::_softmax" || traits_.name == "aten::_log_softmax") {
+      if (args[2].toBool()) args[0] = args[0].toTensor().to(at::kFloat), args[2] = false;
+    } else if (traits_.name == "aten::_softmax_backward_data" || traits_.name == "aten::_log_softmax_backward_data") {
+      auto gradient = args[0].toTensor().scalar_type(), wanted = args[3].toScalarType();
+      args[3] = gradient;
+      if (wanted != gradient) return wanted;
+    }
+    return std::nullopt;
+  }
+
   Stack run_later(const c10::OperatorHandle& op, const Stack& args, c10::Device device) {
     Stack results = shapes(op, args);
     auto launch = std::make_shared<Launch>(Launch{op, traits_, {}, {}, {}, 0});
