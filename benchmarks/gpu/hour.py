@@ -16,6 +16,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -188,15 +189,16 @@ _NEEDED = ("torch", "psutil")
 
 #: Without the time limits of a plugin that may not be there: the step has its own.
 _PYTEST = (
-    *("-p", "benchmarks.gpu.plugin", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"),
+    *("-p", "benchmarks.gpu.plugin", "--gpus", "-q", "--tb=short", "-p", "no:cacheprovider"),
     *("-o", "addopts=--import-mode=importlib", "-W", "ignore::pytest.PytestConfigWarning"),
 )
 
 
 def _test_files() -> list[str]:
-    """List the files with tests marked ``gpu``, so that the others need not be imported."""
+    """List the files with tests for GPUs, so that the others need not be imported."""
     files = sorted(ROOT.joinpath("tests").rglob("test_*.py"))
-    return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text()]
+    marks = re.compile(r"mark\.(on_gpus|gpu)\b")
+    return [str(file.relative_to(ROOT)) for file in files if marks.search(file.read_text())]
 
 
 def _unpacked(wheels: Path, site: Path) -> Path:

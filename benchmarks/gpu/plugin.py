@@ -1,6 +1,6 @@
 """A plugin of pytest: records every test as it ends, and runs those first that matter most.
 
-pytest -p benchmarks.gpu.plugin -m gpu
+pytest -p benchmarks.gpu.plugin --gpus
 """
 
 from __future__ import annotations

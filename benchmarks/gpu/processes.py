@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,6 +30,9 @@ _GRACE_S = 15.0
 
 #: How long after the limit a process may still write its stacks and end by itself.
 _LATE_S = 2.0
+
+#: How the last line of a traceback begins, or procpipe's one line of a rank that was ended.
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b|procpipe: rank")
 
 _LEFT_OUT = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
@@ -94,7 +98,7 @@ def run_ranks(
     if first_failed is None:
         return Ended("done", seconds)
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    lines = {rank: _last_line(log, rank) for rank in [first_failed, *failed]}
+    lines = {rank: _last_error(log, rank) for rank in [first_failed, *failed]}
     # One that ended because of another one says so, and is not where it began.
     rank = next((r for r, line in lines.items() if ", because rank" not in line), first_failed)
     return Ended(f"failed: rank {rank}: {lines[rank]}", seconds)
@@ -169,9 +173,10 @@ def _join(log: Path, parts: Sequence[Path], processes: Sequence[subprocess.Popen
             part.unlink()
 
 
-def _last_line(log: Path, rank: int) -> str:
-    """Return the last line that a rank wrote in the newest step."""
+def _last_error(log: Path, rank: int) -> str:
+    """Return the last error that a rank wrote in the newest step, or else its last line."""
     text = log.read_text(errors="replace").rpartition(f"---- rank {rank}, ")[2]
-    lines = text.partition("\n---- rank ")[0].splitlines()[1:]
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-    return last.removeprefix(f"[rank{rank}]: ")
+    written = text.partition("\n---- rank ")[0].splitlines()[1:]
+    lines = [line.removeprefix(f"[rank{rank}]: ").strip() for line in written]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or [line for line in lines if line] or ["no output"])[-1][:300]
