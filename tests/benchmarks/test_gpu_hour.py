@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks.gpu import processes
@@ -185,7 +187,7 @@ def test_who_waits_for_a_rank_that_failed_is_ended(run):
 
 # -- tables ---------------------------------------------------------------------------------------
 
-RECORDS = [
+RECORDS: list[dict[str, Any]] = [
     {"kind": "run", "emulated": False, "tiny": False},
     {"kind": "begin", "name": "parity", "title": "parity", "limit_s": 40.0},
     {
@@ -225,7 +227,7 @@ def test_tables_by_eye():
         "                                                loss   output  gradients  buffers",
         "-" * 81,
         "2 stages on one GPU, CUDA IPC: gpipe, never  0.0e+00  5.5e-17    2.2e-16  0.0e+00",
-    ]
+    ], parity.to_text()
 
 
 def test_what_is_emulated_says_so_everywhere():

@@ -26,6 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from procpipe import RemoteStageError, Stage, state
 from tests.dist.stages import assert_same, plain_step, stage_of
 
+pytestmark = pytest.mark.on_gpus
+
 KINDS = ("sgd", "adam", "adamw")
 #: Some stages have no parameters, some no matrices, one has all of both.
 BALANCES = {1: [7], 2: [4, 3], 3: [1, 4, 2], 4: [2, 1, 2, 2]}
@@ -675,6 +677,7 @@ def export_own_weights(bare, folder):
         torch.save(nn.Linear(1, 1).state_dict(), warm / "plain.pt")
 
 
+@pytest.mark.only_on_cpus  # where the processes' own memory says so
 def test_no_process_holds_the_whole_model(ranks, tmp_path):
     torch.manual_seed(1)
     torch.save(big_model("cpu").state_dict(), tmp_path / "plain.pt")
