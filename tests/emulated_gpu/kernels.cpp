@@ -419,10 +419,10 @@ class Kernel final : public c10::OperatorKernel {
       add_number(list.size());
       add(list.data(), list.size() * sizeof(int64_t));
     };
-    bool tensors = false;
+    bool reads = traits_.written.count(0);  // else shapes come from numbers: arange, linspace
     add_number(static_cast<int64_t>(c10::get_default_dtype_as_scalartype()));
     for_tensors(args, [&](size_t i, const Tensor& t) {
-      tensors = true;
+      reads = reads || !traits_.written.count(i);
       bool wrapped = t.unsafeGetTensorImpl()->is_wrapped_number();
       add_number(i << 16 | static_cast<int64_t>(t.scalar_type()) << 3 | wrapped << 2 | t.is_conj() << 1 | t.is_neg());
       add_list(t.sizes());
@@ -431,7 +431,7 @@ class Kernel final : public c10::OperatorKernel {
     for (size_t i = 0; i < args.size(); ++i) {
       const IValue& value = args[i];
       add_number(i << 8 | (value.isInt() << 3 | value.isDouble() << 2 | value.isBool() << 1 | value.isNone()));
-      if (tensors && (traits_.numbers.count(i) || value.isDouble())) continue;
+      if (reads && (traits_.numbers.count(i) || value.isDouble())) continue;
       if (value.isInt()) add_number(value.toInt());
       else if (value.isBool()) add_number(value.toBool());
       else if (value.isIntList()) add_list(value.toIntVector());
