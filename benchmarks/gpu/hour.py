@@ -189,7 +189,7 @@ _NEEDED = ("torch", "psutil")
 
 #: Without the time limits of a plugin that may not be there: the step has its own.
 _PYTEST = (
-    *("-p", "benchmarks.gpu.plugin", "--gpus", "-q", "--tb=short", "-p", "no:cacheprovider"),
+    *("-p", "benchmarks.gpu.plugin", "--gpus", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
     *("-o", "addopts=--import-mode=importlib", "-W", "ignore::pytest.PytestConfigWarning"),
 )
 

@@ -32,21 +32,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Record a test once its outcome is known."""
-    if report.when == "call" or (report.when == "setup" and not report.passed) or report.failed:
-        if report.skipped:
-            why = str(report.longrepr[2])
-        else:
-            lines = [line for line in str(report.longrepr or "").splitlines() if line[:2] == "E "]
-            why = lines[0][2:].strip() if lines else ""
-        append(
-            Path(os.environ[RESULTS]),
-            {
-                "step": "tests",
-                "kind": "test",
-                "name": report.nodeid,
-                "outcome": report.outcome,
-                "seconds": report.duration,
-                "why": why,
-            },
+    """Record a test once its outcome is known; write down a failure now, not at the end."""
+    if (
+        report.when != "call"
+        and not report.failed
+        and not (report.when == "setup" and report.skipped)
+    ):
+        return
+    why = str(report.longrepr[2]) if report.skipped else ""
+    if report.failed:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+        errors = [line[2:].strip() for line in report.longreprtext.splitlines() if line[:2] == "E "]
+        why = "; ".join(dict.fromkeys(line for line in errors if "Error" in line)) or "".join(
+            errors[:1]
         )
+    values = {"name": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+    append(Path(os.environ[RESULTS]), {"step": "tests", "kind": "test", "why": why, **values})

@@ -19,7 +19,7 @@ __all__ = ["markdown", "tables_of"]
 _EMULATED = "EMULATED, no GPU: "
 _EMULATED_NOTE = "emulated on CPUs: times and sizes here are the emulator's, not those of any GPU"
 
-_GIB = 1 << 30
+_MIB = 1 << 20
 
 
 def tables_of(records: Sequence[Record]) -> list[Table]:
@@ -242,7 +242,7 @@ def _gpt_steps(records: Sequence[Record]) -> Table | None:
 
 def _gpt_memory(records: Sequence[Record]) -> Table | None:
     rows: list[list[Any]] = [
-        [f"{record['step']}: {record['name']}", *(peak / _GIB for peak in record["peak_bytes"])]
+        [f"{record['step']}: {record['name']}", *(peak / _MIB for peak in record["peak_bytes"])]
         for record in _of(records, "gpt memory")
     ]
     if not rows:
@@ -250,12 +250,12 @@ def _gpt_memory(records: Sequence[Record]) -> Table | None:
     n = max(len(row) for row in rows) - 1
     for plan in _of(records, "gpt plan"):
         whole = [a + b for a, b in zip(plan["static_bytes"], plan["held_bytes"], strict=True)]
-        rows.append([f"predicted {plan['schedule']}", *(count / _GIB for count in whole)])
+        rows.append([f"predicted {plan['schedule']}", *(count / _MIB for count in whole)])
     return Table(
-        "GPT: peak memory of each rank, GiB",
+        "GPT: peak memory of each rank, MiB",
         ["", *(f"rank {rank}" for rank in range(n))],
         rows,
-        [".3f"] * n,
+        [".1f"] * n,
         [
             "of torch's allocator in the second step: parameters, gradients, activations; without "
             "the slots of CUDA IPC, which the driver allocates",
@@ -281,8 +281,10 @@ def _trace(records: Sequence[Record]) -> Table | None:
 def _gpt_title(records: Sequence[Record]) -> str:
     model = _of(records, "gpt model")[0]
     words, blocks, width, heads, context = model["sizes"]
+    number = model["num_parameters"]
+    size = f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number:,}"
     return (
-        f"GPT of {model['num_parameters'] / 1e9:.3g} B parameters ({blocks} blocks, width {width}, "
+        f"GPT of {size} parameters ({blocks} blocks, width {width}, "
         f"{heads} heads, {words} words), bf16 autocast, {model['m']} micro-batches of "
         f"{model['micro_batch']} x {context} tokens, {model['n']} stages"
     )
