@@ -628,8 +628,9 @@ class Stage(nn.Sequential):
             batch.targets = [on_device(part, self.device) for part in parts]
         batch.loss_of = self._loss.of
         batch.shares = order.shares
-        if is_user and not order.shares:
-            batch.shares = self._loss.shares(batch.targets, order.sizes)
+        if is_user and not order.shares:  # of the target as given: on a CPU nobody waits
+            given = parts if batch.targets is not None else None
+            batch.shares = self._loss.shares(given, order.sizes)
 
     def _run_forward(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> None:
         """Run a program that begins a mini-batch."""

@@ -62,12 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if config.getoption("--gpus") == "share":
             kept = [item for item in on_gpus if devices.num_gpus() in numbers_for(item)]
         for item in kept:
-            add_skips(item)
+            if devices.num_gpus() < (needed := num_needed(item)):
+                reason = f"needs {needed} GPUs, not {devices.num_gpus()}"
+                item.add_marker(pytest.mark.skip(reason=reason))
     else:
-        for item in on_gpus:
-            if item.get_closest_marker("hardware"):
-                item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
-        kept = [item for item in items if needs_no_gpu(item)]
+        kept = [item for item in items if item.get_closest_marker("gpu") is None]
         config.stash[NUM_LEFT_OUT] = len(on_gpus)
     left_out = [item for item in items if item not in set(kept)]
     if left_out:
@@ -89,22 +88,6 @@ def num_needed(item: pytest.Item) -> int:
     if item.get_closest_marker("only_on_cpus"):
         own = []
     return max([0, *(int((*mark.args, 1)[0]) for mark in [*own, *item.iter_markers("gpu")])])
-
-
-def needs_no_gpu(item: pytest.Item) -> bool:
-    """Say whether a test is for CPUs, or is to be shown as skipped there."""
-    return item.get_closest_marker("gpu") is None or item.get_closest_marker("hardware") is not None
-
-
-def add_skips(item: pytest.Item) -> None:
-    """Skip a test that these GPUs are not enough for, or that is not about GPUs of their kind."""
-    needed, number = num_needed(item), devices.num_gpus()
-    if number < needed:
-        item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, not {number}"))
-    if item.get_closest_marker("hardware") and devices.is_emulated():
-        item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
-    if item.get_closest_marker("emulated") and not devices.is_emulated():
-        item.add_marker(pytest.mark.skip(reason="is about emulated GPUs"))
 
 
 def numbers_for(item: pytest.Item) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ these numbers, which the seed chooses among those that are enough for it; some r
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -20,8 +19,7 @@ from pathlib import Path
 NUMBERS_OF_GPUS = (1, 2, 4, 8)
 
 #: How long operations are delayed at most, and how long some streams do nothing unless waited for.
-#: What the environment says comes first.
-TIMING = {"EMULATED_GPU_DELAY_US": "100", "EMULATED_GPU_STARVE_MS": "20"}
+TIMING = ("--delay-us=100", "--starve-ms=20")
 
 #: What pytest ends with where no test was chosen.
 NO_TESTS = 5
@@ -42,8 +40,8 @@ def main() -> int:
     worst, told = 0, []
     for number in NUMBERS_OF_GPUS:
         emulated = [sys.executable, "-m", "tests.emulated_gpu", f"--gpus={number}"]
-        emulated += [f"--seed={arguments.seed}", "--"]
-        code, counts = run([*emulated, *pytest, "--gpus=share"], TIMING | os.environ)
+        emulated += [f"--seed={arguments.seed}", *TIMING, "--"]
+        code, counts = run([*emulated, *pytest, "--gpus=share"])
         worst = max(worst, 0 if code == NO_TESTS else abs(code))
         told.append(f"{number}: {counts}")
     print(
@@ -61,11 +59,11 @@ def sees_gpus() -> bool:
     return torch.cuda.is_available()
 
 
-def run(command: list[str], env: dict[str, str] | None = None) -> tuple[int, str]:
+def run(command: list[str]) -> tuple[int, str]:
     """Run pytest; return its exit code, and its last line's counts."""
     counts = "no end"
     with subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, errors="replace"
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace"
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

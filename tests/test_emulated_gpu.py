@@ -105,7 +105,7 @@ def start(function, *arguments: object, **settings: object) -> subprocess.Popen[
     """Start a process that calls a function of this file and prints what it returns."""
     code = (
         "import faulthandler, json; faulthandler.dump_traceback_later(30, exit=True);"
-        f"import tests.test_emulated_gpu as tests;"
+        f"import {function.__module__} as tests;"
         f"print(json.dumps(tests.{function.__name__}(*{arguments!r})), flush=True)"
     )
     variables = {name.upper(): str(value) for name, value in settings.items()}
@@ -519,6 +519,7 @@ def test_a_handle_of_freed_memory_is_invalid(tmp_path):
     ("settings", "expected"),
     [
         ({}, [[7] * 8, INVALID_VALUE]),
+        ({"cuda_visible_devices": "1"}, [[7] * 8, INVALID_VALUE]),
         ({"remote_writes": 1}, [[7] * 8, 0]),
         ({"peer_access": 0}, [PEER_ACCESS_UNSUPPORTED, None]),
     ],
@@ -528,7 +529,8 @@ def test_memory_of_another_gpu_needs_peer_access_and_streams_do_not_write_it(
 ):
     owner = start(own_memory, folder=tmp_path)
     _, handle = first_line(owner)
-    assert run(open_memory, handle, 1, folder=tmp_path, **settings) == expected
+    device = 0 if "cuda_visible_devices" in settings else 1
+    assert run(open_memory, handle, device, folder=tmp_path, **settings) == expected
     result(owner, "\n")
 
 

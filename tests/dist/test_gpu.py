@@ -1,6 +1,6 @@
 """Pipelines on GPUs: what differs from CPUs is NCCL, CUDA IPC, streams, and random states.
 
-Not yet run: no machine with a GPU was at hand. Each test says how many GPUs it needs.
+Each test says how many GPUs it needs. Most other tests of this folder run on GPUs too.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 
-from tests.dist.script import run_script
+from tests.dist.devices import num_gpus
+from tests.dist.script import run_forked, run_script
 
 TRAINING = """
 import torch, torch.nn.functional as F
@@ -21,11 +21,11 @@ def build():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout({dropout}), nn.Linear(32, 32),
-        nn.ReLU(inplace=True), nn.Linear(32, 5),
+        nn.ReLU(inplace=True), nn.Linear(32, 5), nn.Tanh(),
     ).double()
 
 n = {n}
-balance = {{1: [7], 2: [3, 4], 4: [1, 2, 2, 2]}}[n]
+balance = {{1: [8], 2: [3, 5], 4: [1, 2, 2, 3], 8: [1] * 8}}[n]
 torch.manual_seed(1)
 input, target = torch.randn(11, 8).double(), torch.randint(5, (11,))
 results = {{}}
@@ -128,58 +128,55 @@ print("nothing is kept")
 """
 
 
-def needs_gpus(count: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
+#: As many ranks as there are GPUs: over NCCL, but for one.
+NUM_RANKS = max(n for n in (1, 2, 4, 8) if n <= max(1, num_gpus()))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(every=True)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("n", [pytest.param(k, marks=needs_gpus(k)) for k in (1, 2, 4)])
-def test_parity_on_gpus(n: int, dropout: float) -> None:
-    script = TRAINING.format(n=n, dropout=dropout, devices=None)
-    done = run_script(script, nproc=n if n > 1 else None)
-    done.check()
+def test_parity_on_gpus(dropout: float) -> None:
+    script = TRAINING.format(n=NUM_RANKS, dropout=dropout, devices=None)
+    done = run_forked(script, num_ranks=NUM_RANKS if NUM_RANKS > 1 else None).check()
     assert "parity holds" in done.stdout
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", [pytest.param(k, marks=needs_gpus(k)) for k in (2, 4)])
-def test_large_and_changing_messages_over_nccl(n: int) -> None:
-    done = run_script(LARGE.format(n=n, devices=None), nproc=n)
-    done.check()
+@pytest.mark.gpu(2)
+def test_parity_under_torchrun() -> None:
+    done = run_script(TRAINING.format(n=2, dropout=0.5, devices=None), nproc=2).check()
+    assert "parity holds" in done.stdout
+
+
+@pytest.mark.gpu(2, every=True)
+def test_large_and_changing_messages_over_nccl() -> None:
+    done = run_forked(LARGE.format(n=NUM_RANKS, devices=None), num_ranks=NUM_RANKS).check()
     assert "large messages arrive" in done.stdout
 
 
 #: Ranks that share GPUs: over CUDA IPC, and over NCCL too where there are two.
 SHARED = [
-    pytest.param(["cuda:0"] * 2, marks=needs_gpus(1)),
-    pytest.param(["cuda:0"] * 4, marks=needs_gpus(1)),
-    pytest.param(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], marks=needs_gpus(2)),
-    pytest.param(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], marks=needs_gpus(2)),
+    pytest.param(["cuda:0"] * 2, marks=pytest.mark.gpu(1)),
+    pytest.param(["cuda:0"] * 4, marks=pytest.mark.gpu(1)),
+    pytest.param(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], marks=pytest.mark.gpu(2)),
+    pytest.param(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], marks=pytest.mark.gpu(2)),
 ]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("devices", SHARED)
 def test_parity_where_ranks_share_a_gpu(devices: list[str], dropout: float) -> None:
     n = len(devices)
-    done = run_script(TRAINING.format(n=n, dropout=dropout, devices=devices), nproc=n)
-    done.check()
+    done = run_forked(TRAINING.format(n=n, dropout=dropout, devices=devices), num_ranks=n).check()
     assert "parity holds" in done.stdout
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("devices", SHARED)
 def test_large_and_changing_messages_where_ranks_share_a_gpu(devices: list[str]) -> None:
     n = len(devices)
-    done = run_script(LARGE.format(n=n, devices=devices), nproc=n)
-    done.check()
+    done = run_forked(LARGE.format(n=n, devices=devices), num_ranks=n).check()
     assert "large messages arrive" in done.stdout
 
 
 @pytest.mark.gpu
-@needs_gpus(1)
 def test_a_killed_rank_on_a_shared_gpu_ends_the_others() -> None:
     before = set(os.listdir("/dev/shm"))
     done = run_script(KILLED, nproc=2)
@@ -189,8 +186,6 @@ def test_a_killed_rank_on_a_shared_gpu_ends_the_others() -> None:
 
 
 @pytest.mark.gpu
-@needs_gpus(1)
 def test_memory_of_one_pipeline_is_there_for_the_next() -> None:
-    done = run_script(AGAIN, nproc=2)
-    done.check()
+    done = run_forked(AGAIN, num_ranks=2).check()
     assert "nothing is kept" in done.stdout

@@ -196,7 +196,8 @@ bool intact(const char* start, const Block& block) {
 void synchronize_for_free(int device) {
   count_synchronization("free");
   for (int other = 0; other < settings().gpus; ++other)
-    if (device < 0 || device == other) synchronize_device(other, false);
+    if (device < 0 || device >= settings().gpus || device == other)
+      synchronize_device(other, false);
 }
 
 // Free a block, or close memory of another process, when the GPU has done all that is queued.
@@ -286,11 +287,12 @@ CUresult export_memory(Handle* handle, const void* address) {
   return CUDA_SUCCESS;
 }
 
-// The index of a physical GPU here; the current device if this process cannot use it otherwise.
-int visible_index(int physical) {
+// The index of a physical GPU here; one of its own, beyond all others, if this process does not
+// see it, but has opened memory there.
+int index_of(int physical) {
   const auto& visible = settings().visible;
   const auto found = std::find(visible.begin(), visible.end(), physical);
-  return found == visible.end() ? current_device() : int(found - visible.begin());
+  return found == visible.end() ? settings().gpus + physical : int(found - visible.begin());
 }
 
 CUresult open_memory(void** address, const Handle& handle, unsigned flags) {
@@ -311,7 +313,7 @@ CUresult open_memory(void** address, const Handle& handle, unsigned flags) {
     }
   char path[64];
   snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.file);
-  Block block{handle.size, nullptr, handle.mapped, visible_index(handle.device)};
+  Block block{handle.size, nullptr, handle.mapped, index_of(handle.device)};
   block.file = open(path, O_RDWR | O_CLOEXEC);
   struct stat file;
   if (block.file < 0) return CUDA_ERROR_INVALID_VALUE;
@@ -402,7 +404,7 @@ RUNTIME cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* 
   attributes->type = device == kUnknown ? cudaMemoryTypeUnregistered
                      : device == kHost  ? cudaMemoryTypeHost
                                         : cudaMemoryTypeDevice;
-  attributes->device = device == kHost ? current_device() : device;
+  attributes->device = device == kHost || device >= settings().gpus ? current_device() : device;
   if (device != kUnknown) attributes->devicePointer = (void*)address;
   if (device < 0) attributes->hostPointer = (void*)address;
   return cudaSuccess;

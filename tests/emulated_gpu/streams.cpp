@@ -110,11 +110,24 @@ void delay(Stream* stream) {
     usleep(seeded(stream->id << 32, stream->completed) % longest);
 }
 
+bool ending() { return failure() == cudaErrorCudartUnloading; }
+
+// As the process ends: do nothing more, and destroy nothing, since what operations refer to may be
+// destroyed already.
+void stop(Stream* stream, Lock& lock) {
+  stream->completed = stream->submitted;
+  state().host.notify_all();
+  lock.unlock();
+  for (;;) pause();
+}
+
 void work(Stream* stream) {
   State& all = state();
   Lock lock(all.mutex);
   for (;;) {
-    stream->wake.wait(lock, [&] { return !stream->queue.empty() || stream->destroyed; });
+    stream->wake.wait(lock,
+                      [&] { return !stream->queue.empty() || stream->destroyed || ending(); });
+    if (ending()) stop(stream, lock);
     if (stream->queue.empty()) {
       all.streams.erase(stream);
       return;
@@ -127,9 +140,10 @@ void work(Stream* stream) {
     lock.unlock();
     if (!failure()) delay(stream);
     if (!failure()) operation.run();
-    operation = {};
+    if (!ending()) operation = {};
     lock.lock();
     --all.running;
+    if (ending()) stop(stream, lock);
     ++stream->completed;
     for (Stream* other : stream->waiting) other->wake.notify_one();
     if (all.hosts_waiting) all.host.notify_all();
@@ -169,6 +183,7 @@ std::vector<Point> implicit_points(Stream* stream) {
 
 Point submit(Stream* stream, std::function<void()> run, const Point& after = {}) {
   Lock lock(state().mutex);
+  if (ending()) return {stream, stream->completed};
   std::vector<Point> points = implicit_points(stream);
   if (after.stream && after.stream != stream) points.push_back(after);
   const auto starved_until = Clock::now() + std::chrono::milliseconds(settings().starve_ms);

@@ -1,0 +1,154 @@
+"""Bad days with transfers under way on GPUs: all ranks end, in time, with the one right story.
+
+On one GPU transfers go over CUDA IPC, on two and four (also) over NCCL, where a transfer whose peer
+has died never ends by itself. Each test runs with every number of GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from procpipe import Stage
+from tests.dist.report import Failure, Outcomes
+from tests.dist.script import run_forked
+from tests.dist.test_failures import BULK, boom, check, check_lost, kill, train
+
+pytestmark = pytest.mark.gpu(every=True)
+
+WIDTH = 256
+CHUNKS = 4
+
+
+class Long(nn.Module):
+    """Keeps the device busy for much longer than the host; acts as its second micro-batch ends.
+
+    So, as it acts, the device has not yet begun to send what the layers before have made.
+    """
+
+    def __init__(self, act: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.act = act
+        self.num_forward = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(60):
+            x = x @ self.weight
+        self.num_forward += 1
+        if self.act is not None and self.num_forward == 2:
+            self.act()
+        return x
+
+
+def reads_each_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Make the host wait for the device, as a metric would, and so for the peer's transfer."""
+    loss = F.mse_loss(output, target)
+    assert loss.item() >= 0
+    return loss
+
+
+def train_long(world: Any, origin: int, act: Any, reads: bool) -> None:
+    n = world.num_ranks
+    model = nn.Sequential(*(Long(act if j == origin else None) for j in range(n)))
+    stage = Stage(
+        model, [1] * n, chunks=CHUNKS, loss_fn=reads_each_loss if reads else F.mse_loss, world=world
+    )
+    data = torch.ones(WIDTH * CHUNKS, WIDTH), torch.zeros(WIDTH * CHUNKS, WIDTH)
+    for _ in range(2):
+        loss = stage.step(*data)
+        if reads:
+            loss.item()
+
+
+@pytest.mark.parametrize(
+    ("n", "origin", "where"),
+    [(2, 0, "recompute"), (2, 1, "forward"), (3, 1, "backward"), (4, 2, "recompute")],
+)
+def test_a_layer_raises_while_large_tensors_are_under_way(
+    ranks: Any, n: int, origin: int, where: str
+) -> None:
+    outcomes = ranks(n).run(train, origin, where, size=BULK)
+
+    check(outcomes, origin, "BoomError", "boom, says the layer")
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
+@pytest.mark.parametrize(("n", "origin"), [(2, 0), (3, 1), (4, 3)])
+def test_a_layer_raises_while_the_device_is_behind(
+    ranks: Any, n: int, origin: int, reads: bool
+) -> None:
+    outcomes = ranks(n).run(train_long, origin, boom, reads)
+
+    check(outcomes, origin, "BoomError", "boom, says the layer")
+
+
+@pytest.mark.parametrize("origin", [0, 1])
+def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks: Any, origin: int) -> None:
+    outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK)
+
+    seen = f"it was last seen in F1, layer 'l{2 * origin + 1}' (Faulty), for "
+    check_lost(outcomes, origin, f"rank {origin} ended without a word", seen)
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
+@pytest.mark.parametrize(("n", "origin"), [(2, 0), (2, 1), (3, 1), (4, 2)])
+def test_a_rank_is_killed_while_the_device_is_behind(
+    ranks: Any, n: int, origin: int, reads: bool
+) -> None:
+    """Also where a host waits inside CUDA for a transfer that will never end."""
+    outcomes = ranks(n).run(train_long, origin, kill, reads)
+
+    check_killed(outcomes, origin)
+
+
+def check_killed(outcomes: Outcomes, origin: int) -> None:
+    failure = outcomes[origin].error
+    assert isinstance(failure, Failure)
+    assert failure.type == "ProcessDied"
+    check_lost(outcomes, origin, f"rank {origin} ended without a word")
+
+
+def leave() -> None:
+    raise SystemExit
+
+
+def test_a_script_ends_while_the_device_is_behind(ranks: Any) -> None:
+    outcomes = ranks(3).run(train_long, 1, leave, True)
+
+    check(outcomes, 1, "SystemExit", "task F1@1 (micro-batch 1), layer '1' (Long)")
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+TERMINATED = """
+import torch, torch.nn.functional as F
+from torch import nn
+from procpipe import Stage
+from tests.dist.test_gpu_failures import CHUNKS, WIDTH, Long, reads_each_loss, terminate
+import os
+
+n, origin = int(os.environ["WORLD_SIZE"]), {origin}
+model = nn.Sequential(*(Long(terminate if j == origin else None) for j in range(n)))
+stage = Stage(model, [1] * n, chunks=CHUNKS, loss_fn=reads_each_loss)
+data = torch.ones(WIDTH * CHUNKS, WIDTH), torch.zeros(WIDTH * CHUNKS, WIDTH)
+for _ in range(3):
+    stage.step(*data).item()
+"""
+
+
+@pytest.mark.parametrize("origin", [0, 1])
+def test_a_rank_is_terminated_while_the_device_is_behind(origin: int) -> None:
+    done = run_forked(TERMINATED.format(origin=origin), num_ranks=2, timeout_s=40)
+
+    assert done.returncode != 0
+    assert not done.left_behind
+    assert f"rank {origin} failed" in done.stderr
