@@ -1,6 +1,6 @@
 """The emulated GPU's operators: the CPU's results to the last bit, in stream order.
 
-python -m tests.emulated_gpu --delay-us 300 --starve-ms 20 -- python -m pytest tests/test_emulated_kernels.py
+Run under ``python -m tests.emulated_gpu --delay-us 300 --starve-ms 20 -- python -m pytest FILE``.
 """
 
 from __future__ import annotations
@@ -58,43 +58,145 @@ z = torch.randn(4, 4, dtype=torch.complex64)
 OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "add": (lambda a, b: a + b * 2 - 1, (x, y)),
     "scalar on the CPU": (lambda a: a * torch.tensor(3.0) + torch.tensor(2), (x,)),
-    "promotion": (lambda a, b: (a + b, a / b, b // 2, b**2.0), (torch.arange(1, 6), torch.ones(5, dtype=torch.int32))),
+    "promotion": (
+        lambda a, b: (a + b, a / b, b // 2, b**2.0),
+        (torch.arange(1, 6), torch.ones(5, dtype=torch.int32)),
+    ),
     "broadcast": (lambda a, b: a + b[0] + b[:, :1], (x, y)),
     "transposed": (lambda a, b: a.t() @ b, (x, y)),
-    "channels_last": (lambda a: (a * 2).relu(), (image.contiguous(memory_format=torch.channels_last),)),
+    "channels_last": (
+        lambda a: (a * 2).relu(),
+        (image.contiguous(memory_format=torch.channels_last),),
+    ),
     "expanded": (lambda a: a[:1].expand(5, 6).sum(0), (x,)),
     "empty": (lambda a: (a[:0] + 1, a[:0].sum(), torch.cat([a[:0], a])), (x,)),
     "strided": (lambda a: a[::2, 1::3].mul_(2), (x.clone(),)),
     "flip": (lambda a: a.flip(0).roll(2, 1).cumsum(1), (x,)),
-    "sort": (lambda a: (a.sort(1), a.topk(3), a.argmax(1), a.max(0), a.median(1), a.kthvalue(2)), (x,)),
-    "statistics": (lambda a: (a.mean(), a.var(0), a.std(), a.norm(), a.logsumexp(1), a.amax()), (x,)),
-    "where": (lambda a, b, m: (torch.where(m, a, b), torch.where(m, a, 0.0), a.masked_fill(m, 1)), (x, y, mask)),
+    "sort": (
+        lambda a: (a.sort(1), a.topk(3), a.argmax(1), a.max(0), a.median(1), a.kthvalue(2)),
+        (x,),
+    ),
+    "statistics": (
+        lambda a: (a.mean(), a.var(0), a.std(), a.norm(), a.logsumexp(1), a.amax()),
+        (x,),
+    ),
+    "where": (
+        lambda a, b, m: (torch.where(m, a, b), torch.where(m, a, 0.0), a.masked_fill(m, 1)),
+        (x, y, mask),
+    ),
     "index by ints": (lambda a, i: (a[i], a[:, i[0]], a[1], a[i[0], i[1]]), (x, ints)),
     "index by mask": (lambda a, m: (a[m], a[m.any(1)], a.masked_select(m)), (x, mask)),
-    "index_put": (lambda a, i: a.index_put_((i[0], i[1]), torch.ones((), device=a.device), accumulate=True), (x.clone(), ints)),
-    "mask_put": (lambda a, m: (a.masked_fill_(m, 0), a.__setitem__(~m, 2.0), a)[2], (x.clone(), mask)),
-    "scatter": (lambda a, i: (a.gather(1, i), a.scatter_add(1, i, a), a.index_select(0, i[0])), (x, ints)),
-    "nonzero": (lambda a, m: (m.nonzero(), m.nonzero(as_tuple=True), torch.unique(a.round()), torch.bincount(a.abs().long().flatten())), (x, mask)),
-    "values": (lambda a, m: (a.sum().item(), m.tolist(), bool(m.any()), torch.equal(a, a), a.isfinite().all().item()), (x, mask)),
-    "cat and split": (lambda a, b: (torch.cat([a, b], 1).chunk(3), torch.stack([a, b]).unbind(), a.split([2, 3])), (x, y)),
-    "pad": (lambda a: (F.pad(a, (1, 2)), F.pad(a, (1, 1, 2, 2), mode="reflect"), F.interpolate(a, scale_factor=2)), (image,)),
-    "bmm": (lambda a: (a @ a.mT, torch.einsum("bij,bkj->bik", a, a), torch.baddbmm(a @ a.mT, a, a.mT)), (batch,)),
-    "linalg": (lambda a: (torch.linalg.inv(a), torch.linalg.qr(a), torch.linalg.svdvals(a), torch.linalg.solve(a, a)), (square,)),
-    "complex": (lambda a: (a.conj() @ a, a.mH + a, a.conj().imag, a.abs(), torch.view_as_real(a) * 2, a.conj().resolve_conj()), (z,)),
-    "conj copied": (lambda a: (a.conj().clone(), a.conj().t().contiguous(), a.clone().copy_(a.mH)), (z,)),
+    "index_put": (
+        lambda a, i: a.index_put_((i[0], i[1]), torch.ones((), device=a.device), accumulate=True),
+        (x.clone(), ints),
+    ),
+    "mask_put": (
+        lambda a, m: (a.masked_fill_(m, 0), a.__setitem__(~m, 2.0), a)[2],
+        (x.clone(), mask),
+    ),
+    "scatter": (
+        lambda a, i: (a.gather(1, i), a.scatter_add(1, i, a), a.index_select(0, i[0])),
+        (x, ints),
+    ),
+    "nonzero": (
+        lambda a, m: (
+            m.nonzero(),
+            m.nonzero(as_tuple=True),
+            torch.unique(a.round()),
+            torch.bincount(a.abs().long().flatten()),
+        ),
+        (x, mask),
+    ),
+    "values": (
+        lambda a, m: (
+            a.sum().item(),
+            m.tolist(),
+            bool(m.any()),
+            torch.equal(a, a),
+            a.isfinite().all().item(),
+        ),
+        (x, mask),
+    ),
+    "cat and split": (
+        lambda a, b: (torch.cat([a, b], 1).chunk(3), torch.stack([a, b]).unbind(), a.split([2, 3])),
+        (x, y),
+    ),
+    "pad": (
+        lambda a: (
+            F.pad(a, (1, 2)),
+            F.pad(a, (1, 1, 2, 2), mode="reflect"),
+            F.interpolate(a, scale_factor=2),
+        ),
+        (image,),
+    ),
+    "bmm": (
+        lambda a: (a @ a.mT, torch.einsum("bij,bkj->bik", a, a), torch.baddbmm(a @ a.mT, a, a.mT)),
+        (batch,),
+    ),
+    "linalg": (
+        lambda a: (
+            torch.linalg.inv(a),
+            torch.linalg.qr(a),
+            torch.linalg.svdvals(a),
+            torch.linalg.solve(a, a),
+        ),
+        (square,),
+    ),
+    "complex": (
+        lambda a: (
+            a.conj() @ a,
+            a.mH + a,
+            a.conj().imag,
+            a.abs(),
+            torch.view_as_real(a) * 2,
+            a.conj().resolve_conj(),
+        ),
+        (z,),
+    ),
+    "conj copied": (
+        lambda a: (a.conj().clone(), a.conj().t().contiguous(), a.clone().copy_(a.mH)),
+        (z,),
+    ),
     "fft": (torch.fft.fft, (z,)),
     "half": (lambda a: (a.half() @ a.half().t(), a.half().softmax(1), a.half().exp()), (x,)),
-    "softmax to float": (lambda a: (F.softmax(a.half(), 1, dtype=torch.float), F.log_softmax(a.half(), 1, dtype=torch.float)), (x.half().float(),)),
-    "bfloat16": (lambda a: (a.bfloat16() + 1, F.layer_norm(a.bfloat16(), (6,)), a.bfloat16().float()), (x,)),
+    "softmax to float": (
+        lambda a: (
+            F.softmax(a.half(), 1, dtype=torch.float),
+            F.log_softmax(a.half(), 1, dtype=torch.float),
+        ),
+        (x.half().float(),),
+    ),
+    "bfloat16": (
+        lambda a: (a.bfloat16() + 1, F.layer_norm(a.bfloat16(), (6,)), a.bfloat16().float()),
+        (x,),
+    ),
     "isfinite": (lambda a: (a / 0).isfinite() | a.isnan(), (x,)),
-    "foreach": (lambda a, b: (torch._foreach_add([a, b], 1.0), torch._foreach_mul([a, b], [b, a]), torch._foreach_norm([a, b])), (x, y)),
-    "foreach in place": (lambda a, b: (torch._foreach_mul_([a, b], 2.0), torch._foreach_addcdiv_([a], [b], [b], -0.1), a, b)[2:], (x.clone(), y.clone())),
+    "foreach": (
+        lambda a, b: (
+            torch._foreach_add([a, b], 1.0),
+            torch._foreach_mul([a, b], [b, a]),
+            torch._foreach_norm([a, b]),
+        ),
+        (x, y),
+    ),
+    "foreach in place": (
+        lambda a, b: (
+            torch._foreach_mul_([a, b], 2.0),
+            torch._foreach_addcdiv_([a], [b], [b], -0.1),
+            a,
+            b,
+        )[2:],
+        (x.clone(), y.clone()),
+    ),
     "embedding bag": (lambda a, i: F.embedding_bag(i, a), (x, ints)),
     "pairwise": (lambda a, b: (torch.cdist(a, b), F.cosine_similarity(a, b)), (x, y)),
     "searchsorted": (lambda a, b: torch.searchsorted(a.sort(1)[0], b), (x, y)),
     "tril": (lambda a: (a.tril(), a.triu(1), a.diagonal(), torch.diag(a[0])), (x,)),
-    "repeat": (lambda a, i: (a.repeat(2, 1), a.repeat_interleave(2, 0), a.repeat_interleave(i, 0)), (x, torch.tensor([1, 2, 0, 1, 3]))),
-}  # fmt: skip
+    "repeat": (
+        lambda a, i: (a.repeat(2, 1), a.repeat_interleave(2, 0), a.repeat_interleave(i, 0)),
+        (x, torch.tensor([1, 2, 0, 1, 3])),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -104,30 +206,63 @@ def test_operator(name):
     assert_same(expected, function(*on_gpu(arguments)))
 
 
-@pytest.mark.parametrize("make", [
-    lambda d: torch.arange(0, 10, 3, device=d), lambda d: torch.arange(0, 20, 3, device=d),
-    lambda d: torch.arange(0, 1, 0.1, device=d), lambda d: torch.linspace(0, 1, 7, device=d),
-    lambda d: torch.logspace(0, 1, 5, device=d), lambda d: torch.eye(3, 4, device=d),
-    lambda d: torch.full((2, 3), 7, device=d), lambda d: torch.tril_indices(3, 4, device=d),
-    lambda d: torch.ones(3, dtype=torch.bool, device=d), lambda d: torch.hann_window(5, device=d),
-    lambda d: torch.tensor([[1.0, 2], [3, 4]], device=d), lambda d: torch.zeros(0, 3, device=d),
-    lambda d: torch.meshgrid(torch.arange(2, device=d), torch.arange(3, device=d), indexing="ij"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: torch.arange(0, 10, 3, device=d),
+        lambda d: torch.arange(0, 20, 3, device=d),
+        lambda d: torch.arange(0, 1, 0.1, device=d),
+        lambda d: torch.linspace(0, 1, 7, device=d),
+        lambda d: torch.logspace(0, 1, 5, device=d),
+        lambda d: torch.eye(3, 4, device=d),
+        lambda d: torch.full((2, 3), 7, device=d),
+        lambda d: torch.tril_indices(3, 4, device=d),
+        lambda d: torch.ones(3, dtype=torch.bool, device=d),
+        lambda d: torch.hann_window(5, device=d),
+        lambda d: torch.tensor([[1.0, 2], [3, 4]], device=d),
+        lambda d: torch.zeros(0, 3, device=d),
+        lambda d: torch.meshgrid(
+            torch.arange(2, device=d), torch.arange(3, device=d), indexing="ij"
+        ),
+    ],
+)
 def test_factory(make):
     with torch.device("cuda"):  # a mode of torch functions, which meta kernels must not see
         assert_same(make("cpu"), make("cuda"))
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
-    "linear": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), (x,)),
-    "activations": (lambda: nn.Sequential(nn.GELU(), nn.SiLU(), nn.Tanh(), nn.LeakyReLU(), nn.ELU(), nn.PReLU(), nn.Softplus(), nn.Hardswish(), nn.GLU()), (x,)),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+        (x,),
+    ),
+    "activations": (
+        lambda: nn.Sequential(
+            nn.GELU(),
+            nn.SiLU(),
+            nn.Tanh(),
+            nn.LeakyReLU(),
+            nn.ELU(),
+            nn.PReLU(),
+            nn.Softplus(),
+            nn.Hardswish(),
+            nn.GLU(),
+        ),
+        (x,),
+    ),
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1, groups=2), (image[:, :, 0],)),
     "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (image,)),
     "depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, dilation=2), (image,)),
     "conv3d": (lambda: nn.Conv3d(4, 4, 3, groups=4), (volume,)),
     "transposed": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), (image,)),
-    "pools": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2, padding=1), nn.AdaptiveAvgPool2d(2)), (image,)),
-    "batch norm": (lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)), (image,)),
+    "pools": (
+        lambda: nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2, padding=1), nn.AdaptiveAvgPool2d(2)),
+        (image,),
+    ),
+    "batch norm": (
+        lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)),
+        (image,),
+    ),
     "layer norm": (lambda: nn.LayerNorm(6), (x,)),
     "rms norm": (lambda: nn.RMSNorm(6), (x,)),
     "group norm": (lambda: nn.GroupNorm(2, 4), (image,)),
@@ -135,8 +270,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "embedding": (lambda: nn.Embedding(5, 3, padding_idx=1), (ints,)),
     "unfold": (lambda: nn.Sequential(nn.Unfold(3), nn.Flatten()), (image,)),
     "upsample": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (image,)),
-    "encoder": (lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), (batch,)),
-}  # fmt: skip
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
+        (batch,),
+    ),
+}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -170,13 +308,20 @@ def test_recurrent_module(make):
         torch.testing.assert_close(b.grad.cpu(), a.grad)
 
 
-@pytest.mark.parametrize("loss", [
-    lambda o, t: F.cross_entropy(o, t), lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
-    lambda o, t: F.nll_loss(o.log_softmax(1), t, ignore_index=1), lambda o, t: F.mse_loss(o, o.sin()),
-    lambda o, t: F.smooth_l1_loss(o, o.cos()), lambda o, t: F.kl_div(o.log_softmax(1), o.softmax(1)),
-    lambda o, t: F.binary_cross_entropy_with_logits(o, o.sigmoid().detach()),
-    lambda o, t: F.multi_margin_loss(o, t), lambda o, t: F.huber_loss(o, o.cos()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, t: F.cross_entropy(o, t),
+        lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
+        lambda o, t: F.nll_loss(o.log_softmax(1), t, ignore_index=1),
+        lambda o, t: F.mse_loss(o, o.sin()),
+        lambda o, t: F.smooth_l1_loss(o, o.cos()),
+        lambda o, t: F.kl_div(o.log_softmax(1), o.softmax(1)),
+        lambda o, t: F.binary_cross_entropy_with_logits(o, o.sigmoid().detach()),
+        lambda o, t: F.multi_margin_loss(o, t),
+        lambda o, t: F.huber_loss(o, o.cos()),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:reduction:UserWarning")
 def test_loss(loss):
     target = torch.tensor([0, 1, 2, 3, 5])
@@ -276,7 +421,6 @@ def test_random(draw):
     torch.cuda.set_rng_state(state)
     assert torch.equal(draw(), second)
     torch.cuda.manual_seed(3)
-    torch.cuda.manual_seed_all
     torch.rand(3)
     assert torch.equal(draw(), first)
     torch.set_rng_state(cpu_state)
@@ -318,7 +462,7 @@ def hold(stream: torch.cuda.Stream) -> None:
     with torch.cuda.stream(stream):
         a = torch.ones(600, 600, device="cuda")
         for _ in range(20):
-            a @ a  # noqa: B018
+            a @ a
 
 
 @pytest.mark.parametrize("waits", [True, False])
