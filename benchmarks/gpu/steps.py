@@ -20,15 +20,30 @@ SHORTEST_S = 4.0
 TESTS = "tests"
 
 _COMBINATIONS = (
-    ("gpipe", "never"),
-    ("1f1b", "except_last"),
-    ("zb-h1", "always"),
-    ("zb-v", "except_last"),
-    ("interleaved", "always"),
-    ("gpipe", "always"),
-    ("zb-h1", "never"),
-    ("auto", "except_last"),
+    *(("gpipe", "never"), ("1f1b", "except_last"), ("zb-h1", "always"), ("zb-v", "except_last")),
+    *(("interleaved", "always"), ("gpipe", "always"), ("zb-h1", "never"), ("auto", "except_last")),
 )
+_BLOCKS = {"width": (4096, 16), "rows": (1024, 4), "num_micro_batches": (8, 4)}
+
+#: Options of each function: on a real GPU, and on an emulated one.
+_OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
+    "versions": {},
+    "parity": {"width": (64, 8), "combinations": (_COMBINATIONS, _COMBINATIONS[:4])},
+    "against_one_process": _BLOCKS
+    | {"num_rounds": (5, 1), "combinations": (_COMBINATIONS[:2], _COMBINATIONS[:2])},
+    "host": _BLOCKS,
+    "trace": _BLOCKS,
+    "messages": {
+        "sizes": ([8 << (3 * k) for k in range(9)] + [256 << 20], [8, 64 << 10, 1 << 20]),
+        "num_rounds": (10, 2),
+    },
+    "gpt": {
+        "sizes": ([32768, 24, 1792, 14, 1024], [64, 2, 16, 2, 8]),
+        "micro_batch": (4, 1),
+        "num_micro_batches": (8, 4),
+        "num_rounds": (4, 1),
+    },
+}
 
 _NO_NCCL = "NCCL takes two ranks on one GPU from 2.30 on: give one with --nccl PATH"
 
@@ -77,101 +92,52 @@ class Step:
 
 def steps_for(facts: Facts) -> list[Step]:
     """Return the steps in their order; those that the machine cannot do say why."""
-    sizes = _TINY if facts.is_tiny else _FULL
-    several = facts.num_gpus > 1
-    pair = ["cuda:0", "cuda:1"] if several else ["cuda:0", "cuda:0"]
-    no_nccl = "" if several or facts.shares_by_nccl else _NO_NCCL
-    by_nccl = {"transport": None if several else "nccl"}
-    combinations = _COMBINATIONS[:4] if facts.is_tiny else _COMBINATIONS
+    steps: list[Step] = []
+    is_one = facts.num_gpus == 1
+    pair = ["cuda:0", "cuda:0"] if is_one else ["cuda:0", "cuda:1"]
+    nccl = "nccl" if is_one else None  # between different GPUs it is the default
 
-    def measuring(
-        name: str, title: str, weight: float, function: str, devices: list[str], **more: Any
-    ) -> Step:
-        shared = {"transport": None, "devices": devices}
-        options = shared | sizes.get(function, {}) | more.pop("options", {})
+    def add(
+        name: str,
+        title: str,
+        weight: float,
+        function: str,
+        devices: Sequence[str],
+        *,
+        by_nccl: bool = False,
+        **more: Any,
+    ) -> None:
+        shares = by_nccl and is_one
+        options = {name: sizes[facts.is_tiny] for name, sizes in _OPTIONS[function].items()}
+        options |= {"devices": devices, "transport": None, **more}
         where = f"benchmarks.gpu.{'gpt' if function == 'gpt' else 'measures'}:{function}"
-        return Step(name, title, weight, where, len(devices), options, **more)
+        why_not = _NO_NCCL if shares and not facts.shares_by_nccl else ""
+        steps.append(Step(name, title, weight, where, len(devices), options, shares, why_not))
 
-    def alike(name: str, title: str, devices: list[str], weight: float, **more: Any) -> Step:
-        step = measuring(name, title, weight, "against_one_process", devices, **more)
-        step.options["combinations"] = _COMBINATIONS[:2]
-        return step
-
-    return [
-        Step("versions", "versions and topology", 15, "benchmarks.gpu.measures:versions"),
-        Step(TESTS, "tests marked gpu", 130, why_not=facts.why_no_tests),
-        measuring(
-            *("parity", "parity with the plain model on CUDA", 40, "parity", pair),
-            options={"combinations": combinations},
-        ),
-        *(
-            alike(f"shared-{n}", f"{n} stages on one GPU, CUDA IPC", ["cuda:0"] * n, 20 + 2 * n)
-            for n in (2, 4, 8)
-        ),
-        *(
-            alike(f"nccl-{n}", f"{n} GPUs, NCCL", [f"cuda:{k}" for k in range(n)], 20 + 2 * n)
-            for n in (2, 4, 8)
-            if n <= facts.num_gpus
-        ),
-        *(
-            alike(
-                *("nccl-shared", "2 stages on one GPU, NCCL", pair, 30),
-                options=by_nccl,
-                with_nccl=True,
-                why_not=no_nccl,
-            )
-            for _ in range(not several)
-        ),
-        measuring("host", "host cost, and how far the host runs ahead", 25, "host", pair),
-        measuring("ipc-messages", "messages over CUDA IPC", 25, "messages", ["cuda:0"] * 2),
-        measuring(
-            *("nccl-messages", "messages over NCCL", 25, "messages", pair),
-            options=by_nccl,
-            with_nccl=not several,
-            why_not=no_nccl,
-        ),
-        measuring("gpt", "GPT in bf16 beside one process and its plan", 70, "gpt", pair),
-        measuring(
-            *("gpt-peers", "the same beside torch.distributed.pipelining", 50, "gpt", pair),
-            options={"with_peers": True},
-            with_nccl=not several,
-            why_not=no_nccl and f"torch.distributed.pipelining sends by NCCL; {no_nccl}",
-        ),
-        measuring("trace", "a trace", 20, "trace", pair),
-    ]
+    add("versions", "versions and topology", 15, "versions", ["cuda:0"])
+    steps.append(Step(TESTS, "tests for GPUs", 130, why_not=facts.why_no_tests))
+    add("parity", "parity with the plain model on CUDA", 40, "parity", pair)
+    for n in (2, 4, 8):
+        title = f"{n} stages on one GPU, CUDA IPC"
+        add(f"shared-{n}", title, 20 + 2 * n, "against_one_process", ["cuda:0"] * n)
+    for n in (2, 4, 8):
+        if n <= facts.num_gpus:
+            gpus = [f"cuda:{k}" for k in range(n)]
+            add(f"nccl-{n}", f"{n} GPUs, NCCL", 20 + 2 * n, "against_one_process", gpus)
+    if is_one:
+        title = "2 stages on one GPU, NCCL"
+        add("nccl-shared", title, 30, "against_one_process", pair, by_nccl=True, transport=nccl)
+    add("host", "host cost, and how far the host runs ahead", 25, "host", pair)
+    add("ipc-messages", "messages over CUDA IPC", 25, "messages", ["cuda:0"] * 2)
+    title = "messages over NCCL"
+    add("nccl-messages", title, 25, "messages", pair, by_nccl=True, transport=nccl)
+    add("gpt", "GPT in bf16 beside one process and its plan", 70, "gpt", pair)
+    title = "the same beside torch.distributed.pipelining, which sends by NCCL"
+    add("gpt-peers", title, 50, "gpt", pair, by_nccl=True, with_peers=True)
+    add("trace", "a trace", 20, "trace", pair)
+    return steps
 
 
 def allowance_s(left_s: float, weights: Sequence[float]) -> float:
     """Return how long the first of the steps that are still to come may take."""
     return left_s * weights[0] / sum(weights)
-
-
-_BLOCKS = {"width": 4096, "rows": 1024, "num_micro_batches": 8, "num_rounds": 5}
-_FULL: dict[str, dict[str, Any]] = {
-    "parity": {"width": 64},
-    "against_one_process": _BLOCKS,
-    "host": {key: value for key, value in _BLOCKS.items() if key != "num_rounds"},
-    "trace": {key: value for key, value in _BLOCKS.items() if key != "num_rounds"},
-    "messages": {"sizes": [8 << (3 * k) for k in range(9)] + [256 << 20], "num_rounds": 10},
-    "gpt": {
-        "sizes": [32768, 24, 1792, 14, 1024],  # vocabulary, blocks, width, heads, context
-        "micro_batch": 4,
-        "num_micro_batches": 8,
-        "num_rounds": 4,
-    },
-}
-
-_TINY_BLOCKS = {"width": 16, "rows": 4, "num_micro_batches": 4, "num_rounds": 1}
-_TINY: dict[str, dict[str, Any]] = {
-    "parity": {"width": 8},
-    "against_one_process": _TINY_BLOCKS,
-    "host": {key: value for key, value in _TINY_BLOCKS.items() if key != "num_rounds"},
-    "trace": {key: value for key, value in _TINY_BLOCKS.items() if key != "num_rounds"},
-    "messages": {"sizes": [8, 64 << 10, 1 << 20], "num_rounds": 2},
-    "gpt": {
-        "sizes": [64, 2, 16, 2, 8],
-        "micro_batch": 1,
-        "num_micro_batches": 4,
-        "num_rounds": 1,
-    },
-}
