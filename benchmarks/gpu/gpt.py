@@ -10,6 +10,7 @@ tasks of all stages one after the other, which is told beside it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -75,14 +76,7 @@ def gpt(
         with device:
             return build(*sizes)
 
-    record(
-        "gpt model",
-        sizes=list(sizes),
-        num_parameters=_num_parameters(sizes),
-        m=m,
-        n=n,
-        micro_batch=micro_batch,
-    )
+    record("gpt model", sizes=sizes, num_parameters=_size(sizes), m=m, n=n, micro_batch=micro_batch)
     found: list[Any] = [None]
     if rank == 0:
         found = [_planned(model(), input[:micro_batch], target[:micro_batch], m, n)]
@@ -114,9 +108,7 @@ def gpt(
     for name, make in makers.items():
         steps[name], peaks, losses = _first_steps(make)
         record("gpt memory", name=name, peak_bytes=peaks, losses=losses)
-    record(
-        "gpt steps", times=measure(steps, num_rounds=num_rounds, num_steps=1), with_peers=with_peers
-    )
+    record("gpt steps", times=measure(steps, num_rounds=num_rounds, num_steps=1))
     for stage in stages:
         stage.close()
 
@@ -166,6 +158,7 @@ def _planned(model: nn.Sequential, x: Tensor, y: Tensor, m: int, n: int) -> dict
 
 def _first_steps(make: Callable[[], Step]) -> tuple[Step, list[int], list[float | None]]:
     """Build a contender and run two steps; return its step, and peak and loss on each rank."""
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     made = make()
@@ -229,7 +222,6 @@ def _peer(
     return lambda: schedule.step(input) if rank == 0 else schedule.step()
 
 
-def _num_parameters(sizes: Sequence[int]) -> int:
+def _size(sizes: Sequence[int]) -> int:
     with torch.device("meta"):
-        words, blocks, width, heads, context = sizes
-        return sum(p.numel() for p in build(words, blocks, width, heads, context).parameters())
+        return sum(parameter.numel() for parameter in build(*sizes).parameters())

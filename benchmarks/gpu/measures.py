@@ -179,15 +179,7 @@ def messages(
     num_rounds: int,
 ) -> None:
     """Measure messages of some sizes, in bytes, from the first to the second GPU."""
-    for size in sizes:
-        times = _message_times(devices, transport, size, num_rounds)
-        record("message", where=_where(devices, transport), bytes=size, many=_MANY, times=times)
-
-
-def _message_times(
-    devices: Sequence[str], transport: str | None, size: int, num_rounds: int
-) -> Times:
-    row = torch.zeros(1, max(1, size // 4), device=devices[0])
+    is_first = dist.get_rank() == 0
     one, more = (
         Stage(
             nn.Sequential(Pass(), Pass()), [1, 1], chunks=m, devices=devices, transport=transport,
@@ -195,8 +187,19 @@ def _message_times(
         )
         for m in (1, 1 + _MANY)
     )  # fmt: skip
+    alone = nn.Sequential(Pass(), Pass()).to(one.device)
+    for size in sizes:
+        row = torch.zeros(1, size // 4 if is_first else 1, device=one.device)
+        times = _message_times(one, more, alone, row, num_rounds)
+        record("message", where=_where(devices, transport), bytes=size, many=_MANY, times=times)
+    one.close()
+    more.close()
+
+
+def _message_times(
+    one: Stage, more: Stage, alone: nn.Module, row: Tensor, num_rounds: int
+) -> Times:
     rows = row.expand(1 + _MANY, -1).contiguous()
-    alone = nn.Sequential(Pass(), Pass()).to(devices[0])
     steps: dict[str, Step] = {
         "one": lambda: _evaluate(one, row),
         "many": lambda: _evaluate(more, rows),
@@ -204,11 +207,10 @@ def _message_times(
         "alone": lambda: torch.sum(alone(row)).backward(),
         "copy": row.clone,
     }
+    if one.rank > 0:
+        steps |= {"alone": _nothing, "copy": _nothing}
     steps = {name: _synchronised(step) for name, step in steps.items()}
-    times = measure(steps, num_rounds=num_rounds, num_steps=1)
-    one.close()
-    more.close()
-    return times
+    return measure(steps, num_rounds=num_rounds, num_steps=1)
 
 
 def trace(

@@ -39,7 +39,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
     },
     "gpt": {
         "sizes": ([32768, 24, 1792, 14, 1024], [64, 2, 16, 2, 8]),
-        "micro_batch": (4, 1),
+        "micro_batch": (2, 1),
         "num_micro_batches": (8, 4),
         "num_rounds": (4, 1),
     },
