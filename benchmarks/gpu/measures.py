@@ -374,6 +374,8 @@ def _where(devices: Sequence[str], transport: str | None) -> str:
 def _output(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
+    except FileNotFoundError:
+        return f"not known, without {command[0]}"
     except (OSError, subprocess.SubprocessError) as error:
         return f"not known: {error}"
     return done.stdout.strip()

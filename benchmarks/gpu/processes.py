@@ -34,6 +34,8 @@ _LATE_S = 2.0
 #: How the last line of a traceback begins, or procpipe's one line of a rank that was ended.
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b|procpipe: rank")
 
+_VICTIM = ", because rank"
+
 _LEFT_OUT = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
@@ -93,15 +95,17 @@ def run_ranks(
     finally:
         _kill_all(processes, environment[MARK])
         _join(log, parts, processes)
-    if seconds >= limit_s:
-        return Ended("cut off", seconds)
-    if first_failed is None:
-        return Ended("done", seconds)
+    is_late = seconds >= limit_s
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    lines = {rank: _last_error(log, rank) for rank in [first_failed, *failed]}
+    if not failed and not is_late:
+        return Ended("done", seconds)
+    failed = failed if first_failed is None else [first_failed, *failed]
+    errors = {rank: _last_error(log, rank, is_late) for rank in failed}
     # One that ended because of another one says so, and is not where it began.
-    rank = next((r for r, line in lines.items() if ", because rank" not in line), first_failed)
-    return Ended(f"failed: rank {rank}: {lines[rank]}", seconds)
+    began = [f": rank {r}: {line}" for r, line in errors.items() if line and _VICTIM not in line]
+    others = [f": rank {r}: {line}" for r, line in errors.items() if line]
+    told = [*began, *others, ""][0]
+    return Ended(f"{'cut off' if is_late else 'failed'}{told}", seconds)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> int | None:
@@ -173,10 +177,11 @@ def _join(log: Path, parts: Sequence[Path], processes: Sequence[subprocess.Popen
             part.unlink()
 
 
-def _last_error(log: Path, rank: int) -> str:
-    """Return the last error that a rank wrote in the newest step, or else its last line."""
+def _last_error(log: Path, rank: int, is_late: bool) -> str:
+    """Return the last error that a rank wrote in the newest step; else its last line, or ""."""
     text = log.read_text(errors="replace").rpartition(f"---- rank {rank}, ")[2]
     written = text.partition("\n---- rank ")[0].splitlines()[1:]
     lines = [line.removeprefix(f"[rank{rank}]: ").strip() for line in written]
     errors = [line for line in lines if _ERROR.match(line)]
-    return (errors or [line for line in lines if line] or ["no output"])[-1][:300]
+    rest = [] if is_late else [line for line in lines if line] or ["no output"]
+    return (errors or rest or [""])[-1][:300]

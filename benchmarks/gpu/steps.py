@@ -2,7 +2,8 @@
 
 The steps that matter most come first. Each has a weight: its part of the time that is left when it
 begins, compared with the steps still to come. So a step that ends early leaves its time to all that
-follow, and a step that hangs takes nothing from them but its own part.
+follow, and a step that hangs takes nothing from them but its own part. Where there is too little
+time for all, the last steps are not run.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["SHORTEST_S", "Facts", "Step", "allowance_s", "steps_for"]
+__all__ = ["LEAST_S", "SHORTEST_S", "Facts", "Step", "allowance_s", "steps_for"]
+
+#: A step gets as much as this while there is any time: its processes start in some seconds.
+LEAST_S = 15.0
 
 #: A step is not begun with less time than this.
-SHORTEST_S = 4.0
+SHORTEST_S = 5.0
 
 #: The step that runs pytest.
 TESTS = "tests"
@@ -140,4 +144,4 @@ def steps_for(facts: Facts) -> list[Step]:
 
 def allowance_s(left_s: float, weights: Sequence[float]) -> float:
     """Return how long the first of the steps that are still to come may take."""
-    return left_s * weights[0] / sum(weights)
+    return min(left_s, max(LEAST_S, left_s * weights[0] / sum(weights)))

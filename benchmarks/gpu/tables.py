@@ -87,7 +87,7 @@ def _steps(records: Sequence[Record]) -> list[Table]:
         outcome, _, why = end["outcome"].partition(": ")
         rows.append([name, outcome, end["seconds"], limits_s.get(name)])
         notes += [f"{name} {outcome}: {why}"] if why else []
-    return _table("steps", ["outcome", "s", "of at most"], rows, ["s", ".0f", ".0f"], *notes)
+    return _table("what was run", ["outcome", "s", "of at most"], rows, ["s", ".0f", ".0f"], *notes)
 
 
 def _machine(records: Sequence[Record]) -> list[Table]:
@@ -103,7 +103,8 @@ def _machine(records: Sequence[Record]) -> list[Table]:
         topology = found["topology"]
     shared = {_version(record["version"]) for record in _of(records, "nccl")}
     rows += [[f"NCCL between ranks on one GPU: {version}"] for version in shared]
-    return _table("machine", [], rows, [], *topology.splitlines())
+    notes = topology.splitlines()
+    return [Table("machine", ["as torch and nvidia-smi see it"], rows, [], notes)] if rows else []
 
 
 def _tests(records: Sequence[Record]) -> list[Table]:
@@ -144,7 +145,7 @@ def _times(records: Sequence[Record]) -> list[Table]:
         ours, alone = record["times"]["procpipe"], record["times"]["one process"]
         rows.append([record["where"], _ms(ours), _ms(alone), spread(ours, alone)])
     return _table(
-        f"steps: {found[0]['what'] if found else ''}, no recomputation",
+        f"time of a step: {found[0]['what'] if found else ''}, no recomputation",
         ["ms a step", "one process", "of one process"],
         rows,
         [".2f", ".2f", "s"],

@@ -8,10 +8,11 @@ import pytest
 
 from benchmarks.gpu import processes
 from benchmarks.gpu.plugin import importance
-from benchmarks.gpu.processes import MARK, run_ranks
+from benchmarks.gpu.processes import MARK, ROOT, run_ranks
 from benchmarks.gpu.results import append, read
-from benchmarks.gpu.steps import Facts, allowance_s, steps_for
+from benchmarks.gpu.steps import LEAST_S, Facts, allowance_s, steps_for
 from benchmarks.gpu.tables import markdown, tables_of
+from tests.dist.script import run_script
 
 # -- results --------------------------------------------------------------------------------------
 
@@ -46,6 +47,11 @@ def test_a_step_may_take_its_part_of_what_is_left():
     assert allowance_s(50.0, [2]) == 50.0
 
 
+def test_a_step_has_enough_to_start_in_while_there_is_any_time():
+    assert allowance_s(60.0, [1, 9]) == LEAST_S
+    assert allowance_s(9.0, [1, 9]) == 9.0
+
+
 def test_what_a_step_leaves_goes_to_all_later_ones():
     assert allowance_s(99.0, [1, 2]) == 33.0  # the one before was there for 1 s, and not for 25
 
@@ -57,7 +63,7 @@ def test_steps_that_use_all_of_their_time_never_use_more_than_there_is(share):
         allowed_s = allowance_s(left_s, weights[k:])
         assert 0.0 < allowed_s <= left_s
         left_s -= share * allowed_s
-    assert left_s == pytest.approx(0.0 if share == 1.0 else left_s)
+    assert (left_s == 0.0) == (share == 1.0)
 
 
 # -- steps ----------------------------------------------------------------------------------------
@@ -179,6 +185,12 @@ def test_what_hangs_is_cut_off_with_all_it_has_started(run):
     assert log.count("exit code -9\nbegun") == 2
 
 
+def test_an_error_before_a_hang_is_told(run):
+    ended, _ = run('echo "ValueError: no"; sleep 100', limit_s=0.1)
+
+    assert ended.outcome == "cut off: rank 0: ValueError: no"
+
+
 def test_who_waits_for_a_rank_that_failed_is_ended(run):
     ended, _ = run("if [ $RANK = 0 ]; then sleep 100; fi; exit 3")
 
@@ -210,7 +222,7 @@ def test_tables_by_eye():
     steps, parity = tables_of(RECORDS)
 
     assert steps.to_text() == (
-        "steps\n"
+        "what was run\n"
         "\n"
         "                           outcome   s  of at most\n"
         "--------------------------------------------------\n"
@@ -247,3 +259,26 @@ def test_nothing_found_is_a_table_too():
     (steps,) = tables_of([{"kind": "run", "emulated": False}, RECORDS[-1]])
 
     assert "not run" in steps.to_text()
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_whole_command(tmp_path):
+    done = run_script(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmarks.__main__ import main; "
+        "sys.exit(main(sys.argv[1:]))",
+        args=["gpu", "--tiny", "--steps", "parity", "--budget-s", "80", "--folder", str(tmp_path)],
+    )
+
+    done.check()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("gpu.json", "gpu.md", "gpu.txt", "logs.txt", "results.jsonl")
+    }
+    records = read(tmp_path / "results.jsonl")
+    ended = {record["name"]: record["outcome"] for record in records if record["kind"] == "end"}
+    assert ended == {"versions": "done", "parity": "done"}
+    assert sum(record["kind"] == "parity" for record in records) == 4
+    assert "parity: largest difference" in (tmp_path / "gpu.md").read_text()
