@@ -184,8 +184,8 @@ class _Run:
         append(self._results, record)
 
 
-#: What procpipe imports beside the standard library.
-_NEEDED = ("torch", "psutil")
+#: What procpipe imports beside the standard library, and torch.distributed to gather objects.
+_NEEDED = ("torch", "psutil", "numpy")
 
 #: Without the time limits of a plugin that may not be there: the step has its own.
 _PYTEST = (

@@ -100,7 +100,7 @@ def run_ranks(
     if not failed and not is_late:
         return Ended("done", seconds)
     failed = failed if first_failed is None else [first_failed, *failed]
-    errors = {rank: _last_error(log, rank, is_late) for rank in failed}
+    errors = {rank: _last_error(log, rank, processes[rank], is_late) for rank in failed}
     # One that ended because of another one says so, and is not where it began.
     began = [f": rank {r}: {line}" for r, line in errors.items() if line and _VICTIM not in line]
     others = [f": rank {r}: {line}" for r, line in errors.items() if line]
@@ -177,11 +177,14 @@ def _join(log: Path, parts: Sequence[Path], processes: Sequence[subprocess.Popen
             part.unlink()
 
 
-def _last_error(log: Path, rank: int, is_late: bool) -> str:
-    """Return the last error that a rank wrote in the newest step; else its last line, or ""."""
+def _last_error(log: Path, rank: int, process: subprocess.Popen[bytes], is_late: bool) -> str:
+    """Return the last error that a rank wrote in the newest step, or how else it ended."""
     text = log.read_text(errors="replace").rpartition(f"---- rank {rank}, ")[2]
     written = text.partition("\n---- rank ")[0].splitlines()[1:]
     lines = [line.removeprefix(f"[rank{rank}]: ").strip() for line in written]
     errors = [line for line in lines if _ERROR.match(line)]
-    rest = [] if is_late else [line for line in lines if line] or ["no output"]
-    return (errors or rest or [""])[-1][:300]
+    if is_late or errors:
+        return errors[-1][:300] if errors else ""
+    if process.returncode < 0:
+        return f"ended by signal {-process.returncode}"
+    return next((line[:300] for line in reversed(lines) if line), "no output")

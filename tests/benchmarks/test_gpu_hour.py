@@ -177,6 +177,12 @@ def test_the_error_of_the_rank_where_it_began(run):
     assert ended.outcome == "failed: rank 1: ValueError: no"
 
 
+def test_a_rank_that_was_killed(run):
+    ended, _ = run("if [ $RANK = 1 ]; then kill -KILL $$; fi; sleep 100")
+
+    assert ended.outcome == "failed: rank 1: ended by signal 9"
+
+
 def test_what_hangs_is_cut_off_with_all_it_has_started(run):
     ended, log = run("echo begun; setsid sleep 100 & sleep 100", limit_s=0.1)
 
