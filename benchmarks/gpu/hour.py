@@ -116,7 +116,7 @@ class _Run:
             "OMP_NUM_THREADS": "1",
         }
         self._with_nccl = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-        if options.nccl:
+        if options.nccl and not self._is_emulated:  # which has an NCCL of its own
             self._with_nccl |= _preloading(_nccl_library(options.nccl))
         self._is_nccl_given = bool(options.nccl)
         append(self._results, {"kind": "run", "emulated": self._is_emulated, "tiny": self._is_tiny})

@@ -66,7 +66,7 @@ def versions(record: Recorder, **_: Any) -> None:
             [k == other or torch.cuda.can_device_access_peer(k, other) for other in range(count)]
             for k in range(count)
         ],
-        nccl=list(torch.cuda.nccl.version()),
+        nccl=_nccl_version(),
         driver=_output(ask).partition("\n")[0],
         topology=_output(["nvidia-smi", "topo", "-m"]),
         torch=torch.__version__,
@@ -76,15 +76,6 @@ def versions(record: Recorder, **_: Any) -> None:
         cores=len(os.sched_getaffinity(0)),
         memory=f"{memory_bytes / 2**30:.0f} GiB",
     )
-
-
-def _check_nccl(record: Recorder, devices: Sequence[str], transport: str | None) -> None:
-    """Record the NCCL that is loaded, where it is to take several ranks on a GPU."""
-    if transport == "nccl" and len(set(devices)) < len(devices):
-        found = torch.cuda.nccl.version()
-        record("nccl", version=list(found))
-        if found < (2, 30):
-            raise RuntimeError(f"NCCL {found} is loaded, but two ranks on a GPU need 2.30")
 
 
 def parity(
@@ -123,6 +114,7 @@ def against_one_process(
     num_rounds: int,
 ) -> None:
     """Compare results, and then the time of a step, with one process that has a GPU for itself."""
+    _check_nccl(record, devices, transport)
     parity(record, devices, transport, combinations, width=min(width, 64))
     stage, step, (input, target) = _blocks(devices, transport, width, rows, num_micro_batches)
     steps = {"procpipe": step, "one process": _nothing}
@@ -179,6 +171,7 @@ def messages(
     num_rounds: int,
 ) -> None:
     """Measure messages of some sizes, in bytes, from the first to the second GPU."""
+    _check_nccl(record, devices, transport)
     is_first = dist.get_rank() == 0
     one, more = (
         Stage(
@@ -369,6 +362,22 @@ def _where(devices: Sequence[str], transport: str | None) -> str:
     name = {"nccl": "NCCL", None: "CUDA IPC" if num_gpus == 1 else "NCCL"}[transport]
     gpus = "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
     return f"{n} stages on {gpus}, {name}"
+
+
+def _check_nccl(record: Recorder, devices: Sequence[str], transport: str | None) -> None:
+    """Record the NCCL that is loaded, where it is to take several ranks on a GPU."""
+    if transport == "nccl" and len(set(devices)) < len(devices):
+        found = _nccl_version()
+        record("nccl", version=found)
+        if found < [2, 30]:
+            raise RuntimeError(f"NCCL {found} is loaded, but two ranks on a GPU need 2.30")
+
+
+def _nccl_version() -> list[int]:
+    """Ask the library that is loaded; torch knows the one that it was compiled with."""
+    version = ctypes.c_int(0)
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return [version.value // 10000, version.value // 100 % 100, version.value % 100]
 
 
 def _output(command: Sequence[str]) -> str:
