@@ -59,6 +59,7 @@ from procpipe.remote import Remote
 from procpipe.run.auto import AutoSchedule, checked_limits
 from procpipe.run.calls import Calls
 from procpipe.run.executor import MiniBatch
+from procpipe.run.faults import note_full_device
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.trace import StageStatistics, TimedTask, table
@@ -187,9 +188,9 @@ class Stage(nn.Sequential):
         )
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
-        # In a tuple, so that nn.Module does not register it.
-        self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
         try:
+            # In a tuple, so that nn.Module does not register it.
+            self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
             check_model(module)
             if self._world.num_ranks > 1:
                 check_not_sharded(module)
@@ -233,6 +234,7 @@ class Stage(nn.Sequential):
             )
             self._trace = trace if self.rank else claimed(trace)
         except BaseException as error:
+            note_full_device(error, self.rank, self.device)
             self._calls.fail("Stage", error)
             raise
 

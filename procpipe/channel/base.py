@@ -24,7 +24,7 @@ from torch import Tensor
 from procpipe.channel.meta import Meta
 from procpipe.tree import Flat
 
-__all__ = ["DeviceTransport", "Pending", "Receiver", "Sender", "Transport"]
+__all__ = ["DeviceTransfers", "DeviceTransport", "Pending", "Receiver", "Sender", "Transport"]
 
 
 class Sender(Protocol):
@@ -121,8 +121,8 @@ class Transport(Protocol):
         """Let go of everything that is shared with other processes."""
 
 
-class DeviceTransport(Transport, Protocol):
-    """A transport whose transfers are a device's, so that a dead peer holds up the device."""
+class DeviceTransfers(Protocol):
+    """Transfers that a device does, so that a dead peer holds up the device."""
 
     def busy_with(self) -> list[int]:
         """Return the ranks with which transfers are not over; may be asked by any thread."""
@@ -133,3 +133,7 @@ class DeviceTransport(Transport, Protocol):
         Returns:
             Whether the device is free of them, after some seconds at most.
         """
+
+
+class DeviceTransport(Transport, DeviceTransfers, Protocol):
+    """A transport between GPUs."""

@@ -20,8 +20,8 @@ batch warn, too.
 
 **Room.** Each transfer that has begun holds its stream and some blocks of the GPU until its peer's
 has, and in which order that comes about is up to the devices. So no two communicators may share a
-stream, of which torch has 32 of a priority (sends have the high one, receives the other), and all
-of them together must find room: they get fewer blocks each where they are many.
+stream, of which torch gives out 32 of each priority in turn (sends have the high one, receives the
+other), and all of them together must find room: they get fewer blocks each where they are many.
 
 **The end.** A transfer whose peer has died never ends by itself, and aborting a communicator frees
 its memory, for which CUDA waits until all other kernels of the device are done. So all of them are
@@ -30,8 +30,10 @@ aborts is of one thread, and each ``abort()`` of torch makes a thread of its own
 (https://github.com/pytorch/pytorch/pull/150690 is for the communicators of one process group): so
 here a thread calls each of them. An abort ends the kernels first, and frees memory then.
 
-**Torch's watchdog** would end the process when a transfer takes longer than a group's timeout, with
-a story of its own. So that timeout is out of reach; ``run.device_watch`` watches over transfers.
+**Torch's watchdog**, a thread or two a process group, would end the process when a transfer takes
+longer than a timeout, or when NCCL tells of an error, and print stories of its own. There is none
+for a group that is made with ``TORCH_NCCL_BLOCKING_WAIT=1``, with which ``Work.wait`` would block;
+``Work.block_current_stream``, which is used here, does not. ``run.device_watch`` watches instead.
 
 Two ranks on one GPU are refused by NCCL before 2.30, and then unless NCCL_MULTI_RANK_GPU_ENABLE=1.
 
@@ -41,6 +43,7 @@ Source: ``ProcessGroupNCCL.cpp`` of torch 2.11 and 2.15.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import Counter
@@ -54,7 +57,7 @@ from procpipe.channel.meta import Meta, allocate
 from procpipe.forks import keep_for_ever
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed import Store, Work
 
@@ -64,8 +67,9 @@ __all__ = ["NcclTransport"]
 #: all transfers of a rank, so that they find room on the smallest GPUs (40 multiprocessors).
 _MAX_BLOCKS, _MAX_BLOCKS_OF_ALL = 4, 32
 
-#: Streams of one priority that torch has on a device, which it gives out in turn.
-_NUM_STREAMS = 32
+#: How many channels one rank may send on, and receive on: torch's streams of one priority, without
+#: the few that transports have for other ends.
+_MAX_CHANNELS = 29
 
 #: Torch's own limit for a transfer, and for an abort.
 _OUT_OF_REACH = timedelta(days=30)
@@ -93,7 +97,8 @@ class NcclTransport:
         self._rank = rank
         # Any: torch's stubs leave out a group's send and recv.
         self._groups: dict[tuple[int, int, int], Any] = {}
-        self._newest: dict[tuple[int, int, int], Work] = {}
+        self._newest: dict[tuple[int, int, int], torch.cuda.Event] = {}
+        self._over_stream = torch.cuda.Stream(device, priority=-1)  # waits for transfers' ends
         self._aborting: list[threading.Thread] | None = None
         self._lock = threading.Lock()
         self._receive_stream = torch.cuda.Stream(device)
@@ -124,8 +129,7 @@ class NcclTransport:
 
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[NcclPending, bytes]:
         """Begin to send contiguous tensors once the current stream has made them."""
-        work = self._begin((self._rank, peer, kind), tensors)
-        return NcclPending(work, tensors, None), b""
+        return self._begin((self._rank, peer, kind), tensors, None), b""
 
     def post_receive(
         self, meta: Meta, peer: int, kind: int, note: bytes
@@ -133,15 +137,14 @@ class NcclTransport:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         with torch.cuda.stream(self._receive_stream):
             tensors = allocate(meta, self._device)
-            work = self._begin((peer, self._rank, kind), tensors)
-        return tensors, NcclPending(work, tensors, self._device)
+            return tensors, self._begin((peer, self._rank, kind), tensors, self._device)
 
     def busy_with(self) -> list[int]:
         """Return the ranks with which transfers are not over; may be asked by any thread."""
         peers = {
             source + destination - self._rank
-            for (source, destination, _), work in tuple(self._newest.items())
-            if not work.is_completed()
+            for (source, destination, _), over in tuple(self._newest.items())
+            if not over.query()
         }
         if self._connecting_to is not None:
             peers.add(self._connecting_to)
@@ -178,38 +181,50 @@ class NcclTransport:
         self._newest.clear()
         self._groups.clear()
 
-    def _begin(self, channel: tuple[int, int, int], tensors: list[Tensor]) -> Work | None:
-        """Begin the transfer of a message; None if it has no bytes."""
+    def _begin(
+        self,
+        channel: tuple[int, int, int],
+        tensors: list[Tensor],
+        receiving: torch.device | None,
+    ) -> NcclPending:
+        """Begin the transfer of a message."""
         parts = _as_bytes(tensors)
         if not parts:
-            return None
+            return NcclPending(None, None, tensors, receiving)
         work = _transfer(self._groups[channel], parts, is_sender=channel[0] == self._rank)
-        self._newest[channel] = work
-        return work
+        with torch.cuda.stream(self._over_stream):
+            work.block_current_stream()
+            over = self._newest[channel] = self._over_stream.record_event()
+        return NcclPending(work, over, tensors, receiving)
 
 
 class NcclPending:
     """The transfer of one message's tensors."""
 
     def __init__(
-        self, work: Work | None, tensors: list[Tensor], receiving: torch.device | None
+        self,
+        work: Work | None,
+        over: torch.cuda.Event | None,
+        tensors: list[Tensor],
+        receiving: torch.device | None,
     ) -> None:
         self._work = work
+        self._over = over
         self._tensors = tensors
         self._receiving = receiving
 
     def wait(self) -> None:
         """Let the current stream wait for the transfer; the host goes on."""
         if self._work is not None:
-            self._work.wait()
+            self._work.block_current_stream()
         if self._receiving is not None:
             compute = torch.cuda.current_stream(self._receiving)
             for tensor in self._tensors:
                 tensor.record_stream(compute)
 
     def is_done(self) -> bool:
-        """Tell whether the transfer is over on the device."""
-        return self._work is None or self._work.is_completed()
+        """Tell whether the transfer is surely over on the device, as others before it are."""
+        return self._over is None or self._over.query()
 
 
 def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
@@ -223,12 +238,12 @@ def _num_blocks(channels: list[tuple[int, int, int]]) -> int:
     Raises:
         ValueError: a rank would send or receive on more channels than there are streams.
     """
-    for end, does, num_streams in (0, "send", _NUM_STREAMS), (1, "receive", _NUM_STREAMS - 1):
+    for end, does in (0, "send"), (1, "receive"):
         ((rank, most),) = Counter(channel[end] for channel in channels).most_common(1)
-        if most > num_streams:
+        if most > _MAX_CHANNELS:
             raise ValueError(
                 f"rank {rank} would {does} on {most} channels by NCCL, but there can be "
-                f"{num_streams}: use fewer partitions a stage, or fewer skips between stages"
+                f"{_MAX_CHANNELS}: use fewer partitions a stage, or fewer skips between stages"
             )
     ends = Counter(rank for channel in channels for rank in channel[:2])
     return max(1, min(_MAX_BLOCKS, _MAX_BLOCKS_OF_ALL // max(ends.values())))
@@ -261,12 +276,26 @@ def _connected(
     options.config.max_ctas = num_blocks
     options._timeout = _OUT_OF_REACH
     prefix = f"nccl/{source}-{destination}/{kind}"
-    group: Any = ProcessGroupNCCL(PrefixStore(prefix, store), 0 if is_sender else 1, 2, options)
+    with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
+        group: Any = ProcessGroupNCCL(PrefixStore(prefix, store), 0 if is_sender else 1, 2, options)
     group.eager_connect_single_device(device)
     token = torch.zeros(1, dtype=torch.uint8, device=device)
-    _transfer(group, [token], is_sender=is_sender).wait()
+    _transfer(group, [token], is_sender=is_sender).block_current_stream()
     torch.cuda.synchronize(device)
     return group
+
+
+@contextlib.contextmanager
+def _environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable that torch reads in a constructor, for as long as that takes."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _abort(group: Any) -> None:

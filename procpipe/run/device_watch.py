@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from procpipe.channel.base import DeviceTransport
+from procpipe.channel.base import DeviceTransfers
 from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.errors import PeerLostError, ProcpipeError, RemoteStageError, WaitTimeoutError
 from procpipe.notes import write_note
@@ -55,7 +55,7 @@ class DeviceWatch:
     def __init__(
         self,
         mesh: Mesh,
-        transports: Sequence[DeviceTransport],
+        transports: Sequence[DeviceTransfers],
         caller: Callable[[], threading.Thread],
         onlooker: Onlooker,
         *,
@@ -163,7 +163,7 @@ class DeviceWatch:
         end_at_once(f"rank {self._mesh.rank}")
 
 
-def abort_all(transports: Sequence[DeviceTransport]) -> bool:
+def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
     """End the transfers of all transports at once, as those of one may wait for another's.
 
     Returns:

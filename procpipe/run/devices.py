@@ -11,7 +11,13 @@ import torch
 
 from procpipe.host.topology import pci_of
 
-__all__ = ["devices_of", "nccl_shares_gpus", "of_this_host", "pci_addresses"]
+__all__ = ["HOW_TO_SHARE", "devices_of", "nccl_shares_gpus", "of_this_host", "pci_addresses"]
+
+#: What to do where ranks outnumber GPUs.
+HOW_TO_SHARE = (
+    "start fewer processes, or give each its device: devices=['cuda:0', 'cuda:0', …] to share "
+    "GPUs, devices=['cpu'] * num_processes"
+)
 
 #: The first NCCL that takes several ranks on a GPU, 2.30.0, as ``ncclGetVersion`` tells it.
 _SHARING_NCCL = 23000
@@ -20,7 +26,16 @@ _SHARING_NCCL = 23000
 def devices_of(
     rank: int, num_ranks: int, devices: Sequence[torch.device | str | int] | None
 ) -> list[torch.device]:
-    """Return each rank's device: those given, else the hosts' GPUs in order, else CPUs."""
+    """Return each rank's device: those given, else the hosts' GPUs in order, else CPUs.
+
+    A process that sees one GPU takes it, whichever local rank it is: it may have been given one of
+    its own (``CUDA_VISIBLE_DEVICES``, Slurm's ``--gpus-per-task=1``). If others have the same one,
+    that shows when the ranks are connected (``transports.choose``).
+
+    Raises:
+        IndexError: there are fewer devices than processes, or than the index of this rank's.
+        ValueError: the devices are of several types, or cannot be used.
+    """
     if devices is not None:
         listed = _checked_devices(devices)
         if len(listed) < num_ranks:
@@ -28,20 +43,27 @@ def devices_of(
                 f"{num_ranks} processes but {len(listed)} devices {[str(d) for d in listed]}: give "
                 "one device a process, or leave devices out"
             )
+        _check_is_seen(rank, listed[rank])
         return listed[:num_ranks]
     if not torch.cuda.is_available():
         return [torch.device("cpu")] * num_ranks
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
+    if torch.cuda.device_count() == 1:
+        return [torch.device("cuda", 0)] * num_ranks
     if local_rank >= torch.cuda.device_count():
         raise IndexError(
             f"rank {rank} is process {local_rank} of this host, which has only "
-            f"{torch.cuda.device_count()} GPUs: start fewer processes, or give each its device: "
-            "devices=['cuda:0', 'cuda:0', …] to share GPUs, devices=['cpu'] * num_processes"
+            f"{torch.cuda.device_count()} GPUs{_narrowed()}: {HOW_TO_SHARE}"
         )
     guessed = [torch.device("cuda", other % num_local) for other in range(num_ranks)]
     guessed[rank] = torch.device("cuda", local_rank)  # sure, whatever the hosts' sizes
     return guessed
+
+
+def is_narrowed(device: torch.device) -> bool:
+    """Tell whether this process sees one GPU of what may be more: each rank's has the same name."""
+    return device.type == "cuda" and torch.cuda.device_count() == 1
 
 
 def of_this_host(devices: Sequence[torch.device], rank: int) -> Sequence[torch.device]:
@@ -64,11 +86,33 @@ def nccl_shares_gpus() -> bool:
 
 
 def pci_addresses(devices: Sequence[torch.device]) -> list[str | None]:
-    """Return where each GPU is on this host's PCI bus; None for a CPU, or an old torch."""
+    """Return where each GPU is on this host's PCI bus; None for a CPU, or what is not seen here."""
+    if len(devices) > 1 and any(map(is_narrowed, devices)):
+        return [None] * len(devices)  # those of the others may be other ones
+    num_seen = torch.cuda.device_count()
     return [
-        pci_of(torch.cuda.get_device_properties(device)) if device.type == "cuda" else None
+        pci_of(torch.cuda.get_device_properties(device))
+        if device.type == "cuda" and device.index < num_seen
+        else None
         for device in devices
     ]
+
+
+def _check_is_seen(rank: int, device: torch.device) -> None:
+    """Check that this process sees the GPU that it was given."""
+    num_seen = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and device.index >= num_seen:
+        names = "cuda:0" if num_seen == 1 else f"cuda:0 to cuda:{num_seen - 1}"
+        raise IndexError(
+            f"devices gives rank {rank} {device}, but it sees only {names}{_narrowed()}: leave "
+            "devices out where each process has a GPU of its own, else list what each one sees"
+        )
+
+
+def _narrowed() -> str:
+    """Say what narrows the GPUs that this process sees, if anything does."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
 
 
 def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:

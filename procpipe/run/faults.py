@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from procpipe.compute.tasks import Partition
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.stories import text_of
 
-__all__ = ["note_where"]
+__all__ = ["note_full_device", "note_where"]
 
 
 def note_where(
@@ -29,6 +30,22 @@ def note_where(
     error.add_note(f"procpipe: in stage {stage} (rank {stage}), task {task} ({of}), {where}")
     if _is_out_of_memory(error):
         error.add_note(_memory_note(stage, list(partitions.values()), ledger))
+
+
+def note_full_device(error: BaseException, rank: int, device: torch.device) -> None:
+    """Add a note to an exception, if a GPU had no memory for a stage's layers: who has it."""
+    if device.type != "cuda" or not _is_out_of_memory(error):
+        return
+    free, of_all, ours = "no memory", "", 0.0
+    with contextlib.suppress(RuntimeError):  # there may be no room even for CUDA's own
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        free, of_all = f"{free_bytes / 2**20:.0f} MiB", f" (of {total_bytes / 2**20:.0f})"
+        ours = torch.cuda.memory_reserved(device) / 2**20
+    error.add_note(
+        f"procpipe: rank {rank} found {free} free on {device}, and holds {ours:.0f} MiB there"
+        f"{of_all}: other processes may have the rest (nvidia-smi lists them); end them, or give "
+        f"rank {rank} another GPU (devices) or fewer layers (balance)"
+    )
 
 
 def _memory_note(stage: int, partitions: Sequence[Partition], ledger: Ledger) -> str:
@@ -60,4 +77,5 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an allocator has failed; on a CPU torch says so only in words."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in text_of(error)
+    words = ("can't allocate memory", "CUDA error: out of memory")
+    return isinstance(error, RuntimeError) and any(each in text_of(error) for each in words)

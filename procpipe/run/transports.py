@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from procpipe.run.control import Control
+from procpipe.run.devices import HOW_TO_SHARE
 
 __all__ = ["NAMES", "Choice", "Offer", "agree_on_transports", "choose"]
 
@@ -30,12 +31,14 @@ class Offer(NamedTuple):
         gpu: what tells its GPU from all others; "" on a CPU.
         sees: the ranks whose open files it may open.
         shares_by_nccl: whether NCCL takes several ranks on its GPU.
+        may_share: whether its user has said which GPU it takes, that of another rank for instance.
     """
 
     names: list[str]
     gpu: str = ""
     sees: Sequence[int] = ()
     shares_by_nccl: bool = False
+    may_share: bool = True
 
 
 class Choice(NamedTuple):
@@ -79,6 +82,7 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
         wanted: the name of a transport, or None.
 
     Raises:
+        IndexError: ranks would share a GPU that nobody wanted them to share.
         ValueError: ranks cannot use the one that is wanted, or none.
     """
     common = [name for name in offers[0].names if all(name in offer.names for offer in offers)]
@@ -93,6 +97,7 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
             f"transport={wanted!r} cannot be used on ranks {without}; all ranks can use "
             f"{' or '.join(common)}"
         )
+    _check_may_share(offers)
     gpus = [offer.gpu for offer in offers]
     if wanted == "nccl" and all(offer.shares_by_nccl for offer in offers):
         gpus = [""] * len(gpus)
@@ -107,6 +112,19 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
     for ranks in ranks_on.values():
         _check_shared(ranks, offers, wanted)
     return Choice(wanted or common[0], gpus)
+
+
+def _check_may_share(offers: Sequence[Offer]) -> None:
+    """Check that only those ranks share a GPU that were given it."""
+    first_on: dict[str, int] = {}
+    for rank, offer in enumerate(offers):
+        first = first_on.setdefault(offer.gpu or str(rank), rank)
+        if first != rank and not (offer.may_share and offers[first].may_share):
+            raise IndexError(
+                f"ranks {first} and {rank} see one GPU each, and it is the same (cuda:0, "
+                f"{offer.gpu}): {HOW_TO_SHARE}; or let each process see a GPU of its own "
+                "(CUDA_VISIBLE_DEVICES, --gpus-per-task=1)"
+            )
 
 
 def _check_shared(ranks: Sequence[int], offers: Sequence[Offer], wanted: str | None) -> None:

@@ -72,6 +72,7 @@ class World:
         devices: what each rank computes on, as far as this one knows; by default like this one.
         number: which of the script's pipelines this is, counted from 0 in the order they are made.
         is_launched: False for a script started without a launcher.
+        may_share: whether it may share its GPU with other ranks.
         timeout_s: how long any wait for a peer may last.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
 
@@ -91,6 +92,7 @@ class World:
         devices: Sequence[torch.device] | None = None,
         number: int = 0,
         is_launched: bool = True,
+        may_share: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
     ) -> None:
@@ -100,6 +102,7 @@ class World:
         self.devices = tuple(devices) if devices is not None else (device,) * num_ranks
         self.number = number
         self.is_launched = is_launched
+        self._may_share = may_share
         while _closed_boards:
             _closed_boards.pop().close()
         with naming_file_limit("the board of a stage", 2):
@@ -153,6 +156,7 @@ class World:
             devices=all_devices,
             number=next(_made),
             is_launched=is_launched,
+            may_share=devices is not None,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
         )
@@ -194,7 +198,8 @@ class World:
         sees = sorted(self._watch.pids)
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-            return Offer(["nccl", "cuda_ipc"], gpu, sees, nccl_shares_gpus())
+            shares = nccl_shares_gpus()
+            return Offer(["nccl", "cuda_ipc"], gpu, sees, shares, self._may_share)
         return Offer(["shm", "gloo"] if len(sees) == self.num_ranks - 1 else ["gloo"])
 
     def open_transports(

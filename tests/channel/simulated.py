@@ -74,6 +74,12 @@ class Device:
             while not is_done():
                 assert self._do_one(), "the device waits for what nobody has queued"
 
+    def drop(self, process):
+        """Forget what a process has queued, as when it is killed."""
+        with self.lock:
+            for stream in process._streams:
+                stream.work.clear()
+
     def pending(self):
         return [work for stream in self._streams for work in stream.work]
 

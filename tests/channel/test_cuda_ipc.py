@@ -396,3 +396,66 @@ def test_whatever_the_order_of_work_what_arrives_is_what_was_sent(seed):
             assert ours == [(size, {value} if size else set()) for size, value in theirs]
     story.ends.drain()
     assert not story.ends.device.blocks
+
+
+# -- failures -----------------------------------------------------------------------------------
+
+
+def test_a_sender_whose_receiver_has_died_is_free_of_its_transfers(ends):
+    """The next message waits until the one before is taken, which nobody does any more."""
+    _, note = ends.send([numbers(10)])
+    ends.receive([numbers(10)], note)
+    ends.device.is_paused = True
+    sent = [numbers(10)]
+    for _ in range(2):
+        ends.sender._flags[0] = cuda_ipc._FREE  # the receiver has queued its copy, and was killed
+        ends.send(sent)
+    ends.device.drop(ends.gpus[1])
+    ends.device.is_paused = False
+    assert ends.sender.busy_with() == [1]
+
+    assert ends.sender.abort()
+
+    assert ends.sender.busy_with() == []
+    ends.gpus[0].synchronize()
+
+
+def test_a_receiver_whose_sender_has_died_is_free_of_its_transfers(ends):
+    ends.device.is_paused = True
+    sent = [numbers(10)]
+    _, note = ends.send(sent)
+    ends.device.drop(ends.gpus[0])
+    _, pending = ends.receive(sent, note)
+    pending.wait()  # and so is what its compute waits for
+    ends.device.is_paused = False
+    assert ends.receiver.busy_with() == [0]
+
+    assert ends.receiver.abort()
+
+    assert ends.receiver.busy_with() == []
+    ends.gpus[1].synchronize()
+
+
+def test_who_is_alive_gets_its_message_although_its_sender_has_failed(ends):
+    """The sender ends its transfers; the receiver has not heard of the failure yet."""
+    ends.device.is_paused = True
+    first, second = [numbers(10)], [numbers(10, 50)]
+    _, note = ends.send(first)
+    (received,), pending = ends.receive(first, note)
+    pending.wait()
+    ends.send(second)  # in the same slot: its copy waits until the first is taken
+    assert len(ends.slots) == 1
+    ends.device.is_paused = False
+
+    assert ends.sender.abort()
+
+    assert torch.equal(received, numbers(10))
+
+
+def test_a_good_end_waits_for_nothing(ends, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "_TAKE_TIMEOUT_S", 1000.0)
+    ends.transfer([numbers(10)])
+    ends.drain()
+
+    for transport in ends.transports:
+        assert transport.abort()

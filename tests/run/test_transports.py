@@ -68,6 +68,21 @@ def test_each_pair_uses_what_suits_it(offers, wanted, expected):
     assert table(choose(offers, wanted)) == expected
 
 
+def test_ranks_share_a_gpu_only_where_they_were_given_it():
+    """Without devices=, the ranks of one launcher that see one GPU would all be on it unasked."""
+    own, same = (
+        [offer._replace(may_share=False) for offer in on_gpus(text)] for text in ("AB", "ABA")
+    )
+
+    assert table(choose(own, None)) == [".n", "n."]
+    with pytest.raises(
+        IndexError, match=r"^ranks 0 and 2 see one GPU each, and it is the same \(cu"
+    ):
+        choose(same, None)
+    with pytest.raises(IndexError, match=r"A\): start fewer .*CUDA_VISIBLE_DEVICES, --gpus-per-t"):
+        choose([same[0]._replace(may_share=True), same[2]], None)
+
+
 def test_offers_and_choices_are_plain_json():
     offers = [Offer(*each) for each in json.loads(json.dumps(on_gpus("AAB")))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from procpipe.run.devices import pci_addresses
 from procpipe.run.transports import Choice
 from procpipe.run.world import World
 
@@ -97,12 +98,68 @@ def test_a_job_without_an_address_says_so_at_once(environment, monkeypatch):
         World.from_environment(timeout_s=60.0).connect()
 
 
-def test_more_processes_than_gpus_are_refused(environment):
-    environment(num_gpus=1, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
+    environment(num_gpus=2, RANK=2, WORLD_SIZE=3, LOCAL_RANK=2, LOCAL_WORLD_SIZE=3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
 
-    with pytest.raises(IndexError, match="process 1 of this host, which has only 1 GPUs") as caught:
+    with pytest.raises(IndexError, match="rank 2 is process 2 of this host, which ha") as caught:
         World.from_environment()
+    assert "only 2 GPUs (CUDA_VISIBLE_DEVICES=4,5): start fewer processes" in str(caught.value)
     assert "devices=['cuda:0', 'cuda:0', …] to share GPUs" in str(caught.value)
+
+
+def test_a_process_that_sees_one_gpu_takes_it(environment):
+    """As Slurm starts it with --gpus-per-task=1; whether ranks share it shows when they connect."""
+    environment(num_gpus=1, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+
+    world = World.from_environment()
+
+    assert str(world.device) == "cuda:0"
+
+
+def test_where_the_gpus_of_others_are_is_not_guessed(environment, monkeypatch):
+    """Each process that sees one GPU names it cuda:0: cores would be chosen by the wrong one."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: Properties(device.index)
+    )
+    gpus = [torch.device("cuda", index) for index in (0, 1)]
+
+    environment(num_gpus=2)
+    assert pci_addresses([*gpus, torch.device("cuda:2"), CPU]) == [
+        *("0000:07:00.0", "0000:08:00.0"),
+        *(None, None),
+    ]
+    environment(num_gpus=1)
+    assert pci_addresses([gpus[0]] * 2) == [None, None]
+    assert pci_addresses(gpus[:1]) == ["0000:07:00.0"]
+
+
+class Properties:
+    def __init__(self, index):
+        self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, 7 + index, 0
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "words"),
+    [
+        (1, "7", r"gives rank 1 cuda:1, but it sees only cuda:0 \(CUDA_VISIBLE_DEVICES=7\): leave"),
+        (
+            2,
+            None,
+            r"^devices gives rank 1 cuda:2, but it sees only cuda:0 to cuda:1: leave devices",
+        ),
+    ],
+)
+def test_a_gpu_that_a_process_does_not_see_is_refused(
+    environment, monkeypatch, num_gpus, visible, words
+):
+    environment(num_gpus=num_gpus, RANK=1, WORLD_SIZE=2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    with pytest.raises(IndexError, match=words):
+        World.from_environment(["cuda:0", f"cuda:{num_gpus}"])
 
 
 def test_several_ranks_may_share_a_gpu(environment):

@@ -1,0 +1,114 @@
+"""Devices as they come: which GPU a rank takes, by which transport, and what is an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.script import run_script
+
+#: Each process sees one GPU, or none of its own, as a launcher has it: before torch is imported.
+NARROWED = """
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = {visible}[int(os.environ["LOCAL_RANK"])]
+import torch, torch.nn.functional as F
+from torch import nn
+from procpipe import Stage
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+input, target = torch.randn(6, 8), torch.randint(4, (6,))
+truth = F.cross_entropy(model(input), target).item()
+stage = Stage(model, [2, 1], chunks=2, loss_fn=F.cross_entropy, devices={devices})
+assert str(stage.device) == "cuda:0", stage.device
+loss = stage.step(input, target).item()
+assert abs(loss - truth) < 1e-5, (loss, truth)
+names = {{type(each).__name__ for each in stage._world._transports}}
+assert names == {{"{transport}"}}, names
+print("trained on", stage.devices)
+"""
+
+
+def narrowed(*visible, devices=None, transport="NcclTransport"):
+    return NARROWED.format(visible=list(visible), devices=devices, transport=transport)
+
+
+@pytest.mark.gpu(2)
+def test_each_process_sees_a_gpu_of_its_own():
+    """As with Slurm's --gpus-per-task=1: both are cuda:0, and still two."""
+    done = run_script(narrowed("0", "1"), nproc=2)
+
+    done.check()
+    assert done.stdout.count("trained on") == 2
+
+
+@pytest.mark.gpu
+def test_processes_that_see_the_same_gpu_share_it_if_told_to():
+    script = narrowed("0", "0", devices=["cuda:0"] * 2, transport="CudaIpcTransport")
+    done = run_script(script, nproc=2)
+
+    done.check()
+    assert done.stdout.count("trained on") == 2
+
+
+@pytest.mark.gpu
+def test_processes_that_see_the_same_gpu_do_not_share_it_unasked():
+    done = run_script(narrowed("0", "0"), nproc=2)
+
+    assert done.returncode != 0
+    assert "IndexError: ranks 0 and 1 see one GPU each, and it is the same (cuda:0, " in done.stderr
+    assert "trained on" not in done.stdout
+    assert not done.left_behind
+
+
+@pytest.mark.gpu(2)
+def test_gpus_that_cannot_open_one_anothers_memory(monkeypatch):
+    """NCCL finds another way; CUDA IPC is used between ranks of one GPU only."""
+    monkeypatch.setenv("EMULATED_GPU_PEER_ACCESS", "0")
+    script = """
+        import torch
+        from torch import nn
+        from procpipe import Stage
+
+        stage = Stage(
+            nn.Sequential(*[nn.Identity() for _ in range(3)]), [1, 1, 1],
+            devices=["cuda:0", "cuda:0", "cuda:1"], loss_fn=torch.mean, chunks=2,
+        )
+        stage.eval()
+        assert stage.step(torch.full((4, 1000), 3.0)).item() == 3.0
+        print("there")
+    """
+    done = run_script(script, nproc=3)
+
+    done.check()
+    assert done.stdout.count("there") == 3
+
+
+FULL = """
+import os, subprocess, sys
+if os.environ["RANK"] == "1":
+    fill = (
+        "import sys, torch; free, _ = torch.cuda.mem_get_info(1);"
+        "kept = torch.empty(free - (64 << 20), dtype=torch.uint8, device='cuda:1');"
+        "print('full', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    other = subprocess.Popen([sys.executable, "-c", fill], **pipes)
+    assert other.stdout.readline() == b"full\\n"
+import torch
+from torch import nn
+from procpipe import Stage
+
+model = nn.Sequential(nn.Linear(2, 2), nn.Linear(1 << 13, 1 << 12, bias=False))  # of 128 MiB
+Stage(model, [1, 1], devices=["cuda:0", "cuda:1"])(torch.randn(2, 2))
+"""
+
+
+@pytest.mark.gpu(2)
+def test_a_gpu_that_another_process_fills(monkeypatch):
+    monkeypatch.setenv("EMULATED_GPU_MEMORY_MIB", "512")
+    done = run_script(FULL, nproc=2)
+
+    assert done.returncode != 0
+    assert "procpipe: rank 1 found " in done.stderr
+    assert "MiB free on cuda:1, and holds " in done.stderr
+    assert "rank 0 ends, because rank 1 failed in Stage: OutOfMemoryError" in done.stderr

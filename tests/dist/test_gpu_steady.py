@@ -1,0 +1,156 @@
+"""The host waits for no device in a steady step: it runs ahead, until the user reads a value.
+
+First steps do wait: they look whether recomputation repeats the forward pass, and make memory that
+is kept. A ring of slots may grow for a while, as it depends on how far each host is ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from procpipe import Stage
+from tests.dist.devices import is_emulated
+
+#: Mini-batches in which recomputation is looked at (``compute.digests``) are 1, 2 and 16.
+FIRST, LAST = 3, 15
+
+#: So many steps in a row in which no host waits are steady.
+NUM_STEADY = 4
+
+
+@contextlib.contextmanager
+def synchronizations() -> Iterator[list[int]]:
+    """Count how often this process's host waits for a device; on a real one that is an error."""
+    if is_emulated():
+        count = ctypes.CDLL(None).emulated_gpu_synchronizations
+        count.restype = ctypes.c_long
+        before, found = count(), [0]
+        yield found
+        found[0] = count() - before
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not detect everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield [0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def data(place: str, device: torch.device) -> tuple[Any, Any]:
+    input, target = torch.randn(11, 8), torch.randint(-1, 4, (11,))
+    if place == "pinned":
+        return input.pin_memory(), target.pin_memory()
+    return (input.to(device), target.to(device)) if place == "gpu" else (input, target)
+
+
+def num_valid(target: Any) -> float:
+    return float((target >= 0).sum())
+
+
+def count_in_steps(
+    world: Any, schedule: str, checkpoint: str, place: str, is_whole: bool
+) -> list[int]:
+    """Return how often this rank's host waited for the device in each step of some training."""
+    torch.manual_seed(world.rank)
+    n = world.num_ranks
+    num_parts = 2 * n if schedule in ("interleaved", "zb-v") else n
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1))]
+    layers += [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(num_parts - 1)]
+
+    def loss_fn(output: Any, target: Any) -> Any:
+        return F.cross_entropy(output, target, ignore_index=-1)
+
+    is_weighted = place != "gpu"  # the weight of a target on a GPU cannot be known without waiting
+    stage = Stage(
+        nn.Sequential(*layers),
+        [1] * num_parts,
+        chunks=4,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        loss_fn=loss_fn,
+        loss_weight=num_valid if is_weighted else None,
+        world=world,
+    )
+    optimizer = torch.optim.AdamW(stage.parameters())
+    input, target = data(place, stage.device)
+    counts = []
+    for _ in range(LAST):
+        with synchronizations() as found:
+            optimizer.zero_grad()
+            if is_whole:
+                loss = stage.step(input, target)
+            else:
+                loss = stage(input).square().mean()
+                loss.backward()
+            optimizer.step()
+        counts.append(found[0])
+    if is_whole:
+        with synchronizations() as found:
+            assert loss.isfinite().item()
+        assert found[0] > 0 or not is_emulated(), "reading the loss waits, so the counting works"
+    stage.close()
+    return counts
+
+
+@pytest.mark.gpu(every=True)
+@pytest.mark.parametrize(
+    ("n", "schedule", "checkpoint", "place", "is_whole"),
+    [
+        (2, "gpipe", "except_last", "pageable", True),
+        (2, "gpipe", "always", "pageable", False),
+        (2, "1f1b", "always", "pinned", True),
+        (3, "1f1b", "except_last", "gpu", True),
+        (2, "interleaved", "never", "pageable", True),
+        (2, "zb-h1", "always", "pinned", True),
+        (2, "zb-v", "never", "gpu", True),
+    ],
+)
+def test_no_host_waits_for_its_device(
+    ranks: Any, n: int, schedule: str, checkpoint: str, place: str, is_whole: bool
+) -> None:
+    outcomes = ranks(n).run(count_in_steps, schedule, checkpoint, place, is_whole)
+
+    for rank, counts in enumerate(outcomes.values()):
+        steady = counts[FIRST - 1 :]
+        runs = [steady[k : k + NUM_STEADY] for k in range(len(steady) - NUM_STEADY + 1)]
+        assert [0] * NUM_STEADY in runs, f"rank {rank} waited {counts} times"
+
+
+def overwrite_after_step(world: Any) -> list[float]:
+    """Return losses of steps whose input is overwritten as soon as each has returned."""
+    stage = Stage(
+        nn.Sequential(nn.Identity(), nn.Identity()),
+        [1, 1],
+        chunks=2,
+        loss_fn=torch.mean,
+        world=world,
+    )
+    stage.eval()
+    input = torch.empty(4, 1000)
+    if world.device.type == "cuda":
+        input = input.pin_memory()
+    losses = []
+    for k in range(5):
+        input.fill_(k)
+        losses.append(stage.step(input))
+        input.fill_(-1.0)
+    values = [loss.item() for loss in losses]
+    stage.close()
+    return values
+
+
+@pytest.mark.on_gpus
+def test_an_input_may_be_overwritten_after_the_step(ranks: Any) -> None:
+    """A loader's pinned memory, for instance, which the device may not have read yet."""
+    for losses in ranks(2).run(overwrite_after_step).values():
+        assert losses == [0.0, 1.0, 2.0, 3.0, 4.0]
