@@ -223,8 +223,8 @@ def _gpt(records: Sequence[Record]) -> list[Table]:
         [".1f", "s", ".4f", *([".1f"] * n)],
         "MiB: peak of torch's allocator: parameters, gradients, activations; without the slots of "
         "CUDA IPC",
-        "predicted MiB: autocast's copies of weights count for each micro-batch that is held, though "
-        "a step makes them once; what lives only within a task does not count",
+        "predicted MiB: autocast's copies of weights count for each micro-batch that is held, "
+        "though a step makes them once; what lives only within a task does not count",
         *notes,
     )
 
