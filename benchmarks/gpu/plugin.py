@@ -39,7 +39,7 @@ def pytest_runtest_logreport(report: Any) -> None:
         and not (report.when == "setup" and report.skipped)
     ):
         return
-    why = str(report.longrepr[2]) if report.skipped else ""
+    why = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else ""
     if report.failed:
         print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
         errors = [line[2:].strip() for line in report.longreprtext.splitlines() if line[:2] == "E "]
