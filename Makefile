@@ -4,18 +4,20 @@
 # make lint    check style and format
 # make types   check types
 # make bench   compare with peers, side by side
+# make gpu-hour  test and measure on this machine's GPUs, in 8 minutes
 # make soak    inject random faults into real runs for some minutes
 # make clean   remove everything that make has made
 #
 # Each makes the environment it needs in .venv, once; test-gpu in .venv-cuda (5 GB).
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint types bench soak clean
+.PHONY: help demo test test-gpu lint types bench gpu-hour soak clean
 .DELETE_ON_ERROR:
 
 export OMP_NUM_THREADS := 1
 
 BIN := .venv/bin
+PYTHON := python3
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11 python
 CUDA_BIN := .venv-cuda/bin
 SEED ?= 0
@@ -56,6 +58,10 @@ types: .venv/dev.stamp
 
 bench: .venv/peers.stamp
 	$(BIN)/python -m benchmarks all
+
+# With the Python that is there, since such a machine may have no network: see docs/benchmarks.md.
+gpu-hour:
+	$(PYTHON) -m benchmarks gpu $(GPU_HOUR)
 
 soak: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.soak --rounds 60 --repeat-correct 100

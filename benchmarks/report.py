@@ -17,8 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 __all__ = ["Cell", "Report", "Table", "bars", "machine", "publish"]
 
 #: A number is laid out by its column's format; None shows as a dash.
@@ -88,6 +86,8 @@ class Report:
 
 def machine() -> dict[str, str]:
     """Name the machine and the versions."""
+    import torch
+
     return {
         "processor": _processor(),
         "cores": str(os.cpu_count()),

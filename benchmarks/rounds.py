@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 __all__ = ["Step", "Times", "launch", "measure", "ratio", "spread"]
 
 #: One mini-batch of a contender; every rank calls it, whether or not it has a part in it.
@@ -80,6 +78,8 @@ def measure(contenders: Mapping[str, Step], *, num_rounds: int, num_steps: int) 
     Returns:
         By name, the seconds a step of each turn, from the first rank's start to the last's end.
     """
+    import torch.distributed as dist
+
     times: Times = {name: [] for name in contenders}
     for round_ in range(num_rounds + 1):
         for name, step in contenders.items():

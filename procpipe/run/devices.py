@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Sequence
 
@@ -9,13 +11,16 @@ import torch
 
 from procpipe.host.topology import pci_of
 
-__all__ = ["HOW_TO_SHARE", "devices_of", "of_this_host", "pci_addresses"]
+__all__ = ["HOW_TO_SHARE", "devices_of", "nccl_shares_gpus", "of_this_host", "pci_addresses"]
 
 #: What to do where ranks outnumber GPUs.
 HOW_TO_SHARE = (
     "start fewer processes, or give each its device: devices=['cuda:0', 'cuda:0', …] to share "
     "GPUs, devices=['cpu'] * num_processes"
 )
+
+#: The first NCCL that takes several ranks on a GPU, 2.30.0, as ``ncclGetVersion`` tells it.
+_SHARING_NCCL = 23000
 
 
 def devices_of(
@@ -65,6 +70,19 @@ def of_this_host(devices: Sequence[torch.device], rank: int) -> Sequence[torch.d
     """Return the devices of this host's ranks, in the order of local ranks."""
     first = rank - int(os.environ.get("LOCAL_RANK", "0"))
     return devices[first : first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
+
+
+def nccl_shares_gpus() -> bool:
+    """Say whether the NCCL of this process takes several ranks on one GPU.
+
+    It is asked itself: ``torch.cuda.nccl.version()`` is that of the NCCL with which torch was
+    compiled, whichever is loaded.
+    """
+    version = ctypes.c_int(0)
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value >= _SHARING_NCCL
 
 
 def pci_addresses(devices: Sequence[torch.device]) -> list[str | None]:

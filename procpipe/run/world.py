@@ -28,7 +28,7 @@ from procpipe.host.placement import pin_this_process
 from procpipe.limits import naming_file_limit, raise_file_limit
 from procpipe.notes import write_note
 from procpipe.run.device_watch import DeviceWatch, abort_all
-from procpipe.run.devices import devices_of, of_this_host, pci_addresses
+from procpipe.run.devices import devices_of, nccl_shares_gpus, of_this_host, pci_addresses
 from procpipe.run.endings import end_with_launcher, print_victims_briefly
 from procpipe.run.starting import FIRST_CALL, Start, announce
 from procpipe.run.transports import Choice, Offer
@@ -198,8 +198,7 @@ class World:
         sees = sorted(self._watch.pids)
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-            shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-            shares = shares and torch.cuda.nccl.version() >= (2, 30)
+            shares = nccl_shares_gpus()
             return Offer(["nccl", "cuda_ipc"], gpu, sees, shares, self._may_share)
         return Offer(["shm", "gloo"] if len(sees) == self.num_ranks - 1 else ["gloo"])
 

@@ -683,7 +683,12 @@ void override_operators() {
 
 const bool started = [] {
   override_operators();
-  at::globalContext().setUserEnabledCuDNN(false);
+  at::Context& context = at::globalContext();
+  context.setUserEnabledCuDNN(false);
+  // F.scaled_dot_product_attention chooses by a function, and not by the operator above.
+  context.setSDPUseFlash(false);
+  context.setSDPUseMemEfficient(false);
+  context.setSDPUseCuDNN(false);
   return true;
 }();
 

@@ -510,6 +510,14 @@ CALL ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type,
   });
 }
 
+// Registered memory is sent as any other; torch's ProcessGroupNCCL2 registers all that it allocates.
+CALL ncclCommRegister(const ncclComm_t, void* memory, size_t, void** handle) {
+  *handle = memory;
+  return ncclSuccess;
+}
+
+CALL ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
+
 // What torch links against and the emulator has not: defined under the real names, whatever the
 // arguments are, else the real library's would be taken, which needs a GPU.
 #define UNSUPPORTED(name)                                                 \
@@ -517,9 +525,9 @@ CALL ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type,
   extern "C" ncclResult_t no_##name() {                                   \
     return refuse(ncclInvalidUsage, "the emulated NCCL has no " #name);   \
   }
-UNSUPPORTED(ncclAlltoAll) UNSUPPORTED(ncclCommDeregister) UNSUPPORTED(ncclCommGetUniqueId)
+UNSUPPORTED(ncclAlltoAll) UNSUPPORTED(ncclCommGetUniqueId)
 UNSUPPORTED(ncclCommGrow) UNSUPPORTED(ncclCommInitAll) UNSUPPORTED(ncclCommMemStats)
-UNSUPPORTED(ncclCommRegister) UNSUPPORTED(ncclCommResume) UNSUPPORTED(ncclCommRevoke)
+UNSUPPORTED(ncclCommResume) UNSUPPORTED(ncclCommRevoke)
 UNSUPPORTED(ncclCommShrink) UNSUPPORTED(ncclCommSuspend) UNSUPPORTED(ncclCommWindowDeregister)
 UNSUPPORTED(ncclCommWindowRegister) UNSUPPORTED(ncclDevCommCreate) UNSUPPORTED(ncclDevCommDestroy)
 UNSUPPORTED(ncclGather) UNSUPPORTED(ncclGetLsaMultimemDevicePointer)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -133,3 +138,29 @@ def test_a_stage_knows_the_names():
     with pytest.raises(ValueError, match="transport is 'tcp', but must be one of 'shm', 'gloo'"):
         Stage(nn.Sequential(nn.ReLU()), [1], transport="tcp")
     Stage(nn.Sequential(nn.ReLU()), [1], transport="cuda_ipc")  # whether it can be used shows later
+
+
+@pytest.mark.parametrize(
+    ("version", "setting", "expected"),
+    [(22809, "1", False), (23000, "1", True), (23007, "", False)],
+)
+def test_the_nccl_that_is_loaded_is_asked(tmp_path, version, setting, expected):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+    source.write_text(f"int ncclGetVersion(int *version) {{ *version = {version}; return 0; }}")
+    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, source]
+    subprocess.run(command, check=True, timeout=60)
+    code = "from procpipe.run.devices import nccl_shares_gpus; print(nccl_shares_gpus())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"LD_PRELOAD": str(library), "NCCL_MULTI_RANK_GPU_ENABLE": setting},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+
+    assert done.stdout == f"{expected}\n"

@@ -1,0 +1,227 @@
+"""A GPT in bf16 autocast: beside one process, beside peers, and beside its own plan.
+
+    profile the layers on rank 0 ── balance ── simulated step, and bytes of each stage
+    build each contender in turn ── two steps, peak of the allocator on each rank
+    rounds of all contenders     ── seconds a step
+
+The prediction is for one GPU a stage. Where stages share a GPU, a step cannot be shorter than the
+tasks of all stages one after the other, which is told beside it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.gpu.child import Recorder
+from benchmarks.rounds import Step, measure
+from examples.models.gpt import gpt as build
+from procpipe import Stage
+from procpipe.balance import divide, profile_layers
+from procpipe.plan.gpipe import recomputed
+from procpipe.plan.layers import Layer, Link, Model
+from procpipe.plan.schedules import SCHEDULES
+from procpipe.plan.simulate import simulate
+
+__all__ = ["gpt", "model_of"]
+
+_SCHEDULE, _MODE = "1f1b", "never"
+
+#: Of a profile's numbers those that a plan's layer has for each size of a micro-batch.
+_BY_SIZE = (
+    *("forward_s", "backward_s", "input_gradient_s", "output_bytes", "kept_bytes"),
+    *("kept_input_bytes", "kept_output_bytes", "put_off_bytes"),
+)
+
+
+def gpt(
+    record: Recorder,
+    devices: Sequence[str],
+    transport: str | None,
+    sizes: Sequence[int],
+    micro_batch: int,
+    num_micro_batches: int,
+    num_rounds: int,
+    with_peers: bool = False,
+) -> None:
+    """Measure steps and peaks; every rank calls it.
+
+    Args:
+        record: takes what is found.
+        devices: one a rank.
+        transport: procpipe's.
+        sizes: words, blocks, width, heads and context of the model.
+        micro_batch: samples in each micro-batch.
+        num_micro_batches: how many there are in a mini-batch.
+        num_rounds: how often each contender gets its turn.
+        with_peers: whether ``torch.distributed.pipelining`` takes part, and not one process.
+    """
+    rank, m, n = dist.get_rank(), num_micro_batches, len(devices)
+    device = torch.device(devices[rank])
+    torch.cuda.set_device(device)
+    words, context = sizes[0], sizes[-1]
+    torch.manual_seed(1)
+    tokens = torch.randint(words, (micro_batch * m, context + 1)).to(device)
+    input, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        with device:
+            return build(*sizes)
+
+    record("gpt model", sizes=sizes, num_parameters=_size(sizes), m=m, n=n, micro_batch=micro_batch)
+    found: list[Any] = [None]
+    if rank == 0:
+        found = [_planned(model(), input[:micro_batch], target[:micro_batch], m, n)]
+    dist.broadcast_object_list(found)
+    plan: dict[str, Any] = found[0]
+    if not with_peers:
+        record("gpt plan", **plan)
+    stages: list[Stage] = []
+
+    def ours(schedule: str) -> Step:
+        stages.append(
+            Stage(
+                model(), plan["balance"], chunks=m, devices=devices, transport=transport,
+                schedule=schedule, checkpoint=_MODE, loss_fn=loss_of, timeout_s=60.0,
+            )
+        )  # fmt: skip
+        return lambda stage=stages[-1]: stage.step(input, target)  # type: ignore[misc]
+
+    makers: dict[str, Callable[[], Step]] = {f"procpipe {_SCHEDULE}": lambda: ours(_SCHEDULE)}
+    if with_peers:
+        makers["procpipe gpipe"] = lambda: ours("gpipe")
+        for name in ("Schedule1F1B", "ScheduleGPipe"):
+            makers[f"torch {name}"] = lambda name=name: _peer(  # type: ignore[misc]
+                name, model(), plan["balance"], m, device, input, target
+            )
+    else:
+        makers["one process"] = lambda: _one_process(model, m, input, target)
+    steps = {}
+    for name, make in makers.items():
+        steps[name], peaks, losses = _first_steps(make)
+        record("gpt memory", name=name, peak_bytes=peaks, losses=losses)
+    record("gpt steps", times=measure(steps, num_rounds=num_rounds, num_steps=1))
+    for stage in stages:
+        stage.close()
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """Compute the mean cross entropy over all tokens."""
+    return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
+
+
+def model_of(profile: Any, num_samples: int) -> Model:
+    """Make what a plan knows of a model from its measured profile."""
+
+    def layer(measured: Any) -> Layer:
+        values = asdict(measured)
+        return Layer(**values | {name: (float(values[name]),) for name in _BY_SIZE})
+
+    return Model(
+        (num_samples,),
+        tuple(map(layer, profile.layers)),
+        layer(profile.loss),
+        (),
+        (float(profile.input_bytes),),
+        (float(profile.target_bytes),),
+        profile.start_s,
+    )
+
+
+def _planned(model: nn.Sequential, x: Tensor, y: Tensor, m: int, n: int) -> dict[str, Any]:
+    """Profile the layers, divide them, and predict a step and each stage's bytes."""
+    with torch.autocast("cuda", torch.bfloat16):
+        profile = profile_layers(model, x, target=y, loss_fn=loss_of, timeout=2.0)
+    layers = model_of(profile, len(x))
+    balance = divide(layers.layer_seconds(len(x)), n)
+    costs = layers.costs(balance, len(x), Link())
+    plan = SCHEDULES[_SCHEDULE].plan(m, tuple(range(n)), recomputed(_MODE, m))
+    timeline = simulate(plan, costs)
+    static = layers.static_bytes(balance, 0.0)
+    return {
+        "balance": list(balance),
+        "schedule": _SCHEDULE,
+        "step_s": timeline.total_s,
+        "all_tasks_s": sum(timeline.busy_s(stage) for stage in range(n)),
+        "static_bytes": list(static),
+        "held_bytes": [timeline.peak_bytes(stage) for stage in range(n)],
+    }
+
+
+def _first_steps(make: Callable[[], Step]) -> tuple[Step, list[int], list[float | None]]:
+    """Build a contender and run two steps; return its step, and peak and loss on each rank."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    made = make()
+    torch.cuda.reset_peak_memory_stats()
+
+    def step() -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = made()
+        torch.cuda.synchronize()
+        return loss
+
+    loss = step()
+    step()
+    ours = (torch.cuda.max_memory_allocated() - before, None if loss is None else float(loss))
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, ours)
+    return step, [peak for peak, _ in of_all], [loss for _, loss in of_all]
+
+
+def _one_process(model: Callable[[], nn.Sequential], m: int, input: Tensor, target: Tensor) -> Step:
+    """Train on rank 0, micro-batch by micro-batch."""
+    if dist.get_rank() != 0:
+        return lambda: None
+    plain = model()
+
+    def step() -> Tensor:
+        losses = []
+        for x, y in zip(input.chunk(m), target.chunk(m), strict=True):
+            losses.append(loss_of(plain(x), y) / m)
+            losses[-1].backward()
+        return torch.stack(losses).sum().detach()
+
+    return step
+
+
+def _peer(
+    name: str,
+    model: nn.Sequential,
+    balance: Sequence[int],
+    m: int,
+    device: torch.device,
+    input: Tensor,
+    target: Tensor,
+) -> Step:
+    """Make the step of ``torch.distributed.pipelining`` with the same splits."""
+    from torch.distributed import pipelining
+
+    rank, n = dist.get_rank(), dist.get_world_size()
+    first = sum(balance[:rank])
+    layers = nn.Sequential(*list(model)[first : first + balance[rank]])
+    stage = pipelining.PipelineStage(layers, rank, n, device)
+    schedule = getattr(pipelining, name)(stage, n_microbatches=m, loss_fn=loss_of)
+    if rank == n - 1:
+
+        def step() -> Tensor:
+            losses: list[Tensor] = []
+            schedule.step(target=target, losses=losses)
+            return torch.stack(losses).mean().detach()
+
+        return step
+    return lambda: schedule.step(input) if rank == 0 else schedule.step()
+
+
+def _size(sizes: Sequence[int]) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(*sizes).parameters())

@@ -1,0 +1,50 @@
+"""A plugin of pytest: records every test as it ends, and runs those first that matter most.
+
+pytest -p benchmarks.gpu.plugin --gpus
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.results import RESULTS, append
+
+__all__ = ["importance"]
+
+#: What a test's name has in it, the most important first.
+_ORDER = ("parity", "ipc", "nccl", "share", "message", "kill", "fail", "stall", "state", "trace")
+
+
+def importance(nodeid: str) -> int:
+    """Return the place of a test in the order; a smaller number runs earlier."""
+    name = nodeid.lower()
+    return next((place for place, word in enumerate(_ORDER) if word in name), len(_ORDER))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests; those of equal importance stay in their order."""
+    items.sort(key=lambda item: importance(item.nodeid))
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Record a test once its outcome is known; write down a failure now, not at the end."""
+    if (
+        report.when != "call"
+        and not report.failed
+        and not (report.when == "setup" and report.skipped)
+    ):
+        return
+    why = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else ""
+    if report.failed:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+        errors = [line[2:].strip() for line in report.longreprtext.splitlines() if line[:2] == "E "]
+        why = "; ".join(dict.fromkeys(line for line in errors if "Error" in line)) or "".join(
+            errors[:1]
+        )
+    values = {"name": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+    append(Path(os.environ[RESULTS]), {"step": "tests", "kind": "test", "why": why, **values})

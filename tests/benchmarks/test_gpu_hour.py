@@ -1,0 +1,290 @@
+"""The kit for a machine with a GPU: what of it needs none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import processes
+from benchmarks.gpu.plugin import importance
+from benchmarks.gpu.processes import MARK, ROOT, run_ranks
+from benchmarks.gpu.results import append, read
+from benchmarks.gpu.steps import LEAST_S, Facts, allowance_s, steps_for
+from benchmarks.gpu.tables import markdown, tables_of
+from tests.dist.script import run_script
+
+# -- results --------------------------------------------------------------------------------------
+
+
+def test_records_are_read_as_they_were_added(tmp_path):
+    file = tmp_path / "results.jsonl"
+    assert read(file) == []
+
+    append(file, {"kind": "run", "emulated": False})
+    append(file, {"kind": "test", "why": "ä\n"})
+
+    assert read(file) == [{"kind": "run", "emulated": False}, {"kind": "test", "why": "ä\n"}]
+
+
+@pytest.mark.parametrize("length", range(1, 20))
+def test_a_line_that_was_cut_off_is_left_out(tmp_path, length):
+    file = tmp_path / "results.jsonl"
+    append(file, {"kind": "run"})
+    with file.open("a") as stream:
+        stream.write('{"kind": "parity" }'[:length])
+
+    assert read(file)[:1] == [{"kind": "run"}]
+    assert len(read(file)) == (2 if length == 19 else 1)
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+def test_a_step_may_take_its_part_of_what_is_left():
+    assert allowance_s(100.0, [1, 1, 2]) == 25.0
+    assert allowance_s(75.0, [1, 2]) == 25.0
+    assert allowance_s(50.0, [2]) == 50.0
+
+
+def test_a_step_has_enough_to_start_in_while_there_is_any_time():
+    assert allowance_s(60.0, [1, 9]) == LEAST_S
+    assert allowance_s(9.0, [1, 9]) == 9.0
+
+
+def test_what_a_step_leaves_goes_to_all_later_ones():
+    assert allowance_s(99.0, [1, 2]) == 33.0  # the one before was there for 1 s, and not for 25
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_steps_that_use_all_of_their_time_never_use_more_than_there_is(share):
+    weights, left_s = [30.0, 130.0, 40.0, 25.0], 480.0
+    for k in range(len(weights)):
+        allowed_s = allowance_s(left_s, weights[k:])
+        assert 0.0 < allowed_s <= left_s
+        left_s -= share * allowed_s
+    assert (left_s == 0.0) == (share == 1.0)
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+def names(steps):
+    return " ".join(step.name for step in steps if not step.why_not)
+
+
+def test_one_gpu_without_a_new_nccl():
+    steps = steps_for(Facts(1))
+
+    assert names(steps) == (
+        "versions tests parity shared-2 shared-4 shared-8 host ipc-messages gpt trace"
+    )
+    assert {step.name for step in steps if step.why_not} == {
+        "nccl-shared",
+        "nccl-messages",
+        "gpt-peers",
+    }
+    assert all("--nccl PATH" in step.why_not for step in steps if step.why_not)
+
+
+def test_one_gpu_with_a_new_nccl():
+    steps = {step.name: step for step in steps_for(Facts(1, shares_by_nccl=True))}
+
+    assert not any(step.why_not for step in steps.values())
+    by_nccl = {name for name, step in steps.items() if step.with_nccl}
+    assert by_nccl == {"nccl-shared", "nccl-messages", "gpt-peers"}
+    assert steps["nccl-shared"].options["transport"] == "nccl"
+    assert steps["nccl-shared"].options["devices"] == ["cuda:0", "cuda:0"]
+
+
+def test_four_gpus():
+    steps = {step.name: step for step in steps_for(Facts(4))}
+
+    assert names(steps.values()) == (
+        "versions tests parity shared-2 shared-4 shared-8 nccl-2 nccl-4 host ipc-messages "
+        "nccl-messages gpt gpt-peers trace"
+    )
+    assert steps["nccl-4"].options["devices"] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert steps["nccl-messages"].options["transport"] is None
+    assert not any(step.with_nccl for step in steps.values())
+
+
+def test_without_pytest_its_step_says_so():
+    (tests,) = (
+        step for step in steps_for(Facts(1, why_no_tests="no pytest")) if step.why_not[:2] == "no"
+    )
+
+    assert (tests.name, tests.why_not) == ("tests", "no pytest")
+
+
+def test_sizes_for_an_emulated_gpu_are_tiny():
+    full, tiny = (
+        {step.name: step.options for step in steps_for(Facts(1, is_tiny=is_tiny))}
+        for is_tiny in (False, True)
+    )
+
+    assert full["gpt"]["sizes"] == [32768, 24, 1792, 14, 1024]
+    assert tiny["gpt"]["sizes"] == [64, 2, 16, 2, 8]
+    assert full.keys() == tiny.keys()
+    assert all(full[name].keys() == tiny[name].keys() for name in full)
+
+
+def test_tests_of_parity_run_first():
+    ids = [
+        "tests/test_state.py::test_a",
+        "tests/dist/test_gpu.py::test_a_killed_rank",
+        "tests/dist/test_gpu.py::test_large_messages_over_nccl",
+        "tests/dist/test_gpu.py::test_parity_on_gpus[1]",
+        "tests/run/test_recorder.py::test_b",
+    ]
+
+    assert sorted(ids, key=importance) == [ids[k] for k in (3, 2, 1, 0, 4)]
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a line of the shell on two ranks; return how it ended, and the log."""
+    monkeypatch.setattr(processes, "_LATE_S", 0.0)
+    monkeypatch.setattr(processes, "_GRACE_S", 0.1)
+
+    def run(line, limit_s=10.0):
+        log = tmp_path / "logs.txt"
+        environment = {MARK: str(tmp_path)}
+        ended = run_ranks(["/bin/sh", "-c", line], 2, environment, limit_s, log)
+        assert [path.name for path in tmp_path.iterdir()] == ["logs.txt"]
+        assert processes._marked(str(tmp_path)) == []
+        return ended, log.read_text()
+
+    return run
+
+
+def test_ranks_that_end_well(run):
+    ended, log = run('echo "I am $RANK of $WORLD_SIZE"')
+
+    assert ended.outcome == "done"
+    assert log == "---- rank 0, exit code 0\nI am 0 of 2\n---- rank 1, exit code 0\nI am 1 of 2\n"
+
+
+def test_the_error_of_the_rank_where_it_began(run):
+    ended, _ = run(
+        'if [ $RANK = 1 ]; then echo "[rank1]: ValueError: no"; echo "while x"; exit 1; fi; '
+        "echo 'procpipe: rank 0 ends, because rank 1 failed in step()'; exit 1"
+    )
+
+    assert ended.outcome == "failed: rank 1: ValueError: no"
+
+
+def test_a_rank_that_was_killed(run):
+    ended, _ = run("if [ $RANK = 1 ]; then kill -KILL $$; fi; sleep 100")
+
+    assert ended.outcome == "failed: rank 1: ended by signal 9"
+
+
+def test_what_hangs_is_cut_off_with_all_it_has_started(run):
+    ended, log = run("echo begun; setsid sleep 100 & sleep 100", limit_s=0.1)
+
+    assert ended.outcome == "cut off"
+    assert ended.seconds < 5.0
+    assert log.count("exit code -9\nbegun") == 2
+
+
+def test_an_error_before_a_hang_is_told(run):
+    ended, _ = run('echo "ValueError: no"; sleep 100', limit_s=0.1)
+
+    assert ended.outcome == "cut off: rank 0: ValueError: no"
+
+
+def test_who_waits_for_a_rank_that_failed_is_ended(run):
+    ended, _ = run("if [ $RANK = 0 ]; then sleep 100; fi; exit 3")
+
+    assert ended.outcome == "failed: rank 1: no output"
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+RECORDS: list[dict[str, Any]] = [
+    {"kind": "run", "emulated": False, "tiny": False},
+    {"kind": "begin", "name": "parity", "title": "parity", "limit_s": 40.0},
+    {
+        "step": "parity",
+        "kind": "parity",
+        "where": "2 stages on one GPU, CUDA IPC",
+        "pair": ["gpipe", "never"],
+        "loss": 0.0,
+        "output": 5.5e-17,
+        "gradients": 2.22e-16,
+        "buffers": 0.0,
+    },
+    {"kind": "end", "name": "parity", "outcome": "failed: rank 1: ValueError: no", "seconds": 12.2},
+    {"kind": "begin", "name": "gpt", "title": "GPT", "limit_s": 70.0},
+    {"kind": "end", "name": "trace", "outcome": "not run: 2 s were left for it", "seconds": None},
+]
+
+
+def test_tables_by_eye():
+    steps, parity = tables_of(RECORDS)
+
+    assert steps.to_text() == (
+        "what was run\n"
+        "\n"
+        "                           outcome   s  of at most\n"
+        "--------------------------------------------------\n"
+        "parity                      failed  12          40\n"
+        "gpt     cut off with the whole run   -          70\n"
+        "trace                      not run   -           -\n"
+        "\n"
+        "parity failed: rank 1: ValueError: no\n"
+        "trace not run: 2 s were left for it"
+    )
+    assert parity.to_text().splitlines()[:5] == [
+        "parity: largest difference to the plain model on the same GPU, float64",
+        "",
+        "                                                loss   output  gradients  buffers",
+        "-" * 81,
+        "2 stages on one GPU, CUDA IPC: gpipe, never  0.0e+00  5.5e-17    2.2e-16  0.0e+00",
+    ]
+
+
+def test_what_is_emulated_says_so_everywhere():
+    records = [{"kind": "run", "emulated": True}, *RECORDS[1:]]
+
+    tables = tables_of(records)
+    text = markdown(records)
+
+    assert all(table.title.startswith("EMULATED, no GPU: ") for table in tables)
+    assert all("not those of any GPU" in table.notes[-1] for table in tables)
+    assert text.startswith("## On emulated GPUs: no time here is a GPU's\n")
+    assert text.count("```text\nEMULATED") == len(tables)
+    assert "EMULATED" not in markdown(RECORDS)
+
+
+def test_nothing_found_is_a_table_too():
+    (steps,) = tables_of([{"kind": "run", "emulated": False}, RECORDS[-1]])
+
+    assert "not run" in steps.to_text()
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_whole_command(tmp_path):
+    done = run_script(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmarks.__main__ import main; "
+        "sys.exit(main(sys.argv[1:]))",
+        args=["gpu", "--tiny", "--steps", "parity", "--budget-s", "80", "--folder", str(tmp_path)],
+    )
+
+    done.check()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("gpu.json", "gpu.md", "gpu.txt", "logs.txt", "results.jsonl")
+    }
+    records = read(tmp_path / "results.jsonl")
+    ended = {record["name"]: record["outcome"] for record in records if record["kind"] == "end"}
+    assert ended == {"versions": "done", "parity": "done"}
+    assert sum(record["kind"] == "parity" for record in records) == 4
+    assert "parity: largest difference" in (tmp_path / "gpu.md").read_text()
