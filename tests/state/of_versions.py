@@ -33,7 +33,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
         for k, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) / 4 + k)
             parameter.grad = torch.ones_like(parameter)
-    model[1].running_mean.fill_(0.5)
+    model.get_buffer("1.running_mean").fill_(0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
     optimizer.step()
     return model, optimizer
