@@ -16,13 +16,13 @@ Two ranks on one GPU are refused by NCCL before 2.30.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from procpipe.channel.meta import Meta, allocate
+from procpipe.torch_internals import nccl_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -140,9 +140,7 @@ def _connected(
     from torch.distributed import PrefixStore, ProcessGroupNCCL
 
     source, destination, kind = channel
-    options = ProcessGroupNCCL.Options()
-    options.config.max_ctas = _MAX_BLOCKS
-    options._timeout = timedelta(seconds=timeout_s)
+    options = nccl_options(ProcessGroupNCCL, timeout_s, _MAX_BLOCKS)
     prefix = f"nccl/{source}-{destination}/{kind}"
     end = 0 if rank == source else 1
     group: Any = ProcessGroupNCCL(PrefixStore(prefix, store), end, 2, options)
