@@ -4,12 +4,13 @@
 # make types   check types
 # make bench   compare with peers, side by side
 # make soak    inject random faults into real runs for some minutes
+# make versions    run the tests under each supported torch and Python (30 GB, hours)
 # make clean   remove everything that make has made
 #
 # Each makes the environment it needs in .venv, once.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench soak clean
+.PHONY: help demo test lint types bench soak versions clean
 .DELETE_ON_ERROR:
 
 export OMP_NUM_THREADS := 1
@@ -44,8 +45,11 @@ soak: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.soak --rounds 60 --repeat-correct 100
 	$(BIN)/python -m benchmarks.restarts --kills 20 --nproc 3
 
+versions: .venv/versions.stamp
+	$(BIN)/nox $(NOX)
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .nox build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/created.stamp:

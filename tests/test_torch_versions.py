@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from procpipe.torch_versions import NEWEST_TESTED, OLDEST, is_tested, release_of
+from tests.test_torch_internals import TESTED
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,3 +65,16 @@ def test_the_package_requires_what_is_checked():
 
     assert required is not None
     assert tuple(map(int, required.groups())) == OLDEST <= NEWEST_TESTED
+
+
+def test_the_tests_run_under_the_oldest_and_the_newest_release():
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    [supported] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED"
+    ]
+    releases = [release_of(version) for version in supported]
+
+    assert (releases[0], releases[-1]) == (OLDEST, NEWEST_TESTED)
+    assert releases == [release_of(f"{major}.{minor}") for major, minor in TESTED]
