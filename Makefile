@@ -6,12 +6,13 @@
 # make bench   compare with peers, side by side
 # make gpu-hour  test and measure on this machine's GPUs, in 8 minutes
 # make soak    inject random faults into real runs for some minutes
+# make versions    run the tests under each supported torch and Python (30 GB, hours)
 # make clean   remove everything that make has made
 #
 # Each makes the environment it needs in .venv, once; test-gpu in .venv-cuda (5 GB).
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint types bench gpu-hour soak clean
+.PHONY: help demo test test-gpu lint types bench gpu-hour soak versions clean
 .DELETE_ON_ERROR:
 
 export OMP_NUM_THREADS := 1
@@ -67,8 +68,11 @@ soak: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.soak --rounds 60 --repeat-correct 100
 	$(BIN)/python -m benchmarks.restarts --kills 20 --nproc 3
 
+versions: .venv/versions.stamp
+	$(BIN)/nox $(NOX)
+
 clean:
-	rm -rf .venv .venv-cuda build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda .nox build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/created.stamp .venv-cuda/created.stamp:

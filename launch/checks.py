@@ -19,7 +19,6 @@ __all__ = ["Check", "Status", "check_host", "failure", "ok", "warning"]
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
-_MIN_TORCH = (2, 6)
 
 #: NCCL takes about 10 MiB a pair of GPUs that cannot reach one another, a loader more.
 _MIN_SHM_BYTES = 256 * _MIB
@@ -104,9 +103,7 @@ def _check_torch(facts: Facts) -> Iterator[Check]:
     torch = facts.torch
     built = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs only"
     told = f"{torch.version}, {built}"
-    if _numbers(torch.version) < _MIN_TORCH:
-        yield failure("torch", told, "install torch 2.6 or newer")
-    elif not torch.is_distributed:
+    if not torch.is_distributed:
         yield failure("torch", f"{told}, without torch.distributed", "install torch's own build")
     elif torch.cuda and not torch.nccl:
         yield failure("torch", f"{told}, without NCCL", "install torch's own build: GPUs need NCCL")

@@ -252,10 +252,19 @@ def _torch() -> Torch:
 
     return Torch(
         version=str(torch.__version__),
-        is_distributed=hasattr(torch._C, "_c10d_init"),
+        is_distributed=torch.distributed.is_available(),
         cuda=torch.version.cuda or "",
-        nccl=tuple(torch.cuda.nccl.version()) if hasattr(torch._C, "_nccl_version") else (),
+        nccl=_nccl_version(),
     )
+
+
+def _nccl_version() -> tuple[int, ...]:
+    import torch
+
+    try:
+        return tuple(torch.cuda.nccl.version())
+    except AttributeError:  # this torch was built without NCCL
+        return ()
 
 
 def _num_nvidia_devices() -> int:

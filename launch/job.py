@@ -64,7 +64,7 @@ def run(job: Job, token: str, view_mode: str) -> int:
     warden = Warden(token)
     ranks = Ranks(job.grace_s)
     view = View(ranks, view_mode, f"logs in {short_path(job.folder)}")
-    stopper = _Stopper(token, view, warden.pid)
+    stopper = _Stopper(token, ranks, view, warden.pid)
     outcome = Outcome({}, "it was stopped")
     try:
         with stopper.installed():
@@ -108,14 +108,16 @@ class _Stopper:
 
     Args:
         token: the run's.
+        ranks: they are given a few seconds by the first.
         view: what to say it by.
         spared: a process that is not to be killed.
     """
 
-    def __init__(self, token: str, view: View, spared: int) -> None:
+    def __init__(self, token: str, ranks: Ranks, view: View, spared: int) -> None:
         self.signal: signal.Signals | None = None
         self.is_armed = True
         self._token = token
+        self._ranks = ranks
         self._view = view
         self._spared = spared
 
@@ -134,6 +136,7 @@ class _Stopper:
         del frame
         if self.signal is None and self.is_armed:
             self.signal = signal.Signals(number)
+            self._ranks.expect_end()
             self._view.hush()
             again = "; again to kill them" if self.signal is signal.SIGINT else ""
             self._view.say(f"procpipe: {_name(self.signal)}: ending all processes{again}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -171,11 +172,12 @@ class Ranks:
     """Looks after the rank processes of this host.
 
     Args:
-        grace_s: how long ranks may take to end after another has ended badly.
+        grace_s: how long ranks may take to end after another has ended badly, or after a signal.
     """
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
+        self._signalled_s = math.inf
         self._attempt: Attempt | None = None
         self._looked_s = 0.0
         self._poller = select.poll()
@@ -199,6 +201,10 @@ class Ranks:
             self._attempt = Attempt(number, num_ranks, tuple(map(Rank, logs)))
         self._wake()
         return self._attempt
+
+    def expect_end(self) -> None:
+        """Begin the grace: the agent passes a signal on to all ranks. For signal handlers."""
+        self._signalled_s = time.monotonic()
 
     def stop(self) -> None:
         """Look once more, and no longer."""
@@ -278,8 +284,13 @@ class Ranks:
                 other.reading = _last_reading(other)
 
     def _end_laggards(self, attempt: Attempt) -> None:
-        """Kill ranks that do not end after another failed: the agent would wait for 30 s."""
-        if attempt.failed_s is None or time.monotonic() < attempt.failed_s + self._grace_s:
+        """Kill ranks that do not end in time.
+
+        The agent would wait for 30 s: after a failure under any torch, after a signal under 2.11,
+        whose ``LaunchConfig`` has no ``shutdown_timeout``.
+        """
+        failed_s = math.inf if attempt.failed_s is None else attempt.failed_s
+        if time.monotonic() < min(failed_s, self._signalled_s) + self._grace_s:
             return
         for rank in attempt.ranks:
             if rank.descriptor is not None:

@@ -5,6 +5,9 @@
 See ``Stage`` for what to write in ``train.py``.
 """
 
+from procpipe import torch_versions  # noqa: F401 - first, as it refuses versions of torch
+
+# isort: split
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.recompute import is_checkpointing, is_recomputing
 from procpipe.errors import (

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from procpipe.compute.recompute import is_recomputing
+from procpipe.torch_internals import BatchNorm
 
 __all__ = ["DeferredBatchNorm"]
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """``nn.BatchNorm1d``, ``2d`` and ``3d`` with running statistics updated once a mini-batch.
 
     After :meth:`commit` they are what ``nn.BatchNorm`` would have made of the whole mini-batch,
@@ -160,7 +160,7 @@ def _converted(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module
     """Convert a module and its descendants; ``done`` keeps one that is used twice one."""
     if module in done:
         return done[module]
-    if isinstance(module, _BatchNorm) and not isinstance(
+    if isinstance(module, BatchNorm) and not isinstance(
         module, (DeferredBatchNorm, nn.SyncBatchNorm)
     ):
         done[module] = _deferred(module)
@@ -172,7 +172,7 @@ def _converted(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module
     return module
 
 
-def _deferred(norm: _BatchNorm) -> DeferredBatchNorm:
+def _deferred(norm: BatchNorm) -> DeferredBatchNorm:
     deferred = DeferredBatchNorm(
         norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False
     )

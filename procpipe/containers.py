@@ -25,9 +25,9 @@ from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from procpipe.errors import BoundaryError
+from procpipe.torch_internals import pytree
 
 __all__ = ["USABLE", "Container", "built", "opened"]
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from procpipe.compute.sharing import shared
 from procpipe.errors import NonFiniteLossError
 from procpipe.microbatch import gather, scatter, shares
 from procpipe.remote import Remote
+from procpipe.torch_internals import pytree
 from procpipe.tree import Flat, flatten, in_words, map_tensors, unflatten
 from procpipe.upload import uploaded
 
@@ -214,7 +214,7 @@ def _zero_of(output: Any) -> Tensor:
     ``masked_fill`` lets no NaN through, neither forward nor backward.
     """
     zero = torch.zeros(())
-    for tensor in tree_leaves(output):
+    for tensor in pytree.tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             everything = torch.ones((), dtype=torch.bool, device=tensor.device)
             zero = zero + tensor.masked_fill(everything, 0).sum().real

@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from procpipe.launch.main import main
 from procpipe.plan.interleaved import interleaved
 from procpipe.plan.render import render_text
 from procpipe.plan.zero_bubble import zb_v
+from procpipe.torch_versions import release_of
 from tests.dist.pool import job_environment
 from tests.dist.script import run_forked, run_script
 
@@ -149,7 +151,7 @@ def test_the_programs_of_those_who_come_print_the_same_on_any_number_of_stages(
     assert re.fullmatch(r"(loss \d+\.\d{4}\n)+", alone.stdout)
 
 
-def test_every_public_name_of_pytorchs_pipelining_is_in_the_table() -> None:
+def names_of_pytorchs_pipelining() -> set[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.distributed import pipelining
@@ -165,10 +167,28 @@ def test_every_public_name_of_pytorchs_pipelining_is_in_the_table() -> None:
         pipelining.ScheduleInterleavedZeroBubble,
     ):
         names |= inspect.signature(function).parameters.keys()
-    names -= {"self", "args", "kwargs", "stages", "module", "submodule"}
-    table = COMING_FROM.read_text().split("\n## torch.distributed.pipelining\n")[1]
+    return names - {"self", "args", "kwargs", "stages", "module", "submodule"}
+
+
+def table_of_pytorchs_pipelining() -> str:
+    return COMING_FROM.read_text().split("\n## torch.distributed.pipelining\n")[1].split("\n## ")[0]
+
+
+def test_every_public_name_of_pytorchs_pipelining_is_in_the_table() -> None:
+    table = table_of_pytorchs_pipelining()
+    names = names_of_pytorchs_pipelining()
     missing = sorted(name for name in names if not re.search(rf"\b{name}\b", table))
     assert not missing
+
+
+def test_the_table_says_in_which_release_of_torch_a_name_appeared() -> None:
+    marked = re.findall(r"`(?:\w+\.)?(\w+)` \(2\.(\d+)\)", table_of_pytorchs_pipelining())
+    assert len(marked) > 10
+    release = release_of(torch.__version__)
+    assert release is not None
+    names = names_of_pytorchs_pipelining()
+    for name, minor in marked:
+        assert (name in names) == (release >= (2, int(minor))), name
 
 
 # -- docs/timeline.md ----------------------------------------------------------------------------

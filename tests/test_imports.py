@@ -12,6 +12,7 @@
                 host                    no other procpipe package; also for the launcher
                  |
      errors  containers  tree           leaves: for all (the last two for all but plan)
+     torch_internals  torch_versions    leaves: likewise for all but plan
      forks  signals  notes  limits      leaves: what processes share, say and open
                 upload                  leaf: from the host to a GPU
 
@@ -34,7 +35,9 @@ ROOT = Path(__file__).parents[1]
 #: Part of the house -> the parts it may import besides itself.
 MAY_IMPORT = {
     "errors": set(),
-    "containers": {"errors"},
+    "torch_versions": set(),
+    "torch_internals": {"torch_versions"},
+    "containers": {"errors", "torch_internals"},
     "tree": {"containers", "errors"},
     "forks": set(),
     "signals": set(),
@@ -44,9 +47,9 @@ MAY_IMPORT = {
     "plan": {"errors"},
     "skip": {"errors", "tree"},
     "balance": {"skip", "errors", "tree"},
-    "channel": {"errors", "forks", "limits", "signals", "tree"},
+    "channel": {"errors", "forks", "limits", "signals", "torch_internals", "tree"},
     "host": {"errors", "notes"},
-    "compute": {"skip", "errors", "tree"},
+    "compute": {"skip", "errors", "torch_internals", "tree"},
     "run": {
         *("plan", "compute", "channel", "host"),
         *("errors", "forks", "limits", "notes", "signals", "tree", "upload"),
@@ -89,6 +92,7 @@ MAY_IMPORT_DISTRIBUTED = (
     "procpipe.run.world",
     "procpipe.state",
     "procpipe.launch.engine",
+    "procpipe.launch.facts",
     "benchmarks",
 )
 
@@ -131,12 +135,12 @@ BAD_EXAMPLES = {
     "channel imports run": (
         {"procpipe.channel.base": "import procpipe.run.world", "procpipe.run.world": ""},
         "procpipe.channel.base:1 imports procpipe.run.world: channel may import only "
-        "errors, forks, limits, signals, tree",
+        "errors, forks, limits, signals, torch_internals, tree",
     ),
     "compute imports a top-level module": (
         {"procpipe.compute.tasks": "from procpipe import stage", "procpipe.stage": ""},
         "procpipe.compute.tasks:1 imports procpipe.stage: compute may import only "
-        "errors, skip, tree",
+        "errors, skip, torch_internals, tree",
     ),
     "run imports balance": (
         {"procpipe.run.world": "from procpipe.balance import blocks"},

@@ -177,7 +177,7 @@ class Memories:
         """Add a tensor's memory (sparse ones have no single one, and are passed over)."""
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = storage
+            self._storages[id(storage)] = storage  # one object for all tensors in it
         return tensor
 
     def __or__(self, others: Memories) -> Memories:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch.distributed import ProcessGroupGloo
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.channel.meta import Meta, allocate
 from procpipe.forks import give_up_in_children, keep_for_ever
+from procpipe.torch_internals import gloo_options
 
 if TYPE_CHECKING:
     from torch.distributed import Store, Work
@@ -56,12 +56,10 @@ class GlooTransport:
     ) -> None:
         # Any: torch's stubs leave out a group's send and recv, and all of its options.
         gloo: Any = ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
         # The user's word counts; torch's default device would not heed it here.
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         where = {"interface": interface} if interface else {"hostname": host}
-        options._devices = [gloo.create_device(**where)]
+        options = gloo_options(gloo, timeout_s, gloo.create_device(**where))
         before = _sockets()
         self._group: Any = gloo(store, rank, num_ranks, options)
         self._sockets = _sockets() - before

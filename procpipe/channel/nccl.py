@@ -47,7 +47,6 @@ import os
 import threading
 import time
 from collections import Counter
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +54,7 @@ from torch import Tensor
 
 from procpipe.channel.meta import Meta, allocate
 from procpipe.forks import keep_for_ever
+from procpipe.torch_internals import nccl_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -72,7 +72,7 @@ _MAX_BLOCKS, _MAX_BLOCKS_OF_ALL = 4, 32
 _MAX_CHANNELS = 29
 
 #: Torch's own limit for a transfer, and for an abort.
-_OUT_OF_REACH = timedelta(days=30)
+_OUT_OF_REACH_S = 30 * 86400.0
 
 #: How long all aborts together may take.
 _ABORT_TIMEOUT_S = 2.0
@@ -272,9 +272,9 @@ def _connected(
 
     source, destination, kind = channel
     is_sender = rank == source
-    options = ProcessGroupNCCL.Options(is_high_priority_stream=is_sender)
-    options.config.max_ctas = num_blocks
-    options._timeout = _OUT_OF_REACH
+    options = nccl_options(
+        ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=is_sender
+    )
     prefix = f"nccl/{source}-{destination}/{kind}"
     with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
         group: Any = ProcessGroupNCCL(PrefixStore(prefix, store), 0 if is_sender else 1, 2, options)

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import activation
 
+from procpipe.torch_internals import IN_PROJECTIONS, IS_TESTED
+
 __all__ = ["attention_with", "is_known"]
 
 #: ``linear(input, weight, bias)``.
@@ -31,16 +33,16 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 #: What calls ``linear``, (2) and (1), with the names it uses that are found elsewhere:
 #: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py
-_IN_PROJECTIONS = ("_in_projection", "_in_projection_packed")
 _ATTENTION = "multi_head_attention_forward"
-_USES = {name: {"linear"} for name in _IN_PROJECTIONS} | {_ATTENTION: {"linear", *_IN_PROJECTIONS}}
+_USES = {name: {"linear"} for name in IN_PROJECTIONS} | {_ATTENTION: {"linear", *IN_PROJECTIONS}}
 
 
 def is_known() -> bool:
-    """Tell whether the installed torch is built as drawn above, and nobody changed that."""
+    """Tell whether this torch is tested and built as drawn above, and nobody changed that."""
     forward = nn.MultiheadAttention.forward
     return (
-        _uses(forward, {"F", _ATTENTION}, vars(activation))
+        IS_TESTED
+        and _uses(forward, {"F", _ATTENTION}, vars(activation))
         and vars(activation).get("F") is F
         and all(_uses(vars(F).get(name), _USES[name], vars(F)) for name in _USES)
     )

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from procpipe.errors import RecomputeError
+from procpipe.torch_internals import pytree
 
 __all__ = ["Difference", "Digests", "Look", "difference", "differs"]
 
@@ -106,7 +106,7 @@ class Digests:
     def _digest(self, value: Any) -> _Digest:
         return [
             _Entry(tuple(leaf.shape), leaf.dtype, self._numbers(leaf))
-            for leaf in tree_leaves(value)
+            for leaf in pytree.tree_leaves(value)
             if isinstance(leaf, Tensor)
         ]
 

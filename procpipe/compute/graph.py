@@ -1,7 +1,7 @@
-"""The edges of a partition's autograd graph, and the engine run over it.
+"""The edges of a partition's autograd graph.
 
-``Enter`` is where received tensors come in and their gradients come out; ``run_backward`` starts
-the engine. Knows neither layers nor tasks.
+``Enter`` is where received tensors come in and their gradients come out. Knows neither layers nor
+tasks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 
 from procpipe.errors import RecomputeError
 
-__all__ = ["Enter", "Entry", "check_shapes", "run_backward"]
+__all__ = ["Enter", "Entry", "check_shapes"]
 
 
 @dataclass(slots=True)
@@ -59,21 +58,3 @@ def check_shapes(i: int, roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...
                 f"as its first forward had, but recomputing it gave {tuple(root.shape)}: a layer "
                 "takes another way the second time (see is_recomputing()); use checkpoint='never'"
             )
-
-
-def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Add the gradients of all that ``roots`` were computed from.
-
-    As ``torch.autograd.backward`` does after a look at each gradient's shape, for which torch 2.13
-    imports sympy (``_make_grads`` in ``torch/autograd/__init__.py``): 0.6 s of the first step.
-    """
-    keep_graph = create_graph = False
-    _engine_run_backward(
-        roots,
-        gradients,
-        keep_graph,
-        create_graph,
-        (),  # all leaves
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )

@@ -37,8 +37,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from procpipe.compute.attention import attention_with, is_known
-from procpipe.compute.graph import run_backward
 from procpipe.compute.weights import LINEAR, Convolution, Rule
+from procpipe.torch_internals import (
+    are_functions_transformed,
+    can_split_backward,
+    conv_forward_of,
+    run_backward,
+    will_run,
+)
 
 __all__ = ["PutOff", "Splitter"]
 
@@ -190,7 +196,9 @@ class Splitter:
         """Stand in for the forward of ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``."""
         weight, bias = layer.weight, layer.bias
         if not _can_be_put_off(layer, weight, bias, input):
-            return layer._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
+            stock = conv_forward_of(type(layer))
+            assert stock is not None, "or it were not suited"
+            return stock(layer, input, weight, bias)
         rule, x = Convolution.of(layer, input)
         call = _Call(rule, weight, bias)
         if x.dim() == len(rule.stride) + 1:  # one sample
@@ -248,9 +256,7 @@ def _adds_up(anchor: Tensor) -> bool:
     Raises:
         RuntimeError: it does, and asks for a graph of the gradients.
     """
-    # Not public (torch 2.13), but what torch.autograd.graph.register_multi_grad_hook asks:
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/graph.py
-    adds = bool(torch._C._will_engine_execute_node(get_gradient_edge(anchor).node))
+    adds = will_run(get_gradient_edge(anchor).node)
     if adds and torch.is_grad_enabled():
         raise RuntimeError(
             "a layer calls backward(create_graph=True), which a backward pass in two tasks cannot "
@@ -284,11 +290,11 @@ def _add(pairs: list[tuple[Tensor, Tensor]]) -> None:
         run_backward(targets, gradients)
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONVOLUTIONS = tuple(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if conv_forward_of(kind))
 
 #: The methods that a rule stands for, as torch made them.
 _STOCK = {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS, nn.MultiheadAttention)}
-_STOCK_INSIDE = {None} | {kind._conv_forward for kind in _CONVOLUTIONS}
+_STOCK_INSIDE = {None} | {conv_forward_of(kind) for kind in _CONVOLUTIONS}
 
 #: What an attention projects query, key and value with.
 _PACKED = ("in_proj_weight",) * 3
@@ -311,9 +317,7 @@ def _can_be_put_off(layer: nn.Module, weight: Tensor, bias: Tensor | None, input
         and input.is_floating_point()
         and (weight.is_leaf or _is_own(layer, weight))
         and (bias is None or bias.is_leaf or _is_own(layer, bias))
-        # Within torch.func. Not public (torch 2.13), but what torch.autograd.Function.apply asks:
-        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
-        and not torch._C._are_functorch_transforms_active()
+        and not are_functions_transformed()
     )
 
 
@@ -394,8 +398,9 @@ def _is_stock(module: nn.Module) -> bool:
     """Tell whether calling a module runs a forward that a rule is known for."""
     kind: Any = type(module)
     return (
-        kind.forward in _STOCK
-        and getattr(kind, "_conv_forward", None) in _STOCK_INSIDE
+        can_split_backward()
+        and kind.forward in _STOCK
+        and conv_forward_of(kind) in _STOCK_INSIDE
         and (kind.forward is not nn.MultiheadAttention.forward or is_known())
         and "forward" not in module.__dict__
     )

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.digests import Digests, Look, difference, differs
 from procpipe.compute.generators import Generators
-from procpipe.compute.graph import Enter, Entry, check_shapes, run_backward
+from procpipe.compute.graph import Enter, Entry, check_shapes
 from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
 from procpipe.compute.sharing import SharedInputs, Sharing
@@ -43,6 +43,7 @@ from procpipe.compute.wrappers import check_not_data_parallel
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.tracker import tracking
+from procpipe.torch_internals import run_backward
 from procpipe.tree import Flat, Structure, flatten, in_words, is_plain, unflatten
 
 __all__ = ["Partition"]

@@ -83,8 +83,7 @@ class Convolution:
         """Return the rule of a layer and its input, padded where zeros on both sides do not do."""
         padding: tuple[int, ...] = (0,) * len(layer.stride)
         if layer.padding_mode != "zeros":
-            pads = layer._reversed_padding_repeated_twice
-            x = F.pad(x, pads, mode=layer.padding_mode)
+            x = F.pad(x, _pads(layer), mode=layer.padding_mode)
         elif layer.padding == "same":
             # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Convolution.cpp
             # (_convolution_same): what the end has more than the beginning is padded first.
@@ -139,6 +138,22 @@ class Convolution:
             self.groups,
             mask,
         )
+
+
+def _pads(layer: _ConvolutionLayer) -> list[int]:
+    """Return what both ends of each dimension are padded with, the last dimension first.
+
+    Of "same" padding the end gets what cannot be halved, as ``_ConvNd.__init__`` does:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/conv.py
+    """
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        ends = [(total // 2, total - total // 2) for total in totals]
+    elif isinstance(layer.padding, str):  # "valid"
+        ends = [(0, 0) for _ in layer.kernel_size]
+    else:
+        ends = [(int(pad), int(pad)) for pad in layer.padding]
+    return [pad for pair in reversed(ends) for pad in pair]
 
 
 _ConvolutionLayer = nn.Conv1d | nn.Conv2d | nn.Conv3d

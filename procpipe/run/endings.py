@@ -172,10 +172,12 @@ def watch_threads(
             whose main thread an exception has ended.
     """
     previous: Hook = sys.excepthook
+    end = _EndAfterFailure(has_failed)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not _is_at_prompt():
             raised(error)
+            end.start()
         previous(kind, error, trace)
 
     previous_of_threads = threading.excepthook
@@ -189,7 +191,8 @@ def watch_threads(
         error = error_of_script()
         if error is not None:  # where another excepthook has taken the place of ours
             raised(error)
-            _end_after_failure(has_failed)
+            end.start()
+            end.main_thread_ends.set()
         if _others():
             _report_until_exit(main_ended)
 
@@ -220,21 +223,50 @@ def _report_until_exit(main_ended: Callable[[float], None]) -> None:
         thread.join()  # it may be in the middle of a farewell
 
     thread = threading.Thread(target=report, name="procpipe end", daemon=True)
-    thread.start()
-    atexit.register(stop)
+    if _started(thread):
+        atexit.register(stop)
 
 
-def _end_after_failure(has_failed: Callable[[], bool]) -> None:
-    """End the process in a thread, if its job has failed and Python waits for others too long."""
-    pid, deadline_s = os.getpid(), time.monotonic() + _LIVE_ON_S
+class _EndAfterFailure:
+    """Ends the process in a thread, if its job has failed and Python waits for others too long.
 
-    def end() -> None:
-        while time.monotonic() < deadline_s or not has_failed() or not (alive := _waited_for()):
+    Args:
+        has_failed: says whether the job has failed.
+    """
+
+    def __init__(self, has_failed: Callable[[], bool]) -> None:
+        self._has_failed = has_failed
+        self._thread: threading.Thread | None = None
+        self.main_thread_ends = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread, once; it waits until the main one ends."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._end, name="procpipe end", daemon=True)
+            _started(self._thread)
+
+    def _end(self) -> None:
+        self.main_thread_ends.wait()
+        deadline_s = time.monotonic() + _LIVE_ON_S
+        while True:
+            alive = _waited_for()
+            if alive and self._has_failed() and time.monotonic() >= deadline_s:
+                break
             time.sleep(_LOOK_EVERY_S)
         rank = os.environ.get("RANK")
-        end_at_once(f"process {pid} (rank {rank})", alive)
+        end_at_once(f"process {os.getpid()} (rank {rank})", alive)
 
-    threading.Thread(target=end, name="procpipe end", daemon=True).start()
+
+def _started(thread: threading.Thread) -> bool:
+    """Start a thread; return False where Python 3.12.0 to 3.12.2 starts none as it ends.
+
+    https://github.com/python/cpython/issues/113964
+    """
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
 
 
 def end_at_once(who: str, waiting_for: str = "its device, which is stuck in transfers") -> NoReturn:

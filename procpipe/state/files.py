@@ -32,7 +32,14 @@ from torch import Tensor, nn
 from procpipe.errors import SavedStateError
 from procpipe.state.archives import read_archive
 from procpipe.state.folders import sync_folder
-from procpipe.state.index import Chunk, Entry, from_json, from_metadata, to_json
+from procpipe.state.index import (
+    Chunk,
+    Entry,
+    from_json,
+    from_metadata,
+    to_json,
+    to_metadata,
+)
 
 __all__ = [
     "INDEX",
@@ -139,40 +146,10 @@ def merge_parts(folder: Path, names: Iterable[str]) -> None:
             [chunk] = entry.chunks
             chunk = dataclasses.replace(chunk, file=f"{name}/{chunk.file}")
             entries[key] = dataclasses.replace(entry, chunks=(chunk,))
-    metadata = _metadata(entries)
+    metadata = to_metadata(entries)
     _write_synced(folder / METADATA, metadata)
     _write_synced(folder / INDEX, to_json(entries, zlib.crc32(metadata)))
     sync_folder(folder)
-
-
-def _metadata(entries: dict[str, Entry]) -> bytes:
-    """Return torch's index, in the form of the torch that runs."""
-    import pickle
-
-    from torch.distributed.checkpoint import filesystem
-    from torch.distributed.checkpoint import metadata as of_torch
-
-    whole = of_torch.Metadata(
-        {}, planner_data={}, storage_data={}, storage_meta=of_torch.StorageMeta()
-    )
-    whole.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    for key, entry in entries.items():
-        [chunk] = entry.chunks
-        size = torch.Size(entry.shape)
-        # Paths of keys, by which torch makes nested dictionaries of them.
-        whole.planner_data[key] = tuple(key.split(".", 1))
-        where = of_torch.MetadataIndex(key, None if entry.dtype is None else chunk.offsets)
-        whole.storage_data[where] = filesystem._StorageInfo(chunk.file, chunk.offset, chunk.length)
-        if entry.dtype is None:
-            whole.state_dict_metadata[key] = of_torch.BytesStorageMetadata()
-            continue
-        like = torch.empty(size, dtype=entry.dtype, device="meta")
-        whole.state_dict_metadata[key] = of_torch.TensorStorageMetadata(
-            of_torch.TensorProperties.create_from_tensor(like),
-            size,
-            [of_torch.ChunkStorageMetadata(torch.Size(chunk.offsets), size)],
-        )
-    return pickle.dumps(whole)
 
 
 def _write_synced(path: Path, data: bytes) -> None:

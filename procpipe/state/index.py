@@ -21,9 +21,9 @@ import torch
 
 from procpipe.errors import SavedStateError
 from procpipe.state.archives import dtypes
-from procpipe.state.pickles import DICT, Made, Name, read_pickle, shown
+from procpipe.state.pickles import DICT, Made, Name, read_pickle, shown, write_pickle
 
-__all__ = ["Chunk", "Entry", "from_json", "from_metadata", "to_json"]
+__all__ = ["Chunk", "Entry", "from_json", "from_metadata", "to_json", "to_metadata"]
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
@@ -125,6 +125,53 @@ def _entry(dtype: Any, shape: Any, file: Any, offset: Any, length: Any, crc32: A
 
 
 # -- torch's -------------------------------------------------------------------------------------
+
+
+def to_metadata(entries: dict[str, Entry]) -> bytes:
+    """Return torch's index of entries of one chunk each, the same whatever torch runs.
+
+    In the form of torch 2.11 to 2.14, which later ones read too; that of 2.15 has one more field in
+    ``TensorProperties``, and they do not read it. Version 1.0.0 is of torch 2.7 and later.
+    """
+    places: list[tuple[Any, Any]] = []
+    values: list[tuple[Any, Any]] = []
+    for key, entry in entries.items():
+        [chunk] = entry.chunks
+        size, start = (Made(_SIZE, (numbers,)) for numbers in (entry.shape, chunk.offsets))
+        at = {"fqn": key, "offset": None if entry.dtype is None else start, "index": None}
+        place = {"relative_path": chunk.file, "offset": chunk.offset, "length": chunk.length}
+        places.append((_made("MetadataIndex", at), Made(_STORAGE_INFO, (), _dict(place))))
+        if entry.dtype is None:
+            values.append((key, _made("BytesStorageMetadata", {})))
+            continue
+        box = _made("ChunkStorageMetadata", {"offsets": start, "sizes": size})
+        tensor = {"properties": _properties(entry.dtype), "size": size, "chunks": [box]}
+        values.append((key, _made("TensorStorageMetadata", tensor)))
+    of_nothing: dict[str, Any] = dict.fromkeys(("checkpoint_id", "save_id", "load_id"))
+    whole = {
+        "state_dict_metadata": Made(DICT, items=values),
+        # Paths of keys, by which torch makes nested dictionaries of them.
+        "planner_data": _dict({key: tuple(key.split(".", 1)) for key in entries}),
+        "storage_data": Made(DICT, items=places),
+        "storage_meta": _made("StorageMeta", of_nothing | {"modules": []}),
+        "version": "1.0.0",
+    }
+    return write_pickle(_made("Metadata", whole))
+
+
+def _made(name: str, fields: dict[str, Any]) -> Made:
+    return Made(Name(_MODULE, name), (), _dict(fields))
+
+
+def _dict(of: dict[str, Any]) -> Made:
+    return Made(DICT, items=list(of.items()))
+
+
+def _properties(dtype: torch.dtype) -> Made:
+    """Return a tensor's properties: dtype, layout, requires_grad, memory format, pin_memory."""
+    name = Name("torch", str(dtype).removeprefix("torch."))
+    strided, contiguous = Made(_LAYOUT, ("torch.strided",)), Made(_MEMORY_FORMAT, (0,))
+    return Made(Name(_MODULE, "TensorProperties"), (), (name, strided, False, contiguous, False))
 
 
 def from_metadata(data: bytes) -> dict[str, Entry]:
@@ -240,6 +287,7 @@ def _is_size(value: Any) -> bool:
 
 
 _SIZE, _LAYOUT = Name("torch", "Size"), Name("torch.serialization", "_get_layout")
+_MEMORY_FORMAT = Name(_MODULE, "_MEM_FORMAT_ENCODING")
 _PATHS = ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 
 
@@ -253,12 +301,11 @@ _ALLOWED = {
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
     )
 }
 _ALLOWED |= {Name(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
 _ALLOWED |= {Name("torch", name) for name in dtypes()}
-_ALLOWED |= {_STORAGE_INFO, _SIZE, _LAYOUT, Name("collections", "OrderedDict")}
+_ALLOWED |= {_STORAGE_INFO, _SIZE, _LAYOUT, _MEMORY_FORMAT, Name("collections", "OrderedDict")}
 
 
 # -- chunks --------------------------------------------------------------------------------------

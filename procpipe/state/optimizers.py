@@ -170,6 +170,12 @@ def state_faults(
     return faults, unsure
 
 
+def _num_numbers(optimizer: Optimizer) -> int:
+    """Return how many real numbers an optimizer's parameters have together."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return sum((2 if p.is_complex() else 1) * p.numel() for p in parameters)
+
+
 def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple[int, ...] | None:
     """Return the shape of a tensor of a parameter's state; None if nobody knows.
 
@@ -180,7 +186,7 @@ def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple
         return tuple(now.shape) if isinstance(now, Tensor) else None
     shape = tuple(parameter.shape)
     if isinstance(optimizer, torch.optim.LBFGS):  # of all parameters together
-        return (optimizer._numel(),) if part in ("d", "prev_flat_grad") else None
+        return (_num_numbers(optimizer),) if part in ("d", "prev_flat_grad") else None
     if part == "row_var":
         return (*shape[:-1], 1)
     if part == "col_var":

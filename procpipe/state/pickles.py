@@ -1,4 +1,4 @@
-"""A reader of pickles that makes nothing but plain values and inert records.
+"""A reader of pickles that makes nothing but plain values and inert records, and a writer of them.
 
     GLOBAL m n            Name(m, n), if it is a name that is allowed; nothing is imported
     REDUCE, NEWOBJ        Made(name, arguments); nothing is called
@@ -14,14 +14,15 @@ Source: ``pickletools`` describes the opcodes.
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from procpipe.errors import SavedStateError
 
-__all__ = ["DICT", "PERSISTENT", "SET", "Made", "Name", "read_pickle", "shown"]
+__all__ = ["DICT", "PERSISTENT", "SET", "Made", "Name", "read_pickle", "shown", "write_pickle"]
 
 
 @dataclass(frozen=True)
@@ -287,3 +288,67 @@ _STEPS: dict[int, _Step] = {
         "j": lambda m: m.get(_u32(m)),
     }.items()
 }
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def write_pickle(record: Any) -> bytes:
+    """Return a pickle of protocol 2 of what :func:`read_pickle` would return for it.
+
+    A name with arguments is called with them; one without is made by its ``__new__``.
+    """
+    writer = _Writer()
+    writer.write(record)
+    return b"\x80\x02" + b"".join(writer.parts) + b"."
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._memo: dict[str | Name, int] = {}
+
+    def write(self, record: Any) -> None:
+        if record is None or type(record) is bool:
+            self.parts.append({None: b"N", True: b"\x88", False: b"\x89"}[record])
+        elif type(record) is int:
+            data = record.to_bytes(record.bit_length() // 8 + 1, "little", signed=True)
+            self.parts += [b"\x8a", bytes([len(data)]), data]
+        elif type(record) is str or type(record) is Name:
+            self._write_once(record)
+        elif type(record) is tuple or type(record) is list:
+            is_tuple = type(record) is tuple
+            self._write_all(b"(" if is_tuple else b"](", record, b"t" if is_tuple else b"e")
+        else:
+            self._write_made(record)
+
+    def _write_once(self, record: str | Name) -> None:
+        if record in self._memo:
+            self.parts.append(b"j" + struct.pack("<I", self._memo[record]))
+            return
+        if isinstance(record, str):
+            data = record.encode("utf-8", "surrogatepass")
+            self.parts += [b"X", struct.pack("<I", len(data)), data]
+        else:
+            self.parts.append(f"c{record.module}\n{record.name}\n".encode())
+        self.parts.append(b"r" + struct.pack("<I", len(self._memo)))
+        self._memo[record] = len(self._memo)
+
+    def _write_made(self, record: Made) -> None:
+        if record.of == DICT:
+            self.parts.append(b"}")
+        else:
+            self.write(record.of)
+            self.write(record.args)
+            self.parts.append(b"R" if record.args else b"\x81")
+        if record.items:
+            self._write_all(b"(", itertools.chain.from_iterable(record.items), b"u")
+        if record.state is not None:
+            self.write(record.state)
+            self.parts.append(b"b")
+
+    def _write_all(self, start: bytes, records: Iterable[Any], end: bytes) -> None:
+        self.parts.append(start)
+        for record in records:
+            self.write(record)
+        self.parts.append(end)

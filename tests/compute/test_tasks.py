@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.graph import run_backward
 from procpipe.compute.recompute import is_recomputing
 from procpipe.compute.tasks import Partition
 from procpipe.errors import BoundaryError, RecomputeError
+from procpipe.torch_internals import run_backward
 from procpipe.tree import Flat, is_plain
 
 CPU = torch.device("cpu")

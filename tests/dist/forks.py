@@ -196,6 +196,8 @@ def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[
         main.__file__ = start.argv[0]
         code = compile(Path(start.argv[0]).read_bytes(), start.argv[0], "exec")
     sys.modules["__main__"] = main
+    # What is frozen outlives the interpreter, and nanobind, which Triton is built with, complains.
+    atexit.register(gc.unfreeze)
     return code, vars(main)
 
 

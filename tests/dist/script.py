@@ -48,6 +48,11 @@ END_TIMEOUT_S = 5.0
 #: How long the kernel may take to end a killed process.
 KILL_TIMEOUT_S = 10.0
 
+#: Why others learn late of a script that has ended while a thread of its lives; "" if they do not.
+LEARNS_LATE = ""
+if (3, 12) <= sys.version_info < (3, 12, 3):
+    LEARNS_LATE = "this Python starts no thread as it ends: python/cpython#113964"
+
 #: Finds the processes of a job that are there now.
 Find = Callable[[], Iterator[psutil.Process]]
 

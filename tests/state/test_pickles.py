@@ -17,6 +17,7 @@ import struct
 import sys
 import types
 import zipfile
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,8 @@ import torch.distributed.checkpoint.metadata
 
 from procpipe import SavedStateError
 from procpipe.state.archives import read_archive
-from procpipe.state.files import _metadata
-from procpipe.state.index import Chunk, Entry, from_metadata
-from procpipe.state.pickles import DICT, Made, Name, read_pickle
+from procpipe.state.index import Chunk, Entry, from_metadata, to_metadata
+from procpipe.state.pickles import DICT, Made, Name, read_pickle, write_pickle
 
 METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -128,14 +128,47 @@ def an_index():
         key: Entry(dtype, shape, (Chunk((0,) * len(shape), shape, "stage-0/x", 10 * k, 7),))
         for k, (key, (dtype, shape)) in enumerate(whole.items())
     }
-    return entries, _metadata(entries)
+    return entries, to_metadata(entries)
 
 
 def test_an_index_of_torch_is_read():
     entries, data = an_index()
 
     assert from_metadata(data) == entries
-    assert isinstance(pickle.loads(data), torch.distributed.checkpoint.metadata.Metadata)
+    of_torch = pickle.loads(data)
+    assert isinstance(of_torch, torch.distributed.checkpoint.metadata.Metadata)
+    assert from_metadata(pickle.dumps(of_torch)) == entries
+
+
+def test_an_index_is_written_with_what_torch_gives_its_own():
+    """Every field of torch's classes has the value that torch would give it."""
+    of_torch = torch.distributed.checkpoint.metadata
+    found = pickle.loads(an_index()[1])
+
+    properties = of_torch.TensorProperties.create_from_tensor(torch.empty(3, 4))
+    if hasattr(properties, "strides"):
+        properties.strides = None  # from torch 2.15 on, where it may be unknown
+    chunk = of_torch.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([3, 4]))
+    assert found.state_dict_metadata["a.b"] == of_torch.TensorStorageMetadata(
+        properties, torch.Size([3, 4]), [chunk]
+    )
+    assert found.state_dict_metadata["d"] == of_torch.BytesStorageMetadata()
+    assert found.storage_meta == of_torch.StorageMeta()
+    filesystem = torch.distributed.checkpoint.filesystem
+    assert found.version == filesystem.CURRENT_DCP_VERSION
+    places = {("a.b", (0, 0)): 0, ("a.c", ()): 10, ("d", None): 20}
+    assert found.storage_data == {
+        of_torch.MetadataIndex(*index): filesystem._StorageInfo("stage-0/x", offset, 7)
+        for index, offset in places.items()
+    }
+    assert found.planner_data == {"a.b": ("a", "b"), "a.c": ("a", "c"), "d": ("d",)}
+
+
+def test_what_is_written_is_what_python_reads():
+    value: list[Any] = [None, True, -1, 0, 255, 1 << 40, -(1 << 70), "é" * 300, ("a", []), "a", ()]
+    data = write_pickle(Made(DICT, items=[("key", value), ("a", Made(DICT))]))
+
+    assert pickle.loads(data) == {"key": value, "a": {}}
 
 
 @pytest.mark.parametrize(("more", "is_known"), [((), True), (((4, 1),), True), ((1, 2), False)])
@@ -143,8 +176,9 @@ def test_the_properties_of_a_tensor_in_several_versions_of_torch(monkeypatch, mo
     """From 2.15 on there is a sixth, its strides; of others nothing is known."""
     kind = torch.distributed.checkpoint.metadata.TensorProperties
     original = kind.__getstate__
-    monkeypatch.setattr(kind, "__getstate__", lambda self: (*original(self), *more))
+    monkeypatch.setattr(kind, "__getstate__", lambda self: (*original(self)[:5], *more))
     entries, data = an_index()
+    data = pickle.dumps(pickle.loads(data))
     if is_known:
         assert from_metadata(data) == entries
     else:

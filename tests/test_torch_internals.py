@@ -1,0 +1,191 @@
+"""Which private names of torch there are, in which releases, and that no other is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import ProcessGroupGloo
+
+from procpipe import torch_internals
+from procpipe.compute import attention
+from procpipe.compute.split import PutOff, Splitter
+from procpipe.torch_versions import is_tested, release_of
+
+ROOT = Path(__file__).parents[1]
+
+TESTED = ((2, 11), (2, 13), (2, 15))
+
+GLOO: Any = ProcessGroupGloo  # torch's stubs leave its options out
+
+
+def options_of_nccl() -> Any:
+    pytest.importorskip("torch.distributed.distributed_c10d")
+    if not torch.distributed.is_nccl_available():
+        pytest.skip("this torch is built without NCCL")
+    return torch.distributed.ProcessGroupNCCL.Options()
+
+
+#: How to find each name, and the releases in which it was seen.
+NAMES = {
+    "_engine_run_backward": (lambda: torch.autograd.graph, TESTED),
+    "_will_engine_execute_node": (lambda: torch._C, TESTED),
+    "_are_functorch_transforms_active": (lambda: torch._C, TESTED),
+    "_conv_forward": (lambda: nn.Conv2d, TESTED),
+    "_in_projection": (lambda: F, TESTED),
+    "_in_projection_packed": (lambda: F, TESTED),
+    "multi_head_attention_forward": (lambda: F, TESTED),
+    "_BatchNorm": (lambda: nn.modules.batchnorm, TESTED),
+    "_Options": (lambda: GLOO, TESTED),
+    "_timeout of gloo": (lambda: GLOO._Options(), TESTED),
+    "_devices": (lambda: GLOO._Options(), TESTED),
+    "_timeout of NCCL": (lambda: options_of_nccl(), TESTED),
+    "max_ctas": (lambda: options_of_nccl().config, TESTED),
+    "SUPPORTED_NODES": (lambda: torch.utils._pytree, TESTED),
+    "SUPPORTED_SERIALIZED_TYPES": (lambda: torch.utils._pytree, TESTED),
+    "shutdown_timeout": (lambda: launch_config(), ((2, 13), (2, 15))),
+    # Of files: the names that a saved state's index has.
+    "_StorageInfo": (lambda: checkpoint("filesystem"), TESTED),
+    "_MEM_FORMAT_ENCODING": (lambda: checkpoint("metadata"), TESTED),
+    "_get_layout": (lambda: torch.serialization, TESTED),
+    "_rebuild_tensor_v2": (lambda: torch._utils, TESTED),
+    "_rebuild_parameter": (lambda: torch._utils, TESTED),
+}
+
+
+def launch_config() -> Any:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig
+
+
+def checkpoint(name: str) -> Any:
+    return importlib.import_module(f"torch.distributed.checkpoint.{name}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_private_name_is_in_the_releases_in_which_it_was_seen(name):
+    find, releases = NAMES[name]
+    release = release_of(torch.__version__)
+    assert all(is_tested(f"{major}.{minor}") for major, minor in releases)
+
+    if release in TESTED:
+        assert hasattr(find(), name.split()[0]) == (release in releases)
+
+
+#: Attributes of tensors, modules, named tuples and processes that are not private, or Python's.
+USABLE = {
+    *("_version", "_is_view", "_modules", "_parameters", "_buffers", "_metadata"),
+    *("_replace", "_fields", "_exit", "_inst", "_DummyThread", "_register_atexit"),
+}
+
+
+def test_no_other_module_uses_private_names_of_torch():
+    """Nor any attribute with an underscore that no class of procpipe has."""
+    paths = [path for folder in ("procpipe", "launch") for path in (ROOT / folder).rglob("*.py")]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    own = {name for tree in trees.values() for name in defined_in(tree)}
+    found = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path, tree in trees.items()
+        if path.stem != "torch_internals"
+        for line, name in private_names_in(tree, own)
+    ]
+
+    assert found == []
+    inside = private_names_in(trees[ROOT / "procpipe" / "torch_internals.py"], own)
+    assert {"_Options", "_pytree", "_BatchNorm"} <= {name for _, name in inside}
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def private_names_in(tree: ast.Module, own: set[str]) -> list[tuple[int, str]]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [alias.name for alias in node.names] + str(node.module).split(".")
+            found += [(node.lineno, name) for name in names]
+    return [
+        (line, name) for line, name in found if re.match("_[^_]", name) and name not in own | USABLE
+    ]
+
+
+# -- without the names ---------------------------------------------------------------------------
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model.zero_grad()
+    output = model(torch.ones(2, 3, 5, 5))
+    torch_internals.run_backward((output,), (torch.ones_like(output),))
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [gradient.clone() for gradient in gradients if gradient is not None]
+
+
+def test_without_the_engines_function_or_under_an_unknown_torch(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(18, 1))
+    expected = gradients_of(model)
+
+    for name, value in (("_engine", None), ("IS_TESTED", False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_internals, name, value)
+            assert all(map(torch.equal, gradients_of(model), expected))
+
+
+@pytest.mark.parametrize("name", ["_will_run", "_are_transformed"])
+def test_without_the_functions_of_autograd_nothing_is_put_off(monkeypatch, name):
+    put_off = PutOff()
+    layer = nn.Linear(2, 2)
+    for is_there in (True, False):
+        if not is_there:
+            monkeypatch.setattr(torch_internals, name, None)
+        splitter = Splitter([layer], torch.zeros((), requires_grad=True))
+        with splitter.into(put_off):
+            assert ("forward" in layer.__dict__) == is_there
+
+
+def test_the_copies_of_attention_are_off_under_an_unknown_torch(monkeypatch):
+    assert attention.is_known() == is_tested(torch.__version__)
+    monkeypatch.setattr(attention, "IS_TESTED", False)
+    assert not attention.is_known()
+
+
+def test_other_options_of_process_groups_are_one_clear_error():
+    class Options:
+        __slots__ = ("timeout",)
+
+    class Group:
+        _Options = Options
+
+    message = re.escape(f"torch {torch.__version__} has other options for process groups")
+    with pytest.raises(RuntimeError, match=message):
+        torch_internals.gloo_options(Group, 1.0, None)
+    with pytest.raises(RuntimeError, match=message):
+        torch_internals.nccl_options(Group, 1.0, 4)
+
+
+def test_the_base_of_batch_normalisation():
+    assert torch_internals.BatchNorm is nn.modules.batchnorm._BatchNorm
+    assert inspect.signature(torch_internals.BatchNorm).parameters.keys() >= {"eps", "momentum"}

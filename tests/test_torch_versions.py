@@ -1,0 +1,80 @@
+"""Which versions of torch are refused, and how."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from procpipe.torch_versions import NEWEST_TESTED, OLDEST, is_tested, release_of
+from tests.test_torch_internals import TESTED
+
+ROOT = Path(__file__).parents[1]
+
+
+def import_procpipe_beside(torch_version: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Import procpipe in a process whose torch has nothing but a version."""
+    (folder / "torch.py").write_text(f"__version__ = {torch_version!r}\n")
+    code = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]; import procpipe"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.9.1+cu128", "2.10.1a0+gitabc", "1.13.1"])
+def test_an_older_torch_is_one_clear_error(version, tmp_path):
+    ended = import_procpipe_beside(version, tmp_path)
+
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        f"ImportError: procpipe needs torch 2.11 or newer, but this is torch {version}: versions "
+        "2.11 to 2.15 are tested; install one with pip install 'torch>=2.11'"
+    )
+    assert "AttributeError" not in ended.stderr
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.16.0a0+git1234567", "3.0", "a1b2c3d"])
+def test_others_are_accepted_and_used(version, tmp_path):
+    ended = import_procpipe_beside(version, tmp_path)
+
+    assert "procpipe needs" not in ended.stderr
+    assert "'torch'" in ended.stderr.splitlines()[-1]  # which has no nn, Tensor, …
+
+
+def test_the_release_of_a_version():
+    found = {
+        version: (release_of(version), is_tested(version))
+        for version in ("2.11.0+cu130", "2.13.1", "2.15.0a0+gitabc", "2.16.0a0", "2.9", "main")
+    }
+    assert found == {
+        "2.11.0+cu130": ((2, 11), True),
+        "2.13.1": ((2, 13), True),
+        "2.15.0a0+gitabc": ((2, 15), True),
+        "2.16.0a0": ((2, 16), False),
+        "2.9": ((2, 9), False),
+        "main": (None, False),
+    }
+
+
+def test_the_package_requires_what_is_checked():
+    required = re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+
+    assert required is not None
+    assert tuple(map(int, required.groups())) == OLDEST <= NEWEST_TESTED
+
+
+def test_the_tests_run_under_the_oldest_and_the_newest_release():
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    [supported] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED"
+    ]
+    releases = [release_of(version) for version in supported]
+
+    assert (releases[0], releases[-1]) == (OLDEST, NEWEST_TESTED)
+    assert releases == [release_of(f"{major}.{minor}") for major, minor in TESTED]
