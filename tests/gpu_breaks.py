@@ -122,6 +122,7 @@ def _failure(root: Path, tests: list[str], seed: int) -> str:
             capture_output=True,
             text=True,
             timeout=TIME_LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"none in {TIME_LIMIT_S} s: the tests hang"

@@ -1,4 +1,4 @@
-"""Each deliberate break still fits the code (running them takes minutes: ``tests/gpu_breaks.py``)."""
+"""Each deliberate break still fits the code; ``gpu_breaks.py`` runs them, which takes minutes."""
 
 from pathlib import Path
 
