@@ -1,21 +1,27 @@
 # make demo    train the digits example over two processes
 # make test    run all tests
+# make test-gpu  run the tests for GPUs, on emulated ones where there are none
 # make lint    check style and format
 # make types   check types
 # make bench   compare with peers, side by side
 # make soak    inject random faults into real runs for some minutes
 # make clean   remove everything that make has made
 #
-# Each makes the environment it needs in .venv, once.
+# Each makes the environment it needs in .venv, once; test-gpu in .venv-cuda (5 GB).
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench soak clean
+.PHONY: help demo test test-gpu lint types bench soak clean
 .DELETE_ON_ERROR:
 
 export OMP_NUM_THREADS := 1
 
 BIN := .venv/bin
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11 python
+CUDA_BIN := .venv-cuda/bin
+SEED ?= 0
+SEES_GPUS := import sys, pytest, pytest_timeout, torch; sys.exit(not torch.cuda.is_available())
+NO_COMPILER := make test-gpu: no GPU was found, and to emulate some needs the C++ compiler g++ \
+(Debian, Ubuntu: apt-get install g++)
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 # A free port for each run, and no question to the name service about this host.
@@ -29,6 +35,17 @@ demo: .venv/examples.stamp
 
 test: .venv/test.stamp
 	$(BIN)/python -m pytest
+
+# By the first Python that has pytest and a torch that sees a GPU; else GPUs are emulated.
+test-gpu:
+	@for python in $(GPU_PYTHON) $(BIN)/python python3; do \
+	    if "$$python" -c "$(SEES_GPUS)" 2>/dev/null; then \
+	        echo "$$python -m tests.on_gpus"; exec "$$python" -m tests.on_gpus; \
+	    fi; \
+	done; \
+	command -v g++ >/dev/null || { echo "$(NO_COMPILER)" >&2; exit 1; }; \
+	$(MAKE) --no-print-directory .venv-cuda/test.stamp && \
+	$(CUDA_BIN)/python -m tests.on_gpus --seed $(SEED)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -45,14 +62,14 @@ soak: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.restarts --kills 20 --nproc 3
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/created.stamp:
+.venv/created.stamp .venv-cuda/created.stamp:
 	@for python in $(PYTHONS); do \
 	    if "$$python" -c "$(NEW_ENOUGH)" 2>/dev/null; then \
-	        echo "$$python -m venv .venv"; \
-	        "$$python" -m venv --clear .venv && touch $@; exit; \
+	        echo "$$python -m venv $(@D)"; \
+	        "$$python" -m venv --clear $(@D) && touch $@; exit; \
 	    fi; \
 	done; \
 	echo "procpipe needs Python 3.11 or newer, and none of these is: $(PYTHONS)." >&2; \
@@ -60,4 +77,11 @@ clean:
 
 .venv/%.stamp: .venv/created.stamp pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# The CUDA build of torch, with the headers that the emulated GPU is built with.
+.venv-cuda/%.stamp: .venv-cuda/created.stamp pyproject.toml constraints.txt
+	grep -v '^torch==' constraints.txt >.venv-cuda/constraints.txt
+	$(CUDA_BIN)/python -m pip install --disable-pip-version-check -c .venv-cuda/constraints.txt \
+	    torch==2.15.0 -e '.[$*]'
 	@touch $@

@@ -1,12 +1,27 @@
-"""What every test can use: ``ranks``, real processes to run a function on."""
+"""What every test can use: ``ranks``, real processes to run a function on; and what runs on GPUs.
+
+    pytest                  all tests on CPUs; those marked ``gpu`` are left out
+    pytest --gpus           those marked ``gpu`` or ``on_gpus``, on the CUDA devices that there are
+    pytest --gpus=share     those of them that are for this number of emulated GPUs (make test-gpu)
+
+``on_gpus`` marks what runs on CPUs and, unchanged, on GPUs: tests/dist/devices.py says which. Of a
+module, it is for all tests that use ``ranks`` and are not marked ``only_on_cpus``. Both marks may
+say how many GPUs there must be at least.
+"""
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.dist import devices
 from tests.dist.pool import Pool, Ranks
+from tests.on_gpus import NUMBERS_OF_GPUS
+
+NUM_LEFT_OUT = pytest.StashKey[int]()
 
 
 @pytest.fixture(scope="session")
@@ -17,15 +32,91 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     pool.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes, and skip those that need a GPU where there is none."""
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items:
-        import torch
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--gpus``."""
+    parser.addoption(
+        "--gpus",
+        nargs="?",
+        choices=("all", "share"),
+        const="all",
+        help="run the tests for GPUs, and no others; share: only those for this number of GPUs",
+    )
 
-        if not torch.cuda.is_available():
-            for item in gpu_items:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the devices of all tests."""
+    os.environ[devices.VARIABLE] = "gpus" if config.getoption("--gpus") else "cpus"
+    if devices.is_on_gpus() and not devices.num_gpus():
+        raise pytest.UsageError("--gpus: there is no CUDA device that torch can use here")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that start processes, and keep those for these devices."""
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.dist)
+    on_gpus = [item for item in items if num_needed(item)]
+    if devices.is_on_gpus():
+        kept = on_gpus
+        if config.getoption("--gpus") == "share":
+            kept = [item for item in on_gpus if devices.num_gpus() in numbers_for(item)]
+        for item in kept:
+            add_skips(item)
+    else:
+        for item in on_gpus:
+            if item.get_closest_marker("hardware"):
+                item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
+        kept = [item for item in items if needs_no_gpu(item)]
+        config.stash[NUM_LEFT_OUT] = len(on_gpus)
+    left_out = [item for item in items if item not in set(kept)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """Say how many tests are for GPUs, and how they are run."""
+    number = config.stash.get(NUM_LEFT_OUT, 0)
+    return [f"on CPUs; `make test-gpu` runs {number} tests on GPUs"] if number else []
+
+
+def num_needed(item: pytest.Item) -> int:
+    """Return how many GPUs a test needs; 0 if it is not for GPUs."""
+    own = [mark for mark in item.own_markers if mark.name == "on_gpus"]
+    if not own and "ranks" in getattr(item, "fixturenames", ()):
+        own = list(item.iter_markers("on_gpus"))
+    if item.get_closest_marker("only_on_cpus"):
+        own = []
+    return max([0, *(int((*mark.args, 1)[0]) for mark in [*own, *item.iter_markers("gpu")])])
+
+
+def needs_no_gpu(item: pytest.Item) -> bool:
+    """Say whether a test is for CPUs, or is to be shown as skipped there."""
+    return item.get_closest_marker("gpu") is None or item.get_closest_marker("hardware") is not None
+
+
+def add_skips(item: pytest.Item) -> None:
+    """Skip a test that these GPUs are not enough for, or that is not about GPUs of their kind."""
+    needed, number = num_needed(item), devices.num_gpus()
+    if number < needed:
+        item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, not {number}"))
+    if item.get_closest_marker("hardware") and devices.is_emulated():
+        item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
+    if item.get_closest_marker("emulated") and not devices.is_emulated():
+        item.add_marker(pytest.mark.skip(reason="is about emulated GPUs"))
+
+
+def numbers_for(item: pytest.Item) -> tuple[int, ...]:
+    """Return with how many emulated GPUs a test runs: one number, which the seed chooses.
+
+    Or with all that are enough, if it says so. With 8 only those run that say so, or need them.
+    """
+    needed = num_needed(item)
+    enough = tuple(number for number in NUMBERS_OF_GPUS if number >= needed)
+    marks = [*item.iter_markers("gpu"), *item.iter_markers("on_gpus")]
+    if any(mark.kwargs.get("every") for mark in marks):
+        return enough
+    usual = enough[:-1] or enough
+    seed = os.environ.get("EMULATED_GPU_SEED", "0")
+    return (usual[zlib.crc32(f"{seed} {item.nodeid}".encode()) % len(usual)],)

@@ -32,6 +32,7 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.dist.devices import devices_of_ranks
 from tests.dist.forks import fork_server
 from tests.dist.report import Failure, Outcome, Outcomes, RanksHungError
 from tests.dist.worker import Job
@@ -101,7 +102,8 @@ class Pool:
         try:
             self._grow(num_ranks)
             self._num_runs += 1
-            job = Job(self._num_runs, num_ranks, call, timeout_s, world_timeout_s, world)
+            devices = devices_of_ranks(num_ranks)
+            job = Job(self._num_runs, devices, call, timeout_s, world_timeout_s, world)
             outcomes = self._run(job, self._workers[:num_ranks])
         except BaseException:
             # Also for an interrupt or a test's own time limit: the workers are in the middle of

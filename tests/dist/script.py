@@ -32,6 +32,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.dist.devices import visible_to_script
 from tests.dist.forks import fork_server
 from tests.dist.pool import job_environment
 from tests.dist.report import RanksFailedError, RanksHungError
@@ -167,14 +168,16 @@ def _environments(num_ranks: int | None) -> list[dict[str, str]]:
     """Return the environment of each process."""
     common = job_environment({"PYTHONFAULTHANDLER": "1"})
     if num_ranks is None:
-        return [common]
+        return [common | visible_to_script(0, 1)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    ranks = map(str, range(num_ranks))
-    return [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
+    return [
+        common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | visible_to_script(rank, num_ranks)
+        for rank in range(num_ranks)
+    ]
 
 
 @contextlib.contextmanager
@@ -195,7 +198,8 @@ def _run(
     argv: list[str], cwd: Path, folder: Path, timeout_s: float, env: dict[str, str]
 ) -> Completed:
     token = uuid.uuid4().hex
-    env = job_environment({"PYTHONFAULTHANDLER": "1", TOKEN: token, **env})
+    visible = visible_to_script(0, 1)  # all or none: a launcher's processes have one environment
+    env = job_environment({"PYTHONFAULTHANDLER": "1", TOKEN: token} | visible | env)
     out, err = folder / "stdout", folder / "stderr"
     start = time.monotonic()
     # Files, not pipes: a process left behind would hold a pipe open.

@@ -26,6 +26,7 @@ from procpipe.plan.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
 from procpipe.run.world import World
 from procpipe.tree import Flat, children_of, flatten, map_tensors, unflatten
+from tests.dist.devices import REAL_GPU_TOLERANCES, is_emulated
 from tests.dist.worker import BareWorld
 
 MODES = ("always", "except_last", "never")
@@ -38,6 +39,7 @@ def world_of(bare: BareWorld, name: str) -> World:
         num_ranks=bare.num_ranks,
         store=PrefixStore(name, bare.store),
         device=bare.device,
+        devices=bare.devices,
         timeout_s=bare.timeout_s,
     )
 
@@ -142,6 +144,9 @@ def assert_same(
     if isinstance(expected, Tensor):
         assert found.dtype == expected.dtype, f"{what}: {found.dtype}, not {expected.dtype}"
         assert found.shape == expected.shape, f"{what}: {found.shape}, not {expected.shape}"
+        if found.is_cuda and not is_emulated():
+            tolerance = max(tolerance, REAL_GPU_TOLERANCES.get(str(found.dtype), 0.0))
+        found, expected = found.cpu(), expected.cpu()
         distance = (found.double() - expected.double()).abs().max() if found.numel() else 0
         is_same = torch.equal(found, expected) or distance <= tolerance * (
             expected.abs().max() if scale is None else scale

@@ -21,6 +21,8 @@ from tests.dist.stages import (
 )
 from tests.dist.test_schedules import BALANCES, make_model
 
+pytestmark = pytest.mark.on_gpus
+
 #: The micro-batches of one plan add up to a gradient in another order than those of another.
 TOLERANCE = 1e-13
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from procpipe import Stage
 from procpipe.balance import Inputs
 from procpipe.run.world import World
+
+pytestmark = pytest.mark.on_gpus
 
 
 class Repeated(nn.Module):

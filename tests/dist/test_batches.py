@@ -23,6 +23,8 @@ from tests.dist.stages import (
     stage_of,
 )
 
+pytestmark = pytest.mark.on_gpus
+
 
 def make_model(norm: Any = nn.LayerNorm):
     torch.manual_seed(1)

@@ -28,6 +28,8 @@ from tests.dist.stages import (
     stage_of,
 )
 
+pytestmark = pytest.mark.on_gpus
+
 
 class Do(nn.Module):
     """A layer from a function, with a linear map of its own if ``num_features`` is given."""

@@ -28,6 +28,8 @@ from tests.test_containers import (
     local_class,
 )
 
+pytestmark = pytest.mark.on_gpus
+
 
 def cases() -> dict[str, Case]:
     x = rows()

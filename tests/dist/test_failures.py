@@ -20,6 +20,8 @@ from procpipe.channel.link import INLINE_BYTES
 from procpipe.host.board import Board
 from tests.dist.report import Failure, Outcomes
 
+pytestmark = pytest.mark.on_gpus
+
 #: Every rank must have ended by then, on a machine whose cores are shared with others.
 SOON_S = 5.0
 

@@ -22,6 +22,8 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.simulate import simulate
 from tests.dist.stages import MODES, stage_of
 
+pytestmark = pytest.mark.on_gpus
+
 #: Columns of what goes into stage 0, 1, … and of what comes out of the last.
 WIDTHS = (6, 40, 3, 17, 8)
 ROWS = 5

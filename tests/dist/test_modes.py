@@ -27,6 +27,8 @@ from tests.dist.stages import (
     world_of,
 )
 
+pytestmark = pytest.mark.on_gpus
+
 
 def make_batch(size=10, seed=2):
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +76,7 @@ def check_model_parallelism(bare):
         assert_same(stage.step(inputs, target), expected, "loss")
         assert_same_gradients(stage, plain)
         output = stage(inputs)
-        F.mse_loss(output, target).backward()
+        F.mse_loss(output, target.to(stage.device)).backward()
         plain_backward(plain, (inputs,), 1, lambda output: F.mse_loss(output, target))
         assert_same_gradients(stage, plain)
         assert_same(stage.fetch(output), plain(inputs).detach(), "output")
@@ -154,24 +156,25 @@ EXPECTED_PHASES = {
 
 
 def see_autocast(input):
-    product = torch.ones(2, 2) @ torch.ones(2, 2)
-    return str(product.dtype), torch.is_autocast_enabled("cpu")
+    product = input.new_ones(2, 2) @ input.new_ones(2, 2)
+    return str(product.dtype), torch.is_autocast_enabled(input.device.type)
 
 
 def train_under_autocast(stage):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(stage.device.type, dtype=torch.bfloat16):
         stage.step(torch.ones(6, 2))
 
 
 def train_and_go_backward_outside(stage):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(stage.device.type, dtype=torch.bfloat16):
         output = stage(torch.ones(6, 2))
         loss = output.sum()
     loss.backward()
 
 
 def train_plainly_under_disabled(stage):
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+    kind = stage.device.type
+    with torch.autocast(kind, dtype=torch.bfloat16), torch.autocast(kind, enabled=False):
         stage.step(torch.ones(6, 2))
 
 
@@ -228,7 +231,7 @@ class Drop(nn.Module):
                 own.seed(5)
 
     def forward(self, input):
-        mask = (self.draw(input.numel()) > 0.4).double().view_as(input)
+        mask = (self.draw(input.numel()) > 0.4).to(input).view_as(input)
         return input * mask * self.weight
 
 
@@ -318,7 +321,8 @@ class Hidden(nn.Module):
 
 class DrawsFromClass(Hidden):
     def forward(self, input):
-        return input * self.weight * torch.rand(input.shape, generator=self.generator)
+        numbers = torch.rand(input.shape, generator=self.generator)
+        return input * self.weight * numbers.to(input.device)
 
 
 class DrawsFromSystem(Hidden):
@@ -357,7 +361,7 @@ class InFloat32(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, input):
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(input.device.type, enabled=False):
             return input.float() @ self.weight
 
 
@@ -368,20 +372,21 @@ def check_autocast_gradients(bare, balance):
     inputs = inputs.float()
     for mode in MODES:
         plain.zero_grad()
-        truth = copy.deepcopy(plain)
+        truth = copy.deepcopy(plain).to(bare.device)  # what autocast casts depends on the device
+        inputs, target = inputs.to(bare.device), target.to(bare.device)
         options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": F.cross_entropy}
         with stage_of(bare, f"autocast {mode}", plain, balance, **options) as stage:
             for style in ("step", "forward"):
                 truth.zero_grad()
                 stage.zero_grad()
-                with torch.autocast("cpu", dtype=torch.bfloat16):
+                with torch.autocast(bare.device.type, dtype=torch.bfloat16):
                     losses = [
                         F.cross_entropy(truth(x), y) * (len(x) / 10)
                         for x, y in zip(inputs.chunk(3), target.chunk(3), strict=True)
                     ]
                 for loss in reversed(losses):
                     loss.backward()
-                with torch.autocast("cpu", dtype=torch.bfloat16):
+                with torch.autocast(bare.device.type, dtype=torch.bfloat16):
                     if style == "step":
                         stage.step(inputs, target)
                     else:
@@ -566,8 +571,9 @@ def check_fetch(bare, balance):
             fetched = stage.fetch(value)
             assert_same(fetched, truth, "fetched")
             assert not fetched.requires_grad
+        target = target.to(stage.device)
         correct = (output.argmax(1) == target).sum()
-        assert stage.fetch(correct).item() == (expected.argmax(1) == target).sum().item()
+        assert stage.fetch(correct).item() == (expected.argmax(1) == target.cpu()).sum().item()
         # A value of rank 0, and plain ones.
         nested = {"a": [inputs, None, 3], "b": ("c", 0.5)} if bare.rank == 0 else None
         assert_same(stage.fetch(nested), {"a": [inputs, None, 3], "b": ("c", 0.5)}, "nested")
@@ -605,7 +611,7 @@ def check_state(bare, balance):
         of_stage = {k: v for k, v in other.state_dict().items() if k.split(".")[0] in ours}
         stage.load_state_dict(of_stage)
         assert_same_state(stage, other)
-        stage.load_state_dict(plain.state_dict(), assign=True)
+        stage.load_state_dict(on(bare.device, plain), assign=True)
         assert_same_state(stage, plain)
 
         with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"9.weight"'):
@@ -623,11 +629,16 @@ def check_state(bare, balance):
             with pytest.raises(RuntimeError, match=r"Missing key.*num_batches_tracked"):
                 stage.load_state_dict(state)
         # What is loaded is trained: the stage looks at the parameters that are there.
-        stage.load_state_dict(other.state_dict(), assign=True)
+        stage.load_state_dict(on(bare.device, other), assign=True)
         inputs, _ = make_batch()
         other.eval()
         stage.eval()
         assert_same(stage.fetch(stage(inputs).detach()), other(inputs).detach(), "loaded")
+
+
+def on(device, model):
+    """Return the state of a model on a device."""
+    return {key: value.to(device) for key, value in model.state_dict().items()}
 
 
 def values_from_meta(bare, balance):
@@ -677,8 +688,8 @@ def check_attributes(bare, balance):
         first = sum(balance[: bare.rank])
         assert stage.balance == balance
         assert all(type(part) is int for part in stage.balance)
-        assert stage.devices == [torch.device("cpu")] * bare.num_ranks
-        assert stage.device == torch.device("cpu")
+        assert stage.devices == bare.devices
+        assert stage.device == bare.device
         assert (stage.chunks, type(stage.chunks)) == (3, int)
         assert (stage.checkpoint, stage.rank) == ("always", bare.rank)
         assert isinstance(stage, nn.Sequential)
@@ -717,7 +728,7 @@ def check_attributes(bare, balance):
             lambda: stage.to(torch.ones(1)),
             lambda: stage.to("cpu", torch.float64),
         ):
-            with pytest.raises(TypeError, match=f"stage {bare.rank} stays on cpu"):
+            with pytest.raises(TypeError, match=f"stage {bare.rank} stays on {bare.device}"):
                 move()
         for convert in (stage.double, stage.float, stage.half, stage.bfloat16):
             assert convert() is stage

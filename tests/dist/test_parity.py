@@ -28,6 +28,8 @@ from tests.dist.stages import (
 #: Mini-batches that make 1, 2, 3 and 8 micro-batches, the last one smaller where it can be.
 BATCHES = {1: 5, 2: 9, 3: 11, 8: 23}
 
+pytestmark = pytest.mark.on_gpus
+
 BALANCES = {
     1: [[7]],
     2: [[1, 6], [4, 3]],
@@ -127,7 +129,7 @@ def check_forward_and_backward(bare, balances):
                     for seed in (2, 3):
                         inputs, target = make_batch(size, seed)
                         output = stage(inputs)
-                        loss = F.cross_entropy(output, target)
+                        loss = F.cross_entropy(output, target.to(stage.device))
                         loss.backward()
 
                         expected, expected_loss = plain_backward(
@@ -191,7 +193,7 @@ def run_with_dropout(bare, balances):
                         if style == "step":
                             values.append(stage.step(inputs, target))
                         else:
-                            loss = F.mse_loss(stage(inputs), target)
+                            loss = F.mse_loss(stage(inputs), target.to(stage.device))
                             loss.backward()
                             values.append(stage.fetch(loss))
                     gradients = {name: p.grad for name, p in stage.named_parameters()}

@@ -28,6 +28,8 @@ from tests.dist.stages import (
     two_at_a_time,
 )
 
+pytestmark = pytest.mark.on_gpus
+
 #: By number of partitions.
 BALANCES = {
     1: [9],
@@ -253,7 +255,7 @@ def check_other_calls(bare: Any, schedule: str) -> None:
             plain, (inputs,), 4, lambda output: F.cross_entropy(output, target)
         )
         output = stage(inputs)
-        loss = F.cross_entropy(output, target)
+        loss = F.cross_entropy(output, target.to(stage.device))
         loss.backward()
         assert_same(stage.fetch(output), expected, "output")
         assert_same(stage.fetch(loss), expected_loss, "loss")

@@ -18,6 +18,9 @@ from procpipe.run.world import World
 from procpipe.skip import Namespace, pop, skippable, stash
 from procpipe.skip.skippable import declared
 from procpipe.skip.tracker import tracking
+from tests.dist.stages import assert_same
+
+pytestmark = pytest.mark.on_gpus
 
 
 @skippable(stash=["skip"])
@@ -122,21 +125,21 @@ def check_parity(world: World, balance: list[int]) -> None:
             case = (balance, chunks, mode)
             stage.chunks, stage.checkpoint = chunks, mode
             stage.zero_grad()
-            assert torch.equal(stage.step(x, y), loss), case
+            assert_same(stage.step(x, y), loss, str(case))
             for name, parameter in stage.named_parameters():
                 assert parameter.grad is not None
-                assert torch.equal(parameter.grad, gradients[name]), (*case, name)
+                assert_same(parameter.grad, gradients[name], f"{case} {name}")
             assert stage.statistics().held_bytes == 0, case
 
             stage.zero_grad()
             ours = stage(x)
-            assert torch.equal(stage.fetch(ours), output), case
-            F.cross_entropy(ours, y).backward()
+            assert_same(stage.fetch(ours), output, str(case))
+            F.cross_entropy(ours, y.to(stage.device)).backward()
             for name, parameter in stage.named_parameters():
-                torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=1e-13)
+                assert_same(parameter.grad, gradients[name], f"{case} {name}", 1e-13, 1.0)
         stage.eval()
         with torch.no_grad():
-            assert torch.equal(stage.fetch(stage(x)), output), (balance, chunks, "eval")
+            assert_same(stage.fetch(stage(x)), output, f"{balance} {chunks} eval")
         stage.train()
 
 
@@ -178,11 +181,11 @@ def check_changing_skips(world: World, mode: str) -> None:
     stage.load_state_dict(plain.state_dict())
     expected = torch.cat([plain(part) for part in x.chunk(6)])
     output = stage(x)
-    assert torch.equal(stage.fetch(output), expected.detach())
+    assert_same(stage.fetch(output), expected.detach(), "output")
     expected.sum().backward()
     output.sum().backward()
     for name, parameter in stage.named_parameters():
-        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        assert_same(parameter.grad, plain.get_parameter(name).grad, name, 1e-7)
 
 
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
@@ -335,7 +338,7 @@ def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int, i
         ours, truth = parameter.grad, plain.get_parameter(name).grad
         assert ours is not None
         assert truth is not None
-        assert torch.equal(ours, truth), (mode, name)
+        assert_same(ours, truth, f"{mode} {name}")
     pipeline = stage._calls.pipeline
     assert pipeline is not None
     senders = pipeline.channels.senders
@@ -378,7 +381,7 @@ def check_skippable_loss(world: World, mode: str) -> None:
         truth = plain.get_parameter(name).grad
         assert parameter.grad is not None
         assert truth is not None
-        assert torch.equal(parameter.grad, truth), name
+        assert_same(parameter.grad, truth, name)
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])
@@ -429,7 +432,7 @@ def check_skips_that_are_left_out(world: World) -> None:
     expected = torch.cat([plain(part).detach() for part in x.chunk(2)])
     stage = Stage(plain, [2, 1], chunks=2, world=world)
     stage.eval()
-    assert torch.equal(stage.fetch(stage(x)), expected)
+    assert_same(stage.fetch(stage(x)), expected, "output")
 
 
 def test_a_skip_may_be_left_out_at_both_ends(ranks: Any) -> None:

@@ -19,6 +19,8 @@ from procpipe.channel.link import INLINE_BYTES
 from procpipe.host.board import Board
 from tests.dist.script import run_forked
 
+pytestmark = pytest.mark.on_gpus
+
 WIDTH = 4
 NUM_STEPS = 3
 

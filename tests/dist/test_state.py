@@ -26,6 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from procpipe import RemoteStageError, Stage, state
 from tests.dist.stages import assert_same, plain_step, stage_of
 
+pytestmark = pytest.mark.on_gpus
+
 KINDS = ("sgd", "adam", "adamw")
 #: Some stages have no parameters, some no matrices, one has all of both.
 BALANCES = {1: [7], 2: [4, 3], 3: [1, 4, 2], 4: [2, 1, 2, 2]}

@@ -17,6 +17,8 @@ from procpipe.plan.chrome import from_chrome
 from procpipe.plan.idle import split
 from tests.dist.stages import stage_of, world_of
 
+pytestmark = pytest.mark.on_gpus
+
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(1)

@@ -27,6 +27,8 @@ from tests.dist.stages import (
 )
 from tests.dist.test_schedules import BALANCES, make_model
 
+pytestmark = pytest.mark.on_gpus
+
 
 def check_misfits(bare: Any) -> None:
     for balance, schedule, told in (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import random
@@ -39,7 +40,7 @@ class Job:
 
     Attributes:
         number: counts the runs of a pool; names the run's part of the store.
-        num_ranks: how many ranks take part.
+        devices: of each rank that takes part.
         call: pickled ``(function, args, kwargs)``; apart, so that a failure to load it is told.
         timeout_s: the run's time limit.
         world_timeout_s: the time limit that the world is built with.
@@ -47,7 +48,7 @@ class Job:
     """
 
     number: int
-    num_ranks: int
+    devices: list[str]
     call: bytes
     timeout_s: float
     world_timeout_s: float
@@ -62,6 +63,7 @@ class BareWorld:
     num_ranks: int
     store: dist.Store
     device: torch.device
+    devices: list[torch.device]
     timeout_s: float
 
     def close(self) -> None:
@@ -138,6 +140,9 @@ def _make_world(job: Job, rank: int, store: dist.Store) -> Any:
     import torch
     import torch.distributed as dist
 
+    devices = [torch.device(device) for device in job.devices]
+    if devices[rank].type == "cuda":
+        torch.cuda.set_device(devices[rank])
     world_type: Any = BareWorld
     if job.world:
         from procpipe.run.world import World
@@ -145,9 +150,10 @@ def _make_world(job: Job, rank: int, store: dist.Store) -> Any:
         world_type = World
     return world_type(
         rank=rank,
-        num_ranks=job.num_ranks,
+        num_ranks=len(devices),
         store=dist.PrefixStore(f"run{job.number}", store),
-        device=torch.device("cpu"),
+        device=devices[rank],
+        devices=devices,
         timeout_s=job.world_timeout_s,
     )
 
@@ -170,10 +176,24 @@ def _with_close(first: Failure | None, closing: Failure) -> Failure:
     )
 
 
+class ToCpu(pickle.Pickler):
+    """Pickles tensors of GPUs as tensors of the CPU, where they are compared."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            copy = value.detach().cpu().requires_grad_(value.requires_grad)
+            return copy.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
 def _dumps(outcome: Outcome) -> bytes:
     # Plain pickle: ``Connection.send`` would share the memory of tensors with this process.
     try:
-        return pickle.dumps(outcome)
+        buffer = io.BytesIO()
+        ToCpu(buffer).dump(outcome)
+        return buffer.getvalue()
     except Exception as error:
         error.add_note(f"(raised while pickling the value that rank {outcome.rank} returned)")
         failure = Failure.of(error)

@@ -1,0 +1,58 @@
+"""Which devices the ranks of a test compute on: CPUs, or the GPUs that there are, in turn.
+
+    4 ranks on   1 GPU    all of them share it            CUDA IPC
+                 2 GPUs   cuda:0, cuda:1, cuda:0, cuda:1  NCCL and CUDA IPC
+                 4 GPUs   one each                        NCCL
+
+Nothing else in a test needs to differ (tests/conftest.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+#: Says to all processes of a test run what their tests run on: "cpus" or "gpus".
+VARIABLE = "PROCPIPE_TEST_DEVICES"
+
+#: What numbers of a real GPU may differ from the CPU's by, of a tensor's largest value: its kernels
+#: add up in another order. An emulated GPU computes what the CPU does, to the last bit.
+REAL_GPU_TOLERANCES = {"torch.float64": 1e-11, "torch.float32": 1e-4, "torch.bfloat16": 0.02}
+
+
+def is_on_gpus() -> bool:
+    """Say whether the ranks of tests compute on GPUs."""
+    return os.environ.get(VARIABLE) == "gpus"
+
+
+def is_emulated() -> bool:
+    """Say whether this process's GPUs are emulated ones (tests/emulated_gpu)."""
+    return "EMULATED_GPU_COUNT" in os.environ
+
+
+@functools.cache
+def num_gpus() -> int:
+    """Return how many GPUs this process may use."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def devices_of_ranks(num_ranks: int) -> list[str]:
+    """Return the device of each rank of a test."""
+    if not is_on_gpus():
+        return ["cpu"] * num_ranks
+    return [f"cuda:{rank % num_gpus()}" for rank in range(num_ranks)]
+
+
+def visible_to_script(rank: int, num_ranks: int) -> dict[str, str]:
+    """Return which GPUs a script's process may see, as environment variables.
+
+    None for tests on CPUs; all where each rank has one of its own; else one for each process, as
+    some launchers have it.
+    """
+    if not is_on_gpus():
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if num_ranks <= num_gpus():
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": str(rank % num_gpus())}
