@@ -110,8 +110,8 @@ def noticed_by(each: Break, seed: int, goes_on: bool) -> str:
 
 def _failure(root: Path, tests: list[str], seed: int) -> str:
     """Run GPU tests in a tree until one fails; return its name, or ""."""
-    command = [sys.executable, "-m", "tests.emulated_gpu", "--seed", str(seed), "--"]
-    command += [sys.executable, "-m", "pytest", "-m", "gpu", "-x", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "tests.emulated_gpu", "--gpus", "4", "--seed", str(seed), "--"]
+    command += [sys.executable, "-m", "pytest", "--gpus", "-x", "-q", "-p", "no:cacheprovider"]
     environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
