@@ -459,13 +459,20 @@ def test_a_process_ends_though_its_streams_are_busy(tmp_path):
 # ---- CUDA IPC and stream memory operations -------------------------------------------------------
 
 
-def own_memory():
-    """Print a handle, and what opening it here gives; stay until told."""
+def own_memory(replaced: bool = False):
+    """Print a handle, and what opening it here gives; stay until a line is read.
+
+    Of memory that was freed since, and replaced by other memory, with ``replaced``.
+    """
     memory, handle, stream = new_memory(), (ctypes.c_char * 64)(), new_stream()
     fill(memory, 7, stream)
     check("cudaStreamSynchronize", stream)
     check("cudaIpcGetMemHandle", handle, memory)
-    say([open_memory(bytes(handle).hex(), 0), bytes(handle).hex()])
+    opened = open_memory(bytes(handle).hex(), 0)
+    if replaced:
+        check("cudaFree", memory)
+        memory = new_memory()
+    say([opened, bytes(handle).hex()])
     input()
     return list(at(memory))
 
@@ -501,10 +508,18 @@ def test_memory_is_shared_with_other_processes(tmp_path):
     assert run(open_memory, handle, 0, folder=tmp_path) == [INVALID_VALUE, None]
 
 
+def test_a_handle_of_freed_memory_is_invalid(tmp_path):
+    owner = start(own_memory, True, folder=tmp_path)
+    _, handle = first_line(owner)
+    assert run(open_memory, handle, 0, folder=tmp_path) == [INVALID_VALUE, None]
+    assert result(owner, "\n") == [POISON] * 8
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({}, [[7] * 8, INVALID_VALUE]),
+        ({"cuda_visible_devices": "1"}, [[7] * 8, INVALID_VALUE]),
         ({"remote_writes": 1}, [[7] * 8, 0]),
         ({"peer_access": 0}, [PEER_ACCESS_UNSUPPORTED, None]),
     ],
@@ -514,7 +529,8 @@ def test_memory_of_another_gpu_needs_peer_access_and_streams_do_not_write_it(
 ):
     owner = start(own_memory, folder=tmp_path)
     _, handle = first_line(owner)
-    assert run(open_memory, handle, 1, folder=tmp_path, **settings) == expected
+    device = 0 if "cuda_visible_devices" in settings else 1
+    assert run(open_memory, handle, device, folder=tmp_path, **settings) == expected
     result(owner, "\n")
 
 
@@ -600,12 +616,16 @@ def test_cuda_visible_devices(tmp_path, visible, physical):
 def use_driver_in_new_thread():
     """Return errors of the driver's calls in a thread without a context, then with one."""
     check("cudaSetDevice", 1)
+    number, stream = new_memory(), new_stream()
+    write = ("cuStreamWriteValue64_v2", stream, number, ctypes.c_uint64(1), 0)
     context, address, errors = made("cuDevicePrimaryCtxRetain", 1), ctypes.c_uint64(), []
 
     def work():
         device = ctypes.c_int(-1)
+        errors.append(call(*write))
         errors.append(call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(8)))
         check("cuCtxPushCurrent_v2", context)
+        check(*write)
         errors.append(call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(8)))
         check("cudaGetDevice", ctypes.byref(device))
         errors.append(device.value)
@@ -620,7 +640,7 @@ def use_driver_in_new_thread():
 
 
 def test_each_thread_has_contexts_of_its_own(tmp_path):
-    assert run(use_driver_in_new_thread, folder=tmp_path) == [INVALID_CONTEXT, 0, 1, 0]
+    assert run(use_driver_in_new_thread, folder=tmp_path) == [*[INVALID_CONTEXT] * 2, 0, 1, 0]
 
 
 def go_on_after_a_failure():

@@ -21,10 +21,12 @@
 namespace emulated {
 namespace {
 
+using Guard = std::lock_guard<std::mutex>;
+
 constexpr int kMajor = 9, kMinor = 0, kMultiprocessors = 16, kVersion = CUDA_VERSION;
 constexpr int kFirstBus = 0xe0;  // of the PCI addresses
 
-std::atomic<bool> active[64];  // whether a device has its primary context in this process
+std::atomic<bool> active[kMostGpus];  // whether a device has its primary context in this process
 thread_local std::vector<int> contexts;  // of this thread, the last is current
 
 bool valid(int device) { return device >= 0 && device < settings().gpus; }
@@ -41,7 +43,7 @@ void make_current(int device) {
   active[device] = true;
 }
 
-// ---- kernels --------------------------------------------------------------------------------------
+// ---- kernels ------------------------------------------------------------------------------------
 
 std::mutex kernels_mutex;
 std::map<const void*, const char*>& kernels() {  // names by the functions that launch them
@@ -54,14 +56,14 @@ cudaError_t refuse_kernel(const void* function) {
   if (cudaError_t failed = begin()) return end(failed);
   std::string name;
   {
-    std::lock_guard<std::mutex> lock(kernels_mutex);
+    Guard lock(kernels_mutex);
     auto found = kernels().find(function);
     if (found != kernels().end()) name = found->second;
   }
   Dl_info known;
   if (name.empty() && dladdr(function, &known) && known.dli_sname) name = known.dli_sname;
-  return end(error(cudaErrorInvalidDeviceFunction, "kernel " + (name.empty() ? "without a name" : name) +
-                                                       " is not emulated"));
+  if (name.empty()) name = "without a name";
+  return end(error(cudaErrorInvalidDeviceFunction, "kernel " + name + " is not emulated"));
 }
 
 struct Configuration {
@@ -112,42 +114,37 @@ bool has_context() { return !contexts.empty(); }
 
 using namespace emulated;
 
-#define BEGIN if (cudaError_t error = begin()) return end(error)
-#define BEGIN_DRIVER if (cudaError_t error = begin()) return CUresult(error)
 
-extern "C" {
+// ---- devices ------------------------------------------------------------------------------------
 
-// ---- devices --------------------------------------------------------------------------------------
-
-EMULATED cudaError_t cudaGetDeviceCount(int* count) {
+RUNTIME cudaGetDeviceCount(int* count) {
   *count = 0;
   BEGIN;
   *count = settings().gpus;
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaGetDevice(int* device) {  // works after failures, and makes no context
+RUNTIME cudaGetDevice(int* device) {  // works after failures, and makes no context
   *device = contexts.empty() ? 0 : contexts.back();
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaSetDevice(int device) {
+RUNTIME cudaSetDevice(int device) {
   BEGIN;
   if (!valid(device)) return end(cudaErrorInvalidDevice);
   make_current(device);
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaDriverGetVersion(int* version) { return *version = kVersion, cudaSuccess; }
-EMULATED cudaError_t cudaRuntimeGetVersion(int* version) { return *version = kVersion, cudaSuccess; }
+RUNTIME cudaDriverGetVersion(int* version) { return *version = kVersion, cudaSuccess; }
+RUNTIME cudaRuntimeGetVersion(int* version) { return *version = kVersion, cudaSuccess; }
 
-EMULATED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
+RUNTIME cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   BEGIN;
   if (!valid(device)) return end(cudaErrorInvalidDevice);
   const int physical = settings().visible[device];
   memset((void*)p, 0, sizeof *p);
   snprintf(p->name, sizeof p->name, "Emulated GPU");
   const std::string uuid = uuid_text(physical).substr(4);
-  unsigned index = 0;
-  for (size_t at = 0; at < uuid.size(); ++at)
-    if (uuid[at] != '-') p->uuid.bytes[index++] = char(std::stoi(uuid.substr(at++, 2), nullptr, 16));
+  for (size_t at = 0, index = 0; at < uuid.size(); at += uuid[at] == '-' ? 1 : 2)
+    if (uuid[at] != '-') p->uuid.bytes[index++] = char(stoi(uuid.substr(at, 2), nullptr, 16));
   p->major = kMajor, p->minor = kMinor;
   p->totalGlobalMem = settings().memory_bytes[physical];
   p->multiProcessorCount = kMultiprocessors;
@@ -165,7 +162,7 @@ EMULATED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   p->pciBusID = kFirstBus + physical;
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+RUNTIME cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   BEGIN;
   if (!valid(device)) return end(cudaErrorInvalidDevice);
   static const std::map<int, int> values = {
@@ -178,171 +175,171 @@ EMULATED cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute
   *value = found == values.end() ? 0 : found->second;
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
+RUNTIME cudaDeviceGetPCIBusId(char* text, int size, int device) {
   BEGIN;
   if (!valid(device)) return end(cudaErrorInvalidDevice);
   snprintf(text, size, "%s", pci_address(device).c_str());
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+RUNTIME cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0, *greatest = -5;
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+RUNTIME cudaDeviceCanAccessPeer(int* can, int device, int peer) {
   BEGIN;
   if (!valid(device) || !valid(peer)) return end(cudaErrorInvalidDevice);
   *can = device != peer && settings().peer_access;
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+RUNTIME cudaDeviceEnablePeerAccess(int peer, unsigned) {
   BEGIN;
-  static std::atomic<bool> enabled[64][64];
+  static std::atomic<bool> enabled[kMostGpus][kMostGpus];
   const int device = current_device();
   if (!valid(peer) || peer == device) return end(cudaErrorInvalidDevice);
   if (!settings().peer_access) return end(cudaErrorPeerAccessUnsupported);
-  return end(enabled[device][peer].exchange(true) ? cudaErrorPeerAccessAlreadyEnabled : cudaSuccess);
+  const bool before = enabled[device][peer].exchange(true);
+  return end(before ? cudaErrorPeerAccessAlreadyEnabled : cudaSuccess);
 }
-EMULATED cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
+RUNTIME cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
   return *pool = nullptr, cudaSuccess;
 }
-EMULATED cudaError_t cudaProfilerStart() { return cudaSuccess; }
-EMULATED cudaError_t cudaProfilerStop() { return cudaSuccess; }
+RUNTIME cudaProfilerStart() { return cudaSuccess; }
+RUNTIME cudaProfilerStop() { return cudaSuccess; }
 
-// ---- graphs: nothing is ever captured -------------------------------------------------------------
+// ---- graphs: nothing is ever captured -----------------------------------------------------------
 
-EMULATED cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+RUNTIME cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   return *status = cudaStreamCaptureStatusNone, cudaSuccess;
 }
-EMULATED cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
-                                              unsigned long long*, cudaGraph_t*,
-                                              const cudaGraphNode_t**, const cudaGraphEdgeData**,
-                                              size_t*) {
+RUNTIME cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*,
+                                 cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                 size_t*) {
   return *status = cudaStreamCaptureStatusNone, cudaSuccess;
 }
-EMULATED cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-EMULATED cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+RUNTIME cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+RUNTIME cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
   return end(error(cudaErrorNotSupported, "CUDA graphs are not emulated"));
 }
 
-// ---- kernels --------------------------------------------------------------------------------------
+// ---- kernels ------------------------------------------------------------------------------------
 
-EMULATED void** __cudaRegisterFatBinary(void*) {
+extern "C" EMULATED void** __cudaRegisterFatBinary(void*) {
   static void* handle;
   return &handle;
 }
-EMULATED void __cudaRegisterFatBinaryEnd(void**) {}
-EMULATED void __cudaUnregisterFatBinary(void**) {}
-EMULATED void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-EMULATED void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, uint3*,
-                                     uint3*, dim3*, dim3*, int*) {
-  std::lock_guard<std::mutex> lock(kernels_mutex);
+extern "C" EMULATED void __cudaRegisterFatBinaryEnd(void**) {}
+extern "C" EMULATED void __cudaUnregisterFatBinary(void**) {}
+extern "C" EMULATED void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int,
+                                           int) {}
+extern "C" EMULATED void __cudaRegisterFunction(void**, const char* function, char*,
+                                                const char* name, int, uint3*, uint3*, dim3*, dim3*,
+                                                int*) {
+  Guard lock(kernels_mutex);
   kernels()[function] = name;
 }
-EMULATED unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
+extern "C" EMULATED unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared,
+                                                         void* stream) {
   configurations.push_back({grid, block, shared, stream});
   return 0;
 }
-EMULATED cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+RUNTIME __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
   if (configurations.empty()) return end(cudaErrorMissingConfiguration);
   const Configuration& last = configurations.back();
   *grid = last.grid, *block = last.block, *shared = last.shared, *(void**)stream = last.stream;
   configurations.pop_back();
   return cudaSuccess;
 }
-EMULATED cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+RUNTIME __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   return *kernel = (cudaKernel_t)function, cudaSuccess;
 }
-EMULATED cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t) {
+RUNTIME __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t) {
   return refuse_kernel(kernel);
 }
-EMULATED cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
+RUNTIME cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
   return refuse_kernel(function);
 }
-EMULATED cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* function, void**) {
+RUNTIME cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* function, void**) {
   return refuse_kernel(function);
 }
-EMULATED cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+RUNTIME cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   BEGIN;
   memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
   attributes->binaryVersion = attributes->ptxVersion = kMajor * 10 + kMinor;
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-EMULATED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int,
-                                                                            size_t, unsigned) {
+RUNTIME cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+RUNTIME cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int,
+                                                               size_t, unsigned) {
   return *blocks = 2, cudaSuccess;
 }
-EMULATED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+RUNTIME cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   return *blocks = 2, cudaSuccess;
 }
 
-// ---- the driver -----------------------------------------------------------------------------------
+// ---- the driver ---------------------------------------------------------------------------------
 
-EMULATED CUresult cuInit(unsigned) { return CUresult(begin()); }
-EMULATED CUresult cuDriverGetVersion(int* version) { return *version = kVersion, CUDA_SUCCESS; }
-EMULATED CUresult cuGetErrorString(CUresult error, const char** text) {
+DRIVER cuInit(unsigned) { return CUresult(begin()); }
+DRIVER cuDriverGetVersion(int* version) { return *version = kVersion, CUDA_SUCCESS; }
+DRIVER cuGetErrorString(CUresult error, const char** text) {
   return *text = cudaGetErrorString(cudaError_t(error)), CUDA_SUCCESS;
 }
-EMULATED CUresult cuGetErrorName(CUresult error, const char** name) {
-  return *name = cudaGetErrorName(cudaError_t(error)), CUDA_SUCCESS;
-}
-EMULATED CUresult cuDeviceGetCount(int* count) {
+DRIVER cuGetErrorName(CUresult error, const char** name) { return cuGetErrorString(error, name); }
+DRIVER cuDeviceGetCount(int* count) {
   BEGIN_DRIVER;
   return *count = settings().gpus, CUDA_SUCCESS;
 }
-EMULATED CUresult cuDeviceGet(CUdevice* device, int index) {
+DRIVER cuDeviceGet(CUdevice* device, int index) {
   BEGIN_DRIVER;
   if (!valid(index)) return CUDA_ERROR_INVALID_DEVICE;
   return *device = index, CUDA_SUCCESS;
 }
 
 // A primary context is its device's number and 1.
-EMULATED CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+DRIVER cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   BEGIN_DRIVER;
   if (!valid(device)) return CUDA_ERROR_INVALID_DEVICE;
   active[device] = true;
   return *context = (CUcontext)(uintptr_t)(device + 1), CUDA_SUCCESS;
 }
-EMULATED CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
-EMULATED CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* is_active) {
+DRIVER cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
+DRIVER cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* is_active) {
   if (!valid(device)) return CUDA_ERROR_INVALID_DEVICE;
   *flags = 0, *is_active = active[device];
   return CUDA_SUCCESS;
 }
-EMULATED CUresult cuCtxPushCurrent_v2(CUcontext context) {
+DRIVER cuCtxPushCurrent_v2(CUcontext context) {
   BEGIN_DRIVER;
   if (!valid(int((uintptr_t)context) - 1)) return CUDA_ERROR_INVALID_CONTEXT;
   contexts.push_back(int((uintptr_t)context) - 1);
   return CUDA_SUCCESS;
 }
-EMULATED CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+DRIVER cuCtxPopCurrent_v2(CUcontext* context) {
   if (contexts.empty()) return CUDA_ERROR_INVALID_CONTEXT;
   if (context) *context = (CUcontext)(uintptr_t)(contexts.back() + 1);
   contexts.pop_back();
   return CUDA_SUCCESS;
 }
-EMULATED CUresult cuCtxGetCurrent(CUcontext* context) {
+DRIVER cuCtxGetCurrent(CUcontext* context) {
   *context = contexts.empty() ? nullptr : (CUcontext)(uintptr_t)(contexts.back() + 1);
   return CUDA_SUCCESS;
 }
-EMULATED CUresult cuCtxSetCurrent(CUcontext context) {
+DRIVER cuCtxSetCurrent(CUcontext context) {
   if (!contexts.empty()) contexts.pop_back();
   return context ? cuCtxPushCurrent_v2(context) : CUDA_SUCCESS;
 }
-EMULATED CUresult cuCtxGetDevice(CUdevice* device) {
+DRIVER cuCtxGetDevice(CUdevice* device) {
   if (contexts.empty()) return CUDA_ERROR_INVALID_CONTEXT;
   return *device = contexts.back(), CUDA_SUCCESS;
 }
 
-EMULATED CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value,
-                                          unsigned) {
+DRIVER cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned) {
   if (CUresult error = check_number(stream, address)) return error;
   enqueue(stream_of(stream), [=] { ((Number*)address)->store(value); });
   return CUDA_SUCCESS;
 }
-EMULATED CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value,
-                                         unsigned flags) {
+DRIVER cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value,
+                              unsigned flags) {
   if (CUresult error = check_number(stream, address)) return error;
   enqueue(stream_of(stream), [=] {
     while (!satisfied(((Number*)address)->load(), value, flags) && !failure()) usleep(20);
@@ -351,14 +348,12 @@ EMULATED CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, c
 }
 
 // How torch and others find the driver's calls.
-EMULATED cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
-                                                      unsigned long long,
-                                                      cudaDriverEntryPointQueryResult* result) {
+RUNTIME cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                         unsigned long long,
+                                         cudaDriverEntryPointQueryResult* result) {
   *function = dlsym(RTLD_DEFAULT, (std::string(name) + "_v2").c_str());
   if (!*function) *function = dlsym(RTLD_DEFAULT, name);
   if (!*function) *function = (void*)not_emulated;
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
-
-}  // extern "C"

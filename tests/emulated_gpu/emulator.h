@@ -22,26 +22,37 @@
 
 #define EMULATED __attribute__((visibility("default")))
 
+// How calls of the CUDA runtime and driver begin: RUNTIME cudaFree(void* address) { BEGIN; … }
+#define RUNTIME extern "C" EMULATED cudaError_t
+#define DRIVER extern "C" EMULATED CUresult
+#define BEGIN if (cudaError_t error = begin()) return end(error)
+#define BEGIN_DRIVER if (cudaError_t error = begin()) return CUresult(error)
+
 namespace emulated {
 
-// ---- settings.cpp --------------------------------------------------------------------------------
+// ---- settings.cpp -------------------------------------------------------------------------------
+
+constexpr int kMostGpus = 32;
 
 // From EMULATED_GPU_* variables, read once a process.
 struct Settings {
-  int gpus;                 // how many this process can use: EMULATED_GPU_COUNT (2), fewer with
-                            // CUDA_VISIBLE_DEVICES
-  std::vector<int> visible; // the number of each on the machine: "physical"
-  uint64_t seed;            // EMULATED_GPU_SEED (0); mixed with the rank (RANK, else 0)
-  int delay_us;             // EMULATED_GPU_DELAY_US (0): longest delay before an operation
-  int starve_ms;            // EMULATED_GPU_STARVE_MS (0): how long some streams do nothing unless waited for
-  std::vector<size_t> memory_bytes;  // EMULATED_GPU_MEMORY_MIB (8192), or one number for each physical
-                            // GPU ("8192,4096"): of all processes together; by physical number
-  bool poison;              // EMULATED_GPU_POISON (1): new and freed memory is overwritten
-  bool guard;               // EMULATED_GPU_GUARD (1): what writes beside a block of memory is found
-  bool peer_access;         // EMULATED_GPU_PEER_ACCESS (1): GPUs can open one another's memory
-  bool remote_writes;       // EMULATED_GPU_REMOTE_WRITES (0): stream memory operations on another GPU's memory
-  int kernel_slots;         // EMULATED_GPU_KERNEL_SLOTS (16): communicators a GPU has room for at once
-  std::string folder;       // EMULATED_GPU_FOLDER: where processes of one machine find one another
+  int gpus;                  // that this process can use: EMULATED_GPU_COUNT (2), or fewer with
+                             // CUDA_VISIBLE_DEVICES
+  std::vector<int> visible;  // the number of each on the machine: "physical"
+  uint64_t seed;             // EMULATED_GPU_SEED (0); mixed with the rank (RANK, else 0)
+  int delay_us;              // EMULATED_GPU_DELAY_US (0): longest delay before an operation
+  int starve_ms;             // EMULATED_GPU_STARVE_MS (0): how long some streams do nothing unless
+                             // something waits for them
+  std::vector<size_t> memory_bytes;  // EMULATED_GPU_MEMORY_MIB (8192, or "8192,4096"): of each
+                             // physical GPU, of all processes together
+  bool poison;               // EMULATED_GPU_POISON (1): new and freed memory is overwritten
+  bool guard;                // EMULATED_GPU_GUARD (1): writes beside a block of memory are found
+  bool peer_access;          // EMULATED_GPU_PEER_ACCESS (1): GPUs can open one another's memory
+  bool remote_writes;        // EMULATED_GPU_REMOTE_WRITES (0): stream memory operations on memory
+                             // of another GPU
+  int kernel_slots;          // EMULATED_GPU_KERNEL_SLOTS (16): communicators that a GPU has room
+                             // for at once
+  std::string folder;        // EMULATED_GPU_FOLDER: where a machine's processes find one another
 };
 EMULATED const Settings& settings();
 
@@ -54,7 +65,7 @@ EMULATED std::string uuid_text(int physical);
 // Byte that new and freed memory is filled with: large numbers, and no valid indices.
 constexpr int kPoison = 0x7f;
 
-// ---- errors (settings.cpp) -----------------------------------------------------------------------
+// ---- errors (settings.cpp) ----------------------------------------------------------------------
 
 // What each emulated CUDA call does first: an error if this process cannot use CUDA (a forked child
 // of one that did, a process that ends, no GPU, an earlier failure). Loads kernels.cpp's library.
@@ -66,7 +77,7 @@ EMULATED cudaError_t end(cudaError_t);
 // An error with a text of its own, which cudaGetErrorString shows after it in this thread.
 EMULATED cudaError_t error(cudaError_t, const std::string& what);
 
-// A fault that a real GPU reports with some later call: says what, once, and every later call fails.
+// A fault that a real GPU reports with a later call: prints it, once; every later call fails.
 EMULATED void fail(cudaError_t, const std::string& what);
 
 // Of this process; cudaSuccess if there was none. cudaErrorCudartUnloading once the process ends.
@@ -76,7 +87,7 @@ EMULATED cudaError_t failure();
 // Run something that waits for others, with Python's lock released if this thread holds it.
 EMULATED void without_python(const std::function<void()>&);
 
-// ---- streams.cpp ---------------------------------------------------------------------------------
+// ---- streams.cpp --------------------------------------------------------------------------------
 
 struct Stream;
 
@@ -85,12 +96,12 @@ struct Stream;
 EMULATED Stream* stream_of(void* handle);
 EMULATED int device_of(Stream*);
 
-// Do something on a stream after all that was queued there before; may wait, in the stream's thread,
-// without holding a lock that others need. Not done any more after a failure.
+// Do something on a stream after all that was queued there before. It may wait, in the stream's
+// thread, without holding a lock that others need. Dropped after a failure.
 EMULATED void enqueue(Stream*, std::function<void()>);
 
-// Wait in the calling thread, without Python's lock, until a stream or a device has done all that is
-// queued now, or something failed. Counted as synchronisations of the host, unless `counted` is false.
+// Wait in the calling thread, without Python's lock, until a stream or a device has done all that
+// is queued now, or something failed. Counted as synchronisations of the host if `counted`.
 EMULATED void synchronize(Stream*, bool counted = true);
 EMULATED void synchronize_device(int device, bool counted = true);
 
@@ -103,12 +114,12 @@ void wake_all();
 // Stop all streams as the process ends.
 void stop_streams();
 
-// ---- memory.cpp ----------------------------------------------------------------------------------
+// ---- memory.cpp ---------------------------------------------------------------------------------
 
-// Where memory is: a device's number, -1 for pinned host memory, -2 for memory that CUDA does not know.
+// Where memory is: a device's number, -1 for pinned host memory, -2 for memory unknown to CUDA.
 EMULATED int device_of_memory(const void*);
 
-// ---- calls.cpp -----------------------------------------------------------------------------------
+// ---- calls.cpp ----------------------------------------------------------------------------------
 
 // The thread's current device; makes the primary context of the device active.
 EMULATED int current_device();

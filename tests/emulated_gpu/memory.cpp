@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -19,8 +20,11 @@
 namespace emulated {
 namespace {
 
+using Guard = std::lock_guard<std::mutex>;
+
 constexpr size_t kPage = 4096, kAlignment = 512;
 constexpr size_t kArena = size_t(1) << 42;  // addresses for device memory of one process
+constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 constexpr int kHost = -1, kUnknown = -2;
 
 struct Block {
@@ -55,13 +59,13 @@ State& state() {
   return *all;
 }
 
-// ---- the limit, over all processes ----------------------------------------------------------------
+// ---- the limit, over all processes --------------------------------------------------------------
 
 // A file has a row for each process: bytes used on each GPU. A process holds a file lock on its row
 // as long as it lives; a row without a lock does not count.
-constexpr int kRows = 1024, kGpus = 32;
+constexpr int kRows = 1024;
 struct Row {
-  size_t bytes[kGpus];
+  size_t bytes[kMostGpus];
 };
 
 struct Table {
@@ -71,19 +75,20 @@ struct Table {
 
   Table() {
     file = open((settings().folder + "/memory").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (file < 0 || ftruncate(file, sizeof(Row) * kRows)) perror("emulated GPU: cannot make a table");
+    if (file < 0 || ftruncate(file, sizeof(Row) * kRows)) perror("emulated GPU: no table");
     rows = (Row*)mmap(nullptr, sizeof(Row) * kRows, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     for (int row = 0; row < kRows && mine < 0; ++row)
       if (lock(F_SETLK, row)) mine = row;
-    if (mine < 0) fail(cudaErrorUnknown, "more than 1024 processes use emulated GPUs of one folder");
+    if (mine < 0) fail(cudaErrorUnknown, "more than 1024 processes use one folder");
     else memset(&rows[mine], 0, sizeof(Row));
   }
   bool lock(int command, int row, short type = F_WRLCK) {
     struct flock range = {};
     range.l_type = type, range.l_whence = SEEK_SET;
     range.l_start = row * sizeof(Row), range.l_len = sizeof(Row);
-    const bool done = fcntl(file, command, &range) == 0;
-    return command == F_GETLK ? done && range.l_type != F_UNLCK : done;
+    int error;
+    while ((error = fcntl(file, command, &range)) && errno == EINTR) {}
+    return !error && (command != F_GETLK || range.l_type != F_UNLCK);
   }
   size_t used(int gpu) {
     size_t sum = 0;
@@ -106,13 +111,13 @@ Table& table() {  // used with the state's lock held
   return *one;
 }
 
-// ---- pages ----------------------------------------------------------------------------------------
+// ---- pages --------------------------------------------------------------------------------------
 
 // Map pages so that there is an unusable one before and after them; MAP_FAILED if there is no room.
 char* map_pages(size_t bytes, int file) {
   State& all = state();
   if (!all.next) {
-    void* arena = mmap(nullptr, kArena, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* arena = mmap(nullptr, kArena, PROT_NONE, kReserved, -1, 0);
     if (arena == MAP_FAILED) {
       perror("emulated GPU: cannot reserve addresses (is there a limit, ulimit -v?)");
       return (char*)MAP_FAILED;
@@ -127,10 +132,10 @@ char* map_pages(size_t bytes, int file) {
 }
 
 void unmap_pages(char* pages, size_t bytes) {
-  mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  mmap(pages, bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0);
 }
 
-// ---- blocks ---------------------------------------------------------------------------------------
+// ---- blocks -------------------------------------------------------------------------------------
 
 using Found = std::map<const char*, Block>::iterator;
 
@@ -140,8 +145,8 @@ Found find(const void* address) {
   auto after = blocks.upper_bound((const char*)address);
   if (after == blocks.begin()) return blocks.end();
   --after;
-  return (const char*)address < after->first + std::max<size_t>(after->second.size, 1) ? after
-                                                                                       : blocks.end();
+  const char* const end = after->first + std::max<size_t>(after->second.size, 1);
+  return (const char*)address < end ? after : blocks.end();
 }
 
 // Note a block and return its address. It ends where its pages end, but for the alignment: what is
@@ -159,7 +164,7 @@ cudaError_t allocate(void** address, size_t size, int device) {
   if (!size) return cudaSuccess;
   if (size > kArena / 2) return cudaErrorMemoryAllocation;
   State& all = state();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  Guard lock(all.mutex);
   const size_t slack = settings().guard ? 0 : kPage;  // behind the block
   Block block{size, nullptr, (size + slack + kPage - 1) / kPage * kPage, device};
   const int physical = device == kHost ? -1 : settings().visible[device];
@@ -191,7 +196,8 @@ bool intact(const char* start, const Block& block) {
 void synchronize_for_free(int device) {
   count_synchronization("free");
   for (int other = 0; other < settings().gpus; ++other)
-    if (device < 0 || device == other) synchronize_device(other, false);
+    if (device < 0 || device >= settings().gpus || device == other)
+      synchronize_device(other, false);
 }
 
 // Free a block, or close memory of another process, when the GPU has done all that is queued.
@@ -200,7 +206,7 @@ cudaError_t release(void* address, bool host, bool opened) {
   State& all = state();
   int device;
   {
-    std::lock_guard<std::mutex> lock(all.mutex);
+    Guard lock(all.mutex);
     auto found = find(address);
     if (found == all.blocks.end() || found->first != address || found->second.registered ||
         (found->second.device == kHost) != host || (found->second.opened > 0) != opened)
@@ -212,7 +218,7 @@ cudaError_t release(void* address, bool host, bool opened) {
   Block block;
   bool whole;
   {
-    std::lock_guard<std::mutex> lock(all.mutex);
+    Guard lock(all.mutex);
     auto found = all.blocks.find((const char*)address);
     if (found == all.blocks.end()) return cudaErrorInvalidValue;
     block = found->second;
@@ -229,12 +235,11 @@ cudaError_t release(void* address, bool host, bool opened) {
   return failure();
 }
 
-// ---- copies ---------------------------------------------------------------------------------------
+// ---- copies -------------------------------------------------------------------------------------
 
-// Whether a range is within a block that CUDA knows (then its device, or kHost), is unknown to CUDA,
-// or is longer than its block.
+// The device that a range is on, or kHost or kUnknown; false if it is longer than its block.
 bool locate(const void* address, size_t size, int* device) {
-  std::lock_guard<std::mutex> lock(state().mutex);
+  Guard lock(state().mutex);
   auto found = find(address);
   *device = found == state().blocks.end() ? kUnknown : found->second.device;
   return *device == kUnknown || (const char*)address + size <= found->first + found->second.size;
@@ -266,10 +271,10 @@ cudaError_t copy(void* to, const void* from, size_t size, cudaMemcpyKind kind, S
   return failure();
 }
 
-// ---- memory of other processes --------------------------------------------------------------------
+// ---- memory of other processes ------------------------------------------------------------------
 
 CUresult export_memory(Handle* handle, const void* address) {
-  std::lock_guard<std::mutex> lock(state().mutex);
+  Guard lock(state().mutex);
   auto found = find(address);
   struct stat file;
   if (found == state().blocks.end() || found->second.file < 0 || found->second.opened ||
@@ -282,11 +287,12 @@ CUresult export_memory(Handle* handle, const void* address) {
   return CUDA_SUCCESS;
 }
 
-// The index of a physical GPU here; the current device if this process cannot use it otherwise.
-int visible_index(int physical) {
+// The index of a physical GPU here; one of its own, beyond all others, if this process does not
+// see it, but has opened memory there.
+int index_of(int physical) {
   const auto& visible = settings().visible;
   const auto found = std::find(visible.begin(), visible.end(), physical);
-  return found == visible.end() ? current_device() : int(found - visible.begin());
+  return found == visible.end() ? settings().gpus + physical : int(found - visible.begin());
 }
 
 CUresult open_memory(void** address, const Handle& handle, unsigned flags) {
@@ -298,7 +304,7 @@ CUresult open_memory(void** address, const Handle& handle, unsigned flags) {
     return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
   const std::string origin((const char*)&handle, sizeof handle);
   State& all = state();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  Guard lock(all.mutex);
   for (auto& entry : all.blocks)
     if (entry.second.opened && entry.second.origin == origin) {
       ++entry.second.opened;
@@ -307,7 +313,7 @@ CUresult open_memory(void** address, const Handle& handle, unsigned flags) {
     }
   char path[64];
   snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.file);
-  Block block{handle.size, nullptr, handle.mapped, visible_index(handle.device)};
+  Block block{handle.size, nullptr, handle.mapped, index_of(handle.device)};
   block.file = open(path, O_RDWR | O_CLOEXEC);
   struct stat file;
   if (block.file < 0) return CUDA_ERROR_INVALID_VALUE;
@@ -334,97 +340,94 @@ int device_of_memory(const void* address) {
 
 using namespace emulated;
 
-#define BEGIN if (cudaError_t error = begin()) return end(error)
 
 // The driver's calls need a context of the thread.
-#define BEGIN_DRIVER                                        \
-  if (cudaError_t error = begin()) return CUresult(error);  \
+#define BEGIN_IN_CONTEXT \
+  BEGIN_DRIVER;          \
   if (!has_context()) return CUDA_ERROR_INVALID_CONTEXT
 
-extern "C" {
-
-EMULATED cudaError_t cudaMalloc(void** address, size_t size) {
+RUNTIME cudaMalloc(void** address, size_t size) {
   BEGIN;
   return end(allocate(address, size, current_device()));
 }
-EMULATED cudaError_t cudaHostAlloc(void** address, size_t size, unsigned) {
+RUNTIME cudaHostAlloc(void** address, size_t size, unsigned) {
   BEGIN;
   return end(allocate(address, size, kHost));
 }
-EMULATED cudaError_t cudaMallocHost(void** address, size_t size) { return cudaHostAlloc(address, size, 0); }
-EMULATED cudaError_t cudaFree(void* address) {
+RUNTIME cudaMallocHost(void** address, size_t size) { return cudaHostAlloc(address, size, 0); }
+RUNTIME cudaFree(void* address) {
   BEGIN;
   current_device();
   return end(release(address, false, false));
 }
-EMULATED cudaError_t cudaFreeHost(void* address) {
+RUNTIME cudaFreeHost(void* address) {
   BEGIN;
   return end(release(address, true, false));
 }
 
-EMULATED cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+RUNTIME cudaMemGetInfo(size_t* free, size_t* total) {
   BEGIN;
   const int physical = settings().visible[current_device()];
-  std::lock_guard<std::mutex> lock(state().mutex);
+  Guard lock(state().mutex);
   *total = settings().memory_bytes[physical];
   *free = *total - std::min(*total, table().used(physical));
   return cudaSuccess;
 }
 
-EMULATED cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
+RUNTIME cudaHostRegister(void* address, size_t size, unsigned) {
   BEGIN;
-  std::lock_guard<std::mutex> lock(state().mutex);
+  Guard lock(state().mutex);
   if (find(address) != state().blocks.end()) return end(cudaErrorHostMemoryAlreadyRegistered);
   Block block{size, (char*)address, size, kHost};
   block.registered = true;
   state().blocks[(const char*)address] = block;
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaHostUnregister(void* address) {
+RUNTIME cudaHostUnregister(void* address) {
   BEGIN;
   {
-    std::lock_guard<std::mutex> lock(state().mutex);
+    Guard lock(state().mutex);
     auto found = find(address);
     if (found == state().blocks.end() || !found->second.registered || found->first != address)
       return end(cudaErrorHostMemoryNotRegistered);
   }
   synchronize_for_free(kHost);
-  std::lock_guard<std::mutex> lock(state().mutex);
+  Guard lock(state().mutex);
   state().blocks.erase((const char*)address);
   return cudaSuccess;
 }
 
-EMULATED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
+RUNTIME cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
   BEGIN;
   const int device = device_of_memory(address);
   memset(attributes, 0, sizeof *attributes);
   attributes->type = device == kUnknown ? cudaMemoryTypeUnregistered
                      : device == kHost  ? cudaMemoryTypeHost
                                         : cudaMemoryTypeDevice;
-  attributes->device = device == kHost ? current_device() : device;
+  attributes->device = device == kHost || device >= settings().gpus ? current_device() : device;
   if (device != kUnknown) attributes->devicePointer = (void*)address;
   if (device < 0) attributes->hostPointer = (void*)address;
   return cudaSuccess;
 }
 
-EMULATED cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind kind,
-                                     cudaStream_t stream) {
+RUNTIME cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind kind,
+                        cudaStream_t stream) {
   BEGIN;
   return end(copy(to, from, size, kind, stream_of(stream)));
 }
-EMULATED cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size,
-                                         cudaStream_t stream) {
+RUNTIME cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size,
+                            cudaStream_t stream) {
   BEGIN;
   return end(copy(to, from, size, cudaMemcpyDeviceToDevice, stream_of(stream)));
 }
-EMULATED cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
+RUNTIME cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
   BEGIN;
   if (cudaError_t error = copy(to, from, size, kind, stream_of(nullptr))) return end(error);
   const bool host = device_of_memory(to) < 0 || device_of_memory(from) < 0;
   if (host) synchronize(stream_of(nullptr));
   return end(failure());
 }
-EMULATED cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t handle) {
+RUNTIME cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t handle) {
   BEGIN;
   int device;
   Stream* const stream = stream_of(handle);
@@ -433,47 +436,45 @@ EMULATED cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStrea
   enqueue(stream, [=] { memset(to, value, size); });
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaMemset(void* to, int value, size_t size) {
+RUNTIME cudaMemset(void* to, int value, size_t size) {
   return cudaMemsetAsync(to, value, size, nullptr);
 }
 
-EMULATED cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address) {
+RUNTIME cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address) {
   BEGIN;
   return end(cudaError_t(export_memory((Handle*)handle, address)));
 }
-EMULATED cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t handle, unsigned flags) {
+RUNTIME cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t handle, unsigned flags) {
   BEGIN;
   return end(cudaError_t(open_memory(address, *(Handle*)&handle, flags)));
 }
-EMULATED cudaError_t cudaIpcCloseMemHandle(void* address) {
+RUNTIME cudaIpcCloseMemHandle(void* address) {
   BEGIN;
   return end(release(address, false, true));
 }
 
-EMULATED CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t size) {
-  BEGIN_DRIVER;
+DRIVER cuMemAlloc_v2(CUdeviceptr* address, size_t size) {
+  BEGIN_IN_CONTEXT;
   return CUresult(size ? allocate((void**)address, size, current_device()) : cudaErrorInvalidValue);
 }
-EMULATED CUresult cuMemFree_v2(CUdeviceptr address) {
-  BEGIN_DRIVER;
+DRIVER cuMemFree_v2(CUdeviceptr address) {
+  BEGIN_IN_CONTEXT;
   return CUresult(release((void*)address, false, false));
 }
-EMULATED CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
-  BEGIN_DRIVER;
+DRIVER cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
+  BEGIN_IN_CONTEXT;
   return CUresult(
       copy((void*)to, (const void*)from, size, cudaMemcpyDeviceToDevice, stream_of(stream)));
 }
-EMULATED CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
-  BEGIN_DRIVER;
+DRIVER cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
+  BEGIN_IN_CONTEXT;
   return export_memory((Handle*)handle, (const void*)address);
 }
-EMULATED CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle handle, unsigned flags) {
-  BEGIN_DRIVER;
+DRIVER cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle handle, unsigned flags) {
+  BEGIN_IN_CONTEXT;
   return open_memory((void**)address, *(Handle*)&handle, flags);
 }
-EMULATED CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
-  BEGIN_DRIVER;
+DRIVER cuIpcCloseMemHandle(CUdeviceptr address) {
+  BEGIN_IN_CONTEXT;
   return CUresult(release((void*)address, false, true));
 }
-
-}  // extern "C"

@@ -74,7 +74,7 @@ std::vector<int> visible_devices(int count) {
 
 Settings read() {
   Settings s;
-  const int count = int(number_of("EMULATED_GPU_COUNT", 2));
+  const int count = std::min(int(number_of("EMULATED_GPU_COUNT", 2)), kMostGpus);
   s.visible = visible_devices(count);
   s.gpus = int(s.visible.size());
   s.seed = uint64_t(number_of("EMULATED_GPU_SEED", 0)) * 1000003 + number_of("RANK", 0);
@@ -149,11 +149,10 @@ uint64_t seeded(uint64_t what, uint64_t number) {
 
 cudaError_t begin() {
   if (forked) return cudaErrorInitializationError;
-  if (ending) return cudaErrorCudartUnloading;
   if (!used.exchange(true)) on_first_use();
   if (settings().gpus == 0) return cudaErrorNoDevice;
   load_kernels();
-  return failure();
+  return cudaError_t(failed.load());  // while the process ends, calls still work; waits do not
 }
 
 cudaError_t end(cudaError_t error) {
@@ -183,7 +182,8 @@ void without_python(const std::function<void()>& wait) {
   static const auto holds_lock = (int (*)())dlsym(RTLD_DEFAULT, "PyGILState_Check");
   static const auto release = (void* (*)())dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
   static const auto acquire = (void (*)(void*))dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
-  const bool held = initialized && holds_lock && release && acquire && initialized() && holds_lock();
+  const bool python = initialized && holds_lock && release && acquire && initialized();
+  const bool held = python && holds_lock();
   void* const state = held ? release() : nullptr;
   wait();
   if (held) acquire(state);
@@ -193,26 +193,23 @@ void without_python(const std::function<void()>& wait) {
 
 using namespace emulated;
 
-extern "C" {
-
-EMULATED cudaError_t cudaGetLastError() {
+RUNTIME cudaGetLastError() {
   const cudaError_t error = last_error;
   last_error = cudaError_t(failed.load());  // a failure stays
   return error;
 }
 
-EMULATED cudaError_t cudaPeekAtLastError() { return last_error; }
+RUNTIME cudaPeekAtLastError() { return last_error; }
 
 // The runtime's own texts, which need no GPU, and what is known of the error.
-EMULATED const char* cudaGetErrorString(cudaError_t error) {
+extern "C" EMULATED const char* cudaGetErrorString(cudaError_t error) {
   static void* const library = dlopen("libcudart.so.13", RTLD_LAZY | RTLD_NOLOAD);
   static const auto real =
       (const char* (*)(cudaError_t))(library ? dlsym(library, "cudaGetErrorString") : nullptr);
   thread_local std::string text;
   text = real ? real(error) : "CUDA error " + std::to_string(int(error));
-  if (error != cudaSuccess && error == failed) text += " (emulated GPU: " + *failure_text + ")";
-  else if (error != cudaSuccess && error == explained) text += " (emulated GPU: " + explanation + ")";
+  if (error == cudaSuccess) return text.c_str();
+  if (error == failed) text += " (emulated GPU: " + *failure_text + ")";
+  else if (error == explained) text += " (emulated GPU: " + explanation + ")";
   return text.c_str();
 }
-
-}  // extern "C"

@@ -1,8 +1,8 @@
 // Streams and events: each stream is a thread that does its operations in order.
 //
-// An operation has a number, counted from 1 in its stream. A "point" is a stream and a number: it is
-// reached when the stream has done that operation. Recording an event notes a point; waiting for an
-// event is waiting for the point that was noted last when the wait was called.
+// An operation has a number, counted from 1 in its stream. A "point" is a stream and a number: it
+// is reached when the stream has done that operation. Recording an event notes a point; waiting for
+// an event is waiting for the point that was noted last when the wait was called.
 #include "emulator.h"
 
 #include <pthread.h>
@@ -110,11 +110,24 @@ void delay(Stream* stream) {
     usleep(seeded(stream->id << 32, stream->completed) % longest);
 }
 
+bool ending() { return failure() == cudaErrorCudartUnloading; }
+
+// As the process ends: do nothing more, and destroy nothing, since what operations refer to may be
+// destroyed already.
+void stop(Stream* stream, Lock& lock) {
+  stream->completed = stream->submitted;
+  state().host.notify_all();
+  lock.unlock();
+  for (;;) pause();
+}
+
 void work(Stream* stream) {
   State& all = state();
   Lock lock(all.mutex);
   for (;;) {
-    stream->wake.wait(lock, [&] { return !stream->queue.empty() || stream->destroyed; });
+    stream->wake.wait(lock,
+                      [&] { return !stream->queue.empty() || stream->destroyed || ending(); });
+    if (ending()) stop(stream, lock);
     if (stream->queue.empty()) {
       all.streams.erase(stream);
       return;
@@ -127,9 +140,10 @@ void work(Stream* stream) {
     lock.unlock();
     if (!failure()) delay(stream);
     if (!failure()) operation.run();
-    operation = {};
+    if (!ending()) operation = {};
     lock.lock();
     --all.running;
+    if (ending()) stop(stream, lock);
     ++stream->completed;
     for (Stream* other : stream->waiting) other->wake.notify_one();
     if (all.hosts_waiting) all.host.notify_all();
@@ -169,6 +183,7 @@ std::vector<Point> implicit_points(Stream* stream) {
 
 Point submit(Stream* stream, std::function<void()> run, const Point& after = {}) {
   Lock lock(state().mutex);
+  if (ending()) return {stream, stream->completed};
   std::vector<Point> points = implicit_points(stream);
   if (after.stream && after.stream != stream) points.push_back(after);
   const auto starved_until = Clock::now() + std::chrono::milliseconds(settings().starve_ms);
@@ -277,33 +292,31 @@ using namespace emulated;
   Stream* const name = stream_of(handle);        \
   if (!name) return end(cudaErrorInvalidResourceHandle)
 
-extern "C" {
-
 // How often the host waited for a GPU: of a kind (see count_synchronization), and of all kinds.
-EMULATED long emulated_gpu_synchronizations_of(const char* kind) {
+extern "C" EMULATED long emulated_gpu_synchronizations_of(const char* kind) {
   for (int i = 0; i < 5; ++i)
     if (!strcmp(kKinds[i], kind)) return synchronizations[i];
   return -1;
 }
-EMULATED long emulated_gpu_synchronizations() {
+extern "C" EMULATED long emulated_gpu_synchronizations() {
   long sum = 0;
   for (auto& number : synchronizations) sum += number;
   return sum;
 }
-EMULATED void emulated_gpu_reset_synchronizations() {
+extern "C" EMULATED void emulated_gpu_reset_synchronizations() {
   for (auto& number : synchronizations) number = 0;
 }
 
-EMULATED cudaError_t cudaStreamCreate(cudaStream_t* stream) { return create_stream(stream, 0, 0); }
-EMULATED cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+RUNTIME cudaStreamCreate(cudaStream_t* stream) { return create_stream(stream, 0, 0); }
+RUNTIME cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return create_stream(stream, flags, 0);
 }
-EMULATED cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+RUNTIME cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
   return create_stream(stream, flags, priority);
 }
 
 // What is queued is still done.
-EMULATED cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+RUNTIME cudaStreamDestroy(cudaStream_t handle) {
   STREAM(stream, handle);
   Lock lock(state().mutex);
   if (stream->legacy || stream->destroyed) return end(cudaErrorInvalidResourceHandle);
@@ -313,44 +326,44 @@ EMULATED cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   return cudaSuccess;
 }
 
-EMULATED cudaError_t cudaStreamQuery(cudaStream_t handle) {
+RUNTIME cudaStreamQuery(cudaStream_t handle) {
   STREAM(stream, handle);
   Lock lock(state().mutex);
   return end(stream->completed == stream->submitted ? cudaSuccess : cudaErrorNotReady);
 }
 
-EMULATED cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+RUNTIME cudaStreamSynchronize(cudaStream_t handle) {
   STREAM(stream, handle);
   synchronize(stream);
   return end(failure());
 }
 
-EMULATED cudaError_t cudaDeviceSynchronize() {
+RUNTIME cudaDeviceSynchronize() {
   if (cudaError_t error = begin()) return end(error);
   synchronize_device(current_device());
   return end(failure());
 }
 
-EMULATED cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+RUNTIME cudaStreamGetPriority(cudaStream_t handle, int* priority) {
   STREAM(stream, handle);
   *priority = stream->priority;
   return cudaSuccess;
 }
 
-EMULATED cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
+RUNTIME cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
   STREAM(stream, handle);
   enqueue(stream, [=] { function(data); });
   return cudaSuccess;
 }
 
-EMULATED cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function,
-                                           void* data, unsigned) {
+RUNTIME cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function, void* data,
+                              unsigned) {
   STREAM(stream, handle);
   enqueue(stream, [=] { function(handle, failure(), data); });
   return cudaSuccess;
 }
 
-EMULATED cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, unsigned) {
+RUNTIME cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, unsigned) {
   STREAM(stream, handle);
   Point point;
   {
@@ -364,7 +377,7 @@ EMULATED cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_
   return cudaSuccess;
 }
 
-EMULATED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
+RUNTIME cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
   if (cudaError_t error = begin()) return end(error);
   auto* event = new Event{current_device(), !(flags & cudaEventDisableTiming), {}, nullptr};
   Lock lock(state().mutex);
@@ -372,9 +385,9 @@ EMULATED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flag
   *handle = (cudaEvent_t)event;
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaEventCreate(cudaEvent_t* handle) { return cudaEventCreateWithFlags(handle, 0); }
+RUNTIME cudaEventCreate(cudaEvent_t* handle) { return cudaEventCreateWithFlags(handle, 0); }
 
-EMULATED cudaError_t cudaEventDestroy(cudaEvent_t handle) {
+RUNTIME cudaEventDestroy(cudaEvent_t handle) {
   if (cudaError_t error = begin()) return end(error);
   Lock lock(state().mutex);
   Event* const event = event_of(handle);
@@ -384,7 +397,7 @@ EMULATED cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   return cudaSuccess;
 }
 
-EMULATED cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_handle, unsigned) {
+RUNTIME cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_handle, unsigned) {
   STREAM(stream, stream_handle);
   {
     Lock lock(state().mutex);
@@ -397,11 +410,11 @@ EMULATED cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t s
   if (Event* const event = event_of(handle)) event->point = point, event->time = time;
   return cudaSuccess;
 }
-EMULATED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+RUNTIME cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, 0);
 }
 
-EMULATED cudaError_t cudaEventQuery(cudaEvent_t handle) {
+RUNTIME cudaEventQuery(cudaEvent_t handle) {
   if (cudaError_t error = begin()) return end(error);
   Lock lock(state().mutex);
   Event* const event = event_of(handle);
@@ -409,7 +422,7 @@ EMULATED cudaError_t cudaEventQuery(cudaEvent_t handle) {
   return end(reached(event->point) ? cudaSuccess : cudaErrorNotReady);
 }
 
-EMULATED cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+RUNTIME cudaEventSynchronize(cudaEvent_t handle) {
   if (cudaError_t error = begin()) return end(error);
   Point point;
   {
@@ -423,7 +436,7 @@ EMULATED cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   return end(failure());
 }
 
-EMULATED cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t first, cudaEvent_t second) {
+RUNTIME cudaEventElapsedTime(float* ms, cudaEvent_t first, cudaEvent_t second) {
   if (cudaError_t error = begin()) return end(error);
   Lock lock(state().mutex);
   Event *const from = event_of(first), *const to = event_of(second);
@@ -434,5 +447,3 @@ EMULATED cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t first, cudaEven
   *ms = std::chrono::duration<float, std::milli>(*to->time - *from->time).count();
   return cudaSuccess;
 }
-
-}  // extern "C"
