@@ -25,6 +25,7 @@ from procpipe.errors import NonFiniteLossError
 from procpipe.microbatch import gather, scatter, shares
 from procpipe.remote import Remote
 from procpipe.tree import Flat, flatten, in_words, map_tensors, unflatten
+from procpipe.upload import uploaded
 
 __all__ = ["Ingoing", "Loss", "input_and_target", "join_outputs", "on_device"]
 
@@ -78,7 +79,7 @@ class Ingoing:
             tensors, structure = flatten(part)
             wants = tuple(keeps_gradients and tensor.requires_grad for tensor in tensors)
             memories = shared(tensors, "input")
-            moved = [t.detach().to(device) for t in tensors]
+            moved = [uploaded(tensor.detach(), device) for tensor in tensors]
             flats.append(Flat(moved, structure, wants).sharing(memories, ()))
             requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
         return cls(tuple(sizes), flats, requiring)
@@ -228,8 +229,8 @@ def _share_not_finite(value: Any) -> str:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Return a nested value with its tensors on a device."""
-    return map_tensors(lambda tensor: tensor.to(device), value)
+    """Return a nested value with its tensors on a device; the host waits for no device."""
+    return map_tensors(lambda tensor: uploaded(tensor, device), value)
 
 
 class _Output(torch.autograd.Function):

@@ -126,8 +126,9 @@ class Stage(nn.Sequential):
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         transport: what carries large tensors: ``"shm"`` (CPUs of one host, the default there),
-            ``"gloo"`` (CPUs, several hosts), ``"nccl"`` (different GPUs) or ``"cuda_ipc"`` (all
-            stages on one GPU). By default each pair of ranks uses what suits it, so that on GPUs
+            ``"gloo"`` (CPUs, several hosts), ``"nccl"`` (different GPUs; shared ones too
+            from NCCL 2.30 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``) or ``"cuda_ipc"`` (all stages
+            on one GPU). By default each pair of ranks uses what suits it, so that on GPUs
             there may be both.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
@@ -627,8 +628,9 @@ class Stage(nn.Sequential):
             batch.targets = [on_device(part, self.device) for part in parts]
         batch.loss_of = self._loss.of
         batch.shares = order.shares
-        if is_user and not order.shares:
-            batch.shares = self._loss.shares(batch.targets, order.sizes)
+        if is_user and not order.shares:  # of the target as given: on a CPU nobody waits
+            given = parts if batch.targets is not None else None
+            batch.shares = self._loss.shares(given, order.sizes)
 
     def _run_forward(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> None:
         """Run a program that begins a mini-batch."""

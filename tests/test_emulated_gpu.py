@@ -105,7 +105,7 @@ def start(function, *arguments: object, **settings: object) -> subprocess.Popen[
     """Start a process that calls a function of this file and prints what it returns."""
     code = (
         "import faulthandler, json; faulthandler.dump_traceback_later(30, exit=True);"
-        f"import tests.test_emulated_gpu as tests;"
+        f"import {function.__module__} as tests;"
         f"print(json.dumps(tests.{function.__name__}(*{arguments!r})), flush=True)"
     )
     variables = {name.upper(): str(value) for name, value in settings.items()}

@@ -13,6 +13,7 @@
                  |
      errors  containers  tree           leaves: for all (the last two for all but plan)
      forks  signals  notes  limits      leaves: what processes share, say and open
+                upload                  leaf: from the host to a GPU
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
 """
@@ -39,6 +40,7 @@ MAY_IMPORT = {
     "signals": set(),
     "notes": set(),
     "limits": {"errors"},
+    "upload": set(),
     "plan": {"errors"},
     "skip": {"errors", "tree"},
     "balance": {"skip", "errors", "tree"},
@@ -47,7 +49,7 @@ MAY_IMPORT = {
     "compute": {"skip", "errors", "tree"},
     "run": {
         *("plan", "compute", "channel", "host"),
-        *("errors", "forks", "limits", "notes", "signals", "tree"),
+        *("errors", "forks", "limits", "notes", "signals", "tree", "upload"),
     },
 }
 
@@ -139,12 +141,12 @@ BAD_EXAMPLES = {
     "run imports balance": (
         {"procpipe.run.world": "from procpipe.balance import blocks"},
         "procpipe.run.world:1 imports procpipe.balance.blocks: run may import only "
-        "channel, compute, errors, forks, host, limits, notes, plan, signals, tree",
+        "channel, compute, errors, forks, host, limits, notes, plan, signals, tree, upload",
     ),
     "a package imports public names": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.run.world": "from procpipe import Stage"},
         "procpipe.run.world:1 imports procpipe.Stage: run may import only "
-        "channel, compute, errors, forks, host, limits, notes, plan, signals, tree",
+        "channel, compute, errors, forks, host, limits, notes, plan, signals, tree, upload",
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},

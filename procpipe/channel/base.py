@@ -24,7 +24,7 @@ from torch import Tensor
 from procpipe.channel.meta import Meta
 from procpipe.tree import Flat
 
-__all__ = ["Pending", "Receiver", "Sender", "Transport"]
+__all__ = ["DeviceTransport", "Pending", "Receiver", "Sender", "Transport"]
 
 
 class Sender(Protocol):
@@ -119,3 +119,17 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Let go of everything that is shared with other processes."""
+
+
+class DeviceTransport(Transport, Protocol):
+    """A transport whose transfers are a device's, so that a dead peer holds up the device."""
+
+    def busy_with(self) -> list[int]:
+        """Return the ranks with which transfers are not over; may be asked by any thread."""
+
+    def abort(self) -> bool:
+        """End all transfers, at whatever stage they are; may be called by any thread.
+
+        Returns:
+            Whether the device is free of them, after some seconds at most.
+        """

@@ -21,7 +21,13 @@ small is dropped: the receiver closes it, and says so in its flag; only then is 
 back, as at the end (``drain``). A process that fails gives back nothing, since others may be
 reading: its memory goes with it.
 
-Not yet run on a GPU: no machine with one was at hand.
+A peer that has died never writes what a stream waits for, and the device could not be waited for
+any more, nor memory given back, nor perhaps the process end. So ``abort`` writes it: what receives
+wait for at once; what sends wait for a second later, when whoever is alive has copied out of the
+slots, so that nobody who has not heard of the failure yet gets the next message instead of his.
+
+Streams write to memory of their own GPU only, also where another process has made it: a write to
+another GPU's is refused from CUDA 13.1 on (https://github.com/NVIDIA/nccl/issues/2052).
 """
 
 from __future__ import annotations
@@ -73,6 +79,10 @@ _GRANULE = 2 << 20
 #: How long a rank that leaves waits for others to close its memory, and how often it looks.
 _CLOSE_TIMEOUT_S = 1.0
 _LOOK_EVERY_S = 0.001
+
+#: More than the number of any message, and how long live peers have to take theirs before it is
+#: written; how long streams may then take.
+_ABORTED, _TAKE_TIMEOUT_S, _ABORT_TIMEOUT_S = 1 << 62, 1.0, 2.0
 
 
 class Note(NamedTuple):
@@ -142,7 +152,11 @@ class CudaIpcTransport:
         self._sending = defaultdict(gpu.new_stream)
         self._receiving: defaultdict[tuple[int, int], torch.cuda.Stream]
         self._receiving = defaultdict(gpu.new_stream)
-        self._making = gpu.new_stream()
+        # Not among those, as the host waits for one, and the other is for when they wait in vain.
+        self._making, self._releasing = (
+            gpu.new_stream(is_urgent=True),
+            gpu.new_stream(is_urgent=True),
+        )
         self._flags_of: dict[int, _Flags] = {}
         self._opened: dict[tuple[int, int], _Opened] = {}
         self._closing: list[_Opened] = []
@@ -213,10 +227,55 @@ class CudaIpcTransport:
         while self._free_closed() and time.monotonic() < deadline_s:
             time.sleep(_LOOK_EVERY_S)
 
+    def busy_with(self) -> list[int]:
+        """Return the ranks with which transfers are not over; may be asked by any thread."""
+        streams = [*tuple(self._sending.items()), *tuple(self._receiving.items())]
+        return sorted({peer for (peer, _), stream in streams if not stream.query()})
+
+    def abort(self) -> bool:
+        """End all transfers, at whatever stage they are; may be called by any thread.
+
+        Returns:
+            Whether the device is free of them, after three seconds at most.
+        """
+        sending, receiving = tuple(self._sending.values()), tuple(self._receiving.values())
+        self._release(self._to_fill, sending, _TAKE_TIMEOUT_S)
+        everything = (*sending, *receiving, self._making)
+        return self._release(self._to_fill + self._to_take, everything, _ABORT_TIMEOUT_S)
+
     def close(self) -> None:
         """Let go of all slots; memory that ``drain`` did not give back goes with the process."""
+        self.abort()
         for held in (self._slots, self._dropped, self._opened, self._closing, self._flags_of):
             held.clear()
+
+    @property
+    def _to_fill(self) -> list[int]:
+        """What receives wait for, by its addresses."""
+        opened = [*tuple(self._opened.values()), *self._closing]
+        return [slot.address + _FILLED for slot in opened]
+
+    @property
+    def _to_take(self) -> list[int]:
+        """What sends, and ``drain``, wait for, by its addresses."""
+        slots = [*self._dropped, *itertools.chain.from_iterable(tuple(self._slots.values()))]
+        return [slot.address + _TAKEN for slot in slots]
+
+    def _release(
+        self, addresses: Sequence[int], streams: Sequence[torch.cuda.Stream], timeout_s: float
+    ) -> bool:
+        """Write what streams wait for until they are done; tell whether they are in time.
+
+        Again and again, as a live peer may write the number of its message over it.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not all(stream.query() for stream in streams):
+            if time.monotonic() > deadline_s:
+                return False
+            for address in addresses:
+                self._gpu.write(self._releasing, address, _ABORTED)
+            time.sleep(_LOOK_EVERY_S)
+        return True
 
     # -- slots of this rank, to send from -------------------------------------------------------
 

@@ -97,9 +97,14 @@ class Gpu:
 
     # -- torch's --------------------------------------------------------------------------------
 
-    def new_stream(self) -> torch.cuda.Stream:
-        """Return a stream beside the current one."""
-        return torch.cuda.Stream(self._device)
+    def new_stream(self, *, is_urgent: bool = False) -> torch.cuda.Stream:
+        """Return a stream beside the current one.
+
+        Args:
+            is_urgent: of high priority. Torch gives out 32 streams of each priority in turn, so
+                the urgent ones are never among the others, however many of these there are.
+        """
+        return torch.cuda.Stream(self._device, priority=-1 if is_urgent else 0)
 
     def current_stream(self) -> torch.cuda.Stream:
         """Return the stream of what this thread computes."""

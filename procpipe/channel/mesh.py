@@ -18,6 +18,9 @@ block in native code a watching thread (``lookout``), which reports stalls.
 The end of a process on this host is seen by a descriptor of it (pidfd), too: its sockets stay open
 while a child has them that native code forked. What it had sent before counts first.
 
+While the main thread is in native code, of a device that waits for a transfer for instance, another
+may look what it would read (``overheard``); it takes nothing out of the sockets.
+
 Writing never blocks: what a socket does not take at once is copied and sent on at later polls.
 Knows nothing of tensors or tasks.
 """
@@ -30,6 +33,7 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -100,6 +104,9 @@ class Mesh:
         timeout_s: how long a wait may last before it is an error.
         stall_timeout_s: how long until it is called a stall.
         onlooker: is told of waits and stalls.
+
+    Attributes:
+        num_looks: how often it was looked at what comes.
     """
 
     def __init__(
@@ -112,6 +119,7 @@ class Mesh:
         onlooker: Onlooker,
     ) -> None:
         self.rank = rank
+        self.num_looks = 0
         self._sockets = dict(sockets)
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
@@ -129,7 +137,8 @@ class Mesh:
         self._left: set[int] = set()
         self._torn: set[int] = set()
         self._failure: ProcpipeError | None = None
-        self._has_told = False
+        self._has_told = self._has_parted = self._is_closed = False
+        self._reading = threading.RLock()
         self._poller = select.poll()
         self._peer_of: dict[int, int] = {}
         self._process_of: dict[int, int] = {}
@@ -293,6 +302,11 @@ class Mesh:
         self._raise_failure()
 
     def _read_and_write(self, timeout_s: float) -> None:
+        with self._reading:
+            self._read_and_write_alone(timeout_s)
+
+    def _read_and_write_alone(self, timeout_s: float) -> None:
+        self.num_looks += 1
         for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
             peer = self._peer_of.get(descriptor)
             if peer is None:  # it ended with an event before this one
@@ -304,6 +318,50 @@ class Mesh:
                 self._send_on(peer)
             if event & ~select.POLLOUT:
                 self._read(peer)
+
+    def overheard(self) -> tuple[RemoteStageError | None, set[int]] | None:
+        """Look, in another thread, for what the main thread is going to read.
+
+        Returns:
+            The failure of a peer, if there is one, and the peers that have left; None while the
+            main thread is reading itself, and once the mesh is closed.
+        """
+        if not self._reading.acquire(blocking=False):
+            return None
+        try:
+            if self._has_told or self._is_closed:
+                return None
+            left = set(self._left)
+            for peer, sock in self._sockets.items():
+                failure = self._peeked(peer, sock, left)
+                if failure is not None:
+                    return failure, left
+            return None if self._failure else (None, left)
+        finally:
+            self._reading.release()
+
+    def _peeked(self, peer: int, sock: socket.socket, left: set[int]) -> RemoteStageError | None:
+        """Look whether a peer has failed or (added to ``left``) left, as far as can be seen."""
+        process = self._process_of.get(peer)
+        has_ended = process is not None and bool(select.select([process], [], [], 0)[0])
+        try:
+            data = sock.recv(_READ_BYTES, socket.MSG_PEEK)
+            has_ended = has_ended or not data
+        except BlockingIOError:
+            data = b""
+        except OSError:
+            data, has_ended = b"", True
+        data = bytes(self._partial[peer]) + data
+        position = 0
+        while position + _HEADER.size <= len(data):
+            size, _, kind, _ = _HEADER.unpack_from(data, position)
+            body = data[position + _HEADER.size : position + _HEADER.size + size]
+            position += _HEADER.size + size
+            if kind == GOODBYE:
+                left.add(peer)
+            elif kind == FAILURE and len(body) == size:
+                return _failure_from(body)
+        return self._lost(peer, sock) if has_ended and peer not in left else None
 
     def _end_vanished(self) -> None:
         """Take the ranks of a host that no longer answers for dead."""
@@ -386,9 +444,19 @@ class Mesh:
             body = json.dumps({"rank": origin, "story": story, "is_lost": is_lost}).encode()
             self._tell_all(FAILURE, body)
 
+    def part(self, timeout_s: float) -> None:
+        """Say goodbye, and give the others a moment to come to their end and say it, too."""
+        if self._has_told or self._failure is not None:
+            return
+        self._tell_all(GOODBYE, b"")
+        self._has_parted = True
+        deadline_s = time.monotonic() + timeout_s
+        while self._sockets.keys() - self._left and time.monotonic() < deadline_s:
+            self._read_and_write(deadline_s - time.monotonic())
+
     def close(self) -> None:
         """Say goodbye and close the sockets."""
-        if not self._has_told:
+        if not (self._has_told or self._has_parted):
             self._tell_all(GOODBYE, b"")
         self.lookout.close()
         self._close_descriptors()
@@ -397,6 +465,7 @@ class Mesh:
     def give_up_in_child(self) -> None:
         """Close a forked child's copies of the sockets; what is called there later raises."""
         self._has_told = True
+        self._reading = threading.RLock()  # of the parent's threads one may have had the other
         self._close_descriptors()
         for unsent in self._unsent.values():
             unsent.clear()
@@ -415,6 +484,11 @@ class Mesh:
             raise self._failure
 
     def _close_descriptors(self) -> None:
+        with self._reading:
+            self._close_descriptors_alone()
+
+    def _close_descriptors_alone(self) -> None:
+        self._is_closed = True
         for sock in self._sockets.values():
             sock.close()
         for process in self._process_of.values():
@@ -445,9 +519,7 @@ class Mesh:
 
     def _heard_failure(self, body: bytes) -> None:
         if self._failure is None:
-            told = json.loads(body)
-            kind = PeerLostError if told["is_lost"] else RemoteStageError
-            self._failure = kind(told["rank"], told["story"])
+            self._failure = _failure_from(body)
 
     def _ended(self, peer: int) -> None:
         sock = self._sockets.pop(peer)
@@ -461,13 +533,17 @@ class Mesh:
             os.close(process)
         self._unsent[peer].clear()
         if peer not in self._left and self._failure is None:
-            elsewhere = "" if sock.family == socket.AF_UNIX else ", or its host or network failed"
-            story = (
-                f"rank {peer} ended without a word: it was killed (out of memory?) or crashed"
-                f"{elsewhere}; its own output and the launcher's exit code tell more"
-            )
-            seen = self._onlooker.last_seen(peer)
-            self._failure = PeerLostError(peer, f"{story}; {seen}" if seen else story)
+            self._failure = self._lost(peer, sock)
+
+    def _lost(self, peer: int, sock: socket.socket) -> PeerLostError:
+        """Return the error for a peer whose process or connection has ended."""
+        elsewhere = "" if sock.family == socket.AF_UNIX else ", or its host or network failed"
+        story = (
+            f"rank {peer} ended without a word: it was killed (out of memory?) or crashed"
+            f"{elsewhere}; its own output and the launcher's exit code tell more"
+        )
+        seen = self._onlooker.last_seen(peer)
+        return PeerLostError(peer, f"{story}; {seen}" if seen else story)
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
         """Fail because a peer has left, and tell all, or they would blame this rank in turn."""
@@ -479,6 +555,12 @@ class Mesh:
             )
         self._raise_failure()
         raise AssertionError("there is a failure")
+
+
+def _failure_from(body: bytes) -> RemoteStageError:
+    told = json.loads(body)
+    kind = PeerLostError if told["is_lost"] else RemoteStageError
+    return kind(told["rank"], told["story"])
 
 
 def _is_begun(unsent: memoryview) -> bool:

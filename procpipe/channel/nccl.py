@@ -7,15 +7,43 @@ of another channel nor for compute. Transfers run on NCCL's stream of that commu
     send stream            0 ═══>        1 ═══>             begins when F0's kernels are done
     receive stream    1 ═══>      2 ═══>                    begins when posted, not after compute
 
-A send's tensors stay referenced until the transfer is over. A receive is posted from a side
-stream, or it would queue up behind the compute already launched; its tensors are recorded on the
-compute stream, which waits for them in ``wait``. The host never waits for the device.
+A message is one kernel, whatever the number of its tensors (a batch of operations). A send's
+tensors stay referenced until the transfer is over. A receive is posted from a side stream, or it
+would queue up behind the compute already launched; its tensors are recorded on the compute stream,
+which waits for them in ``wait``. The host never waits for the device.
 
-Two ranks on one GPU are refused by NCCL before 2.30.
+**The class.** ``ProcessGroupNCCL``, by name: the same in torch 2.11 to 2.15. Newer torch makes
+another one for ``init_process_group("nccl")`` (``ProcessGroupNCCL2``, unless
+``TORCH_DIST_USE_NCCL2=0``), which 2.11 does not have. Connected eagerly, a group keeps to one
+communicator; else its first transfer would make one more, with a warning. Transfers outside of a
+batch warn, too.
+
+**Room.** Each transfer that has begun holds its stream and some blocks of the GPU until its peer's
+has, and in which order that comes about is up to the devices. So no two communicators may share a
+stream, of which torch has 32 of a priority (sends have the high one, receives the other), and all
+of them together must find room: they get fewer blocks each where they are many.
+
+**The end.** A transfer whose peer has died never ends by itself, and aborting a communicator frees
+its memory, for which CUDA waits until all other kernels of the device are done. So all of them are
+aborted at the same time (https://github.com/pytorch/pytorch/issues/119797). NCCL's group of
+aborts is of one thread, and each ``abort()`` of torch makes a thread of its own and waits for it
+(https://github.com/pytorch/pytorch/pull/150690 is for the communicators of one process group): so
+here a thread calls each of them. An abort ends the kernels first, and frees memory then.
+
+**Torch's watchdog** would end the process when a transfer takes longer than a group's timeout, with
+a story of its own. So that timeout is out of reach; ``run.device_watch`` watches over transfers.
+
+Two ranks on one GPU are refused by NCCL before 2.30, and then unless NCCL_MULTI_RANK_GPU_ENABLE=1.
+
+Source: ``ProcessGroupNCCL.cpp`` of torch 2.11 and 2.15.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +51,7 @@ import torch
 from torch import Tensor
 
 from procpipe.channel.meta import Meta, allocate
+from procpipe.forks import keep_for_ever
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,23 +60,26 @@ if TYPE_CHECKING:
 
 __all__ = ["NcclTransport"]
 
-#: Thread blocks NCCL may take for a transfer: two saturate a link, more would slow compute.
-_MAX_BLOCKS = 4
+#: Thread blocks NCCL may take for a transfer: two saturate a link, more would slow compute; and for
+#: all transfers of a rank, so that they find room on the smallest GPUs (40 multiprocessors).
+_MAX_BLOCKS, _MAX_BLOCKS_OF_ALL = 4, 32
+
+#: Streams of one priority that torch has on a device, which it gives out in turn.
+_NUM_STREAMS = 32
+
+#: Torch's own limit for a transfer, and for an abort.
+_OUT_OF_REACH = timedelta(days=30)
+
+#: How long all aborts together may take.
+_ABORT_TIMEOUT_S = 2.0
 
 
 class NcclTransport:
-    """One two-rank communicator a directed channel; building it waits for the peers.
-
-    All ranks build theirs in one global order, since the first use of a communicator blocks the
-    host until its other end does the same.
+    """One two-rank communicator a directed channel.
 
     Args:
-        store: a store that all ranks share, with keys of this transport's own.
         rank: this rank.
         device: this rank's GPU.
-        channels: ``(source rank, destination rank, kind)`` of every channel of the job, in an
-            order that all ranks share.
-        timeout_s: how long a transfer may take.
     """
 
     needs_acknowledgement = False
@@ -56,72 +88,128 @@ class NcclTransport:
     inline_bytes = 0
     max_posted = 1  # a receive that waits for its sender occupies part of the GPU
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        device: torch.device,
-        channels: Iterable[tuple[int, int, int]],
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, rank: int, device: torch.device) -> None:
         self._device = device
         self._rank = rank
         # Any: torch's stubs leave out a group's send and recv.
         self._groups: dict[tuple[int, int, int], Any] = {}
+        self._newest: dict[tuple[int, int, int], Work] = {}
+        self._aborting: list[threading.Thread] | None = None
+        self._lock = threading.Lock()
         self._receive_stream = torch.cuda.Stream(device)
+        self._connecting_to: int | None = None
+
+    def connect(self, store: Store, channels: Iterable[tuple[int, int, int]]) -> None:
+        """Connect this rank's communicators; waits for the peers.
+
+        All ranks connect theirs in one global order, since each blocks the host until its other end
+        does the same.
+
+        Args:
+            store: a store that all ranks share, with keys of this transport's own.
+            channels: ``(source rank, destination rank, kind)`` of every channel of the job, in an
+                order that all ranks share.
+
+        Raises:
+            ValueError: a rank would have more channels than there are streams.
+        """
+        channels = list(channels)
+        num_blocks = _num_blocks(channels)
         for channel in channels:
-            if rank in channel[:2]:
-                self._groups[channel] = _connected(store, rank, device, channel, timeout_s)
+            if self._rank in channel[:2]:
+                self._connecting_to = channel[0] + channel[1] - self._rank
+                group = _connected(store, self._rank, self._device, channel, num_blocks)
+                self._groups[channel] = group
+        self._connecting_to = None
 
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[NcclPending, bytes]:
         """Begin to send contiguous tensors once the current stream has made them."""
-        group = self._groups[self._rank, peer, kind]
-        works = [group.send([bytes_], 1, 0) for bytes_ in _as_bytes(tensors)]
-        return NcclPending(works, tensors, None), b""
+        work = self._begin((self._rank, peer, kind), tensors)
+        return NcclPending(work, tensors, None), b""
 
     def post_receive(
         self, meta: Meta, peer: int, kind: int, note: bytes
     ) -> tuple[list[Tensor], NcclPending]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
-        group = self._groups[peer, self._rank, kind]
         with torch.cuda.stream(self._receive_stream):
             tensors = allocate(meta, self._device)
-            works = [group.recv([bytes_], 0, 0) for bytes_ in _as_bytes(tensors)]
-        return tensors, NcclPending(works, tensors, self._device)
+            work = self._begin((peer, self._rank, kind), tensors)
+        return tensors, NcclPending(work, tensors, self._device)
+
+    def busy_with(self) -> list[int]:
+        """Return the ranks with which transfers are not over; may be asked by any thread."""
+        peers = {
+            source + destination - self._rank
+            for (source, destination, _), work in tuple(self._newest.items())
+            if not work.is_completed()
+        }
+        if self._connecting_to is not None:
+            peers.add(self._connecting_to)
+        return sorted(peers)
 
     def drain(self) -> None:
         """Wait until the device has done all transfers, those of this rank's receives too."""
         torch.cuda.synchronize(self._device)
 
+    def abort(self) -> bool:
+        """End all transfers, at whatever stage they are; may be called by any thread.
+
+        Returns:
+            Whether the device is free of them, after two seconds at most.
+        """
+        deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
+        with self._lock:
+            if self._aborting is None:
+                self._aborting = [
+                    threading.Thread(target=_abort, args=(group,), daemon=True)
+                    for group in self._groups.values()
+                ]
+                for thread in self._aborting:
+                    thread.start()
+            aborting = self._aborting
+        for thread in aborting:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return self._connecting_to is None and not any(thread.is_alive() for thread in aborting)
+
     def close(self) -> None:
         """Abort and drop the communicators; nothing may be under way that somebody needs."""
-        for group in self._groups.values():
-            group.abort()
+        if not self.abort():
+            keep_for_ever(self._groups.copy())  # the destructors would wait, too
+        self._newest.clear()
         self._groups.clear()
+
+    def _begin(self, channel: tuple[int, int, int], tensors: list[Tensor]) -> Work | None:
+        """Begin the transfer of a message; None if it has no bytes."""
+        parts = _as_bytes(tensors)
+        if not parts:
+            return None
+        work = _transfer(self._groups[channel], parts, is_sender=channel[0] == self._rank)
+        self._newest[channel] = work
+        return work
 
 
 class NcclPending:
-    """Transfers of one message's tensors."""
+    """The transfer of one message's tensors."""
 
     def __init__(
-        self, works: list[Work], tensors: list[Tensor], receiving: torch.device | None
+        self, work: Work | None, tensors: list[Tensor], receiving: torch.device | None
     ) -> None:
-        self._works = works
+        self._work = work
         self._tensors = tensors
         self._receiving = receiving
 
     def wait(self) -> None:
-        """Let the current stream wait for the transfers; the host goes on."""
-        for work in self._works:
-            work.wait()
+        """Let the current stream wait for the transfer; the host goes on."""
+        if self._work is not None:
+            self._work.wait()
         if self._receiving is not None:
             compute = torch.cuda.current_stream(self._receiving)
             for tensor in self._tensors:
                 tensor.record_stream(compute)
 
     def is_done(self) -> bool:
-        """Tell whether all transfers are over on the device."""
-        return all(work.is_completed() for work in self._works)
+        """Tell whether the transfer is over on the device."""
+        return self._work is None or self._work.is_completed()
 
 
 def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
@@ -129,24 +217,59 @@ def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
+def _num_blocks(channels: list[tuple[int, int, int]]) -> int:
+    """Return how many thread blocks a transfer may take; the same on every rank.
+
+    Raises:
+        ValueError: a rank would send or receive on more channels than there are streams.
+    """
+    for end, does, num_streams in (0, "send", _NUM_STREAMS), (1, "receive", _NUM_STREAMS - 1):
+        ((rank, most),) = Counter(channel[end] for channel in channels).most_common(1)
+        if most > num_streams:
+            raise ValueError(
+                f"rank {rank} would {does} on {most} channels by NCCL, but there can be "
+                f"{num_streams}: use fewer partitions a stage, or fewer skips between stages"
+            )
+    ends = Counter(rank for channel in channels for rank in channel[:2])
+    return max(1, min(_MAX_BLOCKS, _MAX_BLOCKS_OF_ALL // max(ends.values())))
+
+
+def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
+    """Begin to send or to receive in one kernel, after what is queued on the current stream."""
+    group._start_coalescing()
+    for part in parts:
+        if is_sender:
+            group.send([part], 1, 0)
+        else:
+            group.recv([part], 0, 0)
+    work: Work = group._end_coalescing()
+    return work
+
+
 def _connected(
-    store: Store,
-    rank: int,
-    device: torch.device,
-    channel: tuple[int, int, int],
-    timeout_s: float,
+    store: Store, rank: int, device: torch.device, channel: tuple[int, int, int], num_blocks: int
 ) -> Any:
-    """Build the communicator of one channel, sender as 0, receiver as 1, and connect it."""
+    """Build the communicator of one channel, sender as 0, receiver as 1, and connect it.
+
+    The first transfer is part of it: NCCL connects two ranks in it, and blocks both hosts for that.
+    """
     from torch.distributed import PrefixStore, ProcessGroupNCCL
 
     source, destination, kind = channel
-    options = ProcessGroupNCCL.Options()
-    options.config.max_ctas = _MAX_BLOCKS
-    options._timeout = timedelta(seconds=timeout_s)
+    is_sender = rank == source
+    options = ProcessGroupNCCL.Options(is_high_priority_stream=is_sender)
+    options.config.max_ctas = num_blocks
+    options._timeout = _OUT_OF_REACH
     prefix = f"nccl/{source}-{destination}/{kind}"
-    end = 0 if rank == source else 1
-    group: Any = ProcessGroupNCCL(PrefixStore(prefix, store), end, 2, options)
-    token = torch.zeros(1, device=device)
-    (group.send([token], 1, 0) if end == 0 else group.recv([token], 0, 0)).wait()
+    group: Any = ProcessGroupNCCL(PrefixStore(prefix, store), 0 if is_sender else 1, 2, options)
+    group.eager_connect_single_device(device)
+    token = torch.zeros(1, dtype=torch.uint8, device=device)
+    _transfer(group, [token], is_sender=is_sender).wait()
     torch.cuda.synchronize(device)
     return group
+
+
+def _abort(group: Any) -> None:
+    """Abort a communicator; of one that is broken already there is nothing to say."""
+    with contextlib.suppress(RuntimeError):
+        group.abort()

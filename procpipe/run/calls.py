@@ -34,7 +34,7 @@ from procpipe.errors import (
 )
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.notes import write_note
-from procpipe.run.endings import error_of_script, watch_threads
+from procpipe.run.endings import end_at_once, error_of_script, watch_threads
 from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.stories import in_a_line, story_of, text_of
@@ -85,7 +85,7 @@ class Calls:
             StageClosedError: an earlier call failed, the stage was closed, or this process was
                 forked from the one that built it.
         """
-        self._caller = threading.current_thread()
+        self._caller = self._world.caller = threading.current_thread()
         self._has_called = True
         if self._ended is not None:
             raise StageClosedError(f"{name}() cannot run: {self._ended}")
@@ -157,6 +157,7 @@ class Calls:
         said = f"{type(error).__name__}: {text_of(error)}"
         self._has_failed = True
         self._ended = f"{name} failed on this rank with {said}"
+        self._world.stop_watching_device()
         self._world.board.fail()
         try:
             # The mesh has passed on the failure of another rank.
@@ -210,6 +211,8 @@ class Calls:
             self._say_goodbye(is_new=self._pipeline is None and self._ended is None)
         if self._is_victim:
             self._world.let_others_end_first()
+        if self._world.is_device_stuck:
+            end_at_once(f"rank {self._world.rank}")
 
     def _say_goodbye(self, *, is_new: bool) -> None:
         if is_new:

@@ -37,12 +37,19 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import NoReturn
 
 from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
 from procpipe.host.board import Board, Reading
 from procpipe.notes import write_note
 
-__all__ = ["end_with_launcher", "error_of_script", "print_victims_briefly", "watch_threads"]
+__all__ = [
+    "end_at_once",
+    "end_with_launcher",
+    "error_of_script",
+    "print_victims_briefly",
+    "watch_threads",
+]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -224,12 +231,17 @@ def _end_after_failure(has_failed: Callable[[], bool]) -> None:
         while time.monotonic() < deadline_s or not has_failed() or not (alive := _waited_for()):
             time.sleep(_LOOK_EVERY_S)
         rank = os.environ.get("RANK")
-        write_note(f"procpipe: process {pid} (rank {rank}) ends without waiting for {alive}")
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        os._exit(1)
+        end_at_once(f"process {pid} (rank {rank})", alive)
 
     threading.Thread(target=end, name="procpipe end", daemon=True).start()
+
+
+def end_at_once(who: str, waiting_for: str = "its device, which is stuck in transfers") -> NoReturn:
+    """End the process without the rest of Python's end, which would wait."""
+    write_note(f"procpipe: {who} ends without waiting for {waiting_for}")
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    os._exit(1)
 
 
 def _waited_for() -> str:

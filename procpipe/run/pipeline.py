@@ -47,6 +47,7 @@ from procpipe.run.tracing import Tracing
 from procpipe.run.transports import agree_on_transports
 from procpipe.run.world import World
 from procpipe.tree import Flat, map_tensors
+from procpipe.upload import uploaded
 
 __all__ = ["Pipeline"]
 
@@ -165,7 +166,8 @@ class Pipeline:
         """Wait for a value that another rank sends, and return it on this stage's device."""
         receiver = self._values_from[source]
         receiver.expect()
-        return map_tensors(lambda tensor: tensor.to(self._world.device), receiver.take().value)
+        device = self._world.device
+        return map_tensors(lambda tensor: uploaded(tensor, device), receiver.take().value)
 
     def wait_until(self, ready: Callable[[], object], what: str) -> None:
         """Wait for what this process does in the background; a peer's failure ends the wait."""

@@ -3,8 +3,8 @@
     CPUs of one host        shm, or gloo where a process may not look into another's files
     CPUs of several hosts   gloo
     different GPUs          nccl
-    one GPU                 cuda_ipc, since NCCL refuses two ranks on one GPU (before 2.30; from
-                            then on unless NCCL_MULTI_RANK_GPU_ENABLE is set)
+    one GPU                 cuda_ipc, since NCCL refuses two ranks on one GPU; from 2.30 on it takes
+                            them with NCCL_MULTI_RANK_GPU_ENABLE=1, then "nccl" can be asked for
 
 So in a job of four ranks on two GPUs, each rank may use two of them.
 """
@@ -29,11 +29,13 @@ class Offer(NamedTuple):
         names: the transports, the best first.
         gpu: what tells its GPU from all others; "" on a CPU.
         sees: the ranks whose open files it may open.
+        shares_by_nccl: whether NCCL takes several ranks on its GPU.
     """
 
     names: list[str]
     gpu: str = ""
     sees: Sequence[int] = ()
+    shares_by_nccl: bool = False
 
 
 class Choice(NamedTuple):
@@ -41,7 +43,7 @@ class Choice(NamedTuple):
 
     Attributes:
         name: the transport of all ranks that do not share a GPU.
-        gpus: each rank's GPU.
+        gpus: each rank's GPU; "" where it does not matter.
     """
 
     name: str
@@ -92,6 +94,8 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
             f"{' or '.join(common)}"
         )
     gpus = [offer.gpu for offer in offers]
+    if wanted == "nccl" and all(offer.shares_by_nccl for offer in offers):
+        gpus = [""] * len(gpus)
     ranks_on: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         ranks_on.setdefault(gpu or str(rank), []).append(rank)
@@ -110,7 +114,8 @@ def _check_shared(ranks: Sequence[int], offers: Sequence[Offer], wanted: str | N
     if len(ranks) > 1 and wanted == "nccl":
         raise ValueError(
             f"transport='nccl' cannot be used between ranks {ranks}, which share a GPU: leave "
-            "transport out, and they use CUDA IPC"
+            "transport out, and they use CUDA IPC (NCCL 2.30 and newer can, if all ranks have "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
     for rank in ranks:
         unseen = [other for other in ranks if other != rank and other not in offers[rank].sees]

@@ -13,19 +13,21 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from procpipe.channel.base import Transport
+from procpipe.channel.base import DeviceTransport, Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.host.board import Board
 from procpipe.host.placement import pin_this_process
 from procpipe.limits import naming_file_limit, raise_file_limit
 from procpipe.notes import write_note
+from procpipe.run.device_watch import DeviceWatch, abort_all
 from procpipe.run.devices import devices_of, of_this_host, pci_addresses
 from procpipe.run.endings import end_with_launcher, print_victims_briefly
 from procpipe.run.starting import FIRST_CALL, Start, announce
@@ -44,6 +46,10 @@ DEFAULT_STALL_TIMEOUT_S = 30.0
 
 #: More than the second to which torchrun rounds, and the tenth in which it looks.
 _HEAD_START_S = 1.5
+
+#: How long a rank that leaves keeps what others may still receive by NCCL, whose sends are over as
+#: soon as it has taken over what was sent.
+_PART_TIMEOUT_S = 2.0
 
 #: The mesh's kind for values of ``agreed``: no channel's, and not the control plane's.
 _AGREED = 200
@@ -68,6 +74,11 @@ class World:
         is_launched: False for a script started without a launcher.
         timeout_s: how long any wait for a peer may last.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
+
+    Attributes:
+        caller: the thread that makes the calls of the pipeline.
+        is_device_stuck: whether transfers are left on the device that could not be ended: what
+            waits for the device would wait for ever.
     """
 
     def __init__(
@@ -99,6 +110,10 @@ class World:
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
         self._transports: list[Transport] = []
+        self._device_transports: list[DeviceTransport] = []
+        self._device_watch: DeviceWatch | None = None
+        self.caller = threading.main_thread()
+        self.is_device_stuck = False
         give_up_in_children(self)
 
     @classmethod
@@ -179,7 +194,9 @@ class World:
         sees = sorted(self._watch.pids)
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-            return Offer(["nccl", "cuda_ipc"], gpu, sees)
+            shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+            shares = shares and torch.cuda.nccl.version() >= (2, 30)
+            return Offer(["nccl", "cuda_ipc"], gpu, sees, shares)
         return Offer(["shm", "gloo"] if len(sees) == self.num_ranks - 1 else ["gloo"])
 
     def open_transports(
@@ -201,7 +218,6 @@ class World:
         found: dict[int, Transport] = {}
         for name in sorted(by_name):  # all ranks build them in one order
             transport = self._new_transport(name, by_name[name])
-            self._transports.append(transport)
             for source, destination, _ in by_name[name]:
                 if self.rank in (source, destination):
                     found[source + destination - self.rank] = transport
@@ -277,6 +293,12 @@ class World:
         for transport in self._transports:
             transport.drain()
 
+    def stop_watching_device(self) -> None:
+        """Interrupt waits for the device no more, as this rank fails or leaves."""
+        if self._device_watch is not None:
+            self._device_watch.close()
+            self._device_watch = None
+
     def give_up_in_child(self) -> None:
         """Leave a forked child's parent its board, its store and its transports."""
         self.board.give_up_in_child()
@@ -284,8 +306,13 @@ class World:
 
     def close(self) -> None:
         """Say goodbye to the peers and let go of every connection."""
+        self.stop_watching_device()
         if self._mesh is not None:
+            if self._device_transports:
+                self._mesh.part(_PART_TIMEOUT_S)
             self._mesh.close()
+        self.is_device_stuck |= not abort_all(self._device_transports)
+        self._device_transports.clear()
         while self._transports:
             self._transports.pop().close()
         self._start.close()
@@ -298,25 +325,47 @@ class World:
 
     def _new_transport(self, name: str, channels: Iterable[tuple[int, int, int]]) -> Transport:
         """Build one transport for the channels that it is to carry."""
+        assert self._mesh is not None, "the ranks are connected first"
         if name == "shm":
             from procpipe.channel.shm import ShmTransport
 
-            return ShmTransport(self._watch.pids)
+            return self._added(ShmTransport(self._watch.pids))
         if name == "cuda_ipc":
             from procpipe.channel.cuda_ipc import CudaIpcTransport
             from procpipe.channel.gpu import Gpu
 
-            return CudaIpcTransport(Gpu(self.device), self._watch.pids)
-        assert self._mesh is not None, "the ranks are connected first"
+            return self._added_of_device(CudaIpcTransport(Gpu(self.device), self._watch.pids))
         store = self._shared_store().under("transport/", check=self._mesh.poll)
         if name == "nccl":
             from procpipe.channel.nccl import NcclTransport
 
-            return NcclTransport(store.bare(), self.rank, self.device, channels, self._timeout_s)
+            nccl = NcclTransport(self.rank, self.device)
+            self._added_of_device(nccl)
+            nccl.connect(store.bare(), channels)
+            return nccl
         from procpipe.channel.gloo import GlooTransport
 
         host = self._start.network_address or "127.0.0.1"
-        return GlooTransport(store, self.rank, self.num_ranks, self._timeout_s, host)
+        return self._added(GlooTransport(store, self.rank, self.num_ranks, self._timeout_s, host))
+
+    def _added(self, transport: Transport) -> Transport:
+        self._transports.append(transport)
+        return transport
+
+    def _added_of_device(self, transport: DeviceTransport) -> Transport:
+        """Add a transport whose transfers a dead peer would leave on the device, and watch it."""
+        assert self._mesh is not None, "the ranks are connected first"
+        self._device_transports.append(transport)
+        if self._device_watch is None:
+            self._device_watch = DeviceWatch(
+                self._mesh,
+                self._device_transports,
+                lambda: self.caller,
+                self._watch,
+                timeout_s=self._timeout_s,
+                stall_timeout_s=self._stall_timeout_s,
+            )
+        return self._added(transport)
 
     def _shared_store(self) -> JobStore:
         return self._start.shared_store()

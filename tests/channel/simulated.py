@@ -133,6 +133,11 @@ class Stream:
     def wait_stream(self, other):
         self.wait_event(other.record_event())
 
+    def query(self):
+        with self.device.lock:
+            self.device.queued()  # time passes
+            return not self.work
+
     def synchronize(self):
         self.device.run_until(lambda: not self.work)
 
@@ -150,7 +155,7 @@ class Process(Gpu):
         """Queue a function on the current stream."""
         self._compute.queue(Work(function))
 
-    def new_stream(self):
+    def new_stream(self, *, is_urgent=False):
         self._streams.append(self._shared.new_stream())
         return self._streams[-1]
 

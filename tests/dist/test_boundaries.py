@@ -579,6 +579,7 @@ def test_parity(ranks, group):
     ranks(3).run(check_group, group, chunks_of, world=False).values()
 
 
+@pytest.mark.only_on_cpus
 def test_parity_of_large_messages_over_gloo(ranks):
     ranks(3).run(check_group, "sizes", [3], transport="gloo", world=False).values()
 
@@ -642,6 +643,7 @@ class OwnBuffer(nn.Module):
         self.memory = torch.zeros(2, 1 << 18)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.memory = self.memory.to(x.device)
         self.memory.copy_(x.expand(2, 1 << 18))
         return self.memory
 

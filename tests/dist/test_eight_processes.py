@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from procpipe import Stage
+from tests.dist.stages import assert_same, assert_same_gradients
 
 def build():
     torch.manual_seed(0)
@@ -31,14 +32,14 @@ for chunks in (1, 3, 8):
     for mode in ("never", "except_last", "always"):
         stage.chunks, stage.checkpoint = chunks, mode
         stage.zero_grad()
-        assert torch.equal(stage.step(x, y), total), (chunks, mode)
-        for name, parameter in stage.named_parameters():
-            assert torch.equal(parameter.grad, plain.get_parameter(name).grad), (chunks, mode, name)
+        assert_same(stage.step(x, y), total, f"{chunks} {mode}")
+        assert_same_gradients(stage, plain, f"{chunks} {mode}")
 print("equal")
 """
 
 
 @pytest.mark.dist
+@pytest.mark.on_gpus(8)
 def test_eight_stages_equal_the_plain_model() -> None:
     done = run_forked(PARITY, num_ranks=8)
     done.check()

@@ -18,6 +18,7 @@ from torch import nn
 from procpipe import Stage, is_recomputing
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.host.board import Board
+from tests.dist.devices import devices_of_ranks, is_on_gpus
 from tests.dist.report import Failure, Outcomes
 
 pytestmark = pytest.mark.on_gpus
@@ -108,7 +109,7 @@ def train(world, faulty_stage, where, act=boom, api="step", size=6, transport=No
         if api == "step":
             stage.step(input, target)
         else:
-            F.mse_loss(stage(input), target).backward()
+            F.mse_loss(stage(input), target.to(stage.device)).backward()
 
 
 def loader(act, size):
@@ -218,6 +219,7 @@ def test_rank_0_raises_before_there_is_a_plan(ranks, n, where):
     ],
 )
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.only_on_cpus
 def test_a_layer_raises_while_large_tensors_are_under_way(ranks, n, origin, where, transport):
     """Gloo breaks the peers' transfers too, with errors that must not hide the story."""
     outcomes = ranks(n).run(train, origin, where, size=BULK, transport=transport)
@@ -266,7 +268,7 @@ def test_an_exception_that_says_too_much_is_told_in_part(ranks):
 
 
 def allocate():
-    torch.empty(1 << 50)
+    torch.empty(1 << 50, device="cuda" if is_on_gpus() else "cpu")
 
 
 @pytest.mark.parametrize(("n", "origin"), SOME_RANKS)
@@ -274,8 +276,14 @@ def allocate():
 def test_memory_runs_out(ranks, n, origin, where):
     outcomes = ranks(n).run(train, origin, where, allocate)
 
-    told = rf"out of memory on cpu: stage {origin} held (\d) micro-batches between forward and "
-    check(outcomes, origin, "RuntimeError", "can't allocate memory", "Give the stage fewer layers")
+    device = devices_of_ranks(n)[origin]
+    told = (
+        rf"out of memory on {device}: stage {origin} held (\d) micro-batches between forward and "
+    )
+    error, words = "RuntimeError", "can't allocate memory"
+    if is_on_gpus():
+        error, words = "OutOfMemoryError", "CUDA out of memory"
+    check(outcomes, origin, error, words, "Give the stage fewer layers")
     for failure in outcomes.errors():
         held = re.search(told, failure.text)
         assert held, failure.text
@@ -446,6 +454,7 @@ def test_a_rank_is_killed(ranks, n, origin, when, seen):
 
 
 @pytest.mark.parametrize(("origin", "transport"), [(0, "shm"), (0, "gloo"), (1, "gloo")])
+@pytest.mark.only_on_cpus
 def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks, origin, transport):
     outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK, transport=transport)
 
@@ -697,7 +706,7 @@ def test_what_cannot_travel_is_an_error_of_the_layer(ranks, what, origin, words)
 def reads_a_value(world, how):
     stage = stage_of(world)
     output = stage(batch()[0])
-    loss = F.mse_loss(output, batch()[1])
+    loss = F.mse_loss(output, batch()[1].to(stage.device))
     if world.rank == 0:
         how = {"item": lambda: loss.item(), "float": lambda: float(loss), "if": lambda: bool(loss)}[
             how
@@ -721,7 +730,7 @@ def goes_backward(world, how):
     losses = []
     for _ in range(2):
         output = stage(batch()[0])
-        losses.append(F.mse_loss(output, batch()[1]))
+        losses.append(F.mse_loss(output, batch()[1].to(stage.device)))
     (losses[1] if how == "twice" else losses[0]).backward()
     losses[1].backward()
 

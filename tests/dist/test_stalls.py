@@ -17,6 +17,7 @@ from torch import nn
 from procpipe import Stage
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.host.board import Board
+from tests.dist.devices import is_on_gpus
 from tests.dist.script import run_forked
 
 pytestmark = pytest.mark.on_gpus
@@ -83,7 +84,7 @@ def train(world, origin, where, num_samples, act):
         chunks=2,
         checkpoint="never",
         loss_fn=F.mse_loss,
-        transport="gloo" if world.num_ranks == 2 else None,
+        transport="gloo" if world.num_ranks == 2 and not is_on_gpus() else None,
         world=world,
     )
     losses = []

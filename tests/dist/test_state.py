@@ -677,6 +677,7 @@ def export_own_weights(bare, folder):
         torch.save(nn.Linear(1, 1).state_dict(), warm / "plain.pt")
 
 
+@pytest.mark.only_on_cpus  # where the processes' own memory says so
 def test_no_process_holds_the_whole_model(ranks, tmp_path):
     torch.manual_seed(1)
     torch.save(big_model("cpu").state_dict(), tmp_path / "plain.pt")

@@ -99,6 +99,8 @@ def environment(
         "LD_LIBRARY_PATH": _before(str(libraries.driver.parent), "LD_LIBRARY_PATH"),
         "EMULATED_GPU_COUNT": str(gpus),
         "EMULATED_GPU_SEED": str(seed),
+        # Else the last digits of MKL's products depend on where their factors are in memory.
+        "MKL_CBWR": os.environ.get("MKL_CBWR", "COMPATIBLE"),
     }
     if libraries.kernels is not None:
         variables["EMULATED_GPU_KERNELS"] = str(libraries.kernels)

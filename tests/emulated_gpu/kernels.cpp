@@ -190,6 +190,10 @@ struct Traits {
   bool dynamic, random, computable;
 };
 
+struct Silent : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 // What waits in a stream.
 struct Launch {
   c10::OperatorHandle op;
@@ -203,7 +207,8 @@ struct Launch {
     static thread_local const bool one_thread = (at::set_num_threads(1), true);
     (void)one_thread;
     Below below;
-    c10::NoGradGuard no_grad;
+    Silent silent;  // the caller has been warned
+    c10::WarningUtils::WarningHandlerGuard quiet(&silent);
     Hosted hosted;
     size_t next = 0;
     replace_tensors(stack, [&](size_t, const Tensor&) { return hosted(inputs[next++]); });
@@ -235,6 +240,11 @@ Stream* current_stream(c10::Device device) {
   return stream_of(c10::cuda::getCurrentCUDAStream(device.index()).stream());
 }
 
+void check_strided(const Traits& traits, const Tensor& t) {
+  TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided && !t.is_quantized() && t.has_storage(),
+                              "The emulated GPU does not compute ", traits.name, " of ", t.toString());
+}
+
 // The tensors' device; one for all of them, apart from numbers and indices, which may be the CPU's.
 c10::Device device_of(const Traits& traits, const Stack& stack) {
   std::optional<c10::Device> device;
@@ -244,8 +254,7 @@ c10::Device device_of(const Traits& traits, const Stack& stack) {
                 *device, " and ", other, "! (", traits.name, ")");
   };
   for_tensors(stack, [&](size_t, const Tensor& t) {
-    TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided && !t.is_quantized() && t.has_storage(),
-                "The emulated GPU does not compute ", traits.name, " on ", t.toString());
+    check_strided(traits, t);
     if (t.is_cuda()) same(t.device());
   });
   for_tensors(stack, [&](size_t i, const Tensor& t) {
@@ -309,6 +318,13 @@ void poison_freed_memory() {
     });
   });
 }
+
+// The CPU's results have other shapes or types than the meta kernel's, which are a GPU's. Shapes of
+// these come from the CPU's operator on zeros, however large, and so do all of small tensors.
+const std::set<std::string> measured = {
+    "aten::_embedding_bag", "aten::_embedding_bag_forward_only",
+    "aten::native_layer_norm", "aten::native_group_norm", "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit.no_stats", "aten::_batch_norm_with_update"};
 
 // The kernel that is registered for an operator.
 class Kernel final : public c10::OperatorKernel {
@@ -414,10 +430,10 @@ class Kernel final : public c10::OperatorKernel {
       add_number(list.size());
       add(list.data(), list.size() * sizeof(int64_t));
     };
-    bool tensors = false;
+    bool reads = traits_.written.count(0);  // else shapes come from numbers: arange, linspace
     add_number(static_cast<int64_t>(c10::get_default_dtype_as_scalartype()));
     for_tensors(args, [&](size_t i, const Tensor& t) {
-      tensors = true;
+      reads = reads || !traits_.written.count(i);
       bool wrapped = t.unsafeGetTensorImpl()->is_wrapped_number();
       add_number(i << 16 | static_cast<int64_t>(t.scalar_type()) << 3 | wrapped << 2 | t.is_conj() << 1 | t.is_neg());
       add_list(t.sizes());
@@ -426,7 +442,7 @@ class Kernel final : public c10::OperatorKernel {
     for (size_t i = 0; i < args.size(); ++i) {
       const IValue& value = args[i];
       add_number(i << 8 | (value.isInt() << 3 | value.isDouble() << 2 | value.isBool() << 1 | value.isNone()));
-      if (tensors && (traits_.numbers.count(i) || value.isDouble())) continue;
+      if (reads && (traits_.numbers.count(i) || value.isDouble())) continue;
       if (value.isInt()) add_number(value.toInt());
       else if (value.isBool()) add_number(value.toBool());
       else if (value.isIntList()) add_list(value.toIntVector());
@@ -445,28 +461,40 @@ class Kernel final : public c10::OperatorKernel {
 
   Shapes new_shapes(const c10::OperatorHandle& op, const Stack& args) const {
     Shapes made;
-    auto arguments = [&](c10::DeviceType device, const auto& like) {
+    auto run = [&](c10::DispatchKey key, c10::DeviceType device, const auto& like) {
       made = {arguments_for(traits_, args, device), {}};
       replace_tensors(made.results, [&](size_t i, const Tensor& t) {
         Tensor t2 = like(t);
         if (traits_.written.count(i)) made.written.push_back(t2);
         return t2;
       });
-    };
-    try {
-      arguments(at::kMeta, meta_of);
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &made.results);
-    } catch (const c10::NotImplementedError&) {  // no meta kernel: the CPU's, on zeros
-      arguments(at::kCPU, zeros_of);
       if (traits_.generator >= 0) made.results[traits_.generator] = at::detail::createCPUGenerator(0);
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &made.results);
-      replace_tensors(made.results, [](size_t, const Tensor& t) { return meta_of(t); });
+      op.redispatchBoxed(c10::DispatchKeySet(key), &made.results);
+      replace_tensors(made.results, [&](size_t, const Tensor& t) {
+        check_strided(traits_, t);
+        return meta_of(t);
+      });
+    };
+    size_t bytes = 0;
+    for_tensors(args, [&](size_t, const Tensor& t) { bytes += t.nbytes(); });
+    if (bytes < (1 << 18) || measured.count(traits_.name)) {
+      try {
+        run(c10::DispatchKey::CPU, at::kCPU, zeros_of);
+        return made;
+      } catch (const std::exception&) {  // also because of zeros: a meta kernel reads none
+      }
+    }
+    try {
+      run(c10::DispatchKey::Meta, at::kMeta, meta_of);
+    } catch (const c10::NotImplementedError&) {
+      run(c10::DispatchKey::CPU, at::kCPU, zeros_of);
     }
     return made;
   }
 
   static void resize(const Tensor& t, const Tensor& like) {
-    t.resize_(like.sizes());
+    auto bytes = at::detail::computeStorageNbytes(like.sizes(), like.strides(), t.itemsize());
+    t.resize_({static_cast<int64_t>(bytes / t.itemsize())});
     t.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
   }
 
@@ -585,11 +613,8 @@ const std::set<std::string> kept = {
     "empty", "empty_strided", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory",
     "_local_scalar_dense", "is_set_to"};
 // ATen has these for all devices, and would choose a kernel of CUDA's or cuDNN's below them.
-const std::vector<std::string> added = {"convolution", "convolution_backward", "copy_"};
-
-struct Silent : c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
+const std::vector<std::string> added = {"convolution", "convolution_backward", "copy_",
+                                        "conj_physical_"};
 
 void override_operators() {
   Silent silent;

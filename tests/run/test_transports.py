@@ -14,11 +14,16 @@ SHM = Offer(["shm", "gloo"])
 GLOO = Offer(["gloo"])
 
 
-def on_gpus(text, sees=None):
+def on_gpus(text, sees=None, shares_by_nccl=()):
     """Return the offers of ranks on GPUs, a letter each, all on one host unless said otherwise."""
     everybody = range(len(text))
     return [
-        Offer(["nccl", "cuda_ipc"], gpu, [*everybody] if sees is None else sees[rank])
+        Offer(
+            ["nccl", "cuda_ipc"],
+            gpu,
+            [*everybody] if sees is None else sees[rank],
+            rank in shares_by_nccl,
+        )
         for rank, gpu in enumerate(text)
     ]
 
@@ -49,6 +54,9 @@ def table(choice):
         (on_gpus("ABAB"), None, [".ncn", "n.nc", "cn.n", "ncn."]),
         # Two hosts, two ranks a GPU: nobody sees the other host's processes.
         (on_gpus("AABB", [[1], [0], [3], [2]]), None, [".cnn", "c.nn", "nn.c", "nnc."]),
+        # NCCL_MULTI_RANK_GPU_ENABLE=1 allows NCCL on a shared GPU, and does not ask for it.
+        (on_gpus("AAB", None, [0, 1, 2]), "nccl", [".nn", "n.n", "nn."]),
+        (on_gpus("AAB", None, [0, 1, 2]), None, [".cn", "c.n", "nn."]),
     ],
 )
 def test_each_pair_uses_what_suits_it(offers, wanted, expected):
@@ -82,6 +90,7 @@ def test_offers_and_choices_are_plain_json():
             "nccl",
             r"^transport='nccl' cannot be used between ranks \[1, 3\], which share a GPU: leave",
         ),
+        (on_gpus("AA", None, [0]), "nccl", r"ranks \[0, 1\], .* have NCCL_MULTI_RANK_GPU_ENABLE=1"),
         (
             on_gpus("AAB"),
             "cuda_ipc",

@@ -1,0 +1,360 @@
+"""The emulated GPU's operators: the CPU's results to the last bit, in stream order.
+
+python -m tests.emulated_gpu --delay-us 300 --starve-ms 20 -- python -m pytest tests/test_emulated_kernels.py
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+emulated = hasattr(ctypes.CDLL(None), "emulated_gpu_synchronizations")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not emulated, reason="tests the emulated GPU itself"),
+]
+
+
+def on_gpu(value: Any, device: str = "cuda") -> Any:
+    """Copy tensors, in any structure, to a GPU with their strides."""
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        y = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+        return y.copy_(x.detach()).requires_grad_(x.requires_grad)
+
+    return tree_map(move, value)
+
+
+def assert_same(cpu: Any, gpu: Any) -> None:
+    """Assert that two structures hold the same bits; those of the second are on a GPU."""
+    ours, theirs = tree_flatten(cpu)[0], tree_flatten(gpu)[0]
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        if isinstance(a, Tensor):
+            assert b.is_cuda
+            torch.testing.assert_close(b.cpu(), a, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert a == b
+
+
+torch.manual_seed(0)
+x, y = torch.randn(5, 6), torch.randn(5, 6)
+square, batch = torch.randn(6, 6), torch.randn(3, 5, 6)
+image, volume = torch.randn(2, 4, 9, 9), torch.randn(2, 4, 5, 5, 5)
+ints, mask = torch.tensor([[2, 0, 1], [1, 1, 4]]), x > 0
+z = torch.randn(4, 4, dtype=torch.complex64)
+
+OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "add": (lambda a, b: a + b * 2 - 1, (x, y)),
+    "scalar on the CPU": (lambda a: a * torch.tensor(3.0) + torch.tensor(2), (x,)),
+    "promotion": (lambda a, b: (a + b, a / b, b // 2, b**2.0), (torch.arange(1, 6), torch.ones(5, dtype=torch.int32))),
+    "broadcast": (lambda a, b: a + b[0] + b[:, :1], (x, y)),
+    "transposed": (lambda a, b: a.t() @ b, (x, y)),
+    "channels_last": (lambda a: (a * 2).relu(), (image.contiguous(memory_format=torch.channels_last),)),
+    "expanded": (lambda a: a[:1].expand(5, 6).sum(0), (x,)),
+    "empty": (lambda a: (a[:0] + 1, a[:0].sum(), torch.cat([a[:0], a])), (x,)),
+    "strided": (lambda a: a[::2, 1::3].mul_(2), (x.clone(),)),
+    "flip": (lambda a: a.flip(0).roll(2, 1).cumsum(1), (x,)),
+    "sort": (lambda a: (a.sort(1), a.topk(3), a.argmax(1), a.max(0), a.median(1), a.kthvalue(2)), (x,)),
+    "statistics": (lambda a: (a.mean(), a.var(0), a.std(), a.norm(), a.logsumexp(1), a.amax()), (x,)),
+    "where": (lambda a, b, m: (torch.where(m, a, b), torch.where(m, a, 0.0), a.masked_fill(m, 1)), (x, y, mask)),
+    "index by ints": (lambda a, i: (a[i], a[:, i[0]], a[1], a[i[0], i[1]]), (x, ints)),
+    "index by mask": (lambda a, m: (a[m], a[m.any(1)], a.masked_select(m)), (x, mask)),
+    "index_put": (lambda a, i: a.index_put_((i[0], i[1]), torch.ones((), device=a.device), accumulate=True), (x.clone(), ints)),
+    "mask_put": (lambda a, m: (a.masked_fill_(m, 0), a.__setitem__(~m, 2.0), a)[2], (x.clone(), mask)),
+    "scatter": (lambda a, i: (a.gather(1, i), a.scatter_add(1, i, a), a.index_select(0, i[0])), (x, ints)),
+    "nonzero": (lambda a, m: (m.nonzero(), m.nonzero(as_tuple=True), torch.unique(a.round()), torch.bincount(a.abs().long().flatten())), (x, mask)),
+    "values": (lambda a, m: (a.sum().item(), m.tolist(), bool(m.any()), torch.equal(a, a), a.isfinite().all().item()), (x, mask)),
+    "cat and split": (lambda a, b: (torch.cat([a, b], 1).chunk(3), torch.stack([a, b]).unbind(), a.split([2, 3])), (x, y)),
+    "pad": (lambda a: (F.pad(a, (1, 2)), F.pad(a, (1, 1, 2, 2), mode="reflect"), F.interpolate(a, scale_factor=2)), (image,)),
+    "bmm": (lambda a: (a @ a.mT, torch.einsum("bij,bkj->bik", a, a), torch.baddbmm(a @ a.mT, a, a.mT)), (batch,)),
+    "linalg": (lambda a: (torch.linalg.inv(a), torch.linalg.qr(a), torch.linalg.svdvals(a), torch.linalg.solve(a, a)), (square,)),
+    "complex": (lambda a: (a.conj() @ a, a.mH + a, a.conj().imag, a.abs(), torch.view_as_real(a) * 2, a.conj().resolve_conj()), (z,)),
+    "conj copied": (lambda a: (a.conj().clone(), a.conj().t().contiguous(), a.clone().copy_(a.mH)), (z,)),
+    "fft": (torch.fft.fft, (z,)),
+    "half": (lambda a: (a.half() @ a.half().t(), a.half().softmax(1), a.half().exp()), (x,)),
+    "softmax to float": (lambda a: (F.softmax(a.half(), 1, dtype=torch.float), F.log_softmax(a.half(), 1, dtype=torch.float)), (x.half().float(),)),
+    "bfloat16": (lambda a: (a.bfloat16() + 1, F.layer_norm(a.bfloat16(), (6,)), a.bfloat16().float()), (x,)),
+    "isfinite": (lambda a: (a / 0).isfinite() | a.isnan(), (x,)),
+    "foreach": (lambda a, b: (torch._foreach_add([a, b], 1.0), torch._foreach_mul([a, b], [b, a]), torch._foreach_norm([a, b])), (x, y)),
+    "foreach in place": (lambda a, b: (torch._foreach_mul_([a, b], 2.0), torch._foreach_addcdiv_([a], [b], [b], -0.1), a, b)[2:], (x.clone(), y.clone())),
+    "embedding bag": (lambda a, i: F.embedding_bag(i, a), (x, ints)),
+    "pairwise": (lambda a, b: (torch.cdist(a, b), F.cosine_similarity(a, b)), (x, y)),
+    "searchsorted": (lambda a, b: torch.searchsorted(a.sort(1)[0], b), (x, y)),
+    "tril": (lambda a: (a.tril(), a.triu(1), a.diagonal(), torch.diag(a[0])), (x,)),
+    "repeat": (lambda a, i: (a.repeat(2, 1), a.repeat_interleave(2, 0), a.repeat_interleave(i, 0)), (x, torch.tensor([1, 2, 0, 1, 3]))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator(name):
+    function, arguments = OPERATORS[name]
+    expected = function(*copy.deepcopy(arguments))
+    assert_same(expected, function(*on_gpu(arguments)))
+
+
+@pytest.mark.parametrize("make", [
+    lambda d: torch.arange(0, 10, 3, device=d), lambda d: torch.arange(0, 20, 3, device=d),
+    lambda d: torch.arange(0, 1, 0.1, device=d), lambda d: torch.linspace(0, 1, 7, device=d),
+    lambda d: torch.logspace(0, 1, 5, device=d), lambda d: torch.eye(3, 4, device=d),
+    lambda d: torch.full((2, 3), 7, device=d), lambda d: torch.tril_indices(3, 4, device=d),
+    lambda d: torch.ones(3, dtype=torch.bool, device=d), lambda d: torch.hann_window(5, device=d),
+    lambda d: torch.tensor([[1.0, 2], [3, 4]], device=d), lambda d: torch.zeros(0, 3, device=d),
+    lambda d: torch.meshgrid(torch.arange(2, device=d), torch.arange(3, device=d), indexing="ij"),
+])  # fmt: skip
+def test_factory(make):
+    with torch.device("cuda"):  # a mode of torch functions, which meta kernels must not see
+        assert_same(make("cpu"), make("cuda"))
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), (x,)),
+    "activations": (lambda: nn.Sequential(nn.GELU(), nn.SiLU(), nn.Tanh(), nn.LeakyReLU(), nn.ELU(), nn.PReLU(), nn.Softplus(), nn.Hardswish(), nn.GLU()), (x,)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1, groups=2), (image[:, :, 0],)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (image,)),
+    "depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, dilation=2), (image,)),
+    "conv3d": (lambda: nn.Conv3d(4, 4, 3, groups=4), (volume,)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), (image,)),
+    "pools": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2, padding=1), nn.AdaptiveAvgPool2d(2)), (image,)),
+    "batch norm": (lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)), (image,)),
+    "layer norm": (lambda: nn.LayerNorm(6), (x,)),
+    "rms norm": (lambda: nn.RMSNorm(6), (x,)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (image,)),
+    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True), (image,)),
+    "embedding": (lambda: nn.Embedding(5, 3, padding_idx=1), (ints,)),
+    "unfold": (lambda: nn.Sequential(nn.Unfold(3), nn.Flatten()), (image,)),
+    "upsample": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (image,)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), (batch,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", MODULES)
+def test_module(name, training):
+    make, inputs = MODULES[name]
+    torch.manual_seed(1)
+    cpu = make().train(training)
+    gpu = copy.deepcopy(cpu).cuda()
+    results = []
+    for module, given in ((cpu, copy.deepcopy(inputs)), (gpu, on_gpu(inputs))):
+        with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+            leaves = [t.requires_grad_(t.is_floating_point()) for t in given]
+            output = module(*leaves)
+            output.square().sum().backward()
+        grads = [t.grad for t in (*leaves, *module.parameters())]
+        results.append((output.detach(), grads, list(module.buffers())))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LSTM(6, 4, 2), lambda: nn.GRU(6, 4, bidirectional=True)]
+)
+def test_recurrent_module(make):
+    """The CPU's cells are others: close, not equal."""
+    cpu = make()
+    gpu = copy.deepcopy(cpu).cuda()
+    for module, given in ((cpu, batch), (gpu, batch.cuda())):
+        module(given)[0].square().sum().backward()
+    for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True):
+        torch.testing.assert_close(b.grad.cpu(), a.grad)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda o, t: F.cross_entropy(o, t), lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
+    lambda o, t: F.nll_loss(o.log_softmax(1), t, ignore_index=1), lambda o, t: F.mse_loss(o, o.sin()),
+    lambda o, t: F.smooth_l1_loss(o, o.cos()), lambda o, t: F.kl_div(o.log_softmax(1), o.softmax(1)),
+    lambda o, t: F.binary_cross_entropy_with_logits(o, o.sigmoid().detach()),
+    lambda o, t: F.multi_margin_loss(o, t), lambda o, t: F.huber_loss(o, o.cos()),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:reduction:UserWarning")
+def test_loss(loss):
+    target = torch.tensor([0, 1, 2, 3, 5])
+    results = []
+    for o, t in ((x.clone(), target), (x.cuda(), target.cuda())):
+        value = loss(o.requires_grad_(), t)
+        value.backward()
+        results.append((value.detach(), o.grad))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_optimizer(optimizer, options):
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(2)
+        module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+        extra = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+        steps = optimizer(module.parameters(), lr=0.1, weight_decay=0.01, **extra, **options)
+        for _ in range(3):
+            steps.zero_grad()
+            module(x.to(device)).square().mean().backward()
+            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            steps.step()
+        results.append([norm, *(p.detach() for p in module.parameters())])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_and_scaler(dtype):
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(2)
+        module = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)).to(device)
+        steps = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(device, init_scale=8.0)
+        with torch.autocast(device, dtype):
+            loss = module(x.to(device)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(steps)
+        scaler.update()
+        results.append([p.detach() for p in module.parameters()])
+    for a, b in zip(*results, strict=True):  # autocast has other lists of operators on the CPU
+        torch.testing.assert_close(b.cpu(), a, rtol=0.02, atol=0.02)
+
+
+def test_out_is_resized():
+    out = torch.empty(0, device="cuda")
+    assert torch.add(x.cuda(), 1, out=out) is out
+    assert_same(x + 1, out)
+    indices = torch.empty(0, dtype=torch.long, device="cuda")
+    assert_same(mask.nonzero(), torch.nonzero(mask.cuda(), out=indices))
+
+
+def test_copies():
+    pinned = x.pin_memory()
+    a = pinned.to("cuda:0", non_blocking=True)
+    b = a.to("cuda:1")
+    c = torch.empty(6, 5, dtype=torch.float64, device="cuda:0").copy_(
+        b.t()
+    )  # across, cast, strided
+    assert_same((x, x, x.t().double()), (a, b, c))
+    assert_same(x.t().bfloat16(), x.t().to("cuda", torch.bfloat16))
+    back = torch.empty_like(x, pin_memory=True).copy_(a, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(back, x)
+    assert "cuda:1" in repr(b)
+    saved = io.BytesIO()
+    torch.save(b, saved)
+    saved.seek(0)
+    loaded = torch.load(saved)
+    assert loaded.device == b.device
+    assert_same((x, x), (loaded, copy.deepcopy(b)))
+
+
+RANDOM: list[Callable[[], Tensor]] = [
+    lambda: torch.rand(50, device="cuda"),
+    lambda: torch.randn(50, device="cuda"),
+    lambda: torch.randint(1000, (50,), device="cuda"),
+    lambda: torch.randperm(50, device="cuda"),
+    lambda: torch.empty(50, device="cuda").bernoulli_(0.5),
+    lambda: F.dropout(torch.ones(50, device="cuda"), 0.5),
+    lambda: torch.multinomial(torch.ones(50, device="cuda"), 20),
+    lambda: torch.normal(torch.zeros(50, device="cuda"), 1.0),
+]
+
+
+@pytest.mark.parametrize("draw", RANDOM)
+def test_random(draw):
+    torch.cuda.manual_seed(3)
+    cpu_state = torch.get_rng_state()
+    first = draw()
+    state = torch.cuda.get_rng_state()
+    second = draw()
+    assert not torch.equal(first, second)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(draw(), second)
+    torch.cuda.manual_seed(3)
+    torch.cuda.manual_seed_all
+    torch.rand(3)
+    assert torch.equal(draw(), first)
+    torch.set_rng_state(cpu_state)
+    draw()
+    assert torch.equal(torch.get_rng_state(), cpu_state)
+    with torch.cuda.device(1):
+        torch.cuda.manual_seed(4)
+    assert torch.equal(draw(), draw()) is False
+    generator = torch.Generator("cuda").manual_seed(3)
+    assert torch.equal(
+        torch.rand(9, device="cuda", generator=generator),
+        torch.rand(9, device="cuda", generator=generator.manual_seed(3)),
+    )
+
+
+def test_dropout_scales_what_it_keeps():
+    kept = F.dropout(torch.ones(1000, device="cuda"), 0.25)
+    assert set(kept.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    assert 650 < int((kept > 0).sum()) < 850
+
+
+def test_errors():
+    with pytest.raises(RuntimeError, match="same device"):
+        x.cuda() + y
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+    with pytest.raises(RuntimeError, match=r"must match|broadcast"):
+        x.cuda() + torch.ones(4, device="cuda")
+    with pytest.raises(NotImplementedError, match="_conv_depthwise2d"):
+        torch.ops.aten._conv_depthwise2d(
+            image.cuda(), torch.ones(4, 1, 3, 3).cuda(), (3, 3), None, (1, 1), (0, 0), (1, 1)
+        )
+    with pytest.raises(RuntimeError):
+        torch.mm(x.cuda().to_sparse(), square.cuda())
+
+
+def hold(stream: torch.cuda.Stream) -> None:
+    """Keep a stream busy for a while, so that what follows on it runs late."""
+    with torch.cuda.stream(stream):
+        a = torch.ones(600, 600, device="cuda")
+        for _ in range(20):
+            a @ a  # noqa: B018
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_wait_for_a_producer(waits):
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    result = torch.zeros(100, device="cuda")
+    torch.cuda.synchronize()
+    hold(main)
+    result += 1
+    if waits:
+        side.wait_stream(main)
+    with torch.cuda.stream(side):
+        seen = result * 1
+    side.synchronize()
+    with torch.cuda.stream(side):
+        assert bool((seen == 1).all()) is waits
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("records", [True, False])
+def test_record_stream(records, writes):
+    side = torch.cuda.Stream()
+    given, result = torch.ones(100, device="cuda"), torch.zeros(100, device="cuda")
+    torch.cuda.synchronize()
+    hold(side)
+    with torch.cuda.stream(side):
+        if writes:
+            given += 1  # into memory that is another tensor's by then, without record_stream
+        else:
+            result += given
+    if records:
+        given.record_stream(side)
+    address = given.data_ptr()
+    del given
+    other = torch.zeros(100, device="cuda")
+    assert (other.data_ptr() == address) is not records
+    torch.cuda.synchronize()
+    good = bool((other == 0).all()) if writes else bool((result == 1).all())
+    assert good is records
