@@ -369,6 +369,15 @@ def test_autocast_and_scaler(dtype):
         torch.testing.assert_close(b.cpu(), a, rtol=0.02, atol=0.02)
 
 
+def test_attention_and_ctc_choose_what_the_cpu_computes():
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(batch, batch, batch, is_causal=True)
+    gpu = batch.cuda()
+    assert_same(expected, F.scaled_dot_product_attention(gpu, gpu, gpu, is_causal=True))
+    arguments = (batch.log_softmax(2), torch.ones(5, 2, dtype=torch.long), (3,) * 5, (1,) * 5)
+    assert_same(F.ctc_loss(*arguments), F.ctc_loss(*on_gpu(arguments)))
+
+
 def test_out_is_resized():
     out = torch.empty(0, device="cuda")
     assert torch.add(x.cuda(), 1, out=out) is out
@@ -497,7 +506,8 @@ def test_record_stream(records, writes):
         given.record_stream(side)
     address = given.data_ptr()
     del given
-    other = torch.zeros(100, device="cuda")
+    # nothing else overwrites what is read: only that freed memory is poisoned shows
+    other = (torch.zeros if writes else torch.empty)(100, device="cuda")
     assert (other.data_ptr() == address) is not records
     torch.cuda.synchronize()
     good = bool((other == 0).all()) if writes else bool((result == 1).all())

@@ -262,22 +262,24 @@ def connect_alone(rank, name):
     done = threading.Event()
 
     def initialise():
-        connect(name, rank)
+        errors.append(initialize(name, rank)[0])
         done.set()
 
+    errors: list[int] = []
     thread = threading.Thread(target=initialise)
     thread.start()
     say(done.wait(WHILE_S))
     thread.join()
-    return "connected"
+    return errors
 
 
-def test_initialisation_blocks_until_all_ranks_came(tmp_path):
+@pytest.mark.parametrize("early", [0, 1])
+def test_initialisation_blocks_until_all_ranks_came(tmp_path, early):
     name = new_id()
-    first = start(connect_alone, 0, name, folder=tmp_path)
+    first = start(connect_alone, early, name, folder=tmp_path)
     assert first_line(first) is False
-    second = start(connect_alone, 1, name, folder=tmp_path)
-    assert [result(first), result(second)] == ["connected", "connected"]
+    second = start(connect_alone, 1 - early, name, folder=tmp_path)
+    assert [result(first), result(second)] == [[0], [0]]
 
 
 def share_gpu(rank, name, allowed):

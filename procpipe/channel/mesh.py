@@ -547,7 +547,8 @@ class Mesh:
             del self._peer_of[process]
             os.close(process)
         self._unsent[peer].clear()
-        if peer not in self._left and self._failure is None:
+        # One that had heard this rank's goodbye has gone without its own.
+        if not (peer in self._left or self._failure is not None or self._has_parted):
             self._failure = self._lost(peer, sock)
 
     def _lost(self, peer: int, sock: socket.socket) -> PeerLostError:

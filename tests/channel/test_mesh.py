@@ -608,3 +608,12 @@ def test_a_frame_may_be_longer_than_32_bits_can_tell(wired):
     one.poll()
 
     assert heard == []
+
+
+def test_a_peer_that_has_heard_a_goodbye_may_go_without_its_own(net):
+    first, second = net(2)
+    first.part(0.0)
+    second.poll()
+    second.close()
+    first.part(5.0)
+    first.poll()

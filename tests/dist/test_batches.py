@@ -370,7 +370,7 @@ def mean_of_valid(output, target):
 
 
 def constant_if_none_is_valid(output, target):
-    return mean_of_valid(output, target) if (target >= 0).any() else torch.tensor(math.nan)
+    return mean_of_valid(output, target) if (target >= 0).any() else output.new_tensor(math.nan)
 
 
 def changing_its_output(output, target):

@@ -689,7 +689,7 @@ def returns(world, stage_number, what):
     ("what", "origin", "words"),
     [
         ("meta", 0, "returned a tensor on meta"),
-        ("sparse", 1, "layout torch.sparse_coo"),
+        pytest.param("sparse", 1, "layout torch.sparse_coo", marks=pytest.mark.only_on_cpus),
         ("object", 1, "builtins.object at [1] cannot travel"),
     ],
 )

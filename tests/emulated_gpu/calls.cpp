@@ -27,7 +27,7 @@ constexpr int kMajor = 9, kMinor = 0, kMultiprocessors = 16, kVersion = CUDA_VER
 constexpr int kFirstBus = 0xe0;  // of the PCI addresses
 
 std::atomic<bool> active[kMostGpus];  // whether a device has its primary context in this process
-// Of this thread, the last is current; never destroyed, since a process uses CUDA until its very end.
+// Of this thread, the last is current; never destroyed, since a process uses CUDA until its end.
 thread_local std::vector<int>& contexts = *new std::vector<int>;
 
 bool valid(int device) { return device >= 0 && device < settings().gpus; }

@@ -23,7 +23,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/native/CPUFallback.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -47,14 +47,13 @@ using torch::jit::Stack;
 struct Below {
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
-  at::impl::TorchFunctionDisabledState before = at::impl::PythonTorchFunctionTLS::get_disabled_state();
-  Below() {
-    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::ALL_DISABLED);
-  }
-  ~Below() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before); }
+  using Functions = at::impl::PythonTorchFunctionTLS;
+  at::impl::TorchFunctionDisabledState before = Functions::get_disabled_state();
+  Below() { Functions::set_disabled_state(at::impl::ALL_DISABLED); }
+  ~Below() { Functions::set_disabled_state(before); }
 };
 
-// ---- tensors as addresses ------------------------------------------------------------------------
+// ---- tensors as addresses ----------------------------------------------------------------------
 
 // Where a tensor is and how it is laid out, without a reference to it.
 struct Place {
@@ -122,7 +121,8 @@ Tensor meta_of(const Tensor& t) {
 }
 
 Tensor zeros_of(const Tensor& t) {
-  return Place(t).marked(at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kCPU)).zero_());
+  auto options = t.options().device(at::kCPU);
+  return Place(t).marked(at::empty_strided(t.sizes(), t.strides(), options).zero_());
 }
 
 // Replace each defined tensor of a stack, also in lists; lists are made anew, never changed.
@@ -152,7 +152,7 @@ void for_tensors(const Stack& stack, const F& f) {
   replace_tensors(copy, [&](size_t i, const Tensor& t) { return f(i, t), t; });
 }
 
-// ---- one operator --------------------------------------------------------------------------------
+// ---- one operator ------------------------------------------------------------------------------
 
 // What the schema says of an operator.
 struct Traits {
@@ -168,9 +168,9 @@ struct Traits {
     }
     for (const auto& returned : op.schema().returns()) {
       int from = -1;
+      const auto* alias = returned.alias_info();
       for (size_t i : written)
-        if (returned.alias_info() && returned.alias_info()->beforeSets() == arguments[i].alias_info()->beforeSets())
-          from = i;
+        if (alias && alias->beforeSets() == arguments[i].alias_info()->beforeSets()) from = i;
       returns.push_back(from);
       auto type = returned.type()->str();
       values = values || type.find("Tensor") == type.npos;
@@ -194,6 +194,10 @@ struct Silent : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
+void seed(const Traits& traits, Stack& stack, uint64_t seed) {
+  if (traits.generator >= 0) stack[traits.generator] = at::detail::createCPUGenerator(seed);
+}
+
 // What waits in a stream.
 struct Launch {
   c10::OperatorHandle op;
@@ -212,7 +216,7 @@ struct Launch {
     Hosted hosted;
     size_t next = 0;
     replace_tensors(stack, [&](size_t, const Tensor&) { return hosted(inputs[next++]); });
-    if (traits.generator >= 0) stack[traits.generator] = at::detail::createCPUGenerator(seed);
+    emulated::seed(traits, stack, seed);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
     deliver(hosted);
   }
@@ -224,13 +228,15 @@ struct Launch {
       if (stack[i].isTensor()) results.push_back(stack[i].toTensor());
       else for (const Tensor& t : stack[i].toTensorVector()) results.push_back(t);
     }
-    TORCH_CHECK(results.size() == outputs.size(), "returns ", results.size(), " tensors instead of ", outputs.size());
+    TORCH_CHECK(results.size() == outputs.size(), "returns ", results.size(),
+                " tensors instead of ", outputs.size());
     for (size_t i = 0; i < results.size(); ++i) {
       if (!outputs[i]) continue;
       const Tensor &result = results[i], output = hosted(*outputs[i]);
-      TORCH_CHECK(result.defined() && result.sizes() == output.sizes() && result.dtype() == output.dtype(),
-                  "output ", i, " is ", result.defined() ? result.toString() : "undefined", result.defined() ? result.sizes() : at::IntArrayRef(),
-                  " where its meta kernel states ", output.toString(), output.sizes());
+      TORCH_CHECK(result.defined() && result.sizes() == output.sizes() &&
+                      result.dtype() == output.dtype(),
+                  "output ", i, " differs from ", output.toString(), output.sizes(),
+                  ", which its meta kernel states");
       output.copy_(result);
     }
   }
@@ -242,7 +248,8 @@ Stream* current_stream(c10::Device device) {
 
 void check_strided(const Traits& traits, const Tensor& t) {
   TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided && !t.is_quantized() && t.has_storage(),
-                              "The emulated GPU does not compute ", traits.name, " of ", t.toString());
+                              "The emulated GPU does not compute ", traits.name, " of ",
+                              t.toString());
 }
 
 // The tensors' device; one for all of them, apart from numbers and indices, which may be the CPU's.
@@ -250,19 +257,20 @@ c10::Device device_of(const Traits& traits, const Stack& stack) {
   std::optional<c10::Device> device;
   auto same = [&](c10::Device other) {
     if (!device) device = other;
-    TORCH_CHECK(*device == other, "Expected all tensors to be on the same device, but found at least two devices, ",
-                *device, " and ", other, "! (", traits.name, ")");
+    TORCH_CHECK(*device == other, "Expected all tensors to be on the same device, but found at ",
+                "least two devices, ", *device, " and ", other, "! (", traits.name, ")");
   };
   for_tensors(stack, [&](size_t, const Tensor& t) {
     check_strided(traits, t);
     if (t.is_cuda()) same(t.device());
   });
   for_tensors(stack, [&](size_t i, const Tensor& t) {
-    if (!t.is_cuda() && (t.dim() > 0 || traits.written.count(i)) && !(traits.indexed && !traits.written.count(i))) same(t.device());
+    bool written = traits.written.count(i);
+    if (!t.is_cuda() && (written || (t.dim() > 0 && !traits.indexed))) same(t.device());
   });
   if (device) return *device;
   for (const IValue& value : stack)
-    if (value.isDevice() && value.toDevice().is_cuda() && value.toDevice().has_index()) return value.toDevice();
+    if (value.isDevice() && value.toDevice().has_index()) return value.toDevice();
   return c10::Device(at::kCUDA, c10::cuda::current_device());
 }
 
@@ -289,17 +297,19 @@ uint64_t draw(const Traits& traits, const Stack& stack, c10::Device device) {
 }
 
 Tensor on_device(const Tensor& like, c10::Device device) {
-  return Tensor(at::detail::empty_strided_cuda(like.sizes(), like.strides(), like.scalar_type(), device));
+  auto type = like.scalar_type();
+  return Tensor(at::detail::empty_strided_cuda(like.sizes(), like.strides(), type, device));
 }
 
 bool needs_values(const Traits& traits, const Stack& stack) {
   if (!traits.indexed) return traits.dynamic || traits.values;
   bool mask = false;
   for_tensors(stack, [&](size_t i, const Tensor& t) {
-    mask = mask || (stack[i].isOptionalTensorList() && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte));
+    bool masks = t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
+    mask = mask || (stack[i].isOptionalTensorList() && masks);
   });
   // x[mask] = number is masked_fill, which needs no number of elements
-  return mask && !(traits.written.count(0) && stack[2].isTensor() && stack[2].toTensor().numel() == 1);
+  return mask && !(traits.written.count(0) && stack[2].toTensor().numel() == 1);
 }
 
 // Memory that the allocator may hand out again is overwritten, in the order of the stream that it
@@ -322,9 +332,9 @@ void poison_freed_memory() {
 // The CPU's results have other shapes or types than the meta kernel's, which are a GPU's. Shapes of
 // these come from the CPU's operator on zeros, however large, and so do all of small tensors.
 const std::set<std::string> measured = {
-    "aten::_embedding_bag", "aten::_embedding_bag_forward_only",
-    "aten::native_layer_norm", "aten::native_group_norm", "aten::native_batch_norm",
-    "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit.no_stats", "aten::_batch_norm_with_update"};
+    "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::native_layer_norm",
+    "aten::native_group_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+    "aten::_native_batch_norm_legit.no_stats", "aten::_batch_norm_with_update"};
 
 // The kernel that is registered for an operator.
 class Kernel final : public c10::OperatorKernel {
@@ -332,7 +342,8 @@ class Kernel final : public c10::OperatorKernel {
   explicit Kernel(const c10::OperatorHandle& op) : traits_(op) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-    TORCH_CHECK_NOT_IMPLEMENTED(traits_.computable, "The emulated GPU does not compute ", traits_.name);
+    TORCH_CHECK_NOT_IMPLEMENTED(traits_.computable, "The emulated GPU does not compute ",
+                                traits_.name);
     if (failure() != cudaSuccess) C10_CUDA_CHECK(failure());
     poison_freed_memory();
     Below below;
@@ -341,7 +352,8 @@ class Kernel final : public c10::OperatorKernel {
     c10::Device device = device_of(traits_, args);
     c10::cuda::CUDAGuard guard(device);
     auto half = without_half(args);
-    Stack results = needs_values(traits_, args) ? run_now(op, args, device) : run_later(op, args, device);
+    bool now = needs_values(traits_, args);
+    Stack results = now ? run_now(op, args, device) : run_later(op, args, device);
     if (half) results[0] = results[0].toTensor().to(*half);
     stack->insert(stack->end(), results.begin(), results.end());
   }
@@ -349,9 +361,11 @@ class Kernel final : public c10::OperatorKernel {
  private:
   // Softmax from half to float and its gradient back, which the CPU's operators do not have.
   std::optional<at::ScalarType> without_half(Stack& args) const {
-    if (traits_.name == "aten::_softmax" || traits_.name == "aten::_log_softmax") {
+    const std::string& name = traits_.name;
+    if (name == "aten::_softmax" || name == "aten::_log_softmax") {
       if (args[2].toBool()) args[0] = args[0].toTensor().to(at::kFloat), args[2] = false;
-    } else if (traits_.name == "aten::_softmax_backward_data" || traits_.name == "aten::_log_softmax_backward_data") {
+    } else if (name == "aten::_softmax_backward_data" ||
+               name == "aten::_log_softmax_backward_data") {
       auto gradient = args[0].toTensor().scalar_type(), wanted = args[3].toScalarType();
       args[3] = gradient;
       if (wanted != gradient) return wanted;
@@ -424,32 +438,28 @@ class Kernel final : public c10::OperatorKernel {
   // All that shapes depend on.
   std::string key_of(const Stack& args) const {
     std::string key;
-    auto add = [&](const void* data, size_t size) { key.append(static_cast<const char*>(data), size); };
-    auto add_number = [&](int64_t number) { add(&number, sizeof number); };
-    auto add_list = [&](at::IntArrayRef list) {
-      add_number(list.size());
-      add(list.data(), list.size() * sizeof(int64_t));
+    auto add = [&](std::initializer_list<int64_t> numbers, at::IntArrayRef list = {}) {
+      for (at::IntArrayRef part : {at::IntArrayRef(numbers), list})
+        key.append(reinterpret_cast<const char*>(part.data()), part.size() * sizeof(int64_t));
     };
     bool reads = traits_.written.count(0);  // else shapes come from numbers: arange, linspace
-    add_number(static_cast<int64_t>(c10::get_default_dtype_as_scalartype()));
+    add({static_cast<int64_t>(c10::get_default_dtype_as_scalartype())});
     for_tensors(args, [&](size_t i, const Tensor& t) {
       reads = reads || !traits_.written.count(i);
       bool wrapped = t.unsafeGetTensorImpl()->is_wrapped_number();
-      add_number(i << 16 | static_cast<int64_t>(t.scalar_type()) << 3 | wrapped << 2 | t.is_conj() << 1 | t.is_neg());
-      add_list(t.sizes());
-      add_list(t.strides());
+      auto argument = static_cast<int64_t>(i), type = static_cast<int64_t>(t.scalar_type());
+      add({argument, type, wrapped, t.is_conj(), t.is_neg(), t.dim()}, t.sizes());
+      add({}, t.strides());
     });
     for (size_t i = 0; i < args.size(); ++i) {
       const IValue& value = args[i];
-      add_number(i << 8 | (value.isInt() << 3 | value.isDouble() << 2 | value.isBool() << 1 | value.isNone()));
+      add({value.isInt(), value.isDouble(), value.isBool(), value.isNone()});
       if (reads && (traits_.numbers.count(i) || value.isDouble())) continue;
-      if (value.isInt()) add_number(value.toInt());
-      else if (value.isBool()) add_number(value.toBool());
-      else if (value.isIntList()) add_list(value.toIntVector());
-      else if (value.isTensorList()) add_number(value.toTensorList().size());
-      else if (value.isOptionalTensorList()) add_number(value.toList().size());
-      else if (!value.isTensor() && !value.isNone() && !value.isGenerator() && !value.isDevice())
-        key += c10::str(value);
+      if (value.isInt()) add({value.toInt()});
+      else if (value.isBool()) add({value.toBool()});
+      else if (value.isList()) add({static_cast<int64_t>(value.toListRef().size())});
+      if (value.isIntList()) add({}, value.toIntVector());
+      if (value.isDoubleList() || value.isBoolList() || value.isString()) key += c10::str(value);
     }
     return key;
   }
@@ -468,7 +478,7 @@ class Kernel final : public c10::OperatorKernel {
         if (traits_.written.count(i)) made.written.push_back(t2);
         return t2;
       });
-      if (traits_.generator >= 0) made.results[traits_.generator] = at::detail::createCPUGenerator(0);
+      seed(traits_, made.results, 0);
       op.redispatchBoxed(c10::DispatchKeySet(key), &made.results);
       replace_tensors(made.results, [&](size_t, const Tensor& t) {
         check_strided(traits_, t);
@@ -481,7 +491,8 @@ class Kernel final : public c10::OperatorKernel {
       try {
         run(c10::DispatchKey::CPU, at::kCPU, zeros_of);
         return made;
-      } catch (const std::exception&) {  // also because of zeros: a meta kernel reads none
+      } catch (const std::exception& error) {  // also because of zeros: a meta kernel reads none
+        if (strstr(error.what(), "same dtype")) throw;  // which meta kernels do not check
       }
     }
     try {
@@ -504,7 +515,7 @@ class Kernel final : public c10::OperatorKernel {
     synchronize(stream, true);
     std::vector<std::pair<Tensor, Tensor>> written;
     Stack stack = arguments_for(traits_, args, at::kCPU);
-    if (traits_.generator >= 0) stack[traits_.generator] = at::detail::createCPUGenerator(draw(traits_, args, device));
+    seed(traits_, stack, draw(traits_, args, device));
     replace_tensors(stack, [&](size_t i, const Tensor& t) {
       Place place(t);
       Tensor copy = place.marked(Hosted()(place).clone());
@@ -539,11 +550,13 @@ class Kernel final : public c10::OperatorKernel {
   std::unordered_map<std::string, Shapes> known_;
 };
 
-// ---- operators that need more than the CPU's of the same name ------------------------------------
+// ---- operators that need more than the CPU's of the same name ----------------------------------
 
 bool same_bytes(const Tensor& to, const Tensor& from) {
-  return to.dtype() == from.dtype() && to.sizes() == from.sizes() && to.strides() == from.strides() &&
-         to.is_conj() == from.is_conj() && to.is_neg() == from.is_neg() && to.is_non_overlapping_and_dense();
+  return to.dtype() == from.dtype() && to.sizes() == from.sizes() &&
+         to.strides() == from.strides() &&
+         to.is_conj() == from.is_conj() && to.is_neg() == from.is_neg() &&
+         to.is_non_overlapping_and_dense();
 }
 
 // torch's own where it is a memcpy, and between the CPU and a GPU, where it makes such copies.
@@ -574,39 +587,52 @@ void foreach_copy_(at::TensorList to, at::TensorList from, bool non_blocking) {
   for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
 }
 
-std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p,
+                                          std::optional<bool> train) {
   if (input.numel() == 0 || p == 0 || !train.value_or(true))
     return {input.clone(), at::ones_like(input, at::kBool)};
   Tensor mask = at::empty_like(input, at::kBool).bernoulli_(1 - p);
   return {input.mul(mask).mul_(p == 1 ? 0. : 1 / (1 - p)), mask};
 }
 
-int64_t fused_sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double,
-                         bool, std::optional<double>, bool) {
+bool use_library_ctc_loss(const Tensor&, const Tensor&, at::IntArrayRef, at::IntArrayRef,
+                          int64_t) {
+  return false;
+}
+
+int64_t fused_sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                         double, bool, std::optional<double>, bool) {
   return 0;  // SDPBackend::math
 }
 
-std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input, const Tensor& hidden, const Tensor& cell,
-                                             const std::optional<Tensor>& input_bias,
-                                             const std::optional<Tensor>& hidden_bias) {
-  Tensor gates = (hidden_bias && hidden_bias->defined() ? hidden + *hidden_bias : hidden) +
-                 (input_bias && input_bias->defined() ? input + *input_bias : input);
-  auto gate = gates.unsafe_chunk(4, 1);
+using Bias = const std::optional<Tensor>&;
+Tensor plus(const Tensor& gates, Bias bias) {
+  return bias && bias->defined() ? gates + *bias : gates;
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input, const Tensor& hidden,
+                                             const Tensor& cell, Bias input_bias,
+                                             Bias hidden_bias) {
+  auto gate = (plus(hidden, hidden_bias) + plus(input, input_bias)).unsafe_chunk(4, 1);
   Tensor next = gate[1].sigmoid() * cell + gate[0].sigmoid() * gate[2].tanh();
   return {gate[3].sigmoid() * next.tanh(), next, at::empty({0}, input.options())};
 }
 
 std::tuple<Tensor, Tensor> gru_cell(const Tensor& input, const Tensor& hidden, const Tensor& state,
-                                    const std::optional<Tensor>& input_bias,
-                                    const std::optional<Tensor>& hidden_bias) {
-  auto in = (input_bias && input_bias->defined() ? input + *input_bias : input).unsafe_chunk(3, 1);
-  auto past = (hidden_bias && hidden_bias->defined() ? hidden + *hidden_bias : hidden).unsafe_chunk(3, 1);
+                                    Bias input_bias, Bias hidden_bias) {
+  auto in = plus(input, input_bias).unsafe_chunk(3, 1);
+  auto past = plus(hidden, hidden_bias).unsafe_chunk(3, 1);
   Tensor reset = (past[0] + in[0]).sigmoid(), update = (past[1] + in[1]).sigmoid();
   Tensor fresh = (in[2] + past[2] * reset).tanh();
   return {(state - fresh) * update + fresh, at::empty({0}, input.options())};
 }
 
-// ---- registration --------------------------------------------------------------------------------
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, at::IntArrayRef shape, Bias weight,
+                                    std::optional<double> eps) {
+  return at::compositeimplicitautograd::_fused_rms_norm(input, shape, weight, eps);
+}
+
+// ---- registration ------------------------------------------------------------------------------
 
 // torch's own: they make views and memory, or read a value by a memcpy.
 const std::set<std::string> kept = {
@@ -616,14 +642,20 @@ const std::set<std::string> kept = {
 const std::vector<std::string> added = {"convolution", "convolution_backward", "copy_",
                                         "conj_physical_"};
 
+template <class K>
+c10::KernelFunction kernel_of(const c10::OperatorHandle& op) {
+  return c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<K>(op));
+}
+
 void override_operators() {
   Silent silent;
   c10::WarningUtils::WarningHandlerGuard guard(&silent);  // that kernels are registered again
   auto& dispatcher = c10::Dispatcher::singleton();
   static std::vector<c10::RegistrationHandleRAII> registrations;
-  static torch::Library cuda(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  static torch::Library autograd(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCUDA, __FILE__, __LINE__);
-  auto names = dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA);
+  constexpr auto kCuda = c10::DispatchKey::CUDA, kAutograd = c10::DispatchKey::AutogradCUDA;
+  static torch::Library cuda(torch::Library::IMPL, "aten", kCuda, __FILE__, __LINE__);
+  static torch::Library autograd(torch::Library::IMPL, "aten", kAutograd, __FILE__, __LINE__);
+  auto names = dispatcher.getRegistrationsForDispatchKey(kCuda);
   for (const auto& name : added) names.emplace_back("aten::" + name, "");
   for (const auto& name : names) {
     auto op = dispatcher.findSchema(name);
@@ -632,22 +664,21 @@ void override_operators() {
     if (std::any_of(returns.begin(), returns.end(),
                     [](const auto& r) { return r.alias_info() && !r.alias_info()->isWrite(); }))
       continue;
-    auto kernel = name.name == "aten::copy_" ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Copy>(*op))
-                                             : c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(*op));
-    registrations.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA, std::move(kernel), std::nullopt,
+    auto kernel = name.name == "aten::copy_" ? kernel_of<Copy>(*op) : kernel_of<Kernel>(*op);
+    registrations.push_back(dispatcher.registerImpl(name, kCuda, std::move(kernel), std::nullopt,
                                                     nullptr, "emulated GPU"));
   }
   cuda.impl("_foreach_copy_", foreach_copy_);
   cuda.impl("native_dropout", native_dropout);
+  cuda.impl("_use_cudnn_ctc_loss", use_library_ctc_loss);
+  cuda.impl("_use_miopen_ctc_loss", use_library_ctc_loss);
   cuda.impl("_fused_sdp_choice", fused_sdp_choice);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&fused_sdp_choice);
   for (auto* library : {&cuda, &autograd}) {
     library->impl("_thnn_fused_lstm_cell", lstm_cell);
     library->impl("_thnn_fused_gru_cell", gru_cell);
   }
-  autograd.impl("_fused_rms_norm", [](const Tensor& input, at::IntArrayRef shape, const std::optional<Tensor>& weight,
-                                      std::optional<double> eps) {
-    return at::compositeimplicitautograd::_fused_rms_norm(input, shape, weight, eps);
-  });
+  autograd.impl("_fused_rms_norm", rms_norm);
 }
 
 const bool started = [] {
