@@ -138,7 +138,8 @@ import os
 
 n, origin = int(os.environ["WORLD_SIZE"]), {origin}
 model = nn.Sequential(*(Long(terminate if j == origin else None) for j in range(n)))
-stage = Stage(model, [1] * n, chunks=CHUNKS, loss_fn=reads_each_loss)
+devices = ["cuda:0"] * n if torch.cuda.device_count() == 1 else None  # that may be shared
+stage = Stage(model, [1] * n, chunks=CHUNKS, loss_fn=reads_each_loss, devices=devices)
 data = torch.ones(WIDTH * CHUNKS, WIDTH), torch.zeros(WIDTH * CHUNKS, WIDTH)
 for _ in range(3):
     stage.step(*data).item()
