@@ -374,8 +374,10 @@ def test_attention_and_ctc_choose_what_the_cpu_computes():
         expected = F.scaled_dot_product_attention(batch, batch, batch, is_causal=True)
     gpu = batch.cuda()
     assert_same(expected, F.scaled_dot_product_attention(gpu, gpu, gpu, is_causal=True))
-    arguments = (batch.log_softmax(2), torch.ones(5, 2, dtype=torch.long), (3,) * 5, (1,) * 5)
-    assert_same(F.ctc_loss(*arguments), F.ctc_loss(*on_gpu(arguments)))
+    scores, labels = batch.log_softmax(2), torch.ones(5, 2, dtype=torch.long)
+    lengths: Any = ((3,) * 5, (1,) * 5)
+    expected = F.ctc_loss(scores, labels, *lengths)
+    assert_same(expected, F.ctc_loss(scores.cuda(), labels.cuda(), *lengths))
 
 
 def test_out_is_resized():
