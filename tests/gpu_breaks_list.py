@@ -10,6 +10,7 @@ LINK = "procpipe/channel/link.py"
 PARITY = "tests/dist/test_gpu.py tests/dist/test_parity.py"
 SHARED = "tests/dist/test_gpu.py -k share"
 CONFORMANCE = "tests/channel/test_conformance.py"
+FAILURES = "tests/dist/test_gpu_failures.py"
 
 BREAKS = [
     # -- NCCL --------------------------------------------------------------------------------
@@ -17,8 +18,8 @@ BREAKS = [
         "nccl-wait",
         "compute does not wait for a receive",
         NCCL,
-        "        for work in self._works:\n            work.wait()\n        if self._receiving",
-        "        if self._receiving",
+        "        if self._work is not None:\n            self._work.block_current_stream()\n",
+        "",
         CONFORMANCE,
     ),
     Break(
@@ -38,44 +39,87 @@ BREAKS = [
         PARITY,
     ),
     Break(
-        "nccl-kept",
-        "memory of a send is let go at once",
+        "nccl-over",
+        "what tells of a transfer's end does not wait for it",
         NCCL,
-        "return NcclPending(works, tensors, None), b",
-        "return NcclPending([], [], None), b",
-        PARITY,
+        "            work.block_current_stream()\n            over =",
+        "            over =",
+        FAILURES,
     ),
     Break(
         "nccl-done",
         "every transfer is taken to be over",
         NCCL,
-        "return all(work.is_completed() for work in self._works)",
+        "return self._over is None or self._over.query()",
         "return True",
         PARITY,
     ),
     Break(
-        "nccl-bytes",
+        "nccl-type",
         "a receive has another type than its send",
         NCCL,
-        "works = [group.recv([bytes_], 0, 0) for bytes_ in _as_bytes(tensors)]",
-        "works = [group.recv([t.view(-1)], 0, 0) for t in tensors if t.numel()]",
+        "group.recv([part], 0, 0)",
+        "group.recv([part.view(torch.int8)], 0, 0)",
         CONFORMANCE,
     ),
     Break(
         "nccl-order",
         "a message's tensors are received in another order",
         NCCL,
-        "works = [group.recv([bytes_], 0, 0) for bytes_ in _as_bytes(tensors)]",
-        "works = [group.recv([bytes_], 0, 0) for bytes_ in _as_bytes(tensors)[::-1]]",
+        "    for part in parts:\n        if is_sender",
+        "    for part in parts if is_sender else parts[::-1]:\n        if is_sender",
         CONFORMANCE,
     ),
     Break(
-        "nccl-channel",
-        "both directions share one communicator's name",
+        "nccl-batch",
+        "a message's tensors are transfers of their own",
         NCCL,
-        'prefix = f"nccl/{source}-{destination}/{kind}"',
-        'prefix = f"nccl/{min(source, destination)}-{max(source, destination)}/{kind}"',
+        "    group._start_coalescing()\n",
+        "    group._start_coalescing()\n    group._end_coalescing()\n    group._start_coalescing()\n"
+        "    for part in parts[1:]:\n"
+        "        group.send([part], 1, 0) if is_sender else group.recv([part], 0, 0)\n"
+        "        group._end_coalescing()\n        group._start_coalescing()\n    parts = parts[:1]\n",
         CONFORMANCE,
+    ),
+    Break(
+        "nccl-eager",
+        "communicators are connected by their first transfer",
+        NCCL,
+        "    group.eager_connect_single_device(device)\n",
+        "",
+        CONFORMANCE,
+    ),
+    Break(
+        "nccl-streams",
+        "sends and receives share torch's streams",
+        NCCL,
+        "is_high_priority_stream=is_sender\n",
+        "is_high_priority_stream=False\n",
+        "tests/channel/test_nccl.py " + PARITY,
+    ),
+    Break(
+        "nccl-abort",
+        "communicators are aborted one by one",
+        NCCL,
+        "                    thread.start()\n",
+        "                    thread.start()\n                    thread.join(_ABORT_TIMEOUT_S)\n",
+        FAILURES,
+    ),
+    Break(
+        "nccl-no-abort",
+        "communicators are not aborted",
+        NCCL,
+        "        group.abort()\n",
+        "        pass\n",
+        FAILURES,
+    ),
+    Break(
+        "nccl-watchdog",
+        "torch's watchdog looks at the transfers, too",
+        NCCL,
+        '_environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1")',
+        '_environment_variable("TORCH_NCCL_BLOCKING_WAIT", "0")',
+        FAILURES,
     ),
     # -- CUDA IPC ----------------------------------------------------------------------------
     Break(
@@ -376,5 +420,47 @@ BREAKS = [
         "            torch.cuda.synchronize(self._device)\n",
         "            pass\n",
         "tests/balance/test_profile.py",
+    ),
+    # -- ends, uploads, watches --------------------------------------------------------------
+    Break(
+        "ipc-abort-fill",
+        "receives whose sender died wait for ever",
+        IPC,
+        "self._release(self._to_fill + self._to_take, everything, _ABORT_TIMEOUT_S)",
+        "self._release(self._to_take, everything, _ABORT_TIMEOUT_S)",
+        FAILURES,
+    ),
+    Break(
+        "watch-none",
+        "nobody watches a host that waits for its device",
+        "procpipe/run/device_watch.py",
+        "        self._thread.start()\n",
+        "",
+        FAILURES,
+    ),
+    Break(
+        "upload-sync",
+        "inputs are copied from pageable memory, for which the host waits",
+        "procpipe/upload.py",
+        "    return pinned.copy_(tensor).to(device, non_blocking=True)",
+        "    return tensor.to(device)",
+        "tests/dist/test_gpu_steady.py",
+    ),
+    Break(
+        "steady-item",
+        "a step reads its loss",
+        "procpipe/run/executor.py",
+        "        part = loss * batch.shares[i]\n",
+        "        part = loss * batch.shares[i]\n        part.item()\n",
+        "tests/dist/test_gpu_steady.py",
+    ),
+    Break(
+        "device-unseen",
+        "a process that sees one GPU takes that of its local rank",
+        "procpipe/run/devices.py",
+        "    if torch.cuda.device_count() == 1:\n"
+        '        return [torch.device("cuda", 0)] * num_ranks\n',
+        "",
+        "tests/dist/test_gpu_devices.py",
     ),
 ]
