@@ -71,17 +71,6 @@ BREAKS = [
         CONFORMANCE,
     ),
     Break(
-        "nccl-batch",
-        "a message's tensors are transfers of their own",
-        NCCL,
-        "    group._start_coalescing()\n",
-        "    group._start_coalescing()\n    group._end_coalescing()\n    group._start_coalescing()\n"
-        "    for part in parts[1:]:\n"
-        "        group.send([part], 1, 0) if is_sender else group.recv([part], 0, 0)\n"
-        "        group._end_coalescing()\n        group._start_coalescing()\n    parts = parts[:1]\n",
-        CONFORMANCE,
-    ),
-    Break(
         "nccl-eager",
         "communicators are connected by their first transfer",
         NCCL,
