@@ -174,10 +174,8 @@ def _environments(num_ranks: int | None) -> list[dict[str, str]]:
         port = str(probe.getsockname()[1])
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    return [
-        common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | visible_to_script(rank, num_ranks)
-        for rank in range(num_ranks)
-    ]
+    ranks = map(str, range(num_ranks))
+    return [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
 
 
 @contextlib.contextmanager
