@@ -45,14 +45,6 @@ def devices_of_ranks(num_ranks: int) -> list[str]:
     return [f"cuda:{rank % num_gpus()}" for rank in range(num_ranks)]
 
 
-def visible_to_script(rank: int, num_ranks: int) -> dict[str, str]:
-    """Return which GPUs a script's process may see, as environment variables.
-
-    None for tests on CPUs; all where each rank has one of its own; else one for each process, as
-    some launchers have it.
-    """
-    if not is_on_gpus():
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    if num_ranks <= num_gpus():
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": str(rank % num_gpus())}
+def visible_to_script() -> dict[str, str]:
+    """Return which GPUs a script may see, as environment variables: none in a test on CPUs."""
+    return {} if is_on_gpus() else {"CUDA_VISIBLE_DEVICES": ""}

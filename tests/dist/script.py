@@ -171,18 +171,16 @@ def run_forked(
 
 def _environments(num_ranks: int | None) -> list[dict[str, str]]:
     """Return the environment of each process."""
-    common = job_environment({"PYTHONFAULTHANDLER": "1"})
+    common = job_environment({"PYTHONFAULTHANDLER": "1"}) | visible_to_script()
     if num_ranks is None:
-        return [common | visible_to_script(0, 1)]
+        return [common]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    return [
-        common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | visible_to_script(rank, num_ranks)
-        for rank in range(num_ranks)
-    ]
+    ranks = map(str, range(num_ranks))
+    return [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
 
 
 @contextlib.contextmanager
@@ -203,8 +201,7 @@ def _run(
     argv: list[str], cwd: Path, folder: Path, timeout_s: float, env: dict[str, str]
 ) -> Completed:
     token = uuid.uuid4().hex
-    visible = visible_to_script(0, 1)  # all or none: a launcher's processes have one environment
-    env = job_environment({"PYTHONFAULTHANDLER": "1", TOKEN: token} | visible | env)
+    env = job_environment({"PYTHONFAULTHANDLER": "1", TOKEN: token} | visible_to_script() | env)
     out, err = folder / "stdout", folder / "stderr"
     start = time.monotonic()
     # Files, not pipes: a process left behind would hold a pipe open.
