@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from procpipe.channel.base import DeviceTransfers
@@ -165,8 +164,17 @@ def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
     Returns:
         Whether the device is free of them, after some seconds at most.
     """
-    with ThreadPoolExecutor(max(1, len(transports))) as pool:
-        return all(list(pool.map(lambda transport: transport.abort(), tuple(transports))))
+    freed: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda each=each: freed.append(each.abort()), daemon=True)
+        for each in transports[1:]
+    ]
+    for thread in threads:  # no pool's threads: those do not start any more as Python ends
+        thread.start()
+    freed += [each.abort() for each in transports[:1]]
+    for thread in threads:
+        thread.join()
+    return all(freed) and len(freed) == len(transports)
 
 
 def _raise_in(ident: int, error: ProcpipeError | None) -> None:

@@ -6,6 +6,7 @@ speaks pickle with it over a pipe that is its standard input (this is test code 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -128,12 +129,23 @@ def _run(job: Job, rank: int, store: dist.Store) -> Outcome:
             world.close()
         except BaseException as error:
             failure = _with_close(failure, _failure_of(error))
+    _forget_stages()
     if failure is not None:
         gc.collect()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     return Outcome(rank, None if failure else value, failure, duration_s=duration_s)
+
+
+def _forget_stages() -> None:
+    """Disconnect the stages that a test has left open, of whose peers the next one must not hear."""
+    calls = sys.modules.get("procpipe.run.calls")
+    for each in tuple(calls._all) if calls is not None else ():
+        atexit.unregister(each._leave)
+        calls._all.discard(each)
+        with contextlib.suppress(Exception):
+            each._disconnect()
 
 
 def _make_world(job: Job, rank: int, store: dist.Store) -> Any:
