@@ -421,6 +421,7 @@ RANDOM: list[Callable[[], Tensor]] = [
 ]
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("draw", RANDOM)
 def test_random(draw):
     torch.cuda.manual_seed(3)
@@ -437,9 +438,13 @@ def test_random(draw):
     torch.set_rng_state(cpu_state)
     draw()
     assert torch.equal(torch.get_rng_state(), cpu_state)
+    state = torch.cuda.get_rng_state()
     with torch.cuda.device(1):
-        torch.cuda.manual_seed(4)
-    assert torch.equal(draw(), draw()) is False
+        torch.cuda.manual_seed(3)
+        other = torch.cuda.get_rng_state()
+        assert torch.equal(draw().cpu(), first.cpu())
+        assert not torch.equal(torch.cuda.get_rng_state(), other)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
     generator = torch.Generator("cuda").manual_seed(3)
     assert torch.equal(
         torch.rand(9, device="cuda", generator=generator),

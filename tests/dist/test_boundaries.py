@@ -180,7 +180,8 @@ def gradients() -> dict[str, Case]:
             (x,),
         ),
         "an input nobody uses": Case(
-            (linear(), Do(lambda f, x: f(torch.ones(len(x), 4)), 4), linear()), (x,)
+            (linear(), Do(lambda f, x: f(torch.ones(len(x), 4, device=x.device)), 4), linear()),
+            (x,),
         ),
         "detached": Case((linear(), Do(lambda f, x: f(x).detach(), 4), linear()), (x,)),
         "passed through": Case(
@@ -275,7 +276,10 @@ def layouts() -> dict[str, Case]:
         "without dimensions": Case(
             (
                 Do(lambda f, x: (f(x), f(x).mean()), 4),
-                Do(lambda f, t: (f(t[0]) * t[1], t[1].exp(), torch.tensor(2)), 4),
+                Do(
+                    lambda f, t: (f(t[0]) * t[1], t[1].exp(), torch.tensor(2, device=t[1].device)),
+                    4,
+                ),
                 Do(lambda f, t: (f(t[0]) * t[1] + t[2]).mean(), 4),
             ),
             (x,),
@@ -603,6 +607,7 @@ def test_a_layer_that_changes_its_checkpointed_input_is_named_everywhere(ranks, 
         assert "x = x + 1 for x.add_(1)" in error.text
 
 
+@pytest.mark.only_on_cpus  # GPUs compute on a copy
 def test_an_input_changed_between_forward_and_backward_is_told(ranks):
     first, last = ranks(2).run(change_the_input_between, "always", 6, world=False)
 
@@ -672,10 +677,10 @@ def test_memory_written_to_while_it_is_sent_is_no_silent_mixture(ranks: Any) -> 
     if all(outcome.error is None for outcome in outcomes):  # each went before the next was made
         assert outcomes.values() == [3.5, 3.5]
     else:
-        origin, other = outcomes.errors()
+        origin, other = (outcome.error for outcome in outcomes)
         assert origin.type == "OverwrittenError"
         assert "activation to stage 1 (rank 1) was written to" in origin.text
-        assert other.type == "RemoteStageError"
+        assert other is None or other.type == "RemoteStageError"  # it may have its loss already
 
 
 def refill_one_input(world: World) -> list[float]:

@@ -15,6 +15,7 @@ from procpipe import RemoteStageError, Stage
 from procpipe.errors import DisagreementError
 from procpipe.plan.chrome import from_chrome
 from procpipe.plan.idle import split
+from tests.dist.devices import is_on_gpus
 from tests.dist.stages import stage_of, world_of
 
 pytestmark = pytest.mark.on_gpus
@@ -49,7 +50,7 @@ def traced(bare: Any, folder: str) -> Any:
         stage.step(*batch)
         stage.train()
         output = stage(batch[0])
-        F.mse_loss(output, batch[1]).backward()
+        F.mse_loss(output, batch[1].to(stage.device)).backward()
         assert stage.statistics().split is None
         stage.step(*batch)
         told["report"] = stage.report()
@@ -85,8 +86,8 @@ def test_a_run_is_recorded_and_so_is_one_that_fails(ranks: Any, tmp_path: Path) 
     assert last.number == 4
     assert len({step.plan for step in recording.steps}) == len(recording.plans) == 3
     assert recording.is_closed
-    assert len(recording.layer_s) == 5
-    assert min(recording.layer_s) > 0
+    assert len(recording.layer_s) == (0 if is_on_gpus() else 5)  # host times
+    assert all(seconds > 0 for seconds in recording.layer_s)
 
     # 4 activations, targets and gradients, and the loss; each is posted before it is taken, but for
     # what the clocks are off.

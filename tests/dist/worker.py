@@ -139,7 +139,7 @@ def _run(job: Job, rank: int, store: dist.Store) -> Outcome:
 
 
 def _forget_stages() -> None:
-    """Disconnect the stages that a test has left open: the next one must not hear of their peers."""
+    """Disconnect stages that a test has left open: the next one must not hear of their peers."""
     calls: Any = sys.modules.get("procpipe.run.calls")
     for each in tuple(calls._all) if calls is not None else ():
         atexit.unregister(each._leave)
