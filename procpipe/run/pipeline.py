@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -61,6 +61,10 @@ _LOOK_EVERY_S = 0.01
 #: of the plan from one rank to another are numbered from 1.
 _VALUE_NUMBER = 63
 
+
+#: How many programs a host may have queued on its device, and how often it looks.
+_MAX_LEAD = 2
+_LOOK_EVERY_S = 0.001
 
 #: How often a stage says how much memory of its device it uses.
 _TELL_DEVICE_EVERY_S = 0.5
@@ -114,6 +118,7 @@ class Pipeline:
         self._values_to, self._values_from = self._open_value_channels()
         self._board = world.board
         self._device_told_s = 0.0
+        self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
         asks_device = auto is not None and world.device.type == "cuda"  # the host's times lie there
         places = [place for partition in partitions.values() for place in partition.places]
         self._board.tell_facts({"device": str(world.device), "layers": places})
@@ -132,8 +137,11 @@ class Pipeline:
     def run(self, order: Order, batch: MiniBatch) -> None:
         """Run this stage's program under an order."""
         self._board.start_mini_batch(len(order.sizes))
+        self._limit_lead()
         with self.meter.watching(order):
             self.executor.run(self.coordinator.program(order), batch)
+        if self._world.device.type == "cuda":
+            self._ends.append(torch.cuda.current_stream(self._world.device).record_event())
         if self._tracing is not None:
             self._note(self._tracing, order)
         is_done = order.call != "forward" or not batch.keep  # else its backward call will be
@@ -145,6 +153,16 @@ class Pipeline:
         )
         self._tell_device_bytes()
         self.meter.tell(order, self.control, self.coordinator.heard)
+
+    def _limit_lead(self) -> None:
+        """Wait until the device has at most two programs to run; it always has one meanwhile.
+
+        A host that reads no loss may be far ahead of its device, and what travels between stages is
+        kept until the device has done it: memory would grow with each step.
+        """
+        while len(self._ends) >= _MAX_LEAD:
+            end = self._ends.popleft()
+            self._mesh.wait(end.query, lambda: "its device", every_s=_LOOK_EVERY_S)
 
     def _tell_device_bytes(self) -> None:
         """Tell how full the device is, now and then: asking takes as long as a task's host part."""

@@ -156,3 +156,31 @@ def test_an_input_may_be_overwritten_after_the_step(ranks: Any) -> None:
     """A loader's pinned memory, for instance, which the device may not have read yet."""
     for losses in ranks(2).run(overwrite_after_step).values():
         assert losses == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def most_bytes(world: Any) -> tuple[int, int]:
+    """Return the most memory in use: by steps one by one, and by many without a wait."""
+    layers = [nn.Linear(64, 64) for _ in range(world.num_ranks)]
+    stage = Stage(
+        nn.Sequential(*layers), [1] * world.num_ranks, chunks=4, loss_fn=torch.mean, world=world
+    )
+    input, device = torch.randn(4096, 64), stage.device
+    most = []
+    for num_steps in 3, 40:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        for _ in range(num_steps):
+            stage.step(input)
+            if num_steps == 3:
+                torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
+        most.append(torch.cuda.max_memory_allocated(device) - before)
+    stage.close()
+    one_by_one, ahead = most
+    return one_by_one, ahead
+
+
+@pytest.mark.gpu
+def test_a_host_that_runs_ahead_keeps_no_more_than_a_few_steps(ranks: Any) -> None:
+    for one_by_one, ahead in ranks(2).run(most_bytes).values():
+        assert 0 < ahead <= 4 * one_by_one
