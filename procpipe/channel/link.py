@@ -47,8 +47,10 @@ _META_SIZE = struct.Struct("<Q")
 #: Without a transport a larger message follows its token, in pieces of at most this many bytes.
 PIECE_BYTES = 1 << 22
 
-#: How often to look whether a transport is done that tells nobody.
+#: How often to look whether a transport is done that tells nobody; and for how long after a peer
+#: has left, whose device may have had all of a message before this one's has ended the transfer.
 _LOOK_EVERY_S = 0.001
+_GRACE_S = 2.0
 
 
 class LinkSender:
@@ -156,6 +158,7 @@ class LinkSender:
             lambda: self.reap() == 0 and not mesh.has_unsent(peer),
             lambda: f"rank {peer} to take over {len(self._in_flight)} messages",
             every_s=math.inf if self._is_told_of_arrival else _LOOK_EVERY_S,
+            grace_s=0.0 if self._is_told_of_arrival else _GRACE_S,
         )
 
     def reap(self) -> int:

@@ -285,9 +285,28 @@ class Mesh:
         what: Callable[[], str],
         *,
         every_s: float = math.inf,
+        grace_s: float = 0.0,
     ) -> None:
-        """Wait until ``ready()``, which only ``peer`` can bring about; it must not have left."""
-        self.wait(lambda: ready() or peer in self._left, what, every_s=every_s)
+        """Wait until ``ready()``, which only ``peer`` can bring about.
+
+        Args:
+            peer: it must not have left, or not longer than ``grace_s`` ago.
+            ready: as for ``wait``.
+            what: as for ``wait``.
+            every_s: as for ``wait``.
+            grace_s: how long, in seconds, what a peer did before it left may take to show here.
+        """
+        left_s = math.inf
+
+        def is_over() -> bool:
+            nonlocal left_s
+            if ready():
+                return True
+            if peer in self._left:
+                left_s = min(left_s, time.monotonic())
+            return time.monotonic() - left_s >= grace_s
+
+        self.wait(is_over, what, every_s=every_s)
         if not ready():
             self._blame_for_leaving(peer, f"waits for {what()}")
 

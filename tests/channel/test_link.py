@@ -56,6 +56,13 @@ class Transfer:
         return next(self._answers)
 
 
+class Late(Slow):
+    """A transport whose device has ended a transfer some time after the other end has."""
+
+    def post_send(self, tensors, peer, kind):
+        return Transfer(iter([False] * 20 + [True])), b""
+
+
 class Broken(Slow):
     """A transport whose transfers fail, as gloo's do when the process at the other end is gone."""
 
@@ -179,6 +186,16 @@ def test_a_sender_that_has_left_is_named(meshes):
     with pytest.raises(PeerLostError, match="waits for activation from stage 0") as caught:
         receiver.take()
     assert caught.value.rank == 0
+
+
+def test_a_transfer_may_end_here_when_its_receiver_has_left(meshes):
+    sender = LinkSender(meshes[0], 1, 1, Late(), CPU)
+    sender.send(Flat.of(BIG))
+    meshes[1].close()
+
+    sender.settle()
+
+    assert sender.reap() == 0
 
 
 def test_a_message_must_be_expected(meshes):

@@ -403,6 +403,17 @@ def test_a_goodbye_is_no_fault_unless_somebody_waits_for_who_left(net):
     assert "while rank 2 waits for the order for step()" in told
 
 
+def test_what_a_peer_did_before_it_left_may_show_later(net):
+    a, b = net(2)
+    a.close()
+    answers = iter([False] * 20 + [True])
+
+    b.wait_for(0, lambda: next(answers), nothing, every_s=0.001, grace_s=10.0)
+
+    with pytest.raises(PeerLostError, match="rank 0 has left"):
+        b.wait_for(0, lambda: False, nothing, every_s=0.001, grace_s=0.01)
+
+
 def test_sending_to_who_has_left_is_a_fault(net):
     a, b = net(2)
     heard = heard_by(b, 0, 7)
