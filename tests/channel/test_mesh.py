@@ -406,7 +406,7 @@ def test_a_goodbye_is_no_fault_unless_somebody_waits_for_who_left(net):
 def test_what_a_peer_did_before_it_left_may_show_later(net):
     a, b = net(2)
     a.close()
-    answers = iter([False] * 20 + [True])
+    answers = iter([False] * 20 + [True] * 2)
 
     b.wait_for(0, lambda: next(answers), nothing, every_s=0.001, grace_s=10.0)
 
