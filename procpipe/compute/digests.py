@@ -118,11 +118,10 @@ class Digests:
             tensor = torch.view_as_real(tensor.resolve_conj())
         vectors = self._vectors.get(tensor.device)
         if vectors is None:
-            own = torch.Generator("cpu").manual_seed(0)
-            made = torch.randn(
-                _CHUNK, _NUM_PROJECTIONS, generator=own, dtype=torch.float64, device="cpu"
+            own = torch.Generator(tensor.device).manual_seed(0)
+            vectors = self._vectors[tensor.device] = torch.randn(
+                _CHUNK, _NUM_PROJECTIONS, generator=own, dtype=torch.float64, device=tensor.device
             )
-            vectors = self._vectors[tensor.device] = made.to(tensor.device)
         total = torch.zeros(_NUM_PROJECTIONS + 1, dtype=torch.float64, device=tensor.device)
         for k, piece in enumerate(_pieces(tensor)):
             values = piece.to(torch.float64).nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
