@@ -45,6 +45,7 @@ __all__ = [
     "can_split_backward",
     "conv_forward_of",
     "gloo_options",
+    "in_a_batch",
     "nccl_options",
     "pytree",
     "run_backward",
@@ -157,6 +158,21 @@ def nccl_options(
     )
     _set(lambda: options.config, max_ctas=max_blocks)
     return options
+
+
+def in_a_batch(group: Any, begin: Callable[[], None]) -> Any:
+    """Begin several transfers of an NCCL group as one.
+
+    Args:
+        group: a ``ProcessGroupNCCL``.
+        begin: begins them.
+
+    Returns:
+        The ``Work`` of them all.
+    """
+    group._start_coalescing()
+    begin()
+    return group._end_coalescing()
 
 
 def _set(find: Callable[[], Any], **values: Any) -> Any:

@@ -66,8 +66,8 @@ BREAKS = [
         "nccl-order",
         "a message's tensors are received in another order",
         NCCL,
-        "    for part in parts:\n        if is_sender",
-        "    for part in parts if is_sender else parts[::-1]:\n        if is_sender",
+        "        for part in parts:\n",
+        "        for part in parts if is_sender else parts[::-1]:\n",
         CONFORMANCE,
     ),
     Break(

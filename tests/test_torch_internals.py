@@ -27,11 +27,14 @@ TESTED = ((2, 11), (2, 13), (2, 15))
 GLOO: Any = ProcessGroupGloo  # torch's stubs leave its options out
 
 
-def options_of_nccl() -> Any:
-    pytest.importorskip("torch.distributed.distributed_c10d")
+def nccl() -> Any:
     if not torch.distributed.is_nccl_available():
         pytest.skip("this torch is built without NCCL")
-    return torch.distributed.ProcessGroupNCCL.Options()
+    return torch.distributed.ProcessGroupNCCL
+
+
+def options_of_nccl() -> Any:
+    return nccl().Options()
 
 
 #: How to find each name, and the releases in which it was seen.
@@ -49,6 +52,8 @@ NAMES = {
     "_devices": (lambda: GLOO._Options(), TESTED),
     "_timeout of NCCL": (lambda: options_of_nccl(), TESTED),
     "max_ctas": (lambda: options_of_nccl().config, TESTED),
+    "_start_coalescing": (lambda: nccl(), TESTED),
+    "_end_coalescing": (lambda: nccl(), TESTED),
     "SUPPORTED_NODES": (lambda: torch.utils._pytree, TESTED),
     "SUPPORTED_SERIALIZED_TYPES": (lambda: torch.utils._pytree, TESTED),
     "shutdown_timeout": (lambda: launch_config(), ((2, 13), (2, 15))),
@@ -84,7 +89,15 @@ def test_a_private_name_is_in_the_releases_in_which_it_was_seen(name):
 #: Attributes of tensors, modules, named tuples and processes that are not private, or Python's.
 USABLE = {
     *("_version", "_is_view", "_modules", "_parameters", "_buffers", "_metadata"),
-    *("_replace", "_fields", "_exit", "_inst", "_DummyThread", "_register_atexit"),
+    *(
+        "_replace",
+        "_fields",
+        "_exit",
+        "_inst",
+        "_current_frames",
+        "_DummyThread",
+        "_register_atexit",
+    ),
 }
 
 

@@ -54,7 +54,7 @@ from torch import Tensor
 
 from procpipe.channel.meta import Meta, allocate
 from procpipe.forks import keep_for_ever
-from procpipe.torch_internals import nccl_options
+from procpipe.torch_internals import in_a_batch, nccl_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -251,13 +251,15 @@ def _num_blocks(channels: list[tuple[int, int, int]]) -> int:
 
 def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
     """Begin to send or to receive in one kernel, after what is queued on the current stream."""
-    group._start_coalescing()
-    for part in parts:
-        if is_sender:
-            group.send([part], 1, 0)
-        else:
-            group.recv([part], 0, 0)
-    work: Work = group._end_coalescing()
+
+    def begin() -> None:
+        for part in parts:
+            if is_sender:
+                group.send([part], 1, 0)
+            else:
+                group.recv([part], 0, 0)
+
+    work: Work = in_a_batch(group, begin)
     return work
 
 
