@@ -109,7 +109,7 @@ def test_a_child_of_each_rank_ends(how, code, transport):
     done = run_forked(CHILDREN_END, num_ranks=2, args=[how, str(size), transport]).check()
 
     assert done.stdout == f"{code} True\n"
-    assert ("ValueError: boom" in done.stderr) == (how == "raise")
+    assert ("ValueError" in done.stderr) == (how == "raise")  # the ranks may write at once
     assert ("that one can use its stage" in done.stderr) == (how == "call")
     assert done.stderr.count("Traceback (most recent call last)") == 2 * code, done.stderr
 
