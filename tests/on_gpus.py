@@ -37,16 +37,16 @@ def main() -> int:
         return run([*pytest, "--gpus"])[0]
     print(f"no CUDA device here: emulating GPUs, SEED={arguments.seed}", flush=True)
     begun_s = time.monotonic()
-    worst, told = 0, []
+    worst, results = 0, []
     for number in NUMBERS_OF_GPUS:
         emulated = [sys.executable, "-m", "tests.emulated_gpu", f"--gpus={number}"]
         emulated += [f"--seed={arguments.seed}", *TIMING, "--"]
         code, counts = run([*emulated, *pytest, "--gpus=share"])
         worst = max(worst, 0 if code == NO_TESTS else abs(code))
-        told.append(f"{number}: {counts}")
+        results.append(f"{number}: {counts}")
     print(
         f"emulated GPUs, SEED={arguments.seed}, {time.monotonic() - begun_s:.0f} s: "
-        + "; ".join(told),
+        + "; ".join(results),
         flush=True,
     )
     return worst

@@ -27,11 +27,11 @@ Recorder = Callable[..., None]
 
 
 def main() -> None:
-    where, step, told, end = sys.argv[1:]  # the end in seconds since 1970
+    where, step, encoded, end = sys.argv[1:]  # the end in seconds since 1970
     faulthandler.dump_traceback_later(max(1.0, float(end) - time.time()), exit=True)
     module, function = where.split(":")
     call = getattr(importlib.import_module(module), function)
-    options = json.loads(told)
+    options = json.loads(encoded)
     rank, results = int(os.environ["RANK"]), Path(os.environ[RESULTS])
 
     def record(kind: str, **values: Any) -> None:

@@ -5,7 +5,7 @@
     rounds of all contenders     ── seconds a step
 
 The prediction is for one GPU a stage. Where stages share a GPU, a step cannot be shorter than the
-tasks of all stages one after the other, which is told beside it.
+tasks of all stages one after the other, which the table shows beside it.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def run_ranks(
     # One that ended because of another one says so, and is not where it began.
     began = [f": rank {r}: {line}" for r, line in errors.items() if line and _VICTIM not in line]
     others = [f": rank {r}: {line}" for r, line in errors.items() if line]
-    told = [*began, *others, ""][0]
-    return Ended(f"{'cut off' if is_late else 'failed'}{told}", seconds)
+    reason = [*began, *others, ""][0]
+    return Ended(f"{'cut off' if is_late else 'failed'}{reason}", seconds)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> int | None:

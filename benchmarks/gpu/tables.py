@@ -118,10 +118,10 @@ def _tests(records: Sequence[Record]) -> list[Table]:
         for test in tests.values()
         if test["outcome"] == "failed"
     ]
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     notes = [f"{count} skipped: {why}" for why, count in skipped.most_common()]
     headings = ["failed", "s", "error"] if rows else ["none failed", "", ""]
-    return [Table(f"tests for GPUs: {told}", headings, rows, [".1f", "s"], notes)]
+    return [Table(f"tests for GPUs: {outcomes}", headings, rows, [".1f", "s"], notes)]
 
 
 def _parity(records: Sequence[Record]) -> list[Table]:
@@ -202,10 +202,10 @@ def _gpt(records: Sequence[Record]) -> list[Table]:
         step, name = record["step"], record["name"]
         of_step = times.get(step, {})
         seconds, against = of_step.get(name), of_step.get(_AGAINST[step])
-        told = f"{spread(seconds, against)} of {_AGAINST[step]}" if seconds else None
+        ratio = f"{spread(seconds, against)} of {_AGAINST[step]}" if seconds else None
         loss = next((loss for loss in record["losses"] if loss is not None), None)
         peaks = [peak / _MIB for peak in record["peak_bytes"]]
-        rows.append([f"{step}: {name}", seconds and _ms(seconds), told, loss, *peaks])
+        rows.append([f"{step}: {name}", seconds and _ms(seconds), ratio, loss, *peaks])
     n = max((len(row) - 4 for row in rows), default=0)
     notes = []
     for plan in _of(records, "gpt plan"):
