@@ -19,6 +19,7 @@ from procpipe import NoChunk, RecomputeError, Remote, RemoteStageError, Stage, S
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.run.world import World
 from procpipe.tree import flatten
+from tests.dist.devices import is_on_gpus
 from tests.dist.stages import (
     MODES,
     assert_same,
@@ -680,7 +681,8 @@ def test_memory_written_to_while_it_is_sent_is_no_silent_mixture(ranks: Any) -> 
         origin, other = (outcome.error for outcome in outcomes)
         assert origin.type == "OverwrittenError"
         assert "activation to stage 1 (rank 1) was written to" in origin.text
-        assert other is None or other.type == "RemoteStageError"  # it may have its loss already
+        if other is not None or not is_on_gpus():  # there it may have its loss already
+            assert other.type == "RemoteStageError"
 
 
 def refill_one_input(world: World) -> list[float]:
