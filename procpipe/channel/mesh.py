@@ -359,6 +359,8 @@ class Mesh:
             if self._has_told or self._is_closed:
                 return None
             left = set(self._left)
+            if isinstance(self._failure, RemoteStageError):  # read, but not raised yet
+                return self._failure, left
             for peer, sock in self._sockets.items():
                 failure = self._peeked(peer, sock, left)
                 if failure is not None:

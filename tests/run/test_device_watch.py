@@ -128,6 +128,20 @@ def test_what_was_overheard_is_still_there_to_be_read(watched):
         mesh.poll()
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_failure_that_came_with_what_was_waited_for_ends_the_next_wait(watched, closes):
+    mesh, device, peer = watched()
+    read: list[int] = []
+    mesh.on(1, 3, lambda sequence, flags, body: read.append(sequence))
+    peer.sendall(frame(3) + failure("boom"))
+    if closes:
+        peer.close()
+    mesh.wait(lambda: read, lambda: "a frame")
+
+    with pytest.raises(RemoteStageError, match="boom"):
+        device.synchronize()
+
+
 def test_a_wait_that_no_transfer_causes_is_left_alone(watched):
     _, device, peer = watched()
     device.peers = []
