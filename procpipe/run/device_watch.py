@@ -164,6 +164,7 @@ def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
     Returns:
         Whether the device is free of them, after some seconds at most.
     """
+    transports = tuple(transports)  # a thread that closes them meanwhile empties the list
     freed: list[bool] = []
     threads = [
         threading.Thread(target=lambda each=each: freed.append(each.abort()), daemon=True)

@@ -186,3 +186,16 @@ def test_transfers_of_several_transports_are_ended_together():
 
     assert abort_all([Waiting(), Waiting()])
     assert abort_all([])
+
+
+def test_transfers_are_ended_whose_transports_are_let_go_of_meanwhile():
+    transports: list[Device] = []
+
+    class Closed(Device):
+        def abort(self):
+            transports.clear()
+            return True
+
+    transports.append(Closed())
+
+    assert abort_all(transports)
