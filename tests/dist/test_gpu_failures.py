@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import Stage
+from procpipe.channel import nccl
 from tests.dist.report import Failure, Outcomes
 from tests.dist.script import run_forked
 from tests.dist.test_failures import BULK, boom, check, check_lost, kill, train
@@ -113,6 +114,21 @@ def check_killed(outcomes: Outcomes, origin: int) -> None:
     assert isinstance(failure, Failure)
     assert failure.type == "ProcessDied"
     check_lost(outcomes, origin, f"rank {origin} ended without a word")
+
+
+def is_killed_as_it_connects(world: Any) -> None:
+    """Rank 1 has a communicator with rank 0, which waits on its device for the first transfer."""
+    if world.rank == 1:
+        setattr(nccl, "_transfer_token", lambda *_, **__: kill())  # noqa: B010
+    train(world, None, "forward")
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_is_killed_as_it_connects(ranks: Any) -> None:
+    outcomes = ranks(2).run(is_killed_as_it_connects)
+
+    check_killed(outcomes, 1)
+    assert outcomes.errors()[0].type == "PeerLostError"
 
 
 def leave() -> None:
