@@ -87,7 +87,7 @@ class DeviceWatch:
 
     def _run(self, every_s: float) -> None:
         while not self._is_closed.wait(every_s):
-            overheard = self._mesh.overheard()
+            overheard = self._mesh.look_ahead()
             if overheard is None:  # the caller's thread looks itself
                 self._seen = None
                 continue

@@ -239,7 +239,7 @@ class Pipeline:
     def pass_on(self, error: RemoteStageError) -> None:
         """Tell this pipeline's peers of a failure that another one's told us of."""
         is_lost = isinstance(error, PeerLostError)
-        self._mesh.tell_failure(error.rank, error.story, is_lost=is_lost)
+        self._mesh.send_failure(error.rank, error.story, is_lost=is_lost)
 
     def close(self) -> None:
         """Wait until what was sent has arrived, say goodbye and disconnect."""

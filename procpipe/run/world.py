@@ -260,7 +260,7 @@ class World:
         if self.num_ranks == 1:
             return
         if self._mesh is not None:
-            self._mesh.tell_failure(self.rank, story)
+            self._mesh.send_failure(self.rank, story)
             return
         try:
             self._start.leave_note(story)

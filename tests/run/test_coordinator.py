@@ -83,7 +83,7 @@ def test_a_message_can_be_looked_at_before_it_is_heard(controls):
 
 def test_a_rank_that_has_left_looks_at_nothing(meshes, controls):
     """A failure that came as it left is none of another pipeline's."""
-    meshes[0].tell_failure(0, "boom")
+    meshes[0].send_failure(0, "boom")
     meshes[1].part(0.05)
     meshes[1].close()
 
