@@ -91,7 +91,7 @@ class Connection:
                 sent = self.sock.sendmsg(frame)
             except BlockingIOError:
                 pass
-            except OSError:  # the end of the stream says who is gone, and why
+            except OSError:  # the end of the stream shows what has happened
                 return
             except BaseException:  # of a signal's handler: how much was sent is not known
                 if size > _WHOLE_BYTES:

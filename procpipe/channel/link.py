@@ -47,8 +47,8 @@ _META_SIZE = struct.Struct("<Q")
 #: Without a transport a larger message follows its token, in pieces of at most this many bytes.
 PIECE_BYTES = 1 << 22
 
-#: How often to look whether a transport is done that tells nobody; and for how long after a peer
-#: has left, whose device may have had all of a message before this one's has ended the transfer.
+#: How often to look whether a transport without acknowledgements is done; and for how long after a
+#: peer has left, whose device may have all of a message before this one has ended the transfer.
 _LOOK_EVERY_S = 0.001
 _GRACE_S = 2.0
 
@@ -228,7 +228,7 @@ class _Arrival(NamedTuple):
     Attributes:
         meta: what it is.
         tensors: its tensors; None if the transport brings them.
-        note: what the transport's other end has to tell.
+        note: what the transport's other end needs.
     """
 
     meta: Meta
@@ -298,7 +298,7 @@ class LinkReceiver:
                     pending.wait()
             except FileLimitError:
                 raise
-            except (OSError, RuntimeError):  # the peer is gone, and itself has more to tell
+            except (OSError, RuntimeError):  # the peer is gone, and its own story says why
                 self._mesh.wait_failure()
                 raise
             assert self._transport is not None

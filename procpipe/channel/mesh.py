@@ -267,7 +267,7 @@ class Mesh:
             self._blame_for_leaving(peer, f"waits for {what()}")
 
     def wait_failure(self) -> None:
-        """Give the story behind an error a moment to come, and raise it; return if none comes."""
+        """Wait a moment for the story behind an error, and raise it; return if none comes."""
         deadline = time.monotonic() + _STORY_TIMEOUT_S
         while self._connections and (left_s := deadline - time.monotonic()) > 0:
             self.poll(left_s)
@@ -456,7 +456,7 @@ class Mesh:
             for descriptor, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 peer = self._peer_of[descriptor]
                 if descriptor == self._connections[peer].process:
-                    self._connections[peer].drop_unsent()  # nobody will read it
+                    self._connections[peer].drop_unsent()  # it will never be read
                 elif self._connections[peer].has_unsent:
                     self._send_on(peer)
             if time.monotonic() > deadline:
@@ -484,7 +484,7 @@ class Mesh:
         return PeerLostError(peer, f"{story}; {seen}" if seen else story)
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
-        """Fail because a peer has left, and send it to all: else they would blame this rank."""
+        """Fail because a peer has left, and send that to all, or they would name this rank."""
         if self._failure is None:
             self._failure = PeerLostError(
                 peer,
