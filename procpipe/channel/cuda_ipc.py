@@ -80,9 +80,10 @@ _GRANULE = 2 << 20
 _CLOSE_TIMEOUT_S = 1.0
 _LOOK_EVERY_S = 0.001
 
-#: More than the number of any message, and how long live peers have to take theirs before it is
-#: written; how long streams may then take.
-_ABORTED, _TAKE_TIMEOUT_S, _ABORT_TIMEOUT_S = 1 << 62, 1.0, 2.0
+#: More than the number of any message, how often it is written to end transfers, and how long live
+#: peers have to take their messages before; how long streams may take then, which wait for the
+#: compute that is queued on the device.
+_ABORTED, _WRITE_EVERY_S, _TAKE_TIMEOUT_S, _ABORT_TIMEOUT_S = 1 << 62, 0.01, 1.0, 30.0
 
 
 class Note(NamedTuple):
@@ -236,7 +237,8 @@ class CudaIpcTransport:
         """End all transfers, at whatever stage they are; may be called by any thread.
 
         Returns:
-            Whether the device is free of them, after three seconds at most.
+            Whether the device is free of them, once it has run the compute that was queued, after
+            31 seconds at most.
         """
         sending, receiving = tuple(self._sending.values()), tuple(self._receiving.values())
         self._release(self._to_fill, sending, _TAKE_TIMEOUT_S)
@@ -274,7 +276,7 @@ class CudaIpcTransport:
                 return False
             for address in addresses:
                 self._gpu.write(self._releasing, address, _ABORTED)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_WRITE_EVERY_S)
         return True
 
     # -- slots of this rank, to send from -------------------------------------------------------

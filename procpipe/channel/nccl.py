@@ -74,8 +74,8 @@ _MAX_CHANNELS = 29
 #: Torch's own limit for a transfer, and for an abort.
 _OUT_OF_REACH_S = 30 * 86400.0
 
-#: How long all aborts together may take.
-_ABORT_TIMEOUT_S = 2.0
+#: How long all aborts together may take: each waits for the compute that is queued on the device.
+_ABORT_TIMEOUT_S = 30.0
 
 
 class NcclTransport:
@@ -164,8 +164,9 @@ class NcclTransport:
         """End all transfers, at whatever stage they are; may be called by any thread.
 
         Returns:
-            Whether the device is free of them, after two seconds at most; no, while a communicator
-            waits for its other end, which nothing ends.
+            Whether the device is free of them, once it has run the compute that was queued, after
+            30 seconds at most; False while a communicator waits for its other end, which nothing
+            ends.
         """
         deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
         with self._lock:

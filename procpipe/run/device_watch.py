@@ -162,7 +162,8 @@ def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
     """End the transfers of all transports at once, as those of one may wait for another's.
 
     Returns:
-        Whether the device is free of them, after some seconds at most.
+        Whether the device is free of them, once it has run the compute that was queued, or after
+        half a minute.
     """
     transports = tuple(transports)  # a thread that closes them meanwhile empties the list
     freed: list[bool] = []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import types
 from typing import Any
 
 import pytest
@@ -129,6 +131,20 @@ def test_a_rank_is_killed_as_it_connects(ranks: Any) -> None:
 
     check_killed(outcomes, 1)
     assert outcomes.errors()[0].type == "PeerLostError"
+
+
+def ends_transfers_of_a_busy_device(bare: Any) -> bool:
+    """Abort a communicator of which torch frees the memory when the device has done its compute."""
+    has_computed = threading.Event()
+    group = types.SimpleNamespace(abort=has_computed.wait)
+    transport = nccl.NcclTransport(bare.rank, bare.device)
+    transport._groups[0, 1, 0] = group
+    threading.Timer(3.5, has_computed.set).start()
+    return transport.abort()
+
+
+def test_ending_transfers_waits_for_the_compute_that_is_queued_before_them(ranks: Any) -> None:
+    assert ranks(1).run(ends_transfers_of_a_busy_device, world=False).values() == [True]
 
 
 def leave() -> None:
