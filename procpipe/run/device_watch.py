@@ -35,8 +35,9 @@ __all__ = ["DeviceWatch", "abort_all"]
 _LOOK_EVERY_S = 0.2
 
 #: How long the caller's thread may stay where it is after a failure, before that counts as stuck;
-#: and where a peer has only left, with which transfers are under way.
-_STUCK_AFTER_S, _LEFT_AFTER_S = 0.5, 2.0
+#: and where a peer has only left, whose part is done, while this device may have much to compute
+#: before its own is.
+_STUCK_AFTER_S, _LEFT_AFTER_S = 0.5, 30.0
 
 
 class DeviceWatch:

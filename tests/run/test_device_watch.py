@@ -15,6 +15,7 @@ import pytest
 
 from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh, Onlooker
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.run import device_watch
 from procpipe.run.device_watch import DeviceWatch, abort_all
 
 
@@ -89,7 +90,8 @@ def failure(story, *, is_lost=False):
         (frame(GOODBYE), PeerLostError, r"rank 1 has left the pipeline .* its device, in transfer"),
     ],
 )
-def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, said, kind, words):
+def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, said, kind, words, monkeypatch):
+    monkeypatch.setattr(device_watch, "_LEFT_AFTER_S", 2.0)
     _, device, peer = watched()
     if said is None:
         peer.close()
@@ -117,7 +119,15 @@ def test_the_first_thing_that_python_does_after_the_wait_is_to_raise(watched):
     assert values == []
 
 
-def test_what_was_overheard_is_still_there_to_be_read(watched):
+def test_a_peer_may_leave_while_this_device_has_seconds_to_compute(watched):
+    _, device, peer = watched()
+    peer.sendall(frame(GOODBYE))
+    threading.Timer(3.5, device.abort).start()
+
+    device.synchronize()
+
+
+def test_what_was_read_ahead_is_still_there_to_be_read(watched):
     mesh, device, peer = watched()
     peer.sendall(failure("boom"))
 
