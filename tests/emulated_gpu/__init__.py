@@ -95,7 +95,8 @@ def environment(
     """
     libraries = build() if libraries is None else libraries
     variables = {
-        "LD_PRELOAD": _before(str(libraries.driver), "LD_PRELOAD"),
+        # By its name, which is found below the next variable: a space ends a path here, not there.
+        "LD_PRELOAD": _before(libraries.driver.name, "LD_PRELOAD"),
         "LD_LIBRARY_PATH": _before(str(libraries.driver.parent), "LD_LIBRARY_PATH"),
         "EMULATED_GPU_COUNT": str(gpus),
         "EMULATED_GPU_SEED": str(seed),
