@@ -17,7 +17,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,18 +49,15 @@ def main() -> int:
     try:
         # The longest first, so that the last of them do not run alone.
         runs = {
-            (seed, number): pool.submit(run, pytest, number, seed)
+            (seed, number): pool.submit(run, pytest, number, seed, is_brief=len(seeds) > 1)
             for seed in seeds
             for number in sorted(NUMBERS_OF_GPUS, key=lambda number: number == 8 or -number)
         }
         worst = 0
         for seed in seeds:
             of_seed = {number: runs[seed, number].result() for number in NUMBERS_OF_GPUS}
-            for number, (code, output) in of_seed.items():
-                worst = max(worst, code)
-                if code or len(seeds) == 1:
-                    print(f"==== {number} GPU(s), SEED={seed}\n{output}", flush=True)
-            counts = "; ".join(f"{number}: {counts_in(of_seed[number][1])}" for number in of_seed)
+            worst = max(worst, *(code for code, _ in of_seed.values()))
+            counts = "; ".join(f"{number}: {counts}" for number, (_, counts) in of_seed.items())
             print(f"emulated GPUs, SEED={seed}: {counts}", flush=True)
     except KeyboardInterrupt:
         pool.shutdown(cancel_futures=True)
@@ -76,10 +72,12 @@ def sees_gpus() -> bool:
     return torch.cuda.is_available()
 
 
-def run(pytest: list[str], number: int, seed: int) -> tuple[int, str]:
-    """Run pytest on so many emulated GPUs; return its exit code, and all that it printed."""
+def run(pytest: list[str], number: int, seed: int, *, is_brief: bool) -> tuple[int, str]:
+    """Run pytest on so many emulated GPUs; return its exit code, and the counts that it printed.
+
+    Prints what pytest has printed, if that is not to be brief or a test has failed.
+    """
     emulated = [sys.executable, "-m", "tests.emulated_gpu", f"--gpus={number}", f"--seed={seed}"]
-    begun_s = time.monotonic()
     done = subprocess.run(
         [*emulated, *TIMING, "--", *pytest, "-p", "no:cacheprovider", "--gpus=share"],
         cwd=ROOT,
@@ -90,17 +88,10 @@ def run(pytest: list[str], number: int, seed: int) -> tuple[int, str]:
         check=False,
     )
     code = 0 if done.returncode == NO_TESTS else abs(done.returncode)
-    end = f"exit code {done.returncode} after {time.monotonic() - begun_s:.0f} s"
-    print(f"{number} GPU(s), SEED={seed}: {end}", flush=True)
-    return code, done.stdout
-
-
-def counts_in(output: str) -> str:
-    """Return the counts of pytest's last line."""
-    found = re.findall(
-        r"(?m)^=* ?(\d+ (?:passed|failed|error|skipped|deselected).* in .*s)", output
-    )
-    return found[-1].rstrip("= ") if found else "no end"
+    if code or not is_brief:
+        print(f"\n==== GPUs: {number}, SEED={seed}\n{done.stdout}", flush=True)
+    counts = re.findall(r"\d+ (?:passed|failed|error|skipped|deselected).* in [^=\n]*", done.stdout)
+    return code, counts[-1].strip() if counts else f"no end, exit code {done.returncode}"
 
 
 if __name__ == "__main__":
