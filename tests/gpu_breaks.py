@@ -2,7 +2,7 @@
 
     python -m tests.gpu_breaks              # all breaks; about half an hour
     python -m tests.gpu_breaks ipc-wait …   # some of them
-    python -m tests.gpu_breaks --write      # all, and their table into docs/gpu_breaks.md
+    python -m tests.gpu_breaks --write …    # and their rows into the table of docs/gpu_breaks.md
 
 Run it in the environment of ``make test-gpu``. Each break is made in a copy of the working tree,
 and the tests named with it are run there on emulated GPUs, with the delays of ``make test-gpu``,
@@ -35,6 +35,8 @@ from tests.on_gpus import TIMING
 ROOT = Path(__file__).parents[1]
 COPIED = ("procpipe", "launch", "tests", "examples", "benchmarks", "pyproject.toml")
 PAGE = ROOT / "docs/gpu_breaks.md"
+HEAD = "| fault | what is wrong | noticed by | GPUs | s |\n|---|---|---|---|---|\n"
+ROW = re.compile(r"^\| ([a-z-]+) \| .*\n", re.MULTILINE)
 TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end -->)", re.DOTALL)
 
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?(?:\[.*?\])?)(?: |$)", re.MULTILINE)
@@ -100,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="breaks to make (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="the emulator's seed")
     parser.add_argument("--jobs", type=int, default=1, help="how many to run at a time")
-    parser.add_argument("--write", action="store_true", help=f"write the table to {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the rows to {PAGE.name}")
     options = parser.parse_args(arguments)
     from tests.gpu_breaks_list import BREAKS
 
@@ -108,9 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"no such break: {', '.join(sorted(unknown))}")
     chosen = [each for each in BREAKS if each.name in options.names or not options.names]
-    lines = ["| break | what is wrong | noticed by | GPUs | s |", "|---|---|---|---|---|"]
-    print(*lines, sep="\n", flush=True)
+    rows: dict[str, str] = {}
     missed = 0
+    print(HEAD, end="", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         selections = dict.fromkeys(each.tests for each in chosen)
         unbroken = {
@@ -121,16 +123,22 @@ def main(arguments: list[str] | None = None) -> int:
             found, took_s = future.result()
             if always := unbroken[each.tests].result()[0]:
                 found = f"**{always} fails without a break, too**"
-            missed += not found or found.startswith("**")
+            missed += not found.startswith("`")
             row = (each.name, each.what, found or "**nothing**", each.tests.gpus, round(took_s))
-            lines.append(f"| {' | '.join(map(str, row))} |")
-            print(lines[-1], flush=True)
-    lines += ["", f"{len(chosen) - missed} of {len(chosen)} were noticed: {setting(options.seed)}."]
-    print(*lines[-2:], sep="\n")
+            rows[each.name] = f"| {' | '.join(map(str, row))} |\n"
+            print(rows[each.name], end="", flush=True)
+    print(f"\n{len(rows) - missed} of {len(rows)} were noticed: {setting(options.seed)}.")
     if options.write:
-        table = "\n".join([*lines, ""])
-        PAGE.write_text(TABLE.sub(lambda _: table, PAGE.read_text()))
+        write([each.name for each in BREAKS], rows, setting(options.seed))
     return min(missed, 1)
+
+
+def write(names: list[str], rows: dict[str, str], how: str) -> None:
+    """Put rows into the page's table, in the place of older ones."""
+    text = PAGE.read_text()
+    rows = {match[1]: match[0] for match in ROW.finditer(text)} | rows
+    table = HEAD + "".join(rows[name] for name in names if name in rows)
+    PAGE.write_text(TABLE.sub(lambda _: f"{table}\nThe newest rows: {how}.\n", text))
 
 
 def setting(seed: int) -> str:

@@ -123,7 +123,7 @@ BREAKS = [
         NCCL,
         "is_high_priority_stream=is_sender\n",
         "is_high_priority_stream=False\n",
-        NCCL_RUN,
+        Tests("tests/channel/test_gpu_order.py -k share_a_stream", 2),
     ),
     Break(
         "nccl-abort",
@@ -147,7 +147,7 @@ BREAKS = [
         NCCL,
         '_environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1")',
         '_environment_variable("TORCH_NCCL_BLOCKING_WAIT", "0")',
-        NCCL_ENDS,
+        NCCL_ORDER,
     ),
     # -- CUDA IPC ----------------------------------------------------------------------------
     Break(
@@ -239,16 +239,6 @@ BREAKS = [
         "        self._flags[slot.number] = _IN_USE\n",
         "",
         IPC_ORDER,
-    ),
-    Break(
-        "ipc-flag-early",
-        "a slot is free before the receiver's write is queued",
-        IPC,
-        "        gpu, told = self._gpu, Note.unpack(note)\n",
-        "        gpu, told = self._gpu, Note.unpack(note)\n"
-        "        if (peer, told.number) in self._opened:\n"
-        "            self._opened[peer, told.number].flags[told.number] = _FREE\n",
-        SLOTS,
     ),
     Break(
         "ipc-zero",

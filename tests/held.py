@@ -11,12 +11,15 @@ import torch
 
 from procpipe.channel.gpu import Gpu
 
+#: Numbers that streams wait for: the allocator would queue events on streams to free them.
+_kept: list[torch.Tensor] = []
+
 
 def hold(stream: torch.cuda.Stream) -> Callable[[], None]:
     """Hold what will be queued on a stream; return what lets it go on, for any thread to call."""
     gpu, number = Gpu(stream.device), torch.zeros(1, dtype=torch.int64, device=stream.device)
     torch.cuda.synchronize(stream.device)
-    number.record_stream(stream)
+    _kept.append(number)
     gpu.wait(stream, number.data_ptr(), 1)
 
     def let_go() -> None:
@@ -37,9 +40,16 @@ def held(stream: torch.cuda.Stream) -> Iterator[None]:
         let_go()
 
 
-def hold_for(stream: torch.cuda.Stream, seconds: float) -> None:
-    """Hold a stream for some time, while the host may wait for it."""
-    threading.Timer(seconds, hold(stream)).start()
+def hold_for(stream: torch.cuda.Stream, seconds: float) -> threading.Event:
+    """Hold a stream for some time; return what is set once it may go on."""
+    let_go, may_go_on = hold(stream), threading.Event()
+
+    def end() -> None:
+        may_go_on.set()
+        let_go()
+
+    threading.Timer(seconds, end).start()
+    return may_go_on
 
 
 def happens(condition: Callable[[], bool], in_s: float) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from procpipe.channel.gpu import Gpu
+from procpipe.channel.meta import describe
 from procpipe.run.transports import Choice
 from procpipe.tree import Flat
 from tests.channel.test_conformance import Meeting, Side, links
@@ -162,6 +164,12 @@ def a_slot_is_filled_again_only_when_it_was_read(end: Any) -> None:
         assert_all(take(end), 9)
 
 
+def torch_watches_no_transfer(end: Any) -> None:
+    """Its watchdog would end the process, with a story of its own."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in names if "watchd" in name], names
+
+
 def draining_waits_for_what_is_under_way(end: Any) -> None:
     if end.rank == 0:
         hold_for(compute(end), PATIENCE_S)
@@ -205,7 +213,7 @@ CASES: tuple[Callable[[Any], None], ...] = (  # of both transports
     draining_waits_for_what_is_under_way,  # the last, as slots are closed then
 )
 OF_SLOTS = (a_slot_is_filled_again_only_when_it_was_read, a_slot_is_filled_without_the_receiver)
-CASES_OF = {"nccl": CASES, "cuda_ipc": (*OF_SLOTS, *CASES)}
+CASES_OF = {"nccl": (torch_watches_no_transfer, *CASES), "cuda_ipc": (*OF_SLOTS, *CASES)}
 
 
 # -- what they are made of ----------------------------------------------------------------------
@@ -294,6 +302,35 @@ def stories(ranks: Any) -> Callable[[str], list[dict[str, str | None]]]:
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES_OF["cuda_ipc"]])
 def test_cuda_ipc(stories: Any, case: str) -> None:
     assert [story.get(case, "did not run") for story in stories("cuda_ipc")] == [None, None]
+
+
+def one_channel_held(world: Any) -> None:
+    """Hold what rank 0 sends on channel 0; send on the one that is 32 streams of torch later."""
+    last = 16
+    world.connect()
+    routes = [(a, 1 - a, kind) for kind in range(last + 1) for a in (0, 1)]
+    transport = world.open_transports(Choice("nccl", ["", ""]), routes)[1 - world.rank]
+    meeting = Meeting(world, "one channel held")
+    tensor = torch.ones(1000, device=world.device)
+    meta = describe(Flat.of(tensor))
+    if world.rank == 0:
+        stream = torch.cuda.Stream(world.device)
+        with held(stream):
+            with torch.cuda.stream(stream):
+                transport.post_send([tensor], 1, 0)
+            sent, _ = transport.post_send([tensor], 1, last)
+            assert happens(sent.is_done, TIMEOUT_S)
+    else:
+        received = [transport.post_receive(meta, 0, kind, b"") for kind in (0, last)]
+    transport.drain()
+    meeting()
+    if world.rank == 1:
+        assert [tensors[0].sum().item() for tensors, _ in received] == [1000, 1000]
+
+
+@pytest.mark.gpu(2)
+def test_no_channels_share_a_stream(ranks: Any) -> None:
+    ranks(2).run(one_channel_held).values()
 
 
 @pytest.mark.gpu(2)

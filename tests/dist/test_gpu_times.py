@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -23,34 +24,30 @@ from tests.held import hold_for
 HELD_S = 0.3
 
 
-def is_idle() -> bool:
-    """Say whether this process's device has nothing left to do."""
-    return torch.cuda.current_stream().query()
-
-
-def hold_a_while() -> None:
-    hold_for(torch.cuda.current_stream(), HELD_S)
+def hold_a_while() -> threading.Event:
+    return hold_for(torch.cuda.current_stream(), HELD_S)
 
 
 def measured(bare: Any) -> dict[str, bool]:
-    """Say after which measurements on a device that is slow there was nothing left to do."""
+    """Say which measurements on a device that is slow waited for it."""
     found = {}
-    Timer(bare.device, time.monotonic).seconds(hold_a_while)
-    found["a layer"] = is_idle()
+    holds: list[threading.Event] = []
+    Timer(bare.device, time.monotonic).seconds(lambda: holds.append(hold_a_while()))
+    found["a layer"] = holds[0].is_set()
 
     source = torch.ones(1 << 20, device=bare.device)
-    hold_a_while()
+    may_go_on = hold_a_while()
     plan_measure._copy_seconds(source, torch.empty_like(source))
-    found["a copy"] = is_idle()
+    found["a copy"] = may_go_on.is_set()
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     stage = Stage(model, [1, 1], chunks=2, loss_fn=torch.mean, world=world_of(bare, "step"))
     inputs = [torch.randn(4, 8)]
     for _ in range(3):  # the first wait, to look whether recomputation repeats the forward pass
         plan_check._step(stage, inputs, None)
-    hold_a_while()
+    may_go_on = hold_a_while()
     plan_check._step(stage, inputs, None)
-    found["a step"] = is_idle()
+    found["a step"] = may_go_on.is_set()
     stage.close()
 
     found["a message"] = has_message(world_of(bare, "message"))
@@ -69,10 +66,12 @@ def has_message(world: World) -> bool:
         tensor = torch.ones(1 << 20, device=world.device)
         line._sender.send(Flat.of((True, tensor)))
         line._sender.settle()
+        taken = True, tensor
     else:
         line._receiver.expect()
-        line._take()
-    found = world.rank == 0 or is_idle()
+        taken = line._take()
+    found = world.rank == 0 or torch.cuda.current_stream().query()
+    del taken  # not before: freeing memory may queue work
     world.drain()
     world.close()
     return found
