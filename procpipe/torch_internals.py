@@ -9,6 +9,7 @@
     nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
+    ProcessGroupNCCL._start_ and _end_coalescing    likewise
     utils._pytree                                   ImportError
 
 A name may stay while what it does changes. Where no check could find that out (the engine, the
@@ -158,6 +159,7 @@ def nccl_options(
         _timeout=timedelta(seconds=timeout_s),
     )
     _set(lambda: options.config, max_ctas=max_blocks)
+    _set(lambda: (nccl._start_coalescing, nccl._end_coalescing))  # for in_a_batch()
     return options
 
 
