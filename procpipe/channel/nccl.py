@@ -124,14 +124,25 @@ class NcclTransport:
         try:
             for channel in channels:
                 if self._rank in channel[:2]:
-                    self._connecting_to = channel[0] + channel[1] - self._rank
-                    self._is_initializing = True
-                    group = _initialized(store, self._rank, self._device, channel, num_blocks)
-                    self._groups[channel] = group
-                    self._is_initializing = False
-                    _transfer_token(group, self._device, is_sender=channel[0] == self._rank)
+                    self._connect(store, channel, num_blocks)
         finally:
             self._connecting_to, self._is_initializing = None, False
+
+    def _connect(self, store: Store, channel: tuple[int, int, int], num_blocks: int) -> None:
+        """Connect the communicator of one channel; the first transfer is part of it.
+
+        NCCL connects two ranks in their first transfer, and blocks both hosts for that.
+        """
+        is_sender = self._rank == channel[0]
+        self._connecting_to = channel[0] + channel[1] - self._rank
+        self._is_initializing = True
+        group = _new_group(store, channel, num_blocks, is_sender=is_sender)
+        token = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        group.eager_connect_single_device(self._device)
+        self._groups[channel] = group
+        self._is_initializing = False
+        _transfer(group, [token], is_sender=is_sender).block_current_stream()
+        torch.cuda.synchronize(self._device)
 
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[NcclPending, bytes]:
         """Begin to send contiguous tensors once the current stream has made them."""
@@ -271,29 +282,19 @@ def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
     return work
 
 
-def _initialized(
-    store: Store, rank: int, device: torch.device, channel: tuple[int, int, int], num_blocks: int
+def _new_group(
+    store: Store, channel: tuple[int, int, int], num_blocks: int, *, is_sender: bool
 ) -> Any:
-    """Build the communicator of one channel, sender as 0, receiver as 1; waits for both."""
+    """Make the group of one channel, sender as 0, receiver as 1; it is not connected."""
     from torch.distributed import PrefixStore, ProcessGroupNCCL
 
     source, destination, kind = channel
-    is_sender = rank == source
     options = nccl_options(
         ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=is_sender
     )
     prefix = f"nccl/{source}-{destination}/{kind}"
     with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
-        group: Any = ProcessGroupNCCL(PrefixStore(prefix, store), 0 if is_sender else 1, 2, options)
-    group.eager_connect_single_device(device)
-    return group
-
-
-def _transfer_token(group: Any, device: torch.device, *, is_sender: bool) -> None:
-    """Make the first transfer: NCCL connects two ranks in it, and blocks both hosts for that."""
-    token = torch.zeros(1, dtype=torch.uint8, device=device)
-    _transfer(group, [token], is_sender=is_sender).block_current_stream()
-    torch.cuda.synchronize(device)
+        return ProcessGroupNCCL(PrefixStore(prefix, store), 0 if is_sender else 1, 2, options)
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ def check_killed(outcomes: Outcomes, origin: int) -> None:
 def is_killed_as_it_connects(world: Any) -> None:
     """Rank 1 has a communicator with rank 0, which waits on its device for the first transfer."""
     if world.rank == 1:
-        setattr(nccl, "_transfer_token", lambda *_, **__: kill())  # noqa: B010
+        setattr(nccl, "_transfer", lambda *_, **__: kill())  # noqa: B010
     train(world, None, "forward")
 
 
