@@ -148,8 +148,8 @@ def _compile(source: Path, flags: Sequence[str], folder: Path) -> Path:
     key = hashlib.sha256()
     for text in (source, *sorted(_SOURCES.rglob("*.h"))):
         key.update(text.read_bytes())
-    # The same for a copy of the sources, which need not be compiled again.
-    key.update("\0".join(flags).replace(str(_SOURCES), "").encode())
+    # Without the folder of the sources: another copy of them uses what is compiled already.
+    key.update("\0".join(flag for flag in flags if flag != f"-I{_SOURCES}").encode())
     key.update(importlib.metadata.version("torch").encode())
     made = folder / f"{source.stem}-{key.hexdigest()[:16]}.o"
     if not made.exists():
