@@ -527,15 +527,10 @@ print("agrees")
 """
 
 
-def _num_gpus() -> int:
-    count = ctypes.c_int()
-    return count.value if EMULATED and not CUDA.cudaGetDeviceCount(ctypes.byref(count)) else 0
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4, 8)]
+)
 def test_torch_exchanges_and_reduces(size):
-    if _num_gpus() < size:
-        pytest.skip(f"needs {size} GPUs")
     done = run_forked(TORCH, num_ranks=size).check()
     assert done.stdout.count("agrees") == size
 
@@ -573,8 +568,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.gpu(2)
 def test_torch_aborts_groups_together_only():
-    if _num_gpus() < 2:
-        pytest.skip("needs 2 GPUs")
     done = run_forked(ABORT, num_ranks=2).check()
     assert done.stdout.splitlines() == ["hangs True", "ended True"]

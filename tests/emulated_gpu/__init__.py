@@ -95,7 +95,8 @@ def environment(
     """
     libraries = build() if libraries is None else libraries
     variables = {
-        "LD_PRELOAD": _before(str(libraries.driver), "LD_PRELOAD"),
+        # By its name, which is found below the next variable: a space ends a path here, not there.
+        "LD_PRELOAD": _before(libraries.driver.name, "LD_PRELOAD"),
         "LD_LIBRARY_PATH": _before(str(libraries.driver.parent), "LD_LIBRARY_PATH"),
         "EMULATED_GPU_COUNT": str(gpus),
         "EMULATED_GPU_SEED": str(seed),
@@ -147,7 +148,8 @@ def _compile(source: Path, flags: Sequence[str], folder: Path) -> Path:
     key = hashlib.sha256()
     for text in (source, *sorted(_SOURCES.rglob("*.h"))):
         key.update(text.read_bytes())
-    key.update("\0".join(flags).encode())
+    # Without the folder of the sources: another copy of them uses what is compiled already.
+    key.update("\0".join(flag for flag in flags if flag != f"-I{_SOURCES}").encode())
     key.update(importlib.metadata.version("torch").encode())
     made = folder / f"{source.stem}-{key.hexdigest()[:16]}.o"
     if not made.exists():
