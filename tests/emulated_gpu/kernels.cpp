@@ -329,13 +329,6 @@ void poison_freed_memory() {
   });
 }
 
-// The CPU's results have other shapes or types than the meta kernel's, which are a GPU's. Shapes of
-// these come from the CPU's operator on zeros, however large, and so do all of small tensors.
-const std::set<std::string> measured = {
-    "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::native_layer_norm",
-    "aten::native_group_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
-    "aten::_native_batch_norm_legit.no_stats", "aten::_batch_norm_with_update"};
-
 // The kernel that is registered for an operator.
 class Kernel final : public c10::OperatorKernel {
  public:
@@ -411,8 +404,9 @@ class Kernel final : public c10::OperatorKernel {
     return results;
   }
 
-  // The results on meta tensors; resizes arguments that the operator resizes. Most meta kernels are
-  // Python's, so what they returned is kept.
+  // The results' shapes, by the CPU's operator on zeros, kept for later calls; resizes arguments that
+  // the operator resizes. Meta kernels are the last resort: their results differ from the CPU's in
+  // places, and the first of Python's takes a second of CPU time, since it imports torch._dynamo.
   Stack shapes(const c10::OperatorHandle& op, const Stack& args) {
     std::string key = key_of(args);
     std::unique_lock<std::mutex> lock(mutex_);
@@ -485,15 +479,11 @@ class Kernel final : public c10::OperatorKernel {
         return meta_of(t);
       });
     };
-    size_t bytes = 0;
-    for_tensors(args, [&](size_t, const Tensor& t) { bytes += t.nbytes(); });
-    if (bytes < (1 << 18) || measured.count(traits_.name)) {
-      try {
-        run(c10::DispatchKey::CPU, at::kCPU, zeros_of);
-        return made;
-      } catch (const std::exception& error) {  // also because of zeros: a meta kernel reads none
-        if (strstr(error.what(), "same dtype")) throw;  // which meta kernels do not check
-      }
+    try {
+      run(c10::DispatchKey::CPU, at::kCPU, zeros_of);
+      return made;
+    } catch (const std::exception& error) {  // also because of zeros: a meta kernel reads none
+      if (strstr(error.what(), "same dtype")) throw;  // which meta kernels do not check
     }
     try {
       run(c10::DispatchKey::Meta, at::kMeta, meta_of);
