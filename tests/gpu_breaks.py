@@ -25,7 +25,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +34,7 @@ from tests.on_gpus import TIMING
 ROOT = Path(__file__).parents[1]
 COPIED = ("procpipe", "launch", "tests", "examples", "benchmarks", "pyproject.toml")
 PAGE = ROOT / "docs/gpu_breaks.md"
-HEAD = "| fault | what is wrong | noticed by | GPUs | s |\n|---|---|---|---|---|\n"
+HEAD = "| fault | what is wrong | noticed by | GPUs |\n|---|---|---|---|\n"
 ROW = re.compile(r"^\| ([a-z-]+) \| .*\n", re.MULTILINE)
 TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end -->)", re.DOTALL)
 
@@ -120,12 +119,12 @@ def main(arguments: list[str] | None = None) -> int:
         }
         broken = [pool.submit(first_failure, each.tests, options.seed, each) for each in chosen]
         for each, future in zip(chosen, broken, strict=True):
-            found, took_s = future.result()
-            if always := unbroken[each.tests].result()[0]:
+            found = future.result()
+            if always := unbroken[each.tests].result():
                 found = f"**{always} fails without a break, too**"
             missed += not found.startswith("`")
-            row = (each.name, each.what, found or "**nothing**", each.tests.gpus, round(took_s))
-            rows[each.name] = f"| {' | '.join(map(str, row))} |\n"
+            found = found or "**nothing**"
+            rows[each.name] = f"| {each.name} | {each.what} | {found} | {each.tests.gpus} |\n"
             print(rows[each.name], end="", flush=True)
     print(f"\n{len(rows) - missed} of {len(rows)} were noticed: {setting(options.seed)}.")
     if options.write:
@@ -150,9 +149,8 @@ def setting(seed: int) -> str:
     )
 
 
-def first_failure(tests: Tests, seed: int, fault: Break | None) -> tuple[str, float]:
-    """Return the first of some tests that fails with a break, or ""; and the seconds it took."""
-    start_s = time.monotonic()
+def first_failure(tests: Tests, seed: int, fault: Break | None) -> str:
+    """Return the first of some tests that fails with a break, or ""."""
     with tempfile.TemporaryDirectory(prefix="procpipe-break-") as name:
         root = Path(name)
         for part in COPIED:
@@ -165,15 +163,14 @@ def first_failure(tests: Tests, seed: int, fault: Break | None) -> tuple[str, fl
         if fault is not None:
             fault.apply(root)
         output = run(root, tests, seed)
-    took_s = time.monotonic() - start_s
     if found := re.search(
         r"^(?:FAILED|ERROR) (tests/\S+?(?:\[.*?\])?)(?: |$)", output, re.MULTILINE
     ):
-        return f"`{found[1]}`", took_s
+        return f"`{found[1]}`"
     if not re.search(r"^\d+ passed", output, re.MULTILINE):
         print(output, file=sys.stderr)
-        return f"**no end in {TIME_LIMIT_S} s, or tests that cannot be run**", took_s
-    return "", took_s
+        return f"**no end in {TIME_LIMIT_S} s, or tests that cannot be run**"
+    return ""
 
 
 def run(root: Path, tests: Tests, seed: int) -> str:

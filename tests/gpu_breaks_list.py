@@ -231,7 +231,7 @@ BREAKS = [
         IPC,
         "        self._gpu.current_stream().wait_event(self._copied)\n",
         "        return\n",
-        IPC_ORDER,
+        SLOTS,
     ),
     Break(
         "ipc-flag",
@@ -239,7 +239,7 @@ BREAKS = [
         IPC,
         "        self._flags[slot.number] = _IN_USE\n",
         "",
-        IPC_ORDER,
+        SLOTS,
     ),
     Break(
         "ipc-zero",

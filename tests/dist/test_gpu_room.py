@@ -32,8 +32,9 @@ pytestmark = [
 ]
 
 
-def test_two_transfers_at_once_are_enough_for_two_stages(monkeypatch):
-    monkeypatch.setenv("EMULATED_GPU_KERNEL_SLOTS", "2")
+def test_as_many_transfers_at_once_as_channels_are_enough(monkeypatch):
+    """Two stages have four: activations and targets down, gradients and losses up."""
+    monkeypatch.setenv("EMULATED_GPU_KERNEL_SLOTS", "4")
     done = run_forked(SCRIPT.format(timeout_s=60), num_ranks=2).check()
     assert done.stdout.count("trained") == 2
 
