@@ -9,6 +9,7 @@
     nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
+    ProcessGroupNCCL._start_ and _end_coalescing    likewise
     utils._pytree                                   ImportError
 
 A name may stay while what it does changes. Where no check could find that out (the engine, the
@@ -22,6 +23,7 @@ in files that torch writes and reads (``state/index.py``, ``state/archives.py``)
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -157,11 +159,15 @@ def nccl_options(
         _timeout=timedelta(seconds=timeout_s),
     )
     _set(lambda: options.config, max_ctas=max_blocks)
+    _set(lambda: (nccl._start_coalescing, nccl._end_coalescing))  # for in_a_batch()
     return options
 
 
 def in_a_batch(group: Any, begin: Callable[[], None]) -> Any:
     """Begin several transfers of an NCCL group as one.
+
+    A batch that fails is ended, too: NCCL begins no later transfer of this thread before, of
+    whatever group.
 
     Args:
         group: a ``ProcessGroupNCCL``.
@@ -170,8 +176,13 @@ def in_a_batch(group: Any, begin: Callable[[], None]) -> Any:
     Returns:
         The ``Work`` of them all.
     """
-    group._start_coalescing()
-    begin()
+    try:
+        group._start_coalescing()
+        begin()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # of what has failed already
+            group._end_coalescing()
+        raise
     return group._end_coalescing()
 
 

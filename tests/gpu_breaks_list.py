@@ -79,8 +79,8 @@ BREAKS = [
         "nccl-drain",
         "communicators are aborted with transfers under way",
         NCCL,
-        "        torch.cuda.synchronize(self._device)\n",
-        "        pass\n",
+        'receives too."""\n        torch.cuda.synchronize(self._device)\n',
+        'receives too."""\n',
         NCCL_ORDER,
     ),
     Break(
@@ -111,10 +111,11 @@ BREAKS = [
         "nccl-connect",
         "communicators are connected by their first message",
         NCCL,
-        "    group.eager_connect_single_device(device)\n"
-        "    token = torch.zeros(1, dtype=torch.uint8, device=device)\n"
-        "    _transfer(group, [token], is_sender=is_sender).block_current_stream()\n",
-        "",
+        "        group.eager_connect_single_device(self._device)\n"
+        "        self._groups[channel] = group\n"
+        "        self._is_initializing = False\n"
+        "        _transfer(group, [token], is_sender=is_sender).block_current_stream()\n",
+        "        self._groups[channel] = group\n        self._is_initializing = False\n",
         NCCL_LINK,
     ),
     Break(

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,18 @@ def test_other_options_of_process_groups_are_one_clear_error():
     with pytest.raises(RuntimeError, match=message):
         torch_internals.gloo_options(Group, 1.0, None)
     with pytest.raises(RuntimeError, match=message):
+        torch_internals.nccl_options(Group, 1.0, 4)
+
+
+def test_no_batches_of_transfers_are_one_clear_error():
+    class Group:
+        class Options:
+            config = SimpleNamespace()
+
+            def __init__(self, is_high_priority_stream):
+                pass
+
+    with pytest.raises(RuntimeError, match=r"other options.*_start_coalescing"):
         torch_internals.nccl_options(Group, 1.0, 4)
 
 

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.gpu.child import Recorder
-from benchmarks.rounds import Step, measure
+from benchmarks.gpu.measures import gathered, median_ms
+from benchmarks.rounds import Step, measure, spread
 from examples.models.gpt import gpt as build
 from procpipe import Stage
 from procpipe.balance import divide, profile_layers
@@ -76,41 +77,44 @@ def gpt(
         with device:
             return build(*sizes)
 
-    record("gpt model", sizes=sizes, num_parameters=_size(sizes), m=m, n=n, micro_batch=micro_batch)
-    found: list[Any] = [None]
+    planned = None
     if rank == 0:
-        found = [_planned(model(), input[:micro_batch], target[:micro_batch], m, n)]
-    dist.broadcast_object_list(found)
-    plan: dict[str, Any] = found[0]
-    if not with_peers:
-        record("gpt plan", **plan)
+        planned = _planned(model(), input[:micro_batch], target[:micro_batch], m, n)
+    plan: dict[str, Any] = gathered(planned)[0]
+    what = _described(sizes, f"{m} micro-batches of {micro_batch}", n)
     stages: list[Stage] = []
 
-    def ours(schedule: str) -> Step:
-        stages.append(
-            Stage(
-                model(), plan["balance"], chunks=m, devices=devices, transport=transport,
-                schedule=schedule, checkpoint=_MODE, loss_fn=loss_of, timeout_s=60.0,
-            )
+    def ours() -> Step:
+        stage = Stage(
+            model(), plan["balance"], chunks=m, devices=devices, transport=transport,
+            schedule=_SCHEDULE, checkpoint=_MODE, loss_fn=loss_of, timeout_s=60.0,
         )  # fmt: skip
-        return lambda stage=stages[-1]: stage.step(input, target)  # type: ignore[misc]
+        stages.append(stage)
+        return lambda: stage.step(input, target)
 
-    makers: dict[str, Callable[[], Step]] = {f"procpipe {_SCHEDULE}": lambda: ours(_SCHEDULE)}
+    makers = {f"procpipe {_SCHEDULE}": ours}
     if with_peers:
-        makers["procpipe gpipe"] = lambda: ours("gpipe")
-        for name in ("Schedule1F1B", "ScheduleGPipe"):
-            makers[f"torch {name}"] = lambda name=name: _peer(  # type: ignore[misc]
-                name, model(), plan["balance"], m, device, input, target
-            )
+        makers["torch Schedule1F1B"] = lambda: _peer(model(), plan["balance"], m, input, target)
     else:
         makers["one process"] = lambda: _one_process(model, m, input, target)
     steps = {}
+    cells: dict[str, Any]
     for name, make in makers.items():
         steps[name], peaks, losses = _first_steps(make)
-        record("gpt memory", name=name, peak_bytes=peaks, losses=losses)
-    record("gpt steps", times=measure(steps, num_rounds=num_rounds, num_steps=1))
-    for stage in stages:
-        stage.close()
+        loss = next(loss for loss in losses if loss is not None)
+        cells = {"ms a step": None, "ratio": None, "loss": f"{loss:.4f}"}
+        record("gpt", name, cells | _peaks(peaks), what)
+    if not with_peers:
+        cells = {"ms a step": plan["step_s"] * 1e3, **_peaks(plan["peak_bytes"])}
+        record("gpt", f"predicted {_SCHEDULE}, a GPU a stage", cells, f"balance {plan['balance']}")
+        name = "predicted, all tasks in turn on one GPU"
+        record("gpt", name, {"ms a step": plan["all_tasks_s"] * 1e3})
+    times = measure(steps, num_rounds=num_rounds, num_steps=1)
+    against = list(times)[-1]
+    for name, of_it in times.items():
+        ratio = f"{spread(of_it, times[against])} of {against}"
+        record("gpt", name, {"ms a step": median_ms(of_it), "ratio": ratio}, times=of_it)
+    stages[0].close()
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -143,16 +147,13 @@ def _planned(model: nn.Sequential, x: Tensor, y: Tensor, m: int, n: int) -> dict
     layers = model_of(profile, len(x))
     balance = divide(layers.layer_seconds(len(x)), n)
     costs = layers.costs(balance, len(x), Link())
-    plan = SCHEDULES[_SCHEDULE].plan(m, tuple(range(n)), recomputed(_MODE, m))
-    timeline = simulate(plan, costs)
+    timeline = simulate(SCHEDULES[_SCHEDULE].plan(m, tuple(range(n)), recomputed(_MODE, m)), costs)
     static = layers.static_bytes(balance, 0.0)
     return {
         "balance": list(balance),
-        "schedule": _SCHEDULE,
         "step_s": timeline.total_s,
         "all_tasks_s": sum(timeline.busy_s(stage) for stage in range(n)),
-        "static_bytes": list(static),
-        "held_bytes": [timeline.peak_bytes(stage) for stage in range(n)],
+        "peak_bytes": [static[stage] + timeline.peak_bytes(stage) for stage in range(n)],
     }
 
 
@@ -172,10 +173,13 @@ def _first_steps(make: Callable[[], Step]) -> tuple[Step, list[int], list[float 
 
     loss = step()
     step()
-    ours = (torch.cuda.max_memory_allocated() - before, None if loss is None else float(loss))
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, ours)
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    of_all = gathered((peak_bytes, None if loss is None else float(loss)))
     return step, [peak for peak, _ in of_all], [loss for _, loss in of_all]
+
+
+def _peaks(peak_bytes: Sequence[float]) -> dict[str, float]:
+    return {f"MiB, rank {rank}": peak / 2**20 for rank, peak in enumerate(peak_bytes)}
 
 
 def _one_process(model: Callable[[], nn.Sequential], m: int, input: Tensor, target: Tensor) -> Step:
@@ -195,33 +199,32 @@ def _one_process(model: Callable[[], nn.Sequential], m: int, input: Tensor, targ
 
 
 def _peer(
-    name: str,
-    model: nn.Sequential,
-    balance: Sequence[int],
-    m: int,
-    device: torch.device,
-    input: Tensor,
-    target: Tensor,
+    model: nn.Sequential, balance: Sequence[int], m: int, input: Tensor, target: Tensor
 ) -> Step:
     """Make the step of ``torch.distributed.pipelining`` with the same splits."""
-    from torch.distributed import pipelining
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, n = dist.get_rank(), dist.get_world_size()
     first = sum(balance[:rank])
     layers = nn.Sequential(*list(model)[first : first + balance[rank]])
-    stage = pipelining.PipelineStage(layers, rank, n, device)
-    schedule = getattr(pipelining, name)(stage, n_microbatches=m, loss_fn=loss_of)
-    if rank == n - 1:
+    stage = PipelineStage(layers, rank, n, input.device)
+    schedule = Schedule1F1B(stage, n_microbatches=m, loss_fn=loss_of)
+    if rank < n - 1:
+        return lambda: schedule.step(*[input] * (rank == 0))
 
-        def step() -> Tensor:
-            losses: list[Tensor] = []
-            schedule.step(target=target, losses=losses)
-            return torch.stack(losses).mean().detach()
+    def step() -> Tensor:
+        losses: list[Tensor] = []
+        schedule.step(target=target, losses=losses)
+        return torch.stack(losses).mean().detach()
 
-        return step
-    return lambda: schedule.step(input) if rank == 0 else schedule.step()
+    return step
 
 
-def _size(sizes: Sequence[int]) -> int:
+def _described(sizes: Sequence[int], mini_batch: str, n: int) -> str:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build(*sizes).parameters())
+        millions = sum(parameter.numel() for parameter in build(*sizes).parameters()) / 1e6
+    words, blocks, width, heads, context = sizes
+    return (
+        f"GPT of {millions:,.2f} M parameters ({blocks} blocks, width {width}, {heads} heads, "
+        f"{words} words), bf16 autocast, {mini_batch} x {context} tokens, {n} stages"
+    )

@@ -17,10 +17,11 @@ import ctypes
 import math
 import os
 import platform
+import statistics
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ from torch import Tensor, nn
 from benchmarks.boundary import Pass
 from benchmarks.gpu.child import Recorder
 from benchmarks.gpu.results import RESULTS
-from benchmarks.rounds import Step, Times, measure
+from benchmarks.rounds import Step, Times, measure, spread
 from procpipe import Stage
 
-__all__ = ["against_one_process", "host", "messages", "parity", "trace", "versions"]
+__all__ = ["against_one_process", "gathered", "host", "messages", "parity", "trace", "versions"]
 
 #: A real difference between kernels run in another order is of about 1e-15.
 _TOLERANCE = 1e-10
@@ -47,56 +48,57 @@ _TIMEOUT_S = 60.0  # of a wait within a pipeline: shorter than most steps' limit
 
 def versions(record: Recorder, **_: Any) -> None:
     """Record versions, GPUs and how they reach one another."""
-    count = torch.cuda.device_count()
-    if count == 0:
+    gpus = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
+    if not gpus:
         raise RuntimeError("torch finds no CUDA device: see nvidia-smi, and torch.version.cuda")
-    gpus = [torch.cuda.get_device_properties(k) for k in range(count)]
-    free_bytes = [torch.cuda.mem_get_info(k)[0] for k in range(count)]
+    both = [(k, other) for k in range(len(gpus)) for other in range(len(gpus)) if other != k]
+    apart = [pair for pair in both if not torch.cuda.can_device_access_peer(*pair)]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    record(
-        "versions",
-        num_gpus=count,
-        gpus=[
-            f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB ({free / 2**30:.1f} free), "
-            f"compute capability {gpu.major}.{gpu.minor}"
-            for gpu, free in zip(gpus, free_bytes, strict=True)
-        ],
-        peer_access=[
-            [k == other or torch.cuda.can_device_access_peer(k, other) for other in range(count)]
-            for k in range(count)
-        ],
-        nccl=_nccl_version(),
-        driver=_output(ask).partition("\n")[0],
-        topology=_output(["nvidia-smi", "topo", "-m"]),
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        python=platform.python_version(),
-        kernel=platform.release(),
-        cores=len(os.sched_getaffinity(0)),
-        memory=f"{memory_bytes / 2**30:.0f} GiB",
-    )
+    machine = {
+        f"GPU {k}": f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB "
+        f"({torch.cuda.mem_get_info(k)[0] / 2**30:.1f} free), "
+        f"compute capability {gpu.major}.{gpu.minor}"
+        for k, gpu in enumerate(gpus)
+    } | {
+        "peer access": f"not between {apart}" if apart else "between all",
+        "driver": _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
+        ),
+        "NCCL": _nccl_version(),
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "Python": f"{platform.python_version()}, Linux {platform.release()}",
+        "host": f"{len(os.sched_getaffinity(0))} cores, {memory_bytes / 2**30:.0f} GiB",
+    }
+    topology = _output("nvidia-smi", "topo", "-m")
+    record("versions", num_gpus=len(gpus), nccl=_nccl_version())
+    for name, text in machine.items():
+        record("machine", f"{name}: {text}", note=topology)
 
 
 def parity(
     record: Recorder,
     devices: Sequence[str],
     transport: str | None,
-    combinations: Sequence[tuple[str, str]],
+    pairs: Sequence[tuple[str, str]],
     width: int,
 ) -> None:
     """Compare outputs, losses, gradients and buffers with the plain model's on the same GPU.
+
+    Args:
+        record: takes what is found.
+        devices: one a rank.
+        transport: procpipe's.
+        pairs: schedules and checkpoint modes.
+        width: of the model.
 
     Raises:
         AssertionError: a difference is larger than floating point explains.
     """
     faults = []
-    for schedule, mode in combinations:
-        ours = _differences(devices, transport, schedule, mode, width)
-        of_all: list[dict[str, float]] = [{}] * len(devices)
-        dist.all_gather_object(of_all, ours)
-        largest = {name: max(found[name] for found in of_all) for name in ours}
-        record("parity", where=_where(devices, transport), pair=[schedule, mode], **largest)
+    for schedule, mode in pairs:
+        of_all = gathered(_differences(devices, transport, schedule, mode, width))
+        largest = {name: max(found[name] for found in of_all) for name in of_all[0]}
+        record("parity", f"{_where(devices, transport)}: {schedule}, {mode}", largest)
         if not max(largest.values()) <= _TOLERANCE:
             faults.append(f"{schedule}, {mode}: {largest}")
     if faults:
@@ -107,60 +109,58 @@ def against_one_process(
     record: Recorder,
     devices: Sequence[str],
     transport: str | None,
-    combinations: Sequence[tuple[str, str]],
-    width: int,
-    rows: int,
-    num_micro_batches: int,
+    pairs: Sequence[tuple[str, str]],
     num_rounds: int,
+    **sizes: int,
 ) -> None:
     """Compare results, and then the time of a step, with one process that has a GPU for itself."""
-    _check_nccl(record, devices, transport)
-    parity(record, devices, transport, combinations, width=min(width, 64))
-    stage, step, (input, target) = _blocks(devices, transport, width, rows, num_micro_batches)
-    steps = {"procpipe": step, "one process": _nothing}
-    if dist.get_rank() == 0:
-        plain = _layers(width, stage.device)
-        pairs = [*zip(input.chunk(num_micro_batches), target.chunk(num_micro_batches), strict=True)]
-        steps["one process"] = lambda: _run_plain(plain, pairs)
-    times = measure(
-        {name: _synchronised(step) for name, step in steps.items()},
-        num_rounds=num_rounds,
-        num_steps=2,
-    )
-    what = f"16 x (Linear({width}, {width}), GELU), micro-batch {rows}, m = {num_micro_batches}"
-    record("steps", where=_where(devices, transport), what=what, times=times)
+    width, m, rows = sizes["width"], sizes["num_micro_batches"], sizes["rows"]
+    parity(record, devices, transport, pairs, width=min(width, 64))
+    stage, step, (input, target) = _blocks(devices, transport, **sizes)
+    is_first = stage.rank == 0
+    plain = _layers(width if is_first else 1, stage.device)
+    parts = [*zip(input.chunk(m), target.chunk(m), strict=True)] if is_first else []
+
+    def alone() -> None:
+        for x, y in parts:
+            (F.mse_loss(plain(x), y) / m).backward()
+
+    steps = {"procpipe": _synchronised(step), "one process": _synchronised(alone)}
+    times = measure(steps, num_rounds=num_rounds, num_steps=2)
+    ours, theirs = times.values()
+    cells = {
+        "ms a step": median_ms(ours),
+        "one process": median_ms(theirs),
+        "ratio": spread(ours, theirs),
+    }
+    what = f"16 x (Linear({width}, {width}), GELU), micro-batch {rows}, m = {m}"
+    record("steps", _where(devices, transport), cells, what, times=times)
     stage.close()
 
 
-def host(
-    record: Recorder,
-    devices: Sequence[str],
-    transport: str | None,
-    width: int,
-    rows: int,
-    num_micro_batches: int,
-) -> None:
+def host(record: Recorder, devices: Sequence[str], transport: str | None, **sizes: int) -> None:
     """Measure what a task costs the host, how far it runs ahead, and how often it waits."""
     m = 16
-    stage, step, _ = _blocks(devices, transport, 16, 4, m)
+    stage, step, _ = _blocks(devices, transport, width=16, rows=4, num_micro_batches=m)
     times = measure({"tiny": _synchronised(step)}, num_rounds=5, num_steps=5)["tiny"]
     stage.close()
-    stage, step, _ = _blocks(devices, transport, width, rows, num_micro_batches)
+    stage, step, _ = _blocks(devices, transport, **sizes)
     for _ in range(3):
         step()
-    ours: dict[str, Any] = _synchronisations(step)
+    num_waits = _count_waits(step)
     torch.cuda.synchronize()
     dist.barrier()
     begun_s = time.perf_counter()
     step()
     returned_s = time.perf_counter() - begun_s
     torch.cuda.synchronize()
-    ours |= {"returned_s": returned_s, "ended_s": time.perf_counter() - begun_s}
+    ended_s = time.perf_counter() - begun_s
     stage.close()
-    of_all: list[Any] = [None] * len(devices)
-    dist.all_gather_object(of_all, ours)
-    where = _where(devices, transport)
-    record("host", where=where, task_s=[s / (2 * m) for s in times], m=m, ranks=of_all)
+    ours: dict[str, Any] = {"us a task": median_ms(times) * 1e3 / (2 * m)}
+    ours |= {"step() ends, ms": returned_s * 1e3, "device ends, ms": ended_s * 1e3}
+    ours |= {"ahead": f"{1 - returned_s / ended_s:.0%}", "waits": num_waits}
+    for rank, cells in enumerate(gathered(ours)):
+        record("host", f"{_where(devices, transport)}: rank {rank}", cells)
 
 
 def messages(
@@ -171,8 +171,6 @@ def messages(
     num_rounds: int,
 ) -> None:
     """Measure messages of some sizes, in bytes, from the first to the second GPU."""
-    _check_nccl(record, devices, transport)
-    is_first = dist.get_rank() == 0
     one, more = (
         Stage(
             nn.Sequential(Pass(), Pass()), [1, 1], chunks=m, devices=devices, transport=transport,
@@ -182,51 +180,63 @@ def messages(
     )  # fmt: skip
     alone = nn.Sequential(Pass(), Pass()).to(one.device)
     for size in sizes:
-        row = torch.zeros(1, size // 4 if is_first else 1, device=one.device)
-        times = _message_times(one, more, alone, row, num_rounds)
-        record("message", where=_where(devices, transport), bytes=size, many=_MANY, times=times)
+        row = torch.zeros(1, size // 4 if one.rank == 0 else 1, device=one.device)
+        steps = _message_steps(one, more, alone, row)
+        times = measure(steps, num_rounds=num_rounds, num_steps=1)
+        name = f"{_where(devices, transport).rpartition(', ')[2]}, {size} B"
+        record("messages", name, _message_cells(times, size), times=times)
     one.close()
     more.close()
 
 
-def _message_times(
-    one: Stage, more: Stage, alone: nn.Module, row: Tensor, num_rounds: int
-) -> Times:
+def _message_steps(one: Stage, more: Stage, alone: nn.Module, row: Tensor) -> dict[str, Step]:
     rows = row.expand(1 + _MANY, -1).contiguous()
     steps: dict[str, Step] = {
         "one": lambda: _evaluate(one, row),
         "many": lambda: _evaluate(more, rows),
         "both ways": lambda: one.train().step(row),
-        "alone": lambda: torch.sum(alone(row)).backward(),
-        "copy": row.clone,
+        "alone": lambda: one.rank or torch.sum(alone(row)).backward(),
+        "copy": lambda: one.rank or row.clone(),
     }
-    if one.rank > 0:
-        steps |= {"alone": _nothing, "copy": _nothing}
-    steps = {name: _synchronised(step) for name, step in steps.items()}
-    return measure(steps, num_rounds=num_rounds, num_steps=1)
+    return {name: _synchronised(step) for name, step in steps.items()}
 
 
-def trace(
-    record: Recorder,
-    devices: Sequence[str],
-    transport: str | None,
-    width: int,
-    rows: int,
-    num_micro_batches: int,
-) -> None:
+def _message_cells(times: Times, size: int) -> dict[str, float | None]:
+    turns = [times[name] for name in ("both ways", "alone", "many", "one")]
+    way_s = statistics.median((both - alone) / 2 for both, alone, *_ in zip(*turns, strict=True))
+    each_s = statistics.median((many - one) / _MANY for *_, many, one in zip(*turns, strict=True))
+    copy_s = statistics.median(times["copy"])
+    return {
+        "one way, us": way_s * 1e6,
+        "in a row, us": each_s * 1e6,
+        "GB/s": round(size / 1e9 / each_s, 3) if each_s > 0 else None,
+        "a copy, GB/s": round(size / 1e9 / copy_s, 3),
+    }
+
+
+def trace(record: Recorder, devices: Sequence[str], transport: str | None, **sizes: int) -> None:
     """Write a timeline beside the results, and record where the time of a step went."""
     path = Path(os.environ[RESULTS]).with_name("trace.json")
-    stage, step, _ = _blocks(
-        devices, transport, width, rows, num_micro_batches, schedule="1f1b", trace=path
-    )
+    stage, step, _ = _blocks(devices, transport, **sizes, schedule="1f1b", trace=path)
     for _ in range(4):
         step()
     stage.report()
-    split = stage.statistics().split
-    of_all: list[Any] = [None] * len(devices)
-    dist.all_gather_object(of_all, vars(split) if split else None)
+    names = ("busy_s", "bubble_s", "imbalance_s", "communication_s")
+    ours: dict[str, Any] = {}
+    if split := stage.statistics().split:
+        ours = {"step, ms": split.step_s * 1e3}
+        ours |= {n.removesuffix("_s"): f"{getattr(split, n) / split.step_s:.0%}" for n in names}
+    for k, cells in enumerate(gathered(ours)):
+        note = f"the whole timeline is in {path.name}"
+        record("trace", f"{_where(devices, transport)}: stage {k}", cells, note)
     stage.close()
-    record("trace", where=_where(devices, transport), file=path.name, splits=of_all)
+
+
+def gathered(ours: Any) -> list[Any]:
+    """Return what every rank has; all call it."""
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, ours)
+    return of_all
 
 
 # -- models and steps -----------------------------------------------------------------------------
@@ -239,29 +249,29 @@ def _layers(width: int, device: torch.device | str) -> nn.Sequential:
 
 
 def _blocks(
-    devices: Sequence[str], transport: str | None, width: int, rows: int, m: int, **options: Any
+    devices: Sequence[str],
+    transport: str | None,
+    *,
+    width: int,
+    rows: int,
+    num_micro_batches: int,
+    **options: Any,
 ) -> tuple[Stage, Step, tuple[Tensor, Tensor]]:
     """Make a pipeline of sixteen equal layers, its step, and its mini-batch."""
     device = devices[dist.get_rank()]
     stage = Stage(
-        _layers(width, device),
-        [16 // len(devices)] * len(devices),
-        chunks=m,
-        devices=devices,
-        transport=transport,
-        checkpoint="never",
-        loss_fn=F.mse_loss,
-        timeout_s=_TIMEOUT_S,
-        **options,
-    )
+        _layers(width, device), [16 // len(devices)] * len(devices), chunks=num_micro_batches,
+        devices=devices, transport=transport, checkpoint="never", loss_fn=F.mse_loss,
+        timeout_s=_TIMEOUT_S, **options,
+    )  # fmt: skip
     torch.manual_seed(1)
-    input, target = (torch.rand(rows * m, width).to(device) for _ in range(2))
+    input, target = (torch.rand(rows * num_micro_batches, width).to(device) for _ in range(2))
     return stage, lambda: stage.step(input, target), (input, target)
 
 
-def _run_plain(model: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for x, y in pairs:
-        (F.mse_loss(model(x), y) / len(pairs)).backward()
+def median_ms(seconds: Sequence[float]) -> float:
+    """Return the median, in milliseconds."""
+    return statistics.median(seconds) * 1e3
 
 
 def _evaluate(stage: Stage, input: Tensor) -> None:
@@ -276,10 +286,6 @@ def _synchronised(step: Step) -> Step:
         torch.cuda.synchronize()
 
     return whole
-
-
-def _nothing() -> None:
-    """Leave the step to rank 0."""
 
 
 # -- comparing ------------------------------------------------------------------------------------
@@ -301,90 +307,66 @@ def _differences(
         transport=transport, checkpoint=mode, schedule=schedule, loss_fn=F.cross_entropy,
         timeout_s=_TIMEOUT_S,
     )  # fmt: skip
-    largest: dict[str, float] = {}
+    largest = dict.fromkeys(("loss", "output", "gradients", "buffers"), 0.0)
 
-    def compare(name: str, ours: Tensor, truth: Tensor) -> None:
+    def compare(name: str, ours: Tensor | None, truth: Tensor | None) -> None:
+        assert ours is not None, name
+        assert truth is not None, name
         found = (ours.cpu().double() - truth.cpu().double()).abs().max().item()
-        found = math.inf if math.isnan(found) else found
-        largest[name] = max(found, largest.get(name, 0.0))
+        largest[name] = max(math.inf if math.isnan(found) else found, largest[name])
 
-    for input, target in _mini_batches(width, device):
-        loss, parts = (
-            stage.step(input, target),
-            [*zip(input.chunk(4), target.chunk(4), strict=True)],
-        )
-        losses = [F.cross_entropy(plain(x), y) * (len(x) / len(input)) for x, y in parts]
-        for part in losses:
+    random = torch.Generator().manual_seed(1)
+    for size in (11, 11, 6):  # they cannot be split evenly, and the last one is smaller
+        input = torch.randn(size, width, generator=random, dtype=torch.float64).to(device)
+        target = torch.randint(width, (size,), generator=random).to(device)
+        loss = stage.step(input, target)
+        truth = torch.zeros_like(loss)
+        for x, y in zip(input.chunk(4), target.chunk(4), strict=True):
+            part = F.cross_entropy(plain(x), y) * (len(x) / size)
             part.backward()
-        compare("loss", loss, torch.stack(losses).sum().detach())
+            truth += part.detach()
+        compare("loss", loss, truth)
     stage.eval()
     plain.eval()
     with torch.no_grad():
         compare("output", stage.fetch(stage(input)), plain(input))
-    parameters, buffers = dict(plain.named_parameters()), dict(plain.named_buffers())
     for name, parameter in stage.named_parameters():
-        assert parameter.grad is not None, name
-        truth = parameters[name].grad
-        assert truth is not None, name
-        compare("gradients", parameter.grad, truth)
+        compare("gradients", parameter.grad, plain.get_parameter(name).grad)
     for name, buffer in stage.named_buffers():
-        compare("buffers", buffer, buffers[name])
+        compare("buffers", buffer, plain.get_buffer(name))
     stage.close()
-    return {name: largest.get(name, 0.0) for name in ("loss", "output", "gradients", "buffers")}
+    return largest
 
 
-def _mini_batches(width: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Make mini-batches that cannot be split evenly, the last one smaller."""
-    generator = torch.Generator().manual_seed(1)
-    for size in (11, 11, 6):
-        input = torch.randn(size, width, generator=generator, dtype=torch.float64)
-        target = torch.randint(width, (size,), generator=generator)
-        yield input.to(device), target.to(device)
-
-
-def _synchronisations(step: Step) -> dict[str, int | None]:
-    """Count how often the host waits for the device in one step."""
+def _count_waits(step: Step) -> int:
+    """Count how often the host waits for the device in one step, as far as torch knows."""
     torch.cuda.set_sync_debug_mode("warn")
-    counted = getattr(ctypes.CDLL(None), "emulated_gpu_synchronizations", None)
-    before = counted() if counted else 0
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    found = sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
-    return {"warnings": found, "counted": counted() - before if counted else None}
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
 def _where(devices: Sequence[str], transport: str | None) -> str:
     num_gpus, n = len(set(devices)), len(devices)
-    name = {"nccl": "NCCL", None: "CUDA IPC" if num_gpus == 1 else "NCCL"}[transport]
-    gpus = "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-    return f"{n} stages on {gpus}, {name}"
+    is_ipc = num_gpus == 1 and transport is None
+    name = "CUDA IPC" if is_ipc else f"NCCL {_nccl_version()}"
+    return f"{n} stages on {'one GPU' if num_gpus == 1 else f'{num_gpus} GPUs'}, {name}"
 
 
-def _check_nccl(record: Recorder, devices: Sequence[str], transport: str | None) -> None:
-    """Record the NCCL that is loaded, where it is to take several ranks on a GPU."""
-    if transport == "nccl" and len(set(devices)) < len(devices):
-        found = _nccl_version()
-        record("nccl", version=found)
-        if found < [2, 30]:
-            raise RuntimeError(f"NCCL {found} is loaded, but two ranks on a GPU need 2.30")
-
-
-def _nccl_version() -> list[int]:
+def _nccl_version() -> str:
     """Ask the library that is loaded; torch knows the one that it was compiled with."""
     version = ctypes.c_int(0)
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
-    return [version.value // 10000, version.value // 100 % 100, version.value % 100]
+    return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
 
 
-def _output(command: Sequence[str]) -> str:
+def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
-    except FileNotFoundError:
-        return f"not known, without {command[0]}"
     except (OSError, subprocess.SubprocessError) as error:
         return f"not known: {error}"
     return done.stdout.strip()

@@ -33,18 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Record a test once its outcome is known; write down a failure now, not at the end."""
-    if (
-        report.when != "call"
-        and not report.failed
-        and not (report.when == "setup" and report.skipped)
-    ):
+    if report.when != "call" and report.passed:
         return
     why = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else ""
     if report.failed:
         print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
         errors = [line[2:].strip() for line in report.longreprtext.splitlines() if line[:2] == "E "]
-        why = "; ".join(dict.fromkeys(line for line in errors if "Error" in line)) or "".join(
-            errors[:1]
-        )
+        why = next((line for line in errors if "Error" in line), errors[0] if errors else "")
     values = {"name": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
     append(Path(os.environ[RESULTS]), {"step": "tests", "kind": "test", "why": why, **values})

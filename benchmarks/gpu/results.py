@@ -6,8 +6,8 @@ whatever ends the run costs at most the line that is being written.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,15 @@ Record = dict[str, Any]
 
 def append(path: Path, record: Record) -> None:
     """Add a record."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, (json.dumps(record) + "\n").encode())
-    finally:
-        os.close(descriptor)
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps(record) + "\n").encode())
 
 
 def read(path: Path) -> list[Record]:
     """Return all records that are whole."""
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        try:
+        with contextlib.suppress(ValueError):  # cut off
             record = json.loads(line)
-        except ValueError:  # cut off
-            continue
-        if isinstance(record, dict):
-            found.append(record)
+            found += [record] if isinstance(record, dict) else []
     return found

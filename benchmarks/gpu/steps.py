@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LEAST_S", "SHORTEST_S", "Facts", "Step", "allowance_s", "steps_for"]
+__all__ = ["LEAST_S", "SHORTEST_S", "Step", "allowance_s", "steps_for"]
 
 #: A step gets as much as this while there is any time: its processes start in some seconds.
 LEAST_S = 15.0
@@ -20,10 +20,7 @@ LEAST_S = 15.0
 #: A step is not begun with less time than this.
 SHORTEST_S = 5.0
 
-#: The step that runs pytest.
-TESTS = "tests"
-
-_COMBINATIONS = (
+_PAIRS = (
     *(("gpipe", "never"), ("1f1b", "except_last"), ("zb-h1", "always"), ("zb-v", "except_last")),
     *(("interleaved", "always"), ("gpipe", "always"), ("zb-h1", "never"), ("auto", "except_last")),
 )
@@ -32,9 +29,8 @@ _BLOCKS = {"width": (4096, 16), "rows": (1024, 4), "num_micro_batches": (8, 4)}
 #: Options of each function: on a real GPU, and on an emulated one.
 _OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
     "versions": {},
-    "parity": {"width": (64, 8), "combinations": (_COMBINATIONS, _COMBINATIONS[:4])},
-    "against_one_process": _BLOCKS
-    | {"num_rounds": (5, 1), "combinations": (_COMBINATIONS[:2], _COMBINATIONS[:2])},
+    "parity": {"width": (64, 8), "pairs": (_PAIRS, _PAIRS[:4])},
+    "against_one_process": _BLOCKS | {"num_rounds": (5, 1), "pairs": (_PAIRS[:2], _PAIRS[:2])},
     "host": _BLOCKS,
     "trace": _BLOCKS,
     "messages": {
@@ -53,92 +49,65 @@ _NO_NCCL = "NCCL takes two ranks on one GPU from 2.30 on: give one with --nccl P
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the choice of steps depends on.
-
-    Attributes:
-        num_gpus: GPUs that torch can use.
-        is_tiny: whether sizes are those for an emulated GPU.
-        why_no_tests: why pytest cannot be run; "" if it can.
-        shares_by_nccl: whether an NCCL is there that takes several ranks on a GPU.
-    """
-
-    num_gpus: int
-    is_tiny: bool = False
-    why_no_tests: str = ""
-    shares_by_nccl: bool = False
-
-
-@dataclass(frozen=True)
 class Step:
     """One step of a run.
 
     Attributes:
         name: as in the results.
-        title: what it does, for people.
         weight: its part of the time, compared with other steps.
         function: ``"module:function"``, called on every rank; "" for pytest.
-        num_ranks: how many processes there are.
-        options: what the function is called with, plain JSON.
+        options: what the function is called with, plain JSON; ``devices`` are one a rank.
         with_nccl: whether the processes get the NCCL of ``--nccl``, and share GPUs by it.
         why_not: why it is not run; "" if it is.
     """
 
     name: str
-    title: str
     weight: float
     function: str = ""
-    num_ranks: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     with_nccl: bool = False
     why_not: str = ""
 
 
-def steps_for(facts: Facts) -> list[Step]:
-    """Return the steps in their order; those that the machine cannot do say why."""
-    steps: list[Step] = []
-    is_one = facts.num_gpus == 1
-    pair = ["cuda:0", "cuda:0"] if is_one else ["cuda:0", "cuda:1"]
-    nccl = "nccl" if is_one else None  # between different GPUs it is the default
+def steps_for(
+    num_gpus: int, *, is_tiny: bool = False, shares_by_nccl: bool = False, why_no_tests: str = ""
+) -> list[Step]:
+    """Return the steps in their order; those that the machine cannot do say why.
 
-    def add(
-        name: str,
-        title: str,
-        weight: float,
-        function: str,
-        devices: Sequence[str],
-        *,
-        by_nccl: bool = False,
-        **more: Any,
-    ) -> None:
-        shares = by_nccl and is_one
-        options = {name: sizes[facts.is_tiny] for name, sizes in _OPTIONS[function].items()}
+    Args:
+        num_gpus: GPUs that torch can use.
+        is_tiny: whether sizes are those for an emulated GPU.
+        shares_by_nccl: whether an NCCL is there that takes several ranks on a GPU.
+        why_no_tests: why pytest cannot be run; "" if it can.
+    """
+    steps: list[Step] = []
+    gpus = [f"cuda:{k}" for k in range(num_gpus)]
+    pair = (gpus * 2)[:2]
+
+    def add(name: str, weight: float, function: str, devices: Sequence[str], **more: Any) -> None:
+        shares = bool(more) and len({*devices}) < len(devices)  # by NCCL, as both options say
+        options = {name: sizes[is_tiny] for name, sizes in _OPTIONS[function].items()}
         options |= {"devices": devices, "transport": None, **more}
         where = f"benchmarks.gpu.{'gpt' if function == 'gpt' else 'measures'}:{function}"
-        why_not = _NO_NCCL if shares and not facts.shares_by_nccl else ""
-        steps.append(Step(name, title, weight, where, len(devices), options, shares, why_not))
+        why_not = _NO_NCCL if shares and not shares_by_nccl else ""
+        steps.append(Step(name, weight, where, options, shares, why_not))
 
-    add("versions", "versions and topology", 15, "versions", ["cuda:0"])
-    steps.append(Step(TESTS, "tests for GPUs", 130, why_not=facts.why_no_tests))
-    add("parity", "parity with the plain model on CUDA", 40, "parity", pair)
+    add("versions", 15, "versions", gpus[:1])
+    steps.append(Step("tests", 130, why_not=why_no_tests))
+    add("parity", 40, "parity", pair)
     for n in (2, 4, 8):
-        title = f"{n} stages on one GPU, CUDA IPC"
-        add(f"shared-{n}", title, 20 + 2 * n, "against_one_process", ["cuda:0"] * n)
+        add(f"shared-{n}", 20 + 2 * n, "against_one_process", gpus[:1] * n)
     for n in (2, 4, 8):
-        if n <= facts.num_gpus:
-            gpus = [f"cuda:{k}" for k in range(n)]
-            add(f"nccl-{n}", f"{n} GPUs, NCCL", 20 + 2 * n, "against_one_process", gpus)
-    if is_one:
-        title = "2 stages on one GPU, NCCL"
-        add("nccl-shared", title, 30, "against_one_process", pair, by_nccl=True, transport=nccl)
-    add("host", "host cost, and how far the host runs ahead", 25, "host", pair)
-    add("ipc-messages", "messages over CUDA IPC", 25, "messages", ["cuda:0"] * 2)
-    title = "messages over NCCL"
-    add("nccl-messages", title, 25, "messages", pair, by_nccl=True, transport=nccl)
-    add("gpt", "GPT in bf16 beside one process and its plan", 70, "gpt", pair)
-    title = "the same beside torch.distributed.pipelining, which sends by NCCL"
-    add("gpt-peers", title, 50, "gpt", pair, by_nccl=True, with_peers=True)
-    add("trace", "a trace", 20, "trace", pair)
+        if n <= num_gpus:
+            add(f"nccl-{n}", 20 + 2 * n, "against_one_process", gpus[:n])
+    if num_gpus == 1:
+        add("nccl-shared", 30, "against_one_process", pair, transport="nccl")
+    add("host", 25, "host", pair)
+    add("ipc-messages", 25, "messages", gpus[:1] * 2)
+    add("nccl-messages", 25, "messages", pair, transport="nccl")
+    add("gpt", 70, "gpt", pair)
+    add("gpt-peers", 50, "gpt", pair, with_peers=True)
+    add("trace", 20, "trace", pair)
     return steps
 
 

@@ -105,7 +105,7 @@ def count_in_steps(
     return counts
 
 
-@pytest.mark.gpu(every=True)
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("n", "schedule", "checkpoint", "place", "is_whole"),
     [

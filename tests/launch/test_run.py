@@ -66,6 +66,15 @@ while not os.path.exists("go"):
 """
 
 
+#: Two ranks wait for one another, and from then on neither is ended because the other has failed.
+MEET = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(f"here-{RANK}", "w").close()
+while not os.path.exists(f"here-{1 - RANK}"):
+    time.sleep(0.01)
+"""
+
+
 def training(num_steps, start="pass", do="pass", stall_s=100.0):
     return TRAINING, str(num_steps), start, do, str(stall_s)
 
@@ -330,7 +339,8 @@ sys.exit(3)
 
 
 def test_the_same_exception_on_all_ranks_before_any_stage():
-    with started("-n", "2", "--view", "plain", script=plain('raise OSError("no data")')) as run:
+    script = plain(f'{MEET}raise OSError("no data")')
+    with started("-n", "2", "--view", "plain", script=script) as run:
         ended = run.wait()
 
     assert ended.code == 1, ended

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from procpipe import Stage
@@ -149,7 +151,8 @@ def test_the_nccl_that_is_loaded_is_asked(tmp_path, version, setting, expected):
     if compiler is None:
         pytest.skip("needs a C compiler")
     source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
-    source.write_text(f"int ncclGetVersion(int *version) {{ *version = {version}; return 0; }}")
+    code = f"int ncclGetVersion(int *version) {{ *version = {version}; return 0; }}\n"
+    source.write_text(code + "".join(f"void {name}(void) {{}}\n" for name in used_of_nccl()))
     command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, source]
     subprocess.run(command, check=True, timeout=60)
     code = "from procpipe.run.devices import nccl_shares_gpus; print(nccl_shares_gpus())"
@@ -164,3 +167,13 @@ def test_the_nccl_that_is_loaded_is_asked(tmp_path, version, setting, expected):
     )
 
     assert done.stdout == f"{expected}\n"
+
+
+def used_of_nccl():
+    """Return what a CUDA build of torch uses of NCCL: without these it cannot be imported."""
+    library = Path(torch.__file__).with_name("lib") / "libtorch_cuda.so"
+    if not library.exists():
+        return set()
+    command = ["nm", "-D", "--undefined-only", str(library)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return set(re.findall(r" U (nccl\w+)", listed)) - {"ncclGetVersion"}
