@@ -543,7 +543,7 @@ BREAKS = [
         "procpipe/upload.py",
         "    return pinned.copy_(tensor).to(device, non_blocking=True)",
         "    return tensor.to(device, non_blocking=True)",
-        Tests("tests/dist/test_gpu_steady.py -k overwritten", 1),
+        Tests("tests/dist/test_gpu_steady.py -k overwritten", 2),
     ),
     Break(
         "steady-item",

@@ -10,6 +10,7 @@ import torch
 from procpipe.plan.task import Task
 from procpipe.run.recorder import Recorder
 from procpipe.run.trace import Trace
+from tests.dist.devices import is_emulated
 
 TENSORS = [torch.zeros(3, dtype=torch.float64)]
 
@@ -77,7 +78,8 @@ def test_without_a_recording_layers_are_told_straight_and_messages_not_at_all():
 def test_on_a_gpu_tasks_have_the_device_s_times():
     device = torch.device("cuda")
     recorder = Recorder(device)
-    matrix = torch.randn(2048, 2048, device=device)
+    size = 256 if is_emulated() else 2048
+    matrix = torch.randn(size, size, device=device)
     recorder.begin()
     for i in range(2):
         start_ns = recorder.start()
@@ -88,5 +90,6 @@ def test_on_a_gpu_tasks_have_the_device_s_times():
     (*_, start_0, end_0), (*_, start_1, end_1) = recorder.last_record()["tasks"]
 
     assert start_0 < end_0 <= start_1 < end_1
-    assert (end_1 - start_1) / (end_0 - start_0) == pytest.approx(1, abs=0.5)
-    assert end_1 - start_1 > 1e5  # 50 products of 17 GFLOP take 0.1 ms on no device
+    if not is_emulated():  # there they are the times of a busy CPU
+        assert (end_1 - start_1) / (end_0 - start_0) == pytest.approx(1, abs=0.5)
+    assert end_1 - start_1 > 1e5  # 50 products of 17 GFLOP take 0.1 ms on no GPU
