@@ -169,17 +169,17 @@ def test_operations_of_a_communicator_run_in_issue_order_over_streams(tmp_path):
 
 
 def group_in_two_streams(rank, name):
-    """Send and receive two tensors and an empty one in one group; a stream is busy at first."""
+    """Send and receive an empty tensor and two others in one group; a stream is busy at first."""
     communicator, streams = connect(name, rank), [new_stream(), new_stream()]
     mine, theirs = [filled(rank + 1), filled(rank + 3)], [new_memory(), new_memory()]
     gate = hold(streams[1])
     check("ncclGroupStart")
+    assert send(communicator, mine[0], 1 - rank, streams[0], 0) == 0
+    assert receive(communicator, theirs[0], 1 - rank, streams[0], 0) == 0
     for memory in mine:
         assert send(communicator, memory, 1 - rank, streams[0]) == 0
     for memory in theirs:
         assert receive(communicator, memory, 1 - rank, streams[1]) == 0
-    assert send(communicator, mine[0], 1 - rank, streams[0], 0) == 0
-    assert receive(communicator, theirs[0], 1 - rank, streams[0], 0) == 0
     check("ncclGroupEnd")
     before = ends(streams[0])
     let_go(gate)
