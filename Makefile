@@ -48,7 +48,7 @@ test-gpu:
 	done; \
 	command -v g++ >/dev/null || { echo "$(NO_COMPILER)" >&2; exit 1; }; \
 	$(MAKE) --no-print-directory .venv-cuda/test.stamp && \
-	$(CUDA_BIN)/python -m tests.on_gpus --seed $(SEED)
+	$(CUDA_BIN)/python -m tests.on_gpus --seeds "$(SEED)"
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -23,6 +23,7 @@ in files that torch writes and reads (``state/index.py``, ``state/archives.py``)
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -165,6 +166,9 @@ def nccl_options(
 def in_a_batch(group: Any, begin: Callable[[], None]) -> Any:
     """Begin several transfers of an NCCL group as one.
 
+    A batch that fails is ended, too: NCCL begins no later transfer of this thread before, of
+    whatever group.
+
     Args:
         group: a ``ProcessGroupNCCL``.
         begin: begins them.
@@ -172,8 +176,13 @@ def in_a_batch(group: Any, begin: Callable[[], None]) -> Any:
     Returns:
         The ``Work`` of them all.
     """
-    group._start_coalescing()
-    begin()
+    try:
+        group._start_coalescing()
+        begin()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # of what has failed already
+            group._end_coalescing()
+        raise
     return group._end_coalescing()
 
 

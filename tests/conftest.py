@@ -46,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices of all tests."""
     os.environ[devices.VARIABLE] = "gpus" if config.getoption("--gpus") else "cpus"
+    if config.getoption("--gpus") == "share":
+        os.environ[devices.SOME_CASES] = "1"
     if devices.is_on_gpus() and not devices.num_gpus():
         raise pytest.UsageError("--gpus: there is no CUDA device that torch can use here")
 

@@ -1,16 +1,29 @@
 """The faults that ``gpu_breaks`` makes: waits, records, streams, order, devices and ends."""
 
-from tests.gpu_breaks import Break
+from tests.gpu_breaks import Break, Tests
 
 NCCL = "procpipe/channel/nccl.py"
 IPC = "procpipe/channel/cuda_ipc.py"
 GPU = "procpipe/channel/gpu.py"
 LINK = "procpipe/channel/link.py"
 
-PARITY = "tests/dist/test_gpu.py tests/dist/test_parity.py"
-SHARED = "tests/dist/test_gpu.py -k share"
-CONFORMANCE = "tests/channel/test_conformance.py"
-FAILURES = "tests/dist/test_gpu_failures.py"
+#: Two ranks over NCCL, or over CUDA IPC: messages alone; whole pipelines; what fails.
+NCCL_LINK = Tests("tests/channel/test_conformance.py -k test_nccl", 2)
+IPC_LINK = Tests("tests/channel/test_conformance.py -k test_cuda_ipc", 1)
+NCCL_ORDER = Tests("tests/channel/test_gpu_order.py -k test_nccl", 2)
+IPC_ORDER = Tests("tests/channel/test_gpu_order.py -k test_cuda_ipc", 1)
+NCCL_RUN = Tests("tests/dist/test_gpu.py -k parity_on_gpus", 2)
+IPC_RUN = Tests("tests/dist/test_gpu.py -k 'parity_where_ranks_share and devices0'", 1)
+NCCL_ENDS = Tests("tests/dist/test_gpu_failures.py -k 'killed_while_the_device and 3-1-host'", 4)
+#: The slots of CUDA IPC, on a simulated GPU (tests/channel/simulated.py).
+SLOTS = Tests("tests/channel/test_cuda_ipc.py", 0)
+#: A host that waits for its device as a peer dies; the same with both transports in one job.
+WAITS = Tests("tests/dist/test_gpu_failures.py -k 'killed_while_the_device and 2-0-host'", 1)
+MIXED_WAITS = Tests("tests/dist/test_gpu_failures.py -k 'killed_while_the_device and 4-2-host'", 2)
+STEADY = Tests("tests/dist/test_gpu_steady.py -k 'no_host_waits and 2-1f1b'", 2)
+AHEAD = Tests("tests/dist/test_gpu_steady.py -k ahead", 2)
+TIMES = Tests("tests/dist/test_gpu_times.py", 2)
+RESUMED = Tests("tests/dist/test_state.py -k 'bit_by_bit and 3'", 4)
 
 BREAKS = [
     # -- NCCL --------------------------------------------------------------------------------
@@ -20,7 +33,7 @@ BREAKS = [
         NCCL,
         "        if self._work is not None:\n            self._work.block_current_stream()\n",
         "",
-        CONFORMANCE,
+        NCCL_ORDER,
     ),
     Break(
         "nccl-record",
@@ -28,7 +41,7 @@ BREAKS = [
         NCCL,
         "                tensor.record_stream(compute)",
         "                pass",
-        PARITY,
+        NCCL_ORDER,
     ),
     Break(
         "nccl-stream",
@@ -36,7 +49,7 @@ BREAKS = [
         NCCL,
         "        with torch.cuda.stream(self._receive_stream):\n            tensors = allocate(",
         "        if True:\n            tensors = allocate(",
-        PARITY,
+        NCCL_ORDER,
     ),
     Break(
         "nccl-over",
@@ -44,7 +57,31 @@ BREAKS = [
         NCCL,
         "            work.block_current_stream()\n            over =",
         "            over =",
-        FAILURES,
+        NCCL_ORDER,
+    ),
+    Break(
+        "nccl-over-stream",
+        "compute waits for each transfer's end",
+        NCCL,
+        "        with torch.cuda.stream(self._over_stream):\n            work",
+        "        if True:\n            work",
+        NCCL_ORDER,
+    ),
+    Break(
+        "nccl-busy",
+        "no transfer is seen to be under way",
+        NCCL,
+        "            if not over.query()\n",
+        "            if False\n",
+        NCCL_ORDER,
+    ),
+    Break(
+        "nccl-drain",
+        "communicators are aborted with transfers under way",
+        NCCL,
+        'receives too."""\n        torch.cuda.synchronize(self._device)\n',
+        'receives too."""\n',
+        NCCL_ORDER,
     ),
     Break(
         "nccl-done",
@@ -52,7 +89,7 @@ BREAKS = [
         NCCL,
         "return self._over is None or self._over.query()",
         "return True",
-        PARITY,
+        NCCL_ORDER,
     ),
     Break(
         "nccl-type",
@@ -60,7 +97,7 @@ BREAKS = [
         NCCL,
         "group.recv([part], 0, 0)",
         "group.recv([part.view(torch.int8)], 0, 0)",
-        CONFORMANCE,
+        NCCL_LINK,
     ),
     Break(
         "nccl-order",
@@ -68,15 +105,18 @@ BREAKS = [
         NCCL,
         "        for part in parts:\n",
         "        for part in parts if is_sender else parts[::-1]:\n",
-        CONFORMANCE,
+        NCCL_LINK,
     ),
     Break(
-        "nccl-eager",
-        "communicators are connected by their first transfer",
+        "nccl-connect",
+        "communicators are connected by their first message",
         NCCL,
-        "    group.eager_connect_single_device(device)\n",
-        "",
-        CONFORMANCE,
+        "        group.eager_connect_single_device(self._device)\n"
+        "        self._groups[channel] = group\n"
+        "        self._is_initializing = False\n"
+        "        _transfer(group, [token], is_sender=is_sender).block_current_stream()\n",
+        "        self._groups[channel] = group\n        self._is_initializing = False\n",
+        NCCL_LINK,
     ),
     Break(
         "nccl-streams",
@@ -84,7 +124,7 @@ BREAKS = [
         NCCL,
         "is_high_priority_stream=is_sender\n",
         "is_high_priority_stream=False\n",
-        "tests/channel/test_nccl.py " + PARITY,
+        Tests("tests/channel/test_gpu_order.py -k share_a_stream", 2),
     ),
     Break(
         "nccl-abort",
@@ -92,7 +132,7 @@ BREAKS = [
         NCCL,
         "                    thread.start()\n",
         "                    thread.start()\n                    thread.join(_ABORT_TIMEOUT_S)\n",
-        FAILURES,
+        NCCL_ENDS,
     ),
     Break(
         "nccl-no-abort",
@@ -100,7 +140,7 @@ BREAKS = [
         NCCL,
         "        group.abort()\n",
         "        pass\n",
-        FAILURES,
+        NCCL_ENDS,
     ),
     Break(
         "nccl-watchdog",
@@ -108,7 +148,7 @@ BREAKS = [
         NCCL,
         '_environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1")',
         '_environment_variable("TORCH_NCCL_BLOCKING_WAIT", "0")',
-        FAILURES,
+        NCCL_ORDER,
     ),
     # -- CUDA IPC ----------------------------------------------------------------------------
     Break(
@@ -117,7 +157,7 @@ BREAKS = [
         IPC,
         "        stream.wait_stream(gpu.current_stream())\n",
         "",
-        SHARED,
+        IPC_ORDER,
     ),
     Break(
         "ipc-taken-wait",
@@ -125,7 +165,7 @@ BREAKS = [
         IPC,
         "        gpu.wait(stream, slot.address + _TAKEN, slot.serial)\n        address",
         "        address",
-        CONFORMANCE,
+        IPC_ORDER,
     ),
     Break(
         "ipc-filled-wait",
@@ -133,7 +173,7 @@ BREAKS = [
         IPC,
         "        gpu.wait(stream, slot.address + _FILLED, told.serial)\n",
         "",
-        SHARED,
+        IPC_ORDER,
     ),
     Break(
         "ipc-filled-early",
@@ -142,7 +182,7 @@ BREAKS = [
         "        gpu.wait(stream, slot.address + _TAKEN, slot.serial)\n        address",
         "        gpu.wait(stream, slot.address + _TAKEN, slot.serial)\n"
         "        gpu.write(stream, slot.address + _FILLED, slot.serial + 1)\n        address",
-        SHARED,
+        SLOTS,
     ),
     Break(
         "ipc-taken-early",
@@ -151,7 +191,7 @@ BREAKS = [
         "        gpu.wait(stream, slot.address + _FILLED, told.serial)\n",
         "        gpu.wait(stream, slot.address + _FILLED, told.serial)\n"
         "        gpu.write(stream, slot.address + _TAKEN, told.serial)\n",
-        SHARED,
+        SLOTS,
     ),
     Break(
         "ipc-wait",
@@ -159,7 +199,7 @@ BREAKS = [
         IPC,
         "        compute.wait_event(self._copied)\n",
         "",
-        SHARED,
+        IPC_ORDER,
     ),
     Break(
         "ipc-record",
@@ -167,7 +207,7 @@ BREAKS = [
         IPC,
         "        self._gpu.keep_for(self._tensors, compute)\n",
         "",
-        SHARED,
+        IPC_ORDER,
     ),
     Break(
         "ipc-record-nothing",
@@ -175,7 +215,7 @@ BREAKS = [
         GPU,
         "            tensor.record_stream(stream)\n",
         "            pass\n",
-        SHARED,
+        IPC_ORDER,
     ),
     Break(
         "ipc-kept",
@@ -183,7 +223,7 @@ BREAKS = [
         IPC,
         "return is_taken and bool(self._copied.query())",
         "return True",
-        SHARED,
+        IPC_ORDER,
     ),
     Break(
         "ipc-reused",
@@ -191,7 +231,7 @@ BREAKS = [
         IPC,
         "        self._gpu.current_stream().wait_event(self._copied)\n",
         "        return\n",
-        CONFORMANCE,
+        SLOTS,
     ),
     Break(
         "ipc-flag",
@@ -199,17 +239,7 @@ BREAKS = [
         IPC,
         "        self._flags[slot.number] = _IN_USE\n",
         "",
-        CONFORMANCE,
-    ),
-    Break(
-        "ipc-flag-early",
-        "a slot is free before the receiver's write is queued",
-        IPC,
-        "        gpu, told = self._gpu, Note.unpack(note)\n",
-        "        gpu, told = self._gpu, Note.unpack(note)\n"
-        "        if (peer, told.number) in self._opened:\n"
-        "            self._opened[peer, told.number].flags[told.number] = _FREE\n",
-        CONFORMANCE,
+        SLOTS,
     ),
     Break(
         "ipc-zero",
@@ -218,7 +248,7 @@ BREAKS = [
         "        gpu.write(stream, slot.address + _FILLED, 0)\n"
         "        gpu.write(stream, slot.address + _TAKEN, 0)\n",
         "",
-        SHARED,
+        SLOTS,
     ),
     Break(
         "ipc-zero-late",
@@ -227,7 +257,7 @@ BREAKS = [
         "        stream.synchronize()  # what was there before must not be taken for a message's"
         " number\n",
         "",
-        SHARED,
+        SLOTS,
     ),
     Break(
         "ipc-serial",
@@ -235,7 +265,7 @@ BREAKS = [
         IPC,
         "        slot.serial += 1\n",
         "        slot.serial = 1\n",
-        SHARED,
+        SLOTS,
     ),
     Break(
         "ipc-closed-early",
@@ -243,7 +273,7 @@ BREAKS = [
         IPC,
         "if slot.copied is None or slot.copied.query()]:",
         "]:",
-        CONFORMANCE,
+        SLOTS,
     ),
     Break(
         "ipc-drain",
@@ -252,7 +282,31 @@ BREAKS = [
         "            gpu.wait(self._making, slot.address + _TAKEN, slot.serial)\n"
         "        gpu.synchronize()\n",
         "            self._flags[slot.number] = _CLOSED\n",
-        SHARED,
+        SLOTS,
+    ),
+    Break(
+        "ipc-drain-sync",
+        "memory is given back while this rank copies",
+        IPC,
+        "        gpu.synchronize()\n",
+        "",
+        IPC_ORDER,
+    ),
+    Break(
+        "ipc-busy",
+        "no transfer is seen to be under way",
+        IPC,
+        "for (peer, _), stream in streams if not stream.query()",
+        "for (peer, _), stream in streams if False",
+        IPC_ORDER,
+    ),
+    Break(
+        "ipc-order",
+        "the slot that was used last is used next",
+        IPC,
+        "            slots.remove(fitting[0])\n            slots.append(fitting[0])",
+        "            slots.remove(fitting[0])\n            slots.insert(0, fitting[0])",
+        SLOTS,
     ),
     Break(
         "ipc-unfreed",
@@ -260,7 +314,7 @@ BREAKS = [
         IPC,
         "            self._gpu.free(slot.address)\n",
         "            pass\n",
-        "tests/dist/test_gpu.py -k memory",
+        SLOTS,
     ),
     Break(
         "ipc-receive-stream",
@@ -268,7 +322,7 @@ BREAKS = [
         IPC,
         "        tensors = gpu.new_tensors(meta, stream)\n",
         "        tensors = gpu.new_tensors(meta, gpu.current_stream())\n",
-        SHARED,
+        IPC_ORDER,
     ),
     Break(
         "driver-context",
@@ -276,7 +330,7 @@ BREAKS = [
         GPU,
         '        self._check("cuCtxPushCurrent_v2", driver.cuCtxPushCurrent_v2(self._context))\n',
         "",
-        "tests/channel/test_gpu.py " + SHARED,
+        NCCL_ORDER,
     ),
     # -- devices and random states -----------------------------------------------------------
     Break(
@@ -285,7 +339,7 @@ BREAKS = [
         "procpipe/run/world.py",
         "            torch.cuda.set_device(device)\n",
         "            pass\n",
-        PARITY,
+        NCCL_RUN,
     ),
     Break(
         "device-peer",
@@ -293,7 +347,7 @@ BREAKS = [
         "procpipe/run/transports.py",
         'return "cuda_ipc" if self.gpus[a] and self.gpus[a] == self.gpus[b] else self.name',
         "return self.name",
-        SHARED,
+        IPC_RUN,
     ),
     Break(
         "random-get",
@@ -301,7 +355,7 @@ BREAKS = [
         "procpipe/compute/generators.py",
         "get = partial(torch.cuda.get_rng_state, device)",
         'get = partial(torch.cuda.get_rng_state, "cuda:0")',
-        "tests/dist/test_gpu.py -k parity",
+        NCCL_RUN,
     ),
     Break(
         "random-set",
@@ -309,7 +363,7 @@ BREAKS = [
         "procpipe/compute/generators.py",
         "partial(torch.cuda.set_rng_state, device=device)",
         'partial(torch.cuda.set_rng_state, device="cuda:0")',
-        "tests/dist/test_gpu.py -k parity",
+        NCCL_RUN,
     ),
     Break(
         "random-none",
@@ -317,7 +371,7 @@ BREAKS = [
         "procpipe/compute/generators.py",
         'if device.type == "cuda":',
         "if False:",
-        "tests/dist/test_gpu.py -k parity",
+        NCCL_RUN,
     ),
     Break(
         "random-saved",
@@ -325,7 +379,7 @@ BREAKS = [
         "procpipe/state/generators.py",
         'found["cuda"] = torch.cuda.get_rng_state(device)',
         'found["cuda"] = torch.cuda.get_rng_state("cuda:0")',
-        "tests/test_state.py tests/dist/test_state.py",
+        RESUMED,
     ),
     Break(
         "random-loaded",
@@ -333,7 +387,7 @@ BREAKS = [
         "procpipe/state/generators.py",
         'torch.cuda.set_rng_state(saved["cuda"], device)',
         'torch.cuda.set_rng_state(saved["cuda"], "cuda:0")',
-        "tests/test_state.py tests/dist/test_state.py",
+        RESUMED,
     ),
     Break(
         "random-reset",
@@ -341,24 +395,16 @@ BREAKS = [
         "procpipe/partition.py",
         "            with torch.cuda.device(device):\n                torch.cuda.manual_seed(",
         "            if True:\n                torch.cuda.manual_seed(",
-        "tests/dist/test_memory.py tests/dist/test_state.py",
+        Tests("tests/test_partition.py -k seeded", 2),
     ),
     # -- executor, link, traces --------------------------------------------------------------
-    Break(
-        "loss-copy",
-        "the loss that step returns is what is being sent",
-        "procpipe/run/executor.py",
-        "Flat([batch.loss.clone()]",
-        "Flat([batch.loss]",
-        "tests/dist/test_batches.py tests/dist/test_boundaries.py",
-    ),
     Break(
         "link-kept",
         "what is being sent is not kept",
         LINK,
         "            self._in_flight.append(_Departure(tensors, _versions(tensors), pending))",
         "            pass",
-        PARITY,
+        NCCL_ORDER,
     ),
     Break(
         "link-wait",
@@ -366,7 +412,7 @@ BREAKS = [
         LINK,
         "                else:\n                    pending.wait()\n",
         "                else:\n                    pass\n",
-        CONFORMANCE,
+        IPC_LINK,
     ),
     Break(
         "link-reuse",
@@ -375,7 +421,7 @@ BREAKS = [
         "            for k, departure in enumerate(self._in_flight):\n"
         "                departure.pending.wait()\n",
         "            for k, departure in enumerate(self._in_flight):\n",
-        "tests/dist/test_batches.py tests/dist/test_boundaries.py",
+        IPC_ORDER,
     ),
     Break(
         "trace-sync",
@@ -383,7 +429,7 @@ BREAKS = [
         "procpipe/run/recorder.py",
         "        last.synchronize()\n",
         "",
-        "tests/run/test_recorder.py tests/dist/test_trace.py",
+        Tests("tests/run/test_recorder.py", 1),
     ),
     Break(
         "trace-order",
@@ -392,7 +438,7 @@ BREAKS = [
         "        if self._is_cuda:\n            self._mark()\n        super().ran(task, start_ns)",
         "        if self._is_cuda:\n            self._marks.append(self._marks[-1])\n"
         "        super().ran(task, start_ns)",
-        "tests/run/test_recorder.py tests/dist/test_trace.py",
+        Tests("tests/run/test_recorder.py", 1),
     ),
     Break(
         "probe-sync",
@@ -400,7 +446,7 @@ BREAKS = [
         "procpipe/run/probe.py",
         "            torch.cuda.synchronize(self._device)  # until then it is only under way\n",
         "            pass\n",
-        "tests/launch/test_doctor.py",
+        TIMES,
     ),
     Break(
         "profile-sync",
@@ -408,7 +454,23 @@ BREAKS = [
         "procpipe/balance/profile.py",
         "            torch.cuda.synchronize(self._device)\n",
         "            pass\n",
-        "tests/balance/test_profile.py",
+        TIMES,
+    ),
+    Break(
+        "plan-sync",
+        "a copy is measured that is only under way",
+        "launch/plan_measure.py",
+        "            torch.cuda.synchronize(destination.device)\n",
+        "            pass\n",
+        TIMES,
+    ),
+    Break(
+        "check-sync",
+        "a step is measured that is only under way",
+        "launch/plan_check.py",
+        "        torch.cuda.synchronize(stage.device)\n",
+        "        pass\n",
+        TIMES,
     ),
     # -- ends, uploads, watches --------------------------------------------------------------
     Break(
@@ -417,7 +479,15 @@ BREAKS = [
         IPC,
         "self._release(self._to_fill + self._to_take, everything, _ABORT_TIMEOUT_S)",
         "self._release(self._to_take, everything, _ABORT_TIMEOUT_S)",
-        FAILURES,
+        SLOTS,
+    ),
+    Break(
+        "ipc-abort-take",
+        "sends whose receiver died wait for ever",
+        IPC,
+        "self._release(self._to_fill + self._to_take, everything, _ABORT_TIMEOUT_S)",
+        "self._release(self._to_fill, everything, _ABORT_TIMEOUT_S)",
+        SLOTS,
     ),
     Break(
         "watch-none",
@@ -425,7 +495,39 @@ BREAKS = [
         "procpipe/run/device_watch.py",
         "        self._thread.start()\n",
         "",
-        FAILURES,
+        WAITS,
+    ),
+    Break(
+        "watch-busy",
+        "a host is taken to wait for no transfer",
+        "procpipe/run/device_watch.py",
+        "            if not peers:\n                continue\n",
+        "            continue\n",
+        WAITS,
+    ),
+    Break(
+        "watch-abort",
+        "transfers that a host waits for are not ended",
+        "procpipe/run/device_watch.py",
+        "        if abort_all(self._transports):\n",
+        "        if True:\n",
+        WAITS,
+    ),
+    Break(
+        "watch-in-turn",
+        "NCCL's transfers are aborted before those of CUDA IPC",
+        "procpipe/run/device_watch.py",
+        "        thread.start()\n    freed",
+        "        thread.start()\n        thread.join()\n    freed",
+        MIXED_WAITS,
+    ),
+    Break(
+        "lead-none",
+        "a host may be any number of steps ahead of its device",
+        "procpipe/run/pipeline.py",
+        "        while len(self._ends) >= _MAX_LEAD:\n",
+        "        while False:\n",
+        AHEAD,
     ),
     Break(
         "upload-sync",
@@ -433,7 +535,15 @@ BREAKS = [
         "procpipe/upload.py",
         "    return pinned.copy_(tensor).to(device, non_blocking=True)",
         "    return tensor.to(device)",
-        "tests/dist/test_gpu_steady.py",
+        STEADY,
+    ),
+    Break(
+        "upload-direct",
+        "inputs are copied from the user's memory, after step has returned",
+        "procpipe/upload.py",
+        "    return pinned.copy_(tensor).to(device, non_blocking=True)",
+        "    return tensor.to(device, non_blocking=True)",
+        Tests("tests/dist/test_gpu_steady.py -k overwritten", 1),
     ),
     Break(
         "steady-item",
@@ -441,7 +551,7 @@ BREAKS = [
         "procpipe/run/executor.py",
         "        part = loss * batch.shares[i]\n",
         "        part = loss * batch.shares[i]\n        part.item()\n",
-        "tests/dist/test_gpu_steady.py",
+        STEADY,
     ),
     Break(
         "device-unseen",
@@ -450,6 +560,6 @@ BREAKS = [
         "    if torch.cuda.device_count() == 1:\n"
         '        return [torch.device("cuda", 0)] * num_ranks\n',
         "",
-        "tests/dist/test_gpu_devices.py",
+        Tests("tests/dist/test_gpu_devices.py -k gpu_of_its_own", 2),
     ),
 ]

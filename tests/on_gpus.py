@@ -1,25 +1,32 @@
 """Runs the tests marked ``gpu``: on this machine's GPUs, or else on emulated ones (make test-gpu).
 
-    python -m tests.on_gpus [--seed 0] [arguments of pytest]
+    python -m tests.on_gpus [--seeds "0 1 2"] [arguments of pytest]
 
-Emulated are 1, 2, 4 and 8 GPUs in turn, with delays and starved streams. Each test runs with one of
-these numbers, which the seed chooses among those that are enough for it; some run with every number
-(tests/conftest.py). So another seed is another order of events, and other numbers of GPUs.
+Emulated are 1, 2, 4 and 8 GPUs, with delays and starved streams: as many of these runs at a time as
+there are cores, up to 4, and each has GPUs of its own. Each test runs with one of these numbers,
+which the seed chooses among those that are enough for it; some run with every number
+(tests/conftest.py), and long ones with a part of their cases (tests/dist/devices.py). So another
+seed is another order of events, other numbers of GPUs and other cases. What a run prints comes when
+it has ended, and of several seeds only if it has failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NUMBERS_OF_GPUS = (1, 2, 4, 8)
 
 #: How long operations are delayed at most, and how long some streams do nothing unless waited for.
 TIMING = ("--delay-us=100", "--starve-ms=20")
+
+#: Runs at a time; more would need more than 16 GiB of memory.
+MOST_RUNS = 4
 
 #: What pytest ends with where no test was chosen.
 NO_TESTS = 5
@@ -30,25 +37,31 @@ ROOT = Path(__file__).parents[1]
 def main() -> int:
     """Run the tests; return 0 if none failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.on_gpus", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of all that emulated GPUs choose")
+    parser.add_argument("--seeds", default="0", help='of what emulated GPUs choose: "0", or "0 1"')
     arguments, of_pytest = parser.parse_known_args()
     pytest = [sys.executable, "-m", "pytest", *of_pytest]
     if sees_gpus():
-        return run([*pytest, "--gpus"])[0]
-    print(f"no CUDA device here: emulating GPUs, SEED={arguments.seed}", flush=True)
-    begun_s = time.monotonic()
-    worst, results = 0, []
-    for number in NUMBERS_OF_GPUS:
-        emulated = [sys.executable, "-m", "tests.emulated_gpu", f"--gpus={number}"]
-        emulated += [f"--seed={arguments.seed}", *TIMING, "--"]
-        code, counts = run([*emulated, *pytest, "--gpus=share"])
-        worst = max(worst, 0 if code == NO_TESTS else abs(code))
-        results.append(f"{number}: {counts}")
-    print(
-        f"emulated GPUs, SEED={arguments.seed}, {time.monotonic() - begun_s:.0f} s: "
-        + "; ".join(results),
-        flush=True,
-    )
+        return subprocess.run([*pytest, "--gpus"], cwd=ROOT, check=False).returncode
+    seeds = [int(seed) for seed in arguments.seeds.split()]
+    num_runs = min(len(os.sched_getaffinity(0)), MOST_RUNS)
+    print(f"no CUDA device here: emulating GPUs, {num_runs} runs at a time", flush=True)
+    pool = ThreadPoolExecutor(num_runs)
+    try:
+        # The longest first, so that the last of them do not run alone.
+        runs = {
+            (seed, number): pool.submit(run, pytest, number, seed, is_brief=len(seeds) > 1)
+            for seed in seeds
+            for number in sorted(NUMBERS_OF_GPUS, key=lambda number: number == 8 or -number)
+        }
+        worst = 0
+        for seed in seeds:
+            of_seed = {number: runs[seed, number].result() for number in NUMBERS_OF_GPUS}
+            worst = max(worst, *(code for code, _ in of_seed.values()))
+            counts = "; ".join(f"{number}: {counts}" for number, (_, counts) in of_seed.items())
+            print(f"emulated GPUs, SEED={seed}: {counts}", flush=True)
+    except KeyboardInterrupt:
+        pool.shutdown(cancel_futures=True)
+        return 130
     return worst
 
 
@@ -59,18 +72,26 @@ def sees_gpus() -> bool:
     return torch.cuda.is_available()
 
 
-def run(command: list[str]) -> tuple[int, str]:
-    """Run pytest; return its exit code, and its last line's counts."""
-    counts = "no end"
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace"
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if found := re.search(r"\d+ (passed|failed|error|skipped|deselected).* in \d.*s", line):
-                counts = found[0].strip("= ")
-    return process.returncode, counts
+def run(pytest: list[str], number: int, seed: int, *, is_brief: bool) -> tuple[int, str]:
+    """Run pytest on so many emulated GPUs; return its exit code, and the counts that it printed.
+
+    Prints what pytest has printed, if that is not to be brief or a test has failed.
+    """
+    emulated = [sys.executable, "-m", "tests.emulated_gpu", f"--gpus={number}", f"--seed={seed}"]
+    done = subprocess.run(
+        [*emulated, *TIMING, "--", *pytest, "-p", "no:cacheprovider", "--gpus=share"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    code = 0 if done.returncode == NO_TESTS else abs(done.returncode)
+    if code or not is_brief:
+        print(f"\n==== GPUs: {number}, SEED={seed}\n{done.stdout}", flush=True)
+    counts = re.findall(r"\d+ (?:passed|failed|error|skipped|deselected).* in [^=\n]*", done.stdout)
+    return code, counts[-1].strip() if counts else f"no end, exit code {done.returncode}"
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def test_a_list_of_differences_was_overtaken_by_its_own_failure(chain):
     heard = []
     b.on(0, 7, lambda sequence, flags, body: heard.append(bytes(body)))
     a.send(1, 7, 0, 0, b"all differences")
-    a.tell_failure(0, "DisagreementError")
+    a.send_failure(0, "DisagreementError")
 
     b.wait(lambda: heard, lambda: "the outcome")
 
@@ -167,7 +167,7 @@ def test_nobody_told_why_a_rank_had_ended(chain):
     Python prints nothing for a ``SystemExit``, and the other ranks left the story to its origin.
     """
     a, b, _ = chain
-    a.tell_failure(0, "stage 0 (rank 0), in step(): SystemExit: 3\nTraceback …")
+    a.send_failure(0, "stage 0 (rank 0), in step(): SystemExit: 3\nTraceback …")
     with pytest.raises(RemoteStageError) as caught:
         b.wait(lambda: False, lambda: "an activation")
 

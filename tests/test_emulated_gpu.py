@@ -1,21 +1,20 @@
 """The emulated GPU itself: each property, and that it goes when it is switched off.
 
-Run on emulated GPUs only (``make test-gpu``). Each test starts Python processes of its own, without
-torch, with settings of their own; what they do there is one of the functions below, whose name says
-it, and which calls CUDA by its C interface.
+Run on emulated GPUs only (``make test-gpu``). Each test calls CUDA by its C interface in processes
+with settings of their own; what they do is one of the functions below.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import json
+import faulthandler
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -28,13 +27,82 @@ pytestmark = [
     pytest.mark.skipif(not EMULATED, reason="tests the emulated GPU, which is not loaded"),
 ]
 
-ROOT = Path(__file__).parents[1]
 INVALID_VALUE, OUT_OF_MEMORY, NO_DEVICE, INVALID_DEVICE = 1, 2, 100, 101
 INITIALIZATION_ERROR, INVALID_CONTEXT, PEER_ACCESS_UNSUPPORTED = 3, 201, 217
-INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS = 400, 600, 700
+INVALID_HANDLE, NOT_READY = 400, 600
 NON_BLOCKING, NO_TIMING = 1, 2
 POISON = 0x7F
 LONG_MS = 100_000
+LIMIT_S = 60
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+class Process:
+    """A process that calls a function; forked from one that has never used CUDA.
+
+    Its function may ``say`` something, and ``listen`` until the test says something.
+    """
+
+    def __init__(self, function, *arguments: object, **settings: object) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._connection, theirs = context.Pipe()
+        variables = {"EMULATED_GPU_DELAY_US": "0", "EMULATED_GPU_STARVE_MS": "0"}
+        for name, value in {"count": 2, **settings}.items():
+            known = name.upper().startswith(("CUDA_", "NCCL_", "RANK"))
+            variables[name.upper() if known else f"EMULATED_GPU_{name.upper()}"] = str(value)
+        given = (theirs, variables, function, arguments)
+        self._process = context.Process(target=_work, args=given, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def first(self) -> Any:
+        """Wait for what it says next, or returns."""
+        assert self._connection.poll(LIMIT_S), "says nothing"
+        return self._connection.recv()
+
+    def result(self) -> Any:
+        """Let it go on if it listens, and wait until it ends."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self._connection.send("go on")
+        found = self.first()
+        assert self.exit_code() == 0
+        return found
+
+    def exit_code(self) -> int | None:
+        self._process.join(LIMIT_S)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.exit_code()
+
+
+#: How this process talks to its test.
+_PARENT: list[Connection] = []
+
+
+def _work(parent: Connection, variables: dict[str, str], function, arguments) -> None:
+    _PARENT.append(parent)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ.update(variables)
+    say(function(*arguments))
+    CUDA.exit(0)  # as a program ends: with what libraries do then
+
+
+def say(what: object) -> None:
+    _PARENT[0].send(what)
+
+
+def listen() -> None:
+    _PARENT[0].recv()
+
+
+def run(function, *arguments: object, **settings: object) -> Any:
+    return Process(function, *arguments, **settings).result()
 
 
 # ---- CUDA's calls --------------------------------------------------------------------------------
@@ -73,8 +141,15 @@ def fill(address: Any, value: int, stream: Any, num_bytes: int = 8) -> None:
     check("cudaMemsetAsync", address, value, ctypes.c_size_t(num_bytes), stream)
 
 
-def copy(to, source, stream, num_bytes: int = 8) -> int:
-    return call("cudaMemcpyAsync", to, source, ctypes.c_size_t(num_bytes), 4, stream)
+def filled(value: int) -> Any:
+    memory, stream = new_memory(), new_stream()
+    fill(memory, value, stream)
+    check("cudaStreamSynchronize", stream)
+    return memory
+
+
+def copy(to, source, stream, num_bytes: int = 8) -> None:
+    check("cudaMemcpyAsync", to, source, ctypes.c_size_t(num_bytes), 4, stream)
 
 
 def hold(stream: Any) -> Any:
@@ -98,51 +173,6 @@ def wait_until_done(streams) -> None:
         time.sleep(0.001)
 
 
-# ---- processes -----------------------------------------------------------------------------------
-
-
-def start(function, *arguments: object, **settings: object) -> subprocess.Popen[str]:
-    """Start a process that calls a function of this file and prints what it returns."""
-    code = (
-        "import faulthandler, json; faulthandler.dump_traceback_later(30, exit=True);"
-        f"import {function.__module__} as tests;"
-        f"print(json.dumps(tests.{function.__name__}(*{arguments!r})), flush=True)"
-    )
-    variables = {name.upper(): str(value) for name, value in settings.items()}
-    for name in [name for name in variables if not name.startswith(("CUDA_", "RANK"))]:
-        variables[f"EMULATED_GPU_{name}"] = variables.pop(name)
-    calm = {"EMULATED_GPU_DELAY_US": "0", "EMULATED_GPU_STARVE_MS": "0", "EMULATED_GPU_COUNT": "2"}
-    inherited = {name: os.environ[name] for name in os.environ if name != "CUDA_VISIBLE_DEVICES"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=inherited | calm | variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def result(process: subprocess.Popen[str], given: str = "") -> Any:
-    out, errors = process.communicate(given, timeout=60)
-    assert process.returncode == 0, (process.returncode, errors)
-    return json.loads(out.splitlines()[-1])
-
-
-def first_line(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    return json.loads(process.stdout.readline())
-
-
-def run(function, *arguments: object, **settings: object) -> Any:
-    return result(start(function, *arguments, **settings))
-
-
-def say(what: object) -> None:
-    print(json.dumps(what), flush=True)
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -156,11 +186,10 @@ def test_new_memory_is_garbage(tmp_path):
 
 
 def read_in_stream_order():
-    source, target, first, second = new_memory(), new_memory(), new_stream(), new_stream()
-    fill(source, 1, second)
-    check("cudaStreamSynchronize", second)
+    source, target, first = filled(1), new_memory(), new_stream()
     gate = hold(first)
-    assert copy(target, source, first) == 0
+    copy(target, source, first)
+    second = new_stream()
     fill(source, 2, second)
     check("cudaStreamSynchronize", second)
     before = list(at(target))
@@ -173,39 +202,25 @@ def test_copies_read_and_write_when_their_stream_gets_there(tmp_path):
     assert run(read_in_stream_order, folder=tmp_path) == [[POISON] * 8, [2] * 8]
 
 
-def write_beside(where: int):
-    check("cudaFree", None)
-    size = 5000
-    memory = new_memory(size)
-    end = (memory.value + size) // 4096 * 4096 + 4096  # of the block's pages
-    ctypes.memset(end if where > 0 else memory.value - 1, 1, 1)
-    return call("cudaFree", memory)
-
-
-def test_writing_behind_a_block_ends_the_process(tmp_path):
-    process = start(write_beside, 1, folder=tmp_path)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGSEGV
-    assert run(write_beside, 1, folder=tmp_path, guard=0) == 0
-
-
-def test_writing_before_a_block_is_found_when_it_is_freed(tmp_path):
-    assert run(write_beside, -1, folder=tmp_path) == ILLEGAL_ADDRESS
-    assert run(write_beside, -1, folder=tmp_path, guard=0) == 0
+def write_behind():
+    memory = new_memory(5000)
+    ctypes.memset((memory.value + 5000) // 4096 * 4096 + 4096, 1, 1)  # behind the block's pages
 
 
 def use_after_free():
     memory = new_memory()
     check("cudaFree", memory)
-    other = new_memory()
-    assert other.value != memory.value
-    return list(at(memory))
+    assert new_memory().value != memory.value
+    at(memory)
 
 
-def test_use_after_free_ends_the_process(tmp_path):
-    process = start(use_after_free, folder=tmp_path)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGSEGV
+@pytest.mark.parametrize("function", [write_behind, use_after_free])
+def test_wrong_addresses_end_the_process(tmp_path, function):
+    assert Process(function, folder=tmp_path).exit_code() == -signal.SIGSEGV
+
+
+def test_without_guard_pages_nothing_is_noticed(tmp_path):
+    assert run(write_behind, folder=tmp_path, guard=0) is None
 
 
 def allocate(mib: int, device: int = 0):
@@ -218,29 +233,19 @@ def allocate(mib: int, device: int = 0):
 
 def allocate_and_stay(mib: int):
     say(allocate(mib))
-    input()
-    return "end"
+    listen()
 
 
 def test_memory_is_limited_over_all_processes_that_live(tmp_path):
-    settings = {"folder": tmp_path, "memory_mib": 64}
-    assert run(allocate, 40, **settings) == [0, 24, 64]
-    other = start(allocate_and_stay, 40, **settings)  # what the first had is free again
-    assert first_line(other) == [0, 24, 64]
-    assert run(allocate, 40, **settings) == [OUT_OF_MEMORY, 24, 64]
-    assert run(allocate, 40, 1, **settings) == [0, 24, 64]
-    assert run(allocate, 40, **settings | {"memory_mib": 128}) == [0, 48, 128]
-    other.kill()
-    other.communicate()
-    assert run(allocate, 40, **settings) == [0, 24, 64]
-
-
-def test_gpus_may_have_unequal_memory(tmp_path):
     settings = {"folder": tmp_path, "memory_mib": "64,32"}
-    assert run(allocate, 40, 0, **settings) == [0, 24, 64]
-    assert run(allocate, 40, 1, **settings) == [OUT_OF_MEMORY, 32, 32]
-    settings["cuda_visible_devices"] = "1"
-    assert run(allocate, 40, 0, **settings) == [OUT_OF_MEMORY, 32, 32]
+    assert run(allocate, 40, **settings) == [0, 24, 64]
+    other = Process(allocate_and_stay, 40, **settings)  # what the first had is free again
+    assert other.first() == [0, 24, 64]
+    assert run(allocate, 40, **settings) == [OUT_OF_MEMORY, 24, 64]
+    assert run(allocate, 20, 1, **settings) == [0, 12, 32]
+    assert run(allocate, 40, 0, **settings, cuda_visible_devices=1) == [OUT_OF_MEMORY, 32, 32]
+    other.kill()
+    assert run(allocate, 40, **settings) == [0, 24, 64]
 
 
 # ---- streams -------------------------------------------------------------------------------------
@@ -305,10 +310,11 @@ def test_some_streams_do_nothing_until_somebody_waits(tmp_path, wait, end):
 
 def test_streams_starve_for_a_limited_time(tmp_path):
     assert run(starve, "nobody", folder=tmp_path, starve_ms=200)[1] == 0
+    assert run(starve, "nobody", folder=tmp_path, starve_ms=0)[1] == 0
 
 
-def test_no_stream_starves_by_default(tmp_path):
-    assert run(starve, "nobody", folder=tmp_path)[1] == 0
+def count() -> int:
+    return int(CUDA.emulated_gpu_synchronizations())
 
 
 def copy_pageable():
@@ -316,49 +322,40 @@ def copy_pageable():
     stream, memory = new_stream(), new_memory()
     ours = ctypes.create_string_buffer(b"1" * 8)
     fill(memory, 2, stream)
-    assert copy(ours, memory, stream) == 0  # to the host: there when the call returns
+    copy(ours, memory, stream)  # to the host: there when the call returns
     arrived = list(at(ours))
     ours.raw = b"3" * 9
-    assert copy(memory, ours, stream) == 0
+    copy(memory, ours, stream)
     ours.raw = b"4" * 9  # from the host: it was read when the call returned
     check("cudaStreamSynchronize", stream)
-    sent = list(at(memory))
-    pageable = CUDA.emulated_gpu_synchronizations_of(b"pageable copy")
+    sent, counted = list(at(memory)), count()
     gate = hold(stream)
-    pinned = made("cudaHostAlloc", ctypes.c_size_t(8), 0)
-    assert copy(memory, pinned, stream) == 0  # returns although its stream waits
+    copy(memory, made("cudaHostAlloc", ctypes.c_size_t(8), 0), stream)  # its stream waits
     assert query(stream) == NOT_READY
     let_go(gate)
-    check("cudaStreamSynchronize", stream)
-    return [arrived, sent, pageable, CUDA.emulated_gpu_synchronizations_of(b"pageable copy")]
+    return [arrived, sent, counted, count() - counted]
 
 
 def test_pageable_copies_synchronize_and_pinned_ones_do_not(tmp_path):
     settings = {"folder": tmp_path, "delay_us": 50_000, "seed": 1}
-    assert run(copy_pageable, **settings) == [[2] * 8, [ord("3")] * 8, 2, 2]
+    assert run(copy_pageable, **settings) == [[2] * 8, [ord("3")] * 8, 3, 0]
 
 
-def count():
-    stream, memory = new_stream(), new_memory()
+def count_each():
+    stream, memory, counts = new_stream(), new_memory(), []
     event = made("cudaEventCreateWithFlags", 0)
-    kinds = ("stream", "event", "device", "pageable copy", "free")
-    check("cudaEventRecord", event, stream)
-    check("cudaStreamWaitEvent", stream, event, 0)
-    call("cudaEventQuery", event)
-    none = CUDA.emulated_gpu_synchronizations()
-    for _ in range(2):
-        check("cudaStreamSynchronize", stream)
-    check("cudaEventSynchronize", event)
-    check("cudaDeviceSynchronize")
-    check("cudaFree", memory)
-    counts = [CUDA.emulated_gpu_synchronizations_of(kind.encode()) for kind in kinds]
-    total = CUDA.emulated_gpu_synchronizations()
-    CUDA.emulated_gpu_reset_synchronizations()
-    return [none, counts, total, CUDA.emulated_gpu_synchronizations()]
+    calls: list[tuple[Any, ...]] = [("cudaEventRecord", event, stream)]
+    calls += [("cudaStreamWaitEvent", stream, event, 0), ("cudaStreamSynchronize", stream)]
+    calls += [("cudaEventSynchronize", event), ("cudaDeviceSynchronize",), ("cudaFree", memory)]
+    for name, *arguments in calls:
+        before = count()
+        check(name, *arguments)
+        counts.append(count() - before)
+    return counts
 
 
 def test_synchronizations_of_the_host_are_counted(tmp_path):
-    assert run(count, folder=tmp_path) == [0, [2, 1, 1, 0, 1], 5, 0]
+    assert run(count_each, folder=tmp_path) == [0, 0, 1, 1, 1, 1]
 
 
 def wait_for_events():
@@ -409,8 +406,6 @@ def time_events():
         return call("cudaEventElapsedTime", ctypes.byref(ms), first, event)
 
     pending = elapsed(second)
-    while time.monotonic() - begun < 0.05:
-        pass
     held_ms = (time.monotonic() - begun) * 1e3
     let_go(gate)
     check("cudaStreamSynchronize", stream)
@@ -428,7 +423,7 @@ def test_events_time_what_a_stream_did(tmp_path):
 
 
 def order_with_default_stream():
-    default, blocking = ctypes.c_void_p(), made("cudaStreamCreateWithFlags", 0)
+    default, blocking = ctypes.c_void_p(), made("cudaStreamCreateWithPriority", 0, 0)
     beside, memory = new_stream(), new_memory()
     gate = hold(default)
     fill(memory, 1, blocking)
@@ -447,33 +442,30 @@ def test_the_default_stream_waits_for_blocking_streams_only(tmp_path):
 def end_while_busy():
     hold(new_stream())
     memory, stream = new_memory(), new_stream()
-    for _ in range(10_000):
+    for _ in range(1000):
         fill(memory, 1, stream)
-    return "end"
 
 
 def test_a_process_ends_though_its_streams_are_busy(tmp_path):
-    assert run(end_while_busy, folder=tmp_path, delay_us=1000) == "end"
+    assert run(end_while_busy, folder=tmp_path, delay_us=100_000) is None
 
 
 # ---- CUDA IPC and stream memory operations -------------------------------------------------------
 
 
 def own_memory(replaced: bool = False):
-    """Print a handle, and what opening it here gives; stay until a line is read.
+    """Say a handle, and what opening it here gives; stay until the test says something.
 
     Of memory that was freed since, and replaced by other memory, with ``replaced``.
     """
-    memory, handle, stream = new_memory(), (ctypes.c_char * 64)(), new_stream()
-    fill(memory, 7, stream)
-    check("cudaStreamSynchronize", stream)
-    check("cudaIpcGetMemHandle", handle, memory)
-    opened = open_memory(bytes(handle).hex(), 0)
+    memory, handle = filled(7), (ctypes.c_char * 64)()
+    check("cuIpcGetMemHandle", handle, memory)
+    opened = open_memory(bytes(handle), 0)
     if replaced:
         check("cudaFree", memory)
         memory = new_memory()
-    say([opened, bytes(handle).hex()])
-    input()
+    say([opened, bytes(handle)])
+    listen()
     return list(at(memory))
 
 
@@ -481,38 +473,35 @@ class Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
-def open_memory(text: str, device: int):
+def open_memory(raw: bytes, device: int):
     check("cudaSetDevice", device)
-    handle, address = Handle.from_buffer_copy(bytes.fromhex(text)), ctypes.c_uint64()
+    handle, address = Handle.from_buffer_copy(raw), ctypes.c_uint64()
     error = call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, 1)
     if error:
         return [error, None]
     seen = list(ctypes.string_at(address.value, 8))
-    again = ctypes.c_uint64()
-    check("cuIpcOpenMemHandle_v2", ctypes.byref(again), handle, 1)
-    assert again.value == address.value
     stream = new_stream()
     ours = call("cuStreamWriteValue64_v2", stream, address, ctypes.c_uint64(9), 0)
     check("cudaStreamSynchronize", stream)
-    for expected in (0, 0, INVALID_VALUE):
+    for expected in (0, INVALID_VALUE):
         assert call("cuIpcCloseMemHandle", address) == expected
     return [seen, ours]
 
 
 def test_memory_is_shared_with_other_processes(tmp_path):
-    owner = start(own_memory, folder=tmp_path)
-    refused, handle = first_line(owner)
+    owner = Process(own_memory, folder=tmp_path)
+    refused, handle = owner.first()
     assert refused == [INVALID_CONTEXT, None]  # by the process itself
     assert run(open_memory, handle, 0, folder=tmp_path) == [[7] * 8, 0]
-    assert result(owner, "\n") == [9, *[0] * 7]
+    assert owner.result() == [9, *[0] * 7]
     assert run(open_memory, handle, 0, folder=tmp_path) == [INVALID_VALUE, None]
 
 
 def test_a_handle_of_freed_memory_is_invalid(tmp_path):
-    owner = start(own_memory, True, folder=tmp_path)
-    _, handle = first_line(owner)
+    owner = Process(own_memory, True, folder=tmp_path)
+    _, handle = owner.first()
     assert run(open_memory, handle, 0, folder=tmp_path) == [INVALID_VALUE, None]
-    assert result(owner, "\n") == [POISON] * 8
+    assert owner.result() == [POISON] * 8
 
 
 @pytest.mark.parametrize(
@@ -527,11 +516,10 @@ def test_a_handle_of_freed_memory_is_invalid(tmp_path):
 def test_memory_of_another_gpu_needs_peer_access_and_streams_do_not_write_it(
     tmp_path, settings, expected
 ):
-    owner = start(own_memory, folder=tmp_path)
-    _, handle = first_line(owner)
+    owner = Process(own_memory, folder=tmp_path)
+    _, handle = owner.first()
     device = 0 if "cuda_visible_devices" in settings else 1
     assert run(open_memory, handle, device, folder=tmp_path, **settings) == expected
-    result(owner, "\n")
 
 
 def ask_peers():
@@ -541,7 +529,7 @@ def ask_peers():
 
 
 def test_peers(tmp_path):
-    assert run(ask_peers, folder=tmp_path) == [1, 0, 704, INVALID_DEVICE]
+    assert run(ask_peers, folder=tmp_path) == [1, 0, 0, INVALID_DEVICE]
     assert run(ask_peers, folder=tmp_path, peer_access=0) == [0, 217, 217, INVALID_DEVICE]
 
 
@@ -585,32 +573,22 @@ def test_a_forked_child_cannot_use_what_its_parent_has_used(tmp_path):
 
 
 def addresses():
-    count = ctypes.c_int()
-    error = call("cudaGetDeviceCount", ctypes.byref(count))
-    text = ctypes.create_string_buffer(20)
-    found = []
-    for device in range(count.value):
+    number, text, found = ctypes.c_int(), ctypes.create_string_buffer(20), []
+    error = call("cudaGetDeviceCount", ctypes.byref(number))
+    for device in range(number.value):
         check("cudaDeviceGetPCIBusId", text, 20, device)
         found.append(text.value.decode())
     return [error, found]
 
 
 @pytest.mark.parametrize(
-    ("visible", "physical"),
-    [
-        ("2", [2]),
-        ("3,0", [3, 0]),
-        ("1,7,2", [1]),
-        ("1,-1,2", [1]),
-        ("1,1", []),
-        ("", []),
-        ("GPU-656d756c-6174-6564-4750-550000000003,GPU-none,0", [3]),
-    ],
+    ("visible", "devices"),
+    [("2", [2]), ("3,0", [3, 0]), ("1,7,2", [1]), ("1,-1,2", [1]), ("1,1", []), ("", [])],
 )
-def test_cuda_visible_devices(tmp_path, visible, physical):
+def test_cuda_visible_devices(tmp_path, visible, devices):
     error, found = run(addresses, folder=tmp_path, count=4, cuda_visible_devices=visible)
-    assert found == [f"0000:{0xE0 + number:02x}:00.0" for number in physical]
-    assert error == (0 if physical else NO_DEVICE)
+    assert found == [f"0000:{0xE0 + number:02x}:00.0" for number in devices]
+    assert error == (0 if devices else NO_DEVICE)
 
 
 def use_driver_in_new_thread():
@@ -623,10 +601,9 @@ def use_driver_in_new_thread():
     def work():
         device = ctypes.c_int(-1)
         errors.append(call(*write))
-        errors.append(call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(8)))
         check("cuCtxPushCurrent_v2", context)
-        check(*write)
-        errors.append(call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(8)))
+        errors.append(call(*write))
+        check("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(8))
         check("cudaGetDevice", ctypes.byref(device))
         errors.append(device.value)
         check("cuCtxPopCurrent_v2", None)
@@ -640,31 +617,16 @@ def use_driver_in_new_thread():
 
 
 def test_each_thread_has_contexts_of_its_own(tmp_path):
-    assert run(use_driver_in_new_thread, folder=tmp_path) == [*[INVALID_CONTEXT] * 2, 0, 1, 0]
-
-
-def go_on_after_a_failure():
-    """Write beside a block; return the errors of calls that follow."""
-    held, memory = new_stream(), new_memory(600)
-    check("cudaSetDevice", 1)
-    hold(made("cudaStreamCreateWithPriority", NON_BLOCKING, 0))
-    check("cudaSetDevice", 0)
-    ctypes.memset(memory.value - 1, 1, 1)
-    errors = [call("cudaFree", memory), call("cudaStreamSynchronize", held)]
-    return [*errors, call("cudaDeviceSynchronize"), *(call("cudaGetLastError") for _ in range(2))]
-
-
-def test_after_a_failure_every_call_fails(tmp_path):
-    assert run(go_on_after_a_failure, folder=tmp_path) == [ILLEGAL_ADDRESS] * 5
+    assert run(use_driver_in_new_thread, folder=tmp_path) == [INVALID_CONTEXT, 0, 1, 0]
 
 
 def launch_kernel():
     CUDA.cudaGetErrorString.restype = ctypes.c_char_p
-    error = call("cudaLaunchKernel", ctypes.cast(CUDA.cudaMalloc, ctypes.c_void_p), None, None)
+    error = call("cudaLaunchKernel", None, None, None)
     return [error, CUDA.cudaGetErrorString(error).decode()]
 
 
-def test_a_kernel_that_is_not_emulated_is_an_error_with_its_name(tmp_path):
+def test_a_kernel_is_an_error(tmp_path):
     error, text = run(launch_kernel, folder=tmp_path)
     assert error == 98
-    assert "kernel cudaMalloc is not emulated" in text
+    assert "kernels are not emulated" in text

@@ -51,7 +51,7 @@ def assert_same(cpu: Any, gpu: Any) -> None:
 torch.manual_seed(0)
 x, y = torch.randn(5, 6), torch.randn(5, 6)
 square, batch = torch.randn(6, 6), torch.randn(3, 5, 6)
-image, volume = torch.randn(2, 4, 9, 9), torch.randn(2, 4, 5, 5, 5)
+image = torch.randn(2, 4, 9, 9)
 ints, mask = torch.tensor([[2, 0, 1], [1, 1, 4]]), x > 0
 z = torch.randn(4, 4, dtype=torch.complex64)
 
@@ -62,7 +62,6 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda a, b: (a + b, a / b, b // 2, b**2.0),
         (torch.arange(1, 6), torch.ones(5, dtype=torch.int32)),
     ),
-    "broadcast": (lambda a, b: a + b[0] + b[:, :1], (x, y)),
     "transposed": (lambda a, b: a.t() @ b, (x, y)),
     "channels_last": (
         lambda a: (a * 2).relu(),
@@ -71,13 +70,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "expanded": (lambda a: a[:1].expand(5, 6).sum(0), (x,)),
     "empty": (lambda a: (a[:0] + 1, a[:0].sum(), torch.cat([a[:0], a])), (x,)),
     "strided": (lambda a: a[::2, 1::3].mul_(2), (x.clone(),)),
-    "flip": (lambda a: a.flip(0).roll(2, 1).cumsum(1), (x,)),
     "sort": (
         lambda a: (a.sort(1), a.topk(3), a.argmax(1), a.max(0), a.median(1), a.kthvalue(2)),
-        (x,),
-    ),
-    "statistics": (
-        lambda a: (a.mean(), a.var(0), a.std(), a.norm(), a.logsumexp(1), a.amax()),
         (x,),
     ),
     "where": (
@@ -121,18 +115,6 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda a, b: (torch.cat([a, b], 1).chunk(3), torch.stack([a, b]).unbind(), a.split([2, 3])),
         (x, y),
     ),
-    "pad": (
-        lambda a: (
-            F.pad(a, (1, 2)),
-            F.pad(a, (1, 1, 2, 2), mode="reflect"),
-            F.interpolate(a, scale_factor=2),
-        ),
-        (image,),
-    ),
-    "bmm": (
-        lambda a: (a @ a.mT, torch.einsum("bij,bkj->bik", a, a), torch.baddbmm(a @ a.mT, a, a.mT)),
-        (batch,),
-    ),
     "linalg": (
         lambda a: (
             torch.linalg.inv(a),
@@ -153,24 +135,10 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         ),
         (z,),
     ),
-    "conj copied": (
-        lambda a: (a.conj().clone(), a.conj().t().contiguous(), a.clone().copy_(a.mH)),
-        (z,),
-    ),
-    "fft": (torch.fft.fft, (z,)),
-    "half": (lambda a: (a.half() @ a.half().t(), a.half().softmax(1), a.half().exp()), (x,)),
-    "softmax to float": (
-        lambda a: (
-            F.softmax(a.half(), 1, dtype=torch.float),
-            F.log_softmax(a.half(), 1, dtype=torch.float),
-        ),
-        (x.half().float(),),
-    ),
     "bfloat16": (
         lambda a: (a.bfloat16() + 1, F.layer_norm(a.bfloat16(), (6,)), a.bfloat16().float()),
         (x,),
     ),
-    "isfinite": (lambda a: (a / 0).isfinite() | a.isnan(), (x,)),
     "foreach": (
         lambda a, b: (
             torch._foreach_add([a, b], 1.0),
@@ -188,10 +156,6 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         )[2:],
         (x.clone(), y.clone()),
     ),
-    "embedding bag": (lambda a, i: F.embedding_bag(i, a), (x, ints)),
-    "pairwise": (lambda a, b: (torch.cdist(a, b), F.cosine_similarity(a, b)), (x, y)),
-    "searchsorted": (lambda a, b: torch.searchsorted(a.sort(1)[0], b), (x, y)),
-    "tril": (lambda a: (a.tril(), a.triu(1), a.diagonal(), torch.diag(a[0])), (x,)),
     "repeat": (
         lambda a, i: (a.repeat(2, 1), a.repeat_interleave(2, 0), a.repeat_interleave(i, 0)),
         (x, torch.tensor([1, 2, 0, 1, 3])),
@@ -210,15 +174,10 @@ def test_operator(name):
     "make",
     [
         lambda d: torch.arange(0, 10, 3, device=d),
-        lambda d: torch.arange(0, 20, 3, device=d),
         lambda d: torch.arange(0, 1, 0.1, device=d),
         lambda d: torch.linspace(0, 1, 7, device=d),
-        lambda d: torch.logspace(0, 1, 5, device=d),
-        lambda d: torch.eye(3, 4, device=d),
         lambda d: torch.full((2, 3), 7, device=d),
         lambda d: torch.tril_indices(3, 4, device=d),
-        lambda d: torch.ones(3, dtype=torch.bool, device=d),
-        lambda d: torch.hann_window(5, device=d),
         lambda d: torch.tensor([[1.0, 2], [3, 4]], device=d),
         lambda d: torch.zeros(0, 3, device=d),
         lambda d: torch.meshgrid(
@@ -236,24 +195,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
         (x,),
     ),
-    "activations": (
-        lambda: nn.Sequential(
-            nn.GELU(),
-            nn.SiLU(),
-            nn.Tanh(),
-            nn.LeakyReLU(),
-            nn.ELU(),
-            nn.PReLU(),
-            nn.Softplus(),
-            nn.Hardswish(),
-            nn.GLU(),
-        ),
-        (x,),
-    ),
-    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1, groups=2), (image[:, :, 0],)),
+    "activations": (lambda: nn.Sequential(nn.GELU(), nn.SiLU(), nn.PReLU(), nn.GLU()), (x,)),
     "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (image,)),
-    "depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, dilation=2), (image,)),
-    "conv3d": (lambda: nn.Conv3d(4, 4, 3, groups=4), (volume,)),
     "transposed": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), (image,)),
     "pools": (
         lambda: nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2, padding=1), nn.AdaptiveAvgPool2d(2)),
@@ -265,11 +208,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     ),
     "layer norm": (lambda: nn.LayerNorm(6), (x,)),
     "rms norm": (lambda: nn.RMSNorm(6), (x,)),
-    "group norm": (lambda: nn.GroupNorm(2, 4), (image,)),
-    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True), (image,)),
     "embedding": (lambda: nn.Embedding(5, 3, padding_idx=1), (ints,)),
-    "unfold": (lambda: nn.Sequential(nn.Unfold(3), nn.Flatten()), (image,)),
-    "upsample": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (image,)),
     "encoder": (
         lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
         (batch,),
@@ -296,33 +235,14 @@ def test_module(name, training):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: nn.LSTM(6, 4, 2), lambda: nn.GRU(6, 4, bidirectional=True)]
-)
-def test_recurrent_module(make):
-    """The CPU's cells are others: close, not equal."""
-    cpu = make()
-    gpu = copy.deepcopy(cpu).cuda()
-    for module, given in ((cpu, batch), (gpu, batch.cuda())):
-        module(given)[0].square().sum().backward()
-    for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True):
-        torch.testing.assert_close(b.grad.cpu(), a.grad)
-
-
-@pytest.mark.parametrize(
     "loss",
     [
         lambda o, t: F.cross_entropy(o, t),
-        lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
         lambda o, t: F.nll_loss(o.log_softmax(1), t, ignore_index=1),
         lambda o, t: F.mse_loss(o, o.sin()),
-        lambda o, t: F.smooth_l1_loss(o, o.cos()),
-        lambda o, t: F.kl_div(o.log_softmax(1), o.softmax(1)),
         lambda o, t: F.binary_cross_entropy_with_logits(o, o.sigmoid().detach()),
-        lambda o, t: F.multi_margin_loss(o, t),
-        lambda o, t: F.huber_loss(o, o.cos()),
     ],
 )
-@pytest.mark.filterwarnings("ignore:reduction:UserWarning")
 def test_loss(loss):
     target = torch.tensor([0, 1, 2, 3, 5])
     results = []
@@ -333,8 +253,14 @@ def test_loss(loss):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {"foreach": False}),
+        (torch.optim.Adam, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+    ],
+)
 def test_optimizer(optimizer, options):
     results = []
     for device in ("cpu", "cuda"):
@@ -369,23 +295,17 @@ def test_autocast_and_scaler(dtype):
         torch.testing.assert_close(b.cpu(), a, rtol=0.02, atol=0.02)
 
 
-def test_attention_and_ctc_choose_what_the_cpu_computes():
+def test_attention_chooses_what_the_cpu_computes():
     with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(batch, batch, batch, is_causal=True)
     gpu = batch.cuda()
     assert_same(expected, F.scaled_dot_product_attention(gpu, gpu, gpu, is_causal=True))
-    scores, labels = batch.log_softmax(2), torch.ones(5, 2, dtype=torch.long)
-    lengths: Any = ((3,) * 5, (1,) * 5)
-    expected = F.ctc_loss(scores, labels, *lengths)
-    assert_same(expected, F.ctc_loss(scores.cuda(), labels.cuda(), *lengths))
 
 
 def test_out_is_resized():
     out = torch.empty(0, device="cuda")
     assert torch.add(x.cuda(), 1, out=out) is out
     assert_same(x + 1, out)
-    indices = torch.empty(0, dtype=torch.long, device="cuda")
-    assert_same(mask.nonzero(), torch.nonzero(mask.cuda(), out=indices))
 
 
 def test_copies():
@@ -412,12 +332,10 @@ def test_copies():
 RANDOM: list[Callable[[], Tensor]] = [
     lambda: torch.rand(50, device="cuda"),
     lambda: torch.randn(50, device="cuda"),
-    lambda: torch.randint(1000, (50,), device="cuda"),
     lambda: torch.randperm(50, device="cuda"),
     lambda: torch.empty(50, device="cuda").bernoulli_(0.5),
     lambda: F.dropout(torch.ones(50, device="cuda"), 0.5),
     lambda: torch.multinomial(torch.ones(50, device="cuda"), 20),
-    lambda: torch.normal(torch.zeros(50, device="cuda"), 1.0),
 ]
 
 

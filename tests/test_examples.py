@@ -19,8 +19,8 @@ LM = ROOT / "examples/train_lm.py"
 #: Also cut elsewhere than by default. The first is under the launcher.
 WAYS = [
     pytest.param(2, {DIGITS: [], LM: []}, id="2"),
-    pytest.param(2, {DIGITS: [3, 13], LM: [5, 2]}, id="2-uneven"),
-    pytest.param(3, {DIGITS: [7, 8, 1], LM: [1, 5, 1]}, id="3"),
+    pytest.param(2, {DIGITS: [3, 13], LM: [5, 2]}, id="2-uneven", marks=pytest.mark.on_gpus(2)),
+    pytest.param(3, {DIGITS: [7, 8, 1], LM: [1, 5, 1]}, id="3", marks=pytest.mark.on_gpus(3)),
 ]
 
 FEW_STEPS = {

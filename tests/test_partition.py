@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from procpipe.errors import BalanceError
 from procpipe.partition import (
+    _seeded,
     check_balance,
     check_model,
     check_shared_parameters,
@@ -181,6 +182,19 @@ def test_layers_and_seeds_draw_different_numbers() -> None:
 
     drawn = [*weights(0), *weights(1)]
     assert len({tuple(weight.flatten().tolist()) for weight in drawn}) == 6
+
+
+@pytest.mark.gpu(2)
+def test_on_a_gpu_it_is_that_gpus_generator_that_is_seeded() -> None:
+    device = torch.device("cuda", 1)
+    drawn = []
+    for seed in range(2):
+        torch.cuda.manual_seed_all(seed)
+        with _seeded(device, 0, 3):
+            drawn.append(torch.rand(4, device=device))
+
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(*drawn)
 
 
 def test_the_callers_generator_is_untouched() -> None:

@@ -131,7 +131,8 @@ class DeviceTransfers(Protocol):
         """End all transfers, at whatever stage they are; may be called by any thread.
 
         Returns:
-            Whether the device is free of them, after some seconds at most.
+            Whether the device is free of them, once it has run the compute that was queued, or
+            after half a minute.
         """
 
 

@@ -11,20 +11,20 @@ out of it into tensors of the receiver's own. Both copies run on side streams:
                                            tensors     ──────────────>  copies them out
     may use the slot again <─────────────  taken = k   <──────────────  writes
 
-All of this is queued on the GPU; the hosts go on. What they tell one another is a token, "slot n
-holds message k", and a flag, a byte a slot in a page that both have mapped: in use until the
-receiver has queued its part, then free. So work waits only for work that was queued before it, by
-whatever process, and no circle of waits can come about.
+All of this is queued on the GPU; the hosts go on. What they exchange is a token, "slot n holds
+message k", and a flag, a byte a slot in a page that both have mapped: in use until the receiver has
+queued its part, then free. So work waits only for work that was queued before it, by whatever
+process, and no circle of waits can come about.
 
 A channel has as many slots as it ever had messages in use at a time. A slot that has become too
-small is dropped: the receiver closes it, and says so in its flag; only then is its memory given
-back, as at the end (``drain``). A process that fails gives back nothing, since others may be
-reading: its memory goes with it.
+small is dropped: the receiver closes it, and sets its flag; only then is its memory given back,
+as at the end (``drain``). A process that fails gives back nothing, since others may be reading: its
+memory goes with it.
 
 A peer that has died never writes what a stream waits for, and the device could not be waited for
 any more, nor memory given back, nor perhaps the process end. So ``abort`` writes it: what receives
-wait for at once; what sends wait for a second later, when whoever is alive has copied out of the
-slots, so that nobody who has not heard of the failure yet gets the next message instead of his.
+wait for at once; what sends wait for a second later. By then the peers that live have copied out of
+the slots: else one that does not know of the failure yet would copy the next message instead.
 
 Streams write to memory of their own GPU only, also where another process has made it: a write to
 another GPU's is refused from CUDA 13.1 on (https://github.com/NVIDIA/nccl/issues/2052).
@@ -61,7 +61,7 @@ _NOTE = struct.Struct("<IQIH")
 _NUMBER = struct.Struct("<I")
 _MAX_DROPPED = 1000
 
-#: States of a slot, told by a byte.
+#: States of a slot, the values of its flag.
 _FREE, _IN_USE, _CLOSED = 0, 1, 2
 
 #: Slots of a process, those it has dropped too: far more than it comes to have.
@@ -80,9 +80,10 @@ _GRANULE = 2 << 20
 _CLOSE_TIMEOUT_S = 1.0
 _LOOK_EVERY_S = 0.001
 
-#: More than the number of any message, and how long live peers have to take theirs before it is
-#: written; how long streams may then take.
-_ABORTED, _TAKE_TIMEOUT_S, _ABORT_TIMEOUT_S = 1 << 62, 1.0, 2.0
+#: More than the number of any message, how often it is written to end transfers, and how long live
+#: peers have to take their messages before; how long streams may take then, which wait for the
+#: compute that is queued on the device.
+_ABORTED, _WRITE_EVERY_S, _TAKE_TIMEOUT_S, _ABORT_TIMEOUT_S = 1 << 62, 0.01, 1.0, 30.0
 
 
 class Note(NamedTuple):
@@ -147,7 +148,7 @@ class CudaIpcTransport:
         self._numbers = itertools.count()
         self._slots: defaultdict[tuple[int, int], list[_Slot]] = defaultdict(list)
         self._dropped: list[_Slot] = []
-        # A stream each: what one of them waits for is no other channel's concern.
+        # A stream each, so that no channel waits for another.
         self._sending: defaultdict[tuple[int, int], torch.cuda.Stream]
         self._sending = defaultdict(gpu.new_stream)
         self._receiving: defaultdict[tuple[int, int], torch.cuda.Stream]
@@ -228,7 +229,7 @@ class CudaIpcTransport:
             time.sleep(_LOOK_EVERY_S)
 
     def busy_with(self) -> list[int]:
-        """Return the ranks with which transfers are not over; may be asked by any thread."""
+        """Return the ranks with which transfers are not over; may be called by any thread."""
         streams = [*tuple(self._sending.items()), *tuple(self._receiving.items())]
         return sorted({peer for (peer, _), stream in streams if not stream.query()})
 
@@ -236,7 +237,8 @@ class CudaIpcTransport:
         """End all transfers, at whatever stage they are; may be called by any thread.
 
         Returns:
-            Whether the device is free of them, after three seconds at most.
+            Whether the device is free of them, once it has run the compute that was queued, after
+            31 seconds at most.
         """
         sending, receiving = tuple(self._sending.values()), tuple(self._receiving.values())
         self._release(self._to_fill, sending, _TAKE_TIMEOUT_S)
@@ -264,7 +266,7 @@ class CudaIpcTransport:
     def _release(
         self, addresses: Sequence[int], streams: Sequence[torch.cuda.Stream], timeout_s: float
     ) -> bool:
-        """Write what streams wait for until they are done; tell whether they are in time.
+        """Write what streams wait for until they are done; return whether they are in time.
 
         Again and again, as a live peer may write the number of its message over it.
         """
@@ -274,7 +276,7 @@ class CudaIpcTransport:
                 return False
             for address in addresses:
                 self._gpu.write(self._releasing, address, _ABORTED)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_WRITE_EVERY_S)
         return True
 
     # -- slots of this rank, to send from -------------------------------------------------------
@@ -286,7 +288,7 @@ class CudaIpcTransport:
         fitting = [slot for slot in free if slot.size_bytes >= size]
         if fitting:
             slots.remove(fitting[0])
-            slots.append(fitting[0])  # who was free for longest is next: its copy waits least
+            slots.append(fitting[0])  # the next is that free for longest: its copy waits least
             return fitting[0], ()
         dropped = free[:_MAX_DROPPED]
         for slot in dropped:

@@ -47,8 +47,8 @@ _META_SIZE = struct.Struct("<Q")
 #: Without a transport a larger message follows its token, in pieces of at most this many bytes.
 PIECE_BYTES = 1 << 22
 
-#: How often to look whether a transport is done that tells nobody; and for how long after a peer
-#: has left, whose device may have had all of a message before this one's has ended the transfer.
+#: How often to look whether a transport without acknowledgements is done; and for how long after a
+#: peer has left, whose device may have all of a message before this one has ended the transfer.
 _LOOK_EVERY_S = 0.001
 _GRACE_S = 2.0
 
@@ -84,7 +84,7 @@ class LinkSender:
         self._inline_bytes: float = math.inf
         if transport is not None:
             self._inline_bytes = transport.inline_bytes if device.type == "cpu" else -1
-        self._is_told_of_arrival = transport is None or transport.needs_acknowledgement
+        self._is_acknowledged = transport is None or transport.needs_acknowledgement
         self._meta: Meta | None = None
         self._structure_text = ""
         self._size_bytes = 0
@@ -157,8 +157,8 @@ class LinkSender:
             peer,
             lambda: self.reap() == 0 and not mesh.has_unsent(peer),
             lambda: f"rank {peer} to take over {len(self._in_flight)} messages",
-            every_s=math.inf if self._is_told_of_arrival else _LOOK_EVERY_S,
-            grace_s=0.0 if self._is_told_of_arrival else _GRACE_S,
+            every_s=math.inf if self._is_acknowledged else _LOOK_EVERY_S,
+            grace_s=0.0 if self._is_acknowledged else _GRACE_S,
         )
 
     def reap(self) -> int:
@@ -176,7 +176,7 @@ class LinkSender:
         """Wait until what was sent may be written to; on a GPU, let the current stream wait."""
         if not self._in_flight:
             return
-        if self._is_told_of_arrival:
+        if self._is_acknowledged:
             self.settle()
         else:
             for k, departure in enumerate(self._in_flight):
@@ -228,7 +228,7 @@ class _Arrival(NamedTuple):
     Attributes:
         meta: what it is.
         tensors: its tensors; None if the transport brings them.
-        note: what the transport's other end has to tell.
+        note: what the transport's other end needs.
     """
 
     meta: Meta
@@ -298,7 +298,7 @@ class LinkReceiver:
                     pending.wait()
             except FileLimitError:
                 raise
-            except (OSError, RuntimeError):  # the peer is gone, and itself has more to tell
+            except (OSError, RuntimeError):  # the peer is gone, and its own story says why
                 self._mesh.wait_failure()
                 raise
             assert self._transport is not None

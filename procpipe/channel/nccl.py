@@ -74,8 +74,8 @@ _MAX_CHANNELS = 29
 #: Torch's own limit for a transfer, and for an abort.
 _OUT_OF_REACH_S = 30 * 86400.0
 
-#: How long all aborts together may take.
-_ABORT_TIMEOUT_S = 2.0
+#: How long all aborts together may take: each waits for the compute that is queued on the device.
+_ABORT_TIMEOUT_S = 30.0
 
 
 class NcclTransport:
@@ -103,6 +103,7 @@ class NcclTransport:
         self._lock = threading.Lock()
         self._receive_stream = torch.cuda.Stream(device)
         self._connecting_to: int | None = None
+        self._is_initializing = False
 
     def connect(self, store: Store, channels: Iterable[tuple[int, int, int]]) -> None:
         """Connect this rank's communicators; waits for the peers.
@@ -120,12 +121,28 @@ class NcclTransport:
         """
         channels = list(channels)
         num_blocks = _num_blocks(channels)
-        for channel in channels:
-            if self._rank in channel[:2]:
-                self._connecting_to = channel[0] + channel[1] - self._rank
-                group = _connected(store, self._rank, self._device, channel, num_blocks)
-                self._groups[channel] = group
-        self._connecting_to = None
+        try:
+            for channel in channels:
+                if self._rank in channel[:2]:
+                    self._connect(store, channel, num_blocks)
+        finally:
+            self._connecting_to, self._is_initializing = None, False
+
+    def _connect(self, store: Store, channel: tuple[int, int, int], num_blocks: int) -> None:
+        """Connect the communicator of one channel; the first transfer is part of it.
+
+        NCCL connects two ranks in their first transfer, and blocks both hosts for that.
+        """
+        is_sender = self._rank == channel[0]
+        self._connecting_to = channel[0] + channel[1] - self._rank
+        self._is_initializing = True
+        group = _new_group(store, channel, num_blocks, is_sender=is_sender)
+        token = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        group.eager_connect_single_device(self._device)
+        self._groups[channel] = group
+        self._is_initializing = False
+        _transfer(group, [token], is_sender=is_sender).block_current_stream()
+        torch.cuda.synchronize(self._device)
 
     def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[NcclPending, bytes]:
         """Begin to send contiguous tensors once the current stream has made them."""
@@ -158,21 +175,23 @@ class NcclTransport:
         """End all transfers, at whatever stage they are; may be called by any thread.
 
         Returns:
-            Whether the device is free of them, after two seconds at most.
+            Whether the device is free of them, once it has run the compute that was queued, after
+            30 seconds at most; False while a communicator waits for its other end, which nothing
+            ends.
         """
         deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
         with self._lock:
             if self._aborting is None:
                 self._aborting = [
                     threading.Thread(target=_abort, args=(group,), daemon=True)
-                    for group in self._groups.values()
+                    for group in tuple(self._groups.values())
                 ]
                 for thread in self._aborting:
                     thread.start()
             aborting = self._aborting
         for thread in aborting:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-        return self._connecting_to is None and not any(thread.is_alive() for thread in aborting)
+        return not (self._is_initializing or any(thread.is_alive() for thread in aborting))
 
     def close(self) -> None:
         """Abort and drop the communicators; nothing may be under way that somebody needs."""
@@ -263,28 +282,19 @@ def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
     return work
 
 
-def _connected(
-    store: Store, rank: int, device: torch.device, channel: tuple[int, int, int], num_blocks: int
+def _new_group(
+    store: Store, channel: tuple[int, int, int], num_blocks: int, *, is_sender: bool
 ) -> Any:
-    """Build the communicator of one channel, sender as 0, receiver as 1, and connect it.
-
-    The first transfer is part of it: NCCL connects two ranks in it, and blocks both hosts for that.
-    """
+    """Make the group of one channel, sender as 0, receiver as 1; it is not connected."""
     from torch.distributed import PrefixStore, ProcessGroupNCCL
 
     source, destination, kind = channel
-    is_sender = rank == source
     options = nccl_options(
         ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=is_sender
     )
     prefix = f"nccl/{source}-{destination}/{kind}"
     with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
-        group: Any = ProcessGroupNCCL(PrefixStore(prefix, store), 0 if is_sender else 1, 2, options)
-    group.eager_connect_single_device(device)
-    token = torch.zeros(1, dtype=torch.uint8, device=device)
-    _transfer(group, [token], is_sender=is_sender).block_current_stream()
-    torch.cuda.synchronize(device)
-    return group
+        return ProcessGroupNCCL(PrefixStore(prefix, store), 0 if is_sender else 1, 2, options)
 
 
 @contextlib.contextmanager

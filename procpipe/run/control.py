@@ -64,6 +64,8 @@ class Control:
 
     def peek(self, peer: int) -> bytes | None:
         """Return the next message of a connected peer if it is here, and leave it there."""
+        if not self._mesh.is_connected(peer):  # so is none, once this rank has left
+            return None
         self._mesh.poll()
         heard = self._heard[peer]
         return heard[0] if heard and self._mesh.is_connected(peer) else None

@@ -1,7 +1,7 @@
-"""Watches over a thread that waits for a device, in native code, out of which it cannot look.
+"""Ends waits for a device, in native code, when a peer has failed.
 
 A transfer whose peer has failed never ends, and what waits for the device, ``loss.item()`` in the
-user's script for instance, would wait for ever: no wait of ours, and no socket is read in it.
+user's script for instance, would wait for ever: it reads no socket.
 
     caller's thread    loss.item()  …  …  …  …  …  …  …  …  ─> RemoteStageError, raised there
     this thread        now and then: has it moved?        │
@@ -11,7 +11,7 @@ user's script for instance, would wait for ever: no wait of ours, and no socket 
 
 (1) comes first, so that Python sees none of the values that are computed after (2): the interpreter
 raises as soon as native code returns. Where transfers cannot be ended the process is, with its
-story. Without a failure the thread tells of stalls, and after ``timeout_s`` that counts as one.
+story. Without a failure the thread reports stalls, and after ``timeout_s`` that is a failure.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ __all__ = ["DeviceWatch", "abort_all"]
 _LOOK_EVERY_S = 0.2
 
 #: How long the caller's thread may stay where it is after a failure, before that counts as stuck;
-#: and where a peer has only left, with which transfers are under way.
-_STUCK_AFTER_S, _LEFT_AFTER_S = 0.5, 2.0
+#: and where a peer has only left, whose part is done, while this device may have much to compute
+#: before its own is.
+_STUCK_AFTER_S, _LEFT_AFTER_S = 0.5, 30.0
 
 
 class DeviceWatch:
-    """A thread that ends waits for a device in which a peer's failure would never be heard of.
+    """A thread that ends waits for a device after a peer's failure.
 
     Args:
         mesh: this rank's sockets.
         transports: what has transfers on the device.
         caller: returns the thread that makes the calls of the pipeline.
-        onlooker: is told of waits and stalls.
+        onlooker: gets reports of waits and stalls.
         timeout_s: how long a wait may last before it is an error.
         stall_timeout_s: how long until it is called a stall.
     """
@@ -87,11 +88,11 @@ class DeviceWatch:
 
     def _run(self, every_s: float) -> None:
         while not self._is_closed.wait(every_s):
-            overheard = self._mesh.overheard()
-            if overheard is None:  # the caller's thread looks itself
+            ahead = self._mesh.look_ahead()
+            if ahead is None:  # the caller's thread reads itself
                 self._seen = None
                 continue
-            failure, left = overheard
+            failure, left = ahead
             peers = self._stuck_with()
             if not peers:
                 continue
@@ -122,7 +123,7 @@ class DeviceWatch:
         return peers
 
     def _fault(self, peers: list[int], left: set[int], waited_s: float) -> ProcpipeError | None:
-        """Return what is wrong although no peer has failed, if anything; tell of a stall."""
+        """Return what is wrong although no peer has failed, if anything; report a stall."""
         rank, what = self._mesh.rank, f"its device, in transfers with ranks {peers}"
         if left and waited_s >= _LEFT_AFTER_S:
             peer = min(left)
@@ -162,8 +163,10 @@ def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
     """End the transfers of all transports at once, as those of one may wait for another's.
 
     Returns:
-        Whether the device is free of them, after some seconds at most.
+        Whether the device is free of them, once it has run the compute that was queued, or after
+        half a minute.
     """
+    transports = tuple(transports)  # a thread that closes them meanwhile empties the list
     freed: list[bool] = []
     threads = [
         threading.Thread(target=lambda each=each: freed.append(each.abort()), daemon=True)

@@ -354,8 +354,7 @@ class Executor:
         key = kind, *_ = key_of(transfer)
         if kind == LOSS:
             assert batch.loss is not None, "the stage of the last partition has the loss"
-            # A copy: the user may change the loss that step returns while it is on its way.
-            message = Flat([batch.loss.clone()], "*", (False,))
+            message = Flat([batch.loss], "*", (False,))
         else:
             message = self._made.pop(key)
             if kind in (GRADIENT, SKIP_GRADIENT) and message.structure == ("t", ()):

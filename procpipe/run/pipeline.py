@@ -61,10 +61,9 @@ _LOOK_EVERY_S = 0.01
 #: of the plan from one rank to another are numbered from 1.
 _VALUE_NUMBER = 63
 
-
-#: How many programs a host may have queued on its device, and how often it looks.
+#: How many programs a host may have queued on its device, and how often it checks that.
 _MAX_LEAD = 2
-_LOOK_EVERY_S = 0.001
+_CHECK_LEAD_EVERY_S = 0.001
 
 #: How often a stage says how much memory of its device it uses.
 _TELL_DEVICE_EVERY_S = 0.5
@@ -162,7 +161,7 @@ class Pipeline:
         """
         while len(self._ends) >= _MAX_LEAD:
             end = self._ends.popleft()
-            self._mesh.wait(end.query, lambda: "its device", every_s=_LOOK_EVERY_S)
+            self._mesh.wait(end.query, lambda: "its device", every_s=_CHECK_LEAD_EVERY_S)
 
     def _tell_device_bytes(self) -> None:
         """Tell how full the device is, now and then: asking takes as long as a task's host part."""
@@ -239,7 +238,7 @@ class Pipeline:
     def pass_on(self, error: RemoteStageError) -> None:
         """Tell this pipeline's peers of a failure that another one's told us of."""
         is_lost = isinstance(error, PeerLostError)
-        self._mesh.tell_failure(error.rank, error.story, is_lost=is_lost)
+        self._mesh.send_failure(error.rank, error.story, is_lost=is_lost)
 
     def close(self) -> None:
         """Wait until what was sent has arrived, say goodbye and disconnect."""

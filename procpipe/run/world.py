@@ -260,7 +260,7 @@ class World:
         if self.num_ranks == 1:
             return
         if self._mesh is not None:
-            self._mesh.tell_failure(self.rank, story)
+            self._mesh.send_failure(self.rank, story)
             return
         try:
             self._start.leave_note(story)
@@ -314,7 +314,10 @@ class World:
             if self._device_transports:
                 self._mesh.part(_PART_TIMEOUT_S)
             self._mesh.close()
-        self.is_device_stuck |= not abort_all(self._device_transports)
+        if not abort_all(self._device_transports):
+            self.is_device_stuck = True
+            keep_for_ever([*self._transports])  # closing them, or their destructors, would wait
+            self._transports.clear()
         self._device_transports.clear()
         while self._transports:
             self._transports.pop().close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections import defaultdict, deque
 
 import pytest
@@ -17,7 +18,7 @@ from procpipe.channel import cuda_ipc
 from procpipe.channel.cuda_ipc import CudaIpcTransport, Note
 from procpipe.channel.meta import describe
 from procpipe.tree import Flat
-from tests.channel.simulated import Device, Event, Process
+from tests.channel.simulated import Device, Event, Process, Work
 
 KIND = 1
 MIB = 1 << 20
@@ -450,6 +451,17 @@ def test_who_is_alive_gets_its_message_although_its_sender_has_failed(ends):
     assert ends.sender.abort()
 
     assert torch.equal(received, numbers(10))
+
+
+def test_ending_transfers_waits_for_the_compute_that_is_queued_before_them(ends):
+    """Two steps of a large model, which take seconds, are no device that is stuck."""
+    busy_until_s = time.monotonic() + 3.5
+    ends.gpus[0].current_stream().queue(Work(is_ready=lambda: time.monotonic() > busy_until_s))
+    ends.send([numbers(10)])
+
+    assert ends.sender.abort()
+
+    assert ends.sender.busy_with() == []
 
 
 def test_a_good_end_waits_for_nothing(ends, monkeypatch):

@@ -212,7 +212,7 @@ def test_a_transfer_that_breaks_is_the_fault_of_who_broke_it(meshes):
     sender.send(Flat.of(BIG))
     receiver.expect()
     meshes[1].poll()
-    meshes[0].tell_failure(0, "the story")
+    meshes[0].send_failure(0, "the story")
 
     with pytest.raises(RemoteStageError, match="the story"):
         receiver.take()
@@ -221,7 +221,7 @@ def test_a_transfer_that_breaks_is_the_fault_of_who_broke_it(meshes):
 def test_a_send_that_breaks_is_the_fault_of_who_broke_it(meshes):
     sender = LinkSender(meshes[1], 0, 1, Broken(), CPU)
     sender.send(Flat.of(BIG))
-    meshes[0].tell_failure(0, "the story")
+    meshes[0].send_failure(0, "the story")
 
     with pytest.raises(RemoteStageError, match="the story"):
         sender.send(Flat.of(BIG))

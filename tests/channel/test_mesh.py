@@ -340,7 +340,9 @@ def test_what_no_socket_tells_of_is_asked_for(net):
 
 def test_a_killed_peer_is_named(net):
     a, b, c = net(3)
-    for sock in a._sockets.values():  # as the kernel does for a killed process
+    for sock in (
+        each.sock for each in a._connections.values()
+    ):  # as the kernel does for a killed process
         sock.shutdown(socket.SHUT_RDWR)
 
     for one in (b, c):
@@ -443,7 +445,7 @@ def test_a_failure_reaches_all_and_is_passed_on():
         sock.setblocking(False)
     # Rank 2 cannot hear it from rank 0 itself.
     meshes = a, b, c = mesh(0, {1: a1}), mesh(1, {0: b0, 2: b2}), mesh(2, {1: c1})
-    a.tell_failure(0, "the story")
+    a.send_failure(0, "the story")
 
     with pytest.raises(RemoteStageError) as first:
         b.wait(lambda: False, nothing)
@@ -481,8 +483,8 @@ def test_a_lost_peer_is_lost_for_those_too_who_only_hear_of_it(how):
 
 def test_a_failure_is_told_once(net):
     a, b = net(2)
-    a.tell_failure(0, "first")
-    a.tell_failure(0, "second")
+    a.send_failure(0, "first")
+    a.send_failure(0, "second")
     a.close()
 
     with pytest.raises(RemoteStageError, match="first"):
@@ -511,7 +513,7 @@ def test_what_is_there_is_taken_before_a_failure_is_raised(net):
     a, b = net(2)
     heard = heard_by(b, 0, 7)
     a.send(1, 7, 0, 0, b"what is wrong")
-    a.tell_failure(0, "it is wrong")
+    a.send_failure(0, "it is wrong")
 
     b.wait(lambda: heard, nothing)
 
@@ -526,7 +528,7 @@ def test_a_failure_overtakes_what_could_not_be_sent(net):
     heard = heard_by(b, 0, 7)
     for _ in range(100):
         a.send(1, 7, 0, 0, bytes(1 << 20))
-    failing = threading.Thread(target=lambda: (a.tell_failure(0, "the story"), a.close()))
+    failing = threading.Thread(target=lambda: (a.send_failure(0, "the story"), a.close()))
     failing.start()
 
     with pytest.raises(RemoteStageError) as caught:
@@ -546,7 +548,7 @@ def test_a_peer_that_does_not_read_cannot_keep_a_failing_rank(net, monkeypatch):
         b.send(0, 7, 0, 0, bytes(1 << 20))
     start = time.monotonic()
 
-    a.tell_failure(0, "the story")
+    a.send_failure(0, "the story")
 
     assert time.monotonic() - start < 0.5
 
@@ -570,7 +572,7 @@ def test_closing_does_not_wait_for_a_peer_that_is_gone(net):
     a, b = net(2)
     for _ in range(20):
         a.send(1, 7, 0, 0, bytes(1 << 20))
-    for sock in b._sockets.values():
+    for sock in (each.sock for each in b._connections.values()):
         sock.shutdown(socket.SHUT_RDWR)
     start = time.monotonic()
 
@@ -591,7 +593,7 @@ def test_a_mesh_of_one_rank_has_nobody_to_speak_to():
     alone.poll()
     alone.flush()
     alone.wait(lambda: True, nothing)
-    alone.tell_failure(0, "nobody hears it")
+    alone.send_failure(0, "nobody hears it")
     alone.close()
     assert alone.peers == ()
 

@@ -88,7 +88,7 @@ def test_a_killed_peer_whose_child_lives(peer, monkeypatch, has_peerpidfd):
 
 
 def test_what_it_had_said_counts(peer, monkeypatch):
-    monkeypatch.setattr(mesh_module, "_READ_BYTES", 1 << 14)
+    monkeypatch.setattr(mesh_module, "READ_BYTES", 1 << 14)
     heard = []
     story = {"rank": 0, "story": "boom", "is_lost": False}
     many = b"".join(frame(3, bytes(40_000)) for _ in range(2))
@@ -121,7 +121,7 @@ def test_a_process_that_cannot_be_opened_is_done_without(peer, monkeypatch):
     monkeypatch.setattr(os, "pidfd_open", refuse)
     _, mesh = peer()
 
-    assert mesh._process_of == {}
+    assert [each.process for each in mesh._connections.values()] == [None]
     mesh.poll()
 
 
@@ -157,7 +157,7 @@ def test_a_forked_child_cannot_speak_for_its_parent():
         ):
             with pytest.raises(StageClosedError, match=r"was forked from that of rank 1 \("):
                 act()
-        mesh.tell_failure(1, "a story")
+        mesh.send_failure(1, "a story")
         mesh.close()
         return ours.fileno()
 

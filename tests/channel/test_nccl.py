@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from procpipe.channel.nccl import _num_blocks
+from procpipe.torch_internals import in_a_batch
 
 
 def between(num_ranks, num_channels):
@@ -43,3 +44,31 @@ def test_more_channels_than_streams_are_refused(channels, words):
     """Two communicators of one stream would wait for each other's peers, in any order."""
     with pytest.raises(ValueError, match=words):
         _num_blocks(channels)
+
+
+class Batches:
+    """A group of torch whose transfers fail."""
+
+    def __init__(self):
+        self.num_open = 0
+
+    def _start_coalescing(self):
+        self.num_open += 1
+
+    def _end_coalescing(self):
+        self.num_open -= 1
+        raise RuntimeError("it was aborted")
+
+
+def fail():
+    raise KeyError("boom")
+
+
+def test_a_batch_that_fails_is_ended():
+    """Else nothing that this thread sends by another group would ever begin."""
+    group = Batches()
+
+    with pytest.raises(KeyError, match="boom"):
+        in_a_batch(group, fail)
+
+    assert group.num_open == 0

@@ -11,9 +11,16 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 #: Says to all processes of a test run what their tests run on: "cpus" or "gpus".
 VARIABLE = "PROCPIPE_TEST_DEVICES"
+
+#: Is set where a test of many cases runs a third of them: in a share for one number of GPUs.
+SOME_CASES = "PROCPIPE_TEST_SOME_CASES"
 
 #: What numbers of a real GPU may differ from the CPU's by, of a tensor's largest value: its kernels
 #: add up in another order. An emulated GPU computes what the CPU does, to the last bit.
@@ -43,6 +50,17 @@ def devices_of_ranks(num_ranks: int) -> list[str]:
     if not is_on_gpus():
         return ["cpu"] * num_ranks
     return [f"cuda:{rank % num_gpus()}" for rank in range(num_ranks)]
+
+
+def some_of(cases: Iterable[T]) -> Sequence[T]:
+    """Return all cases; in ``make test-gpu`` with emulated GPUs every third, from the seed's on.
+
+    The seeds 0, 1 and 2 together run all of them. The same on all ranks.
+    """
+    cases = list(cases)
+    if SOME_CASES not in os.environ:
+        return cases
+    return cases[int(os.environ["EMULATED_GPU_SEED"]) % 3 :: 3] or cases[-1:]
 
 
 def visible_to_script() -> dict[str, str]:

@@ -196,14 +196,16 @@ def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[
         main.__file__ = start.argv[0]
         code = compile(Path(start.argv[0]).read_bytes(), start.argv[0], "exec")
     sys.modules["__main__"] = main
-    # What is frozen outlives the interpreter, and nanobind, which Triton is built with, complains.
-    atexit.register(gc.unfreeze)
     return code, vars(main)
 
 
 if __name__ == "__main__":
+    # What is frozen outlives the interpreter, of which nanobind, that Triton is built with, would
+    # complain as a child ends. Torch does without.
+    sys.modules["triton"] = None  # type: ignore[assignment]
     for name in IMPORTS:
         importlib.import_module(name)
+    del sys.modules["triton"]
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork would lose some"
     gc.collect()

@@ -398,25 +398,26 @@ def test_after_a_failure_every_call_is_refused(ranks):
 
 
 def is_killed(world, origin, when):
-    """Train until a rank is killed: in a layer, between two steps, or while it waits for a peer."""
+    """Train until a rank is killed: in a layer, between two steps, or while a task of it waits."""
     store = world._shared_store()
     store.set(f"pid/{world.rank}", str(os.getpid()))
     pid = int(store.get(f"pid/{origin}"))
     slow = origin + 1 if origin + 1 < world.num_ranks else origin - 1
+    waiting_task = when.removeprefix("waiting in ")
 
     def kill_once_it_waits():
         deadline_s = time.monotonic() + 10.0
         while True:
             board = Board.of_process(pid)
             assert board is not None
-            wait = board.read().wait
-            if wait is not None and wait.what.endswith(f"from stage {slow} (rank {slow})"):
+            reading = board.read()
+            if reading.wait is not None and reading.task == waiting_task:
                 os.kill(pid, signal.SIGKILL)
                 return
             assert time.monotonic() < deadline_s, "it has not come to wait"
             time.sleep(0.01)
 
-    if when == "waiting":
+    if when != waiting_task:
         model = model_of(world.num_ranks, slow, "forward", kill_once_it_waits)
     else:
         model = model_of(world.num_ranks, origin, when, kill)
@@ -438,9 +439,9 @@ def is_killed(world, origin, when):
         (3, 2, "backward", "in B2, for "),
         (4, 0, "backward", "in B2, for "),
         (4, 3, "recompute", r"in R2, layer 'l7' \(Faulty\), for "),
-        (2, 0, "waiting", r"in B2, waiting \d+\.\d s for gradient from stage 1 \(rank 1\)"),
-        (3, 1, "waiting", r"in B2, waiting \d+\.\d s for gradient from stage 2 \(rank 2\)"),
-        (4, 3, "waiting", r"in F1, waiting \d+\.\d s for activation from stage 2 \(rank 2\)"),
+        (2, 0, "waiting in B2", r"in B2, waiting \d+\.\d s for gradient from stage 1 \(rank 1\)"),
+        (3, 1, "waiting in B2", r"in B2, waiting \d+\.\d s for gradient from stage 2 \(rank 2\)"),
+        (4, 3, "waiting in F1", r"in F1, waiting \d+\.\d s for activation from stage 2 \(rank 2\)"),
     ],
 )
 def test_a_rank_is_killed(ranks, n, origin, when, seen):

@@ -1,13 +1,15 @@
 """Bad days with transfers under way on GPUs: all ranks end, in time, with the one right story.
 
 On one GPU transfers go over CUDA IPC, on two and four (also) over NCCL, where a transfer whose peer
-has died never ends by itself. Each test runs with every number of GPUs.
+has died never ends by itself.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+import types
 from typing import Any
 
 import pytest
@@ -16,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import Stage
+from procpipe.channel import nccl
 from tests.dist.report import Failure, Outcomes
 from tests.dist.script import run_forked
 from tests.dist.test_failures import BULK, boom, check, check_lost, kill, train
 
-pytestmark = pytest.mark.gpu(every=True)
+pytestmark = pytest.mark.gpu
 
 WIDTH = 256
 CHUNKS = 4
@@ -113,6 +116,35 @@ def check_killed(outcomes: Outcomes, origin: int) -> None:
     assert isinstance(failure, Failure)
     assert failure.type == "ProcessDied"
     check_lost(outcomes, origin, f"rank {origin} ended without a word")
+
+
+def is_killed_as_it_connects(world: Any) -> None:
+    """Rank 1 has a communicator with rank 0, which waits on its device for the first transfer."""
+    if world.rank == 1:
+        setattr(nccl, "_transfer", lambda *_, **__: kill())  # noqa: B010
+    train(world, None, "forward")
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_is_killed_as_it_connects(ranks: Any) -> None:
+    outcomes = ranks(2).run(is_killed_as_it_connects)
+
+    check_killed(outcomes, 1)
+    assert outcomes.errors()[0].type == "PeerLostError"
+
+
+def ends_transfers_of_a_busy_device(bare: Any) -> bool:
+    """Abort a communicator of which torch frees the memory when the device has done its compute."""
+    has_computed = threading.Event()
+    group = types.SimpleNamespace(abort=has_computed.wait)
+    transport = nccl.NcclTransport(bare.rank, bare.device)
+    transport._groups[0, 1, 0] = group
+    threading.Timer(3.5, has_computed.set).start()
+    return transport.abort()
+
+
+def test_ending_transfers_waits_for_the_compute_that_is_queued_before_them(ranks: Any) -> None:
+    assert ranks(1).run(ends_transfers_of_a_busy_device, world=False).values() == [True]
 
 
 def leave() -> None:

@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import re
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from procpipe import Remote, Stage, is_checkpointing, is_recomputing
+from tests.dist.devices import some_of
 from tests.dist.stages import (
     MODES,
     assert_same,
@@ -262,42 +264,41 @@ def seed_all(layers):
 def check_random_layers(bare, balance):
     """Each stage draws from generators of its own, so the truth is run stage by stage."""
     inputs, target = make_batch()
-    for kind in KINDS:
+    for mode, kind in some_of(product(MODES, KINDS)):
         torch.manual_seed(1)
         layers = [nn.Linear(4, 4), Drop(kind), nn.Tanh(), Drop(kind), nn.Linear(4, 3), nn.Tanh()]
         plain = nn.Sequential(*layers).double()
-        for mode in MODES:
-            options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": F.cross_entropy}
-            with stage_of(bare, f"{kind} {mode}", plain, balance, **options) as stage:
-                for style in ("step", "forward", "step"):
-                    what = f"{kind} {mode} {style}"
-                    plain.zero_grad()
-                    stage.zero_grad()
-                    outputs = list(inputs.chunk(3))
-                    first = 0
-                    for part in balance:
-                        seed_all(plain)
-                        outputs = [plain[first : first + part](x) for x in outputs]
-                        first += part
-                    following = draw_again(plain)
-                    seed_all(stage)
-                    if style == "step":
-                        losses = [
-                            F.cross_entropy(output, y) * (len(y) / 10)
-                            for output, y in zip(outputs, target.chunk(3), strict=True)
-                        ]
-                        for loss in reversed(losses):
-                            loss.backward()
-                        stage.step(inputs, target)
-                    else:
-                        parts = [output.detach().requires_grad_() for output in outputs]
-                        torch.cat(parts).square().sum().backward()
-                        for output, part in reversed(list(zip(outputs, parts, strict=True))):
-                            output.backward(part.grad)
-                        stage(inputs).square().sum().backward()
-                    assert_same_gradients(stage, plain, what)
-                    if len(balance) == 1:  # the generators go on as if nothing was recomputed
-                        assert_same(draw_again(stage), following, what)
+        options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": F.cross_entropy}
+        with stage_of(bare, f"{kind} {mode}", plain, balance, **options) as stage:
+            for style in ("step", "forward", "step"):
+                what = f"{kind} {mode} {style}"
+                plain.zero_grad()
+                stage.zero_grad()
+                outputs = list(inputs.chunk(3))
+                first = 0
+                for part in balance:
+                    seed_all(plain)
+                    outputs = [plain[first : first + part](x) for x in outputs]
+                    first += part
+                following = draw_again(plain)
+                seed_all(stage)
+                if style == "step":
+                    losses = [
+                        F.cross_entropy(output, y) * (len(y) / 10)
+                        for output, y in zip(outputs, target.chunk(3), strict=True)
+                    ]
+                    for loss in reversed(losses):
+                        loss.backward()
+                    stage.step(inputs, target)
+                else:
+                    parts = [output.detach().requires_grad_() for output in outputs]
+                    torch.cat(parts).square().sum().backward()
+                    for output, part in reversed(list(zip(outputs, parts, strict=True))):
+                        output.backward(part.grad)
+                    stage(inputs).square().sum().backward()
+                assert_same_gradients(stage, plain, what)
+                if len(balance) == 1:  # the generators go on as if nothing was recomputed
+                    assert_same(draw_again(stage), following, what)
 
 
 def draw_again(layers):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.dist.devices import some_of
 from tests.dist.stages import (
     MODES,
     assert_same,
@@ -92,54 +94,50 @@ def make_batch(size, seed):
 
 def check_step(bare, balances):
     """``step`` in every mode, with every number of micro-batches, twice without zero_grad."""
-    for balance in balances:
-        for mode in MODES:
-            for chunks, size in BATCHES.items():
-                plain = make_model()
-                name = f"step {balance} {mode} {chunks}"
-                with stage_of(
-                    bare,
-                    name,
-                    plain,
-                    balance,
-                    chunks=chunks,
-                    checkpoint=mode,
-                    loss_fn=F.cross_entropy,
-                ) as stage:
-                    for seed in (2, 3):
-                        inputs, target = make_batch(size, seed)
-                        expected = plain_step(plain, (inputs,), target, chunks, F.cross_entropy)
-                        data = (inputs, target) if bare.rank == 0 else ()
-                        assert_same(stage.step(*data), expected, "loss")
-                        assert_same_gradients(stage, plain)
-                        assert_same_state(stage, plain)
-                    assert set(stage.statistics().num_tasks) == {"F", "B"} | (
-                        set() if mode == "never" or (mode, chunks) == ("except_last", 1) else {"R"}
-                    )
+    for balance, mode, (chunks, size) in some_of(product(balances, MODES, BATCHES.items())):
+        plain = make_model()
+        name = f"step {balance} {mode} {chunks}"
+        with stage_of(
+            bare,
+            name,
+            plain,
+            balance,
+            chunks=chunks,
+            checkpoint=mode,
+            loss_fn=F.cross_entropy,
+        ) as stage:
+            for seed in (2, 3):
+                inputs, target = make_batch(size, seed)
+                expected = plain_step(plain, (inputs,), target, chunks, F.cross_entropy)
+                data = (inputs, target) if bare.rank == 0 else ()
+                assert_same(stage.step(*data), expected, "loss")
+                assert_same_gradients(stage, plain)
+                assert_same_state(stage, plain)
+            assert set(stage.statistics().num_tasks) == {"F", "B"} | (
+                set() if mode == "never" or (mode, chunks) == ("except_last", 1) else {"R"}
+            )
 
 
 def check_forward_and_backward(bare, balances):
     """``stage(input)``, any loss code, ``backward()``: every rank runs the same lines."""
-    for balance in balances:
-        for mode in MODES:
-            for chunks, size in BATCHES.items():
-                plain = make_model()
-                name = f"forward {balance} {mode} {chunks}"
-                with stage_of(bare, name, plain, balance, chunks=chunks, checkpoint=mode) as stage:
-                    for seed in (2, 3):
-                        inputs, target = make_batch(size, seed)
-                        output = stage(inputs)
-                        loss = F.cross_entropy(output, target.to(stage.device))
-                        loss.backward()
+    for balance, mode, (chunks, size) in some_of(product(balances, MODES, BATCHES.items())):
+        plain = make_model()
+        name = f"forward {balance} {mode} {chunks}"
+        with stage_of(bare, name, plain, balance, chunks=chunks, checkpoint=mode) as stage:
+            for seed in (2, 3):
+                inputs, target = make_batch(size, seed)
+                output = stage(inputs)
+                loss = F.cross_entropy(output, target.to(stage.device))
+                loss.backward()
 
-                        expected, expected_loss = plain_backward(
-                            plain, (inputs,), chunks, partial(F.cross_entropy, target=target)
-                        )
-                        if bare.rank == bare.num_ranks - 1:
-                            assert_same(output.detach(), expected, "output")
-                        assert_same(stage.fetch(loss), expected_loss, "loss")
-                        assert_same_gradients(stage, plain)
-                        assert_same_state(stage, plain)
+                expected, expected_loss = plain_backward(
+                    plain, (inputs,), chunks, partial(F.cross_entropy, target=target)
+                )
+                if bare.rank == bare.num_ranks - 1:
+                    assert_same(output.detach(), expected, "output")
+                assert_same(stage.fetch(loss), expected_loss, "loss")
+                assert_same_gradients(stage, plain)
+                assert_same_state(stage, plain)
 
 
 def check_batch_norm(bare, balance):
@@ -166,39 +164,38 @@ def check_batch_norm(bare, balance):
 def run_with_dropout(bare, balances):
     """Return loss, output and gradients of this stage for each mode and way of calling."""
     results = []
-    for balance in balances:
-        for style in ("step", "forward"):
-            for mode in MODES:
-                torch.manual_seed(1)
-                model = nn.Sequential(
-                    nn.Linear(6, 16),
-                    nn.Dropout(0.5),
-                    nn.Linear(16, 16),
-                    nn.Sequential(nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.2)),
-                    nn.Linear(16, 2),
-                ).double()
-                inputs, target = torch.randn(12, 6).double(), torch.randn(12, 2).double()
-                torch.manual_seed(7 + bare.rank)
-                with stage_of(
-                    bare,
-                    f"dropout {balance} {style} {mode}",
-                    model,
-                    balance,
-                    chunks=3,
-                    checkpoint=mode,
-                    loss_fn=F.mse_loss,
-                ) as stage:
-                    values = []
-                    for _ in range(2):
-                        if style == "step":
-                            values.append(stage.step(inputs, target))
-                        else:
-                            loss = F.mse_loss(stage(inputs), target.to(stage.device))
-                            loss.backward()
-                            values.append(stage.fetch(loss))
-                    gradients = {name: p.grad for name, p in stage.named_parameters()}
-                    after = torch.rand(3)  # the generator goes on alike
-                results.append((str(balance), style, mode, values, gradients, after))
+    for balance, style in some_of(product(balances, ("step", "forward"))):
+        for mode in MODES:
+            torch.manual_seed(1)
+            model = nn.Sequential(
+                nn.Linear(6, 16),
+                nn.Dropout(0.5),
+                nn.Linear(16, 16),
+                nn.Sequential(nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.2)),
+                nn.Linear(16, 2),
+            ).double()
+            inputs, target = torch.randn(12, 6).double(), torch.randn(12, 2).double()
+            torch.manual_seed(7 + bare.rank)
+            with stage_of(
+                bare,
+                f"dropout {balance} {style} {mode}",
+                model,
+                balance,
+                chunks=3,
+                checkpoint=mode,
+                loss_fn=F.mse_loss,
+            ) as stage:
+                values = []
+                for _ in range(2):
+                    if style == "step":
+                        values.append(stage.step(inputs, target))
+                    else:
+                        loss = F.mse_loss(stage(inputs), target.to(stage.device))
+                        loss.backward()
+                        values.append(stage.fetch(loss))
+                gradients = {name: p.grad for name, p in stage.named_parameters()}
+                after = torch.rand(3)  # the generator goes on alike
+            results.append((str(balance), style, mode, values, gradients, after))
     return results
 
 

@@ -55,6 +55,13 @@ def runs(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.on_gpus
+def test_a_forked_process_ends_without_a_word():
+    """Also where Triton is installed, which must not be among what the server of forks keeps."""
+    done = run_forked("import torch._dynamo").check()
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_plain_python_has_no_rank():
     assert run_script(WHO, args=["a", "b"]).check().stdout == "None None ['a', 'b']\n"
 

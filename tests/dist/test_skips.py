@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Generator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from procpipe.run.world import World
 from procpipe.skip import Namespace, pop, skippable, stash
 from procpipe.skip.skippable import declared
 from procpipe.skip.tracker import tracking
-from tests.dist.devices import is_on_gpus
+from tests.dist.devices import is_on_gpus, some_of
 from tests.dist.stages import assert_same
 
 pytestmark = pytest.mark.on_gpus
@@ -120,24 +121,24 @@ def check_parity(world: World, balance: list[int]) -> None:
     torch.manual_seed(1)
     x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
     stage = Stage(model(), balance, loss_fn=F.cross_entropy, world=world)
-    for chunks in (1, 2, 3, 8):
+    modes = ("never", "except_last", "always")
+    for mode, chunks in some_of(product(modes, (1, 2, 3, 8))):
         output, loss, gradients = truth(chunks, x, y)
-        for mode in ("never", "except_last", "always"):
-            case = (balance, chunks, mode)
-            stage.chunks, stage.checkpoint = chunks, mode
-            stage.zero_grad()
-            assert_same(stage.step(x, y), loss, str(case))
-            for name, parameter in stage.named_parameters():
-                assert parameter.grad is not None
-                assert_same(parameter.grad, gradients[name], f"{case} {name}")
-            assert stage.statistics().held_bytes == 0, case
+        case = (balance, chunks, mode)
+        stage.chunks, stage.checkpoint = chunks, mode
+        stage.zero_grad()
+        assert_same(stage.step(x, y), loss, str(case))
+        for name, parameter in stage.named_parameters():
+            assert parameter.grad is not None
+            assert_same(parameter.grad, gradients[name], f"{case} {name}")
+        assert stage.statistics().held_bytes == 0, case
 
-            stage.zero_grad()
-            ours = stage(x)
-            assert_same(stage.fetch(ours), output, str(case))
-            F.cross_entropy(ours, y.to(stage.device)).backward()
-            for name, parameter in stage.named_parameters():
-                assert_same(parameter.grad, gradients[name], f"{case} {name}", 1e-13, 1.0)
+        stage.zero_grad()
+        ours = stage(x)
+        assert_same(stage.fetch(ours), output, str(case))
+        F.cross_entropy(ours, y.to(stage.device)).backward()
+        for name, parameter in stage.named_parameters():
+            assert_same(parameter.grad, gradients[name], f"{case} {name}", 1e-13, 1.0)
         stage.eval()
         with torch.no_grad():
             assert_same(stage.fetch(stage(x)), output, f"{balance} {chunks} eval")

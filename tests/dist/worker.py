@@ -128,20 +128,12 @@ def _run(job: Job, rank: int, store: dist.Store) -> Outcome:
             world.close()
         except BaseException as error:
             failure = _with_close(failure, _failure_of(error))
-    _forget_stages()
     if failure is not None:
         gc.collect()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     return Outcome(rank, None if failure else value, failure, duration_s=duration_s)
-
-
-def _forget_stages() -> None:
-    """Let the next test not hear of the peers of stages that this one has left open."""
-    calls: Any = sys.modules.get("procpipe.run.calls")
-    if calls is not None:
-        calls._all.clear()
 
 
 def _make_world(job: Job, rank: int, store: dist.Store) -> Any:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 
-from tests.emulated_gpu import build, environment
+from tests.emulated_gpu import environment
 
 
 def main() -> int:
@@ -19,21 +19,13 @@ def main() -> int:
     parser.add_argument("--starve-ms", type=int, default=0, help="how long some streams do nothing")
     parser.add_argument("--memory-mib", default="8192", help="of each GPU: 8192, or 8192,4096,…")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
-    command = options.command[options.command[:1] == ["--"] :]
+    options = vars(parser.parse_args())
+    command = options.pop("command")
+    command = command[command[:1] == ["--"] :]
     if not command:
         parser.error("give a command to run")
-    libraries = build()
     with tempfile.TemporaryDirectory(prefix="emulated_gpu-") as folder:
-        variables = environment(
-            options.gpus,
-            options.seed,
-            libraries=libraries,
-            folder=folder,
-            delay_us=options.delay_us,
-            starve_ms=options.starve_ms,
-            memory_mib=options.memory_mib,
-        )
+        variables = environment(**options, folder=folder)
         try:
             return subprocess.run(command, env=os.environ | variables, check=False).returncode
         except KeyboardInterrupt:

@@ -1,14 +1,13 @@
-// Device memory: pages of this machine that other processes can map, between pages that nobody can
-// use. Addresses are never used again, so that a use after cudaFree ends the process.
-#include "emulator.h"
-
-#include <cuda.h>
+// Device memory: each block is a file without a name, which other processes can open, mapped
+// between unusable pages. Addresses are never used again: a use after cudaFree ends the process.
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -16,6 +15,8 @@
 #include <memory>
 #include <mutex>
 #include <vector>
+
+#include "emulator.h"
 
 namespace emulated {
 namespace {
@@ -25,34 +26,20 @@ using Guard = std::lock_guard<std::mutex>;
 constexpr size_t kPage = 4096, kAlignment = 512;
 constexpr size_t kArena = size_t(1) << 42;  // addresses for device memory of one process
 constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-constexpr int kHost = -1, kUnknown = -2;
 
 struct Block {
-  size_t size;        // as asked for
-  char* mapping;      // whole pages, of which the block is the end
-  size_t mapped;      // bytes of these pages
-  int device;         // kHost for pinned memory
-  int file = -1;      // of device memory
-  int opened = 0;     // how often, if it is memory of another process
-  bool registered = false;  // pageable memory that was pinned
-  std::string origin; // what names memory of another process
+  size_t size;     // as asked for
+  int device;      // kHost for pinned memory
+  int file;
+  char* mapping;   // whole pages; the block ends where they end, but for its alignment
+  size_t mapped;   // bytes of these pages
+  bool opened;     // memory of another process
 };
-
-// What names memory to other processes; 64 bytes.
-struct Handle {
-  uint32_t magic;
-  int pid, file, device;
-  size_t size, mapped;
-  ino_t inode;
-};
-static_assert(sizeof(Handle) <= CUDA_IPC_HANDLE_SIZE, "a handle has room for no more");
-constexpr uint32_t kMagic = 0x47505521;
 
 struct State {
   std::mutex mutex;
   std::map<const char*, Block> blocks;  // by address
-  char* next = nullptr;                 // the arena's free part
-  char* arena_end = nullptr;
+  char *next = nullptr, *end = nullptr;  // the arena's free part
 };
 State& state() {
   static State* const all = new State;
@@ -61,420 +48,308 @@ State& state() {
 
 // ---- the limit, over all processes --------------------------------------------------------------
 
-// A file has a row for each process: bytes used on each GPU. A process holds a file lock on its row
-// as long as it lives; a row without a lock does not count.
-constexpr int kRows = 1024;
+// What a process uses of each GPU's memory; counts as long as the process lives.
 struct Row {
-  size_t bytes[kMostGpus];
-};
+  std::atomic<int> pid;
+  std::atomic<size_t> bytes[kMostGpus];
 
-struct Table {
-  int file;
-  Row* rows;
-  int mine = -1;
-
-  Table() {
-    file = open((settings().folder + "/memory").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (file < 0 || ftruncate(file, sizeof(Row) * kRows)) perror("emulated GPU: no table");
-    rows = (Row*)mmap(nullptr, sizeof(Row) * kRows, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    for (int row = 0; row < kRows && mine < 0; ++row)
-      if (lock(F_SETLK, row)) mine = row;
-    if (mine < 0) fail(cudaErrorUnknown, "more than 1024 processes use one folder");
-    else memset(&rows[mine], 0, sizeof(Row));
-  }
-  bool lock(int command, int row, short type = F_WRLCK) {
-    struct flock range = {};
-    range.l_type = type, range.l_whence = SEEK_SET;
-    range.l_start = row * sizeof(Row), range.l_len = sizeof(Row);
-    int error;
-    while ((error = fcntl(file, command, &range)) && errno == EINTR) {}
-    return !error && (command != F_GETLK || range.l_type != F_UNLCK);
-  }
-  size_t used(int gpu) {
-    size_t sum = 0;
-    for (int row = 0; row < kRows; ++row)
-      if (rows[row].bytes[gpu] && (row == mine || lock(F_GETLK, row))) sum += rows[row].bytes[gpu];
-    return sum;
-  }
-  // Take bytes of a GPU unless that is more than it has.
-  bool take(int gpu, size_t bytes) {
-    if (mine < 0) return false;
-    lock(F_SETLKW, kRows);  // one process at a time; the row after the last
-    const bool fits = used(gpu) + bytes <= settings().memory_bytes[gpu];
-    if (fits) rows[mine].bytes[gpu] += bytes;
-    lock(F_SETLK, kRows, F_UNLCK);
-    return fits;
-  }
+  bool lives() const { return pid && (!kill(pid, 0) || errno == EPERM); }
 };
-Table& table() {  // used with the state's lock held
-  static Table* const one = new Table;
-  return *one;
+constexpr int kRows = 1024;
+
+// All rows, in a file that the processes of a machine share.
+Row* rows() {
+  static Row* const shared = [] {
+    const std::string path = settings().folder + "/memory";
+    const int file = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (file < 0 || ftruncate(file, sizeof(Row) * kRows))
+      throw Error{cudaErrorUnknown, "cannot write to " + path};
+    const int access = PROT_READ | PROT_WRITE;
+    return (Row*)mmap(nullptr, sizeof(Row) * kRows, access, MAP_SHARED, file, 0);
+  }();
+  return shared;
 }
 
-// ---- pages --------------------------------------------------------------------------------------
-
-// Map pages so that there is an unusable one before and after them; MAP_FAILED if there is no room.
-char* map_pages(size_t bytes, int file) {
-  State& all = state();
-  if (!all.next) {
-    void* arena = mmap(nullptr, kArena, PROT_NONE, kReserved, -1, 0);
-    if (arena == MAP_FAILED) {
-      perror("emulated GPU: cannot reserve addresses (is there a limit, ulimit -v?)");
-      return (char*)MAP_FAILED;
+Row& own_row() {
+  static Row* const own = [] {
+    for (Row* row = rows(); row < rows() + kRows; ++row) {
+      int before = row->pid;
+      if (row->lives() || !row->pid.compare_exchange_strong(before, getpid())) continue;
+      for (auto& bytes : row->bytes) bytes = 0;
+      return row;
     }
-    all.next = (char*)arena, all.arena_end = all.next + kArena;
-  }
-  if (size_t(all.arena_end - all.next) < bytes + 2 * kPage) return (char*)MAP_FAILED;
-  const int flags = MAP_FIXED | (file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
-  void* pages = mmap(all.next + kPage, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
-  if (pages != MAP_FAILED) all.next += kPage + bytes;
-  return (char*)pages;
+    throw Error{cudaErrorUnknown, "more than 1024 processes use " + settings().folder};
+  }();
+  return *own;
 }
 
-void unmap_pages(char* pages, size_t bytes) {
-  mmap(pages, bytes, PROT_NONE, kReserved | MAP_FIXED, -1, 0);
+size_t used_of(int device) {
+  size_t sum = 0;
+  for (Row* row = rows(); row < rows() + kRows; ++row)
+    if (row->bytes[device] && row->lives()) sum += row->bytes[device];
+  return sum;
 }
 
 // ---- blocks -------------------------------------------------------------------------------------
 
+// Map pages behind the last ones, with an unusable one before and after them.
+char* map_pages(size_t bytes, int file) {
+  Guard lock(state().mutex);
+  State& all = state();
+  if (!all.next) {
+    void* arena = mmap(nullptr, kArena, PROT_NONE, kReserved, -1, 0);
+    if (arena == MAP_FAILED) throw Error{cudaErrorMemoryAllocation, "no addresses (ulimit -v?)"};
+    all.next = (char*)arena, all.end = all.next + kArena;
+  }
+  if (size_t(all.end - all.next) < bytes + 2 * kPage) throw Error{cudaErrorMemoryAllocation};
+  const int access = PROT_READ | PROT_WRITE;
+  void* pages = mmap(all.next + kPage, bytes, access, MAP_FIXED | MAP_SHARED, file, 0);
+  if (pages == MAP_FAILED) throw Error{cudaErrorMemoryAllocation, "mmap failed"};
+  all.next += kPage + bytes;
+  return (char*)pages;
+}
+
 using Found = std::map<const char*, Block>::iterator;
 
-// The block that has an address, else the end; the lock is held.
-Found find(const void* address) {
+// The block that a range begins in, with the lock held; the end, if there is none. Throws, if the
+// range is longer than the block.
+Found find(const void* address, size_t bytes) {
   auto& blocks = state().blocks;
-  auto after = blocks.upper_bound((const char*)address);
-  if (after == blocks.begin()) return blocks.end();
-  --after;
-  const char* const end = after->first + std::max<size_t>(after->second.size, 1);
-  return (const char*)address < end ? after : blocks.end();
+  auto found = blocks.upper_bound((const char*)address);
+  if (found == blocks.begin()) return blocks.end();
+  --found;
+  const char* const end = found->first + found->second.size;
+  if ((const char*)address >= end) return blocks.end();
+  if (bytes > size_t(end - (const char*)address)) throw Error{cudaErrorInvalidValue};
+  return found;
 }
 
-// Note a block and return its address. It ends where its pages end, but for the alignment: what is
-// written behind it hits the guard page.
-char* keep(const Block& block) {
-  const size_t slack = settings().guard ? 0 : kPage;
-  char* const start =
-      block.mapping + (block.mapped - slack - block.size) / kAlignment * kAlignment;
-  state().blocks[start] = block;
-  return start;
+int locate(const void* address, size_t bytes) {
+  Guard lock(state().mutex);
+  const auto found = find(address, bytes);
+  return found == state().blocks.end() ? kUnknown : found->second.device;
 }
 
-cudaError_t allocate(void** address, size_t size, int device) {
-  *address = nullptr;
-  if (!size) return cudaSuccess;
-  if (size > kArena / 2) return cudaErrorMemoryAllocation;
-  State& all = state();
-  Guard lock(all.mutex);
-  const size_t slack = settings().guard ? 0 : kPage;  // behind the block
-  Block block{size, nullptr, (size + slack + kPage - 1) / kPage * kPage, device};
-  const int physical = device == kHost ? -1 : settings().visible[device];
-  if (device != kHost) {
-    if (!table().take(physical, block.mapped)) return cudaErrorMemoryAllocation;
-    block.file = memfd_create("emulated_gpu", MFD_CLOEXEC);
-    if (block.file < 0 || ftruncate(block.file, block.mapped)) block.mapping = (char*)MAP_FAILED;
-  }
-  if (!block.mapping) block.mapping = map_pages(block.mapped, block.file);
-  if (block.mapping == MAP_FAILED) {
-    perror("emulated GPU: cannot allocate memory of this machine");
-    if (block.file >= 0) close(block.file);
-    if (physical >= 0) table().rows[table().mine].bytes[physical] -= block.mapped;
-    return cudaErrorMemoryAllocation;
-  }
+// Bytes behind a block, with which writing there is unnoticed.
+size_t slack() { return settings().guard ? 0 : kPage; }
+
+void* keep(const Block& block) {
+  const size_t before = (block.mapped - slack() - block.size) / kAlignment * kAlignment;
+  Guard lock(state().mutex);
+  state().blocks[block.mapping + before] = block;
+  return block.mapping + before;
+}
+
+void* map_new(Block block) {
+  block.file = memfd_create("emulated_gpu", MFD_CLOEXEC);
+  if (block.file < 0 || ftruncate(block.file, block.mapped))
+    throw Error{cudaErrorMemoryAllocation, strerror(errno)};
+  block.mapping = map_pages(block.mapped, block.file);
   if (settings().poison) memset(block.mapping, kPoison, block.mapped);
-  *address = keep(block);
-  return cudaSuccess;
+  return keep(block);
 }
 
-// Whether the bytes of the pages beside the block are as they were.
-bool intact(const char* start, const Block& block) {
-  if (!settings().poison || !settings().guard) return true;
-  auto poisoned = [](char byte) { return byte == kPoison; };
-  return std::all_of((const char*)block.mapping, start, poisoned) &&
-         std::all_of(start + block.size, (const char*)block.mapping + block.mapped, poisoned);
-}
-
-void synchronize_for_free(int device) {
-  count_synchronization("free");
-  for (int other = 0; other < settings().gpus; ++other)
-    if (device < 0 || device >= settings().gpus || device == other)
-      synchronize_device(other, false);
+void* allocate(size_t size, int device) {
+  if (!size) return nullptr;
+  if (size > kArena) throw Error{cudaErrorMemoryAllocation};
+  const size_t mapped = (size + slack() + kPage - 1) / kPage * kPage;
+  const Block block{size, device, -1, nullptr, mapped, false};
+  if (device == kHost) return map_new(block);
+  auto& used = own_row().bytes[device];
+  used += mapped;
+  try {
+    if (used_of(device) > settings().memory_bytes[device]) throw Error{cudaErrorMemoryAllocation};
+    return map_new(block);
+  } catch (const Error&) {
+    used -= mapped;
+    throw;
+  }
 }
 
 // Free a block, or close memory of another process, when the GPU has done all that is queued.
-cudaError_t release(void* address, bool host, bool opened) {
-  if (!address) return cudaSuccess;
+void release(void* address, bool host, bool opened) {
+  if (!address) return;
   State& all = state();
-  int device;
+  Block block{};
   {
     Guard lock(all.mutex);
-    auto found = find(address);
-    if (found == all.blocks.end() || found->first != address || found->second.registered ||
-        (found->second.device == kHost) != host || (found->second.opened > 0) != opened)
-      return cudaErrorInvalidValue;
-    if (opened && --found->second.opened > 0) return cudaSuccess;
-    device = found->second.device;
+    const auto found = all.blocks.find((const char*)address);
+    if (found != all.blocks.end()) block = found->second;
   }
-  synchronize_for_free(device);
-  Block block;
-  bool whole;
-  {
-    Guard lock(all.mutex);
-    auto found = all.blocks.find((const char*)address);
-    if (found == all.blocks.end()) return cudaErrorInvalidValue;
-    block = found->second;
-    whole = opened || intact(found->first, block);
-    all.blocks.erase(found);
-    unmap_pages(block.mapping, block.mapped);
-    if (block.file >= 0) close(block.file);
-    if (block.file >= 0 && !opened)
-      table().rows[table().mine].bytes[settings().visible[device]] -= block.mapped;
-  }
-  if (!whole)
-    fail(cudaErrorIllegalAddress,
-         "something wrote beside a block of " + std::to_string(block.size) + " bytes");
-  return failure();
+  if (!block.mapping || (block.device == kHost) != host || block.opened != opened)
+    throw Error{cudaErrorInvalidValue};
+  count_synchronization();
+  for (int device : settings().visible)
+    if (block.device == device || index_of(block.device) < 0) synchronize_device(device, false);
+  Guard lock(all.mutex);
+  if (!all.blocks.erase((const char*)address)) throw Error{cudaErrorInvalidValue};
+  mmap(block.mapping, block.mapped, PROT_NONE, kReserved | MAP_FIXED, -1, 0);
+  close(block.file);
+  if (!host && !opened) own_row().bytes[block.device] -= block.mapped;
 }
 
 // ---- copies -------------------------------------------------------------------------------------
 
-// The device that a range is on, or kHost or kUnknown; false if it is longer than its block.
-bool locate(const void* address, size_t size, int* device) {
-  Guard lock(state().mutex);
-  auto found = find(address);
-  *device = found == state().blocks.end() ? kUnknown : found->second.device;
-  return *device == kUnknown || (const char*)address + size <= found->first + found->second.size;
-}
-
-// As cudaMemcpyAsync with memory that is not pinned: to a device, the host continues when the data
-// is in a buffer of the driver; from a device, when it has arrived.
-cudaError_t copy(void* to, const void* from, size_t size, cudaMemcpyKind kind, Stream* stream) {
-  int target, source;
-  if (!stream) return cudaErrorInvalidResourceHandle;
-  if (!locate(to, size, &target) || !locate(from, size, &source)) return cudaErrorInvalidValue;
-  if ((kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice) && target < 0)
-    return cudaErrorInvalidValue;
-  if ((kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice) && source < 0)
-    return cudaErrorInvalidValue;
-  if (!size) return cudaSuccess;
-  if (target != kUnknown && source != kUnknown && (target >= 0 || source >= 0)) {
+// With memory that is not pinned, the host waits: to a device, until the data is in a buffer of the
+// driver; from a device, until it has arrived.
+void copy(void* to, const void* from, size_t size, cudaMemcpyKind kind, Stream* stream) {
+  const int target = locate(to, size), source = locate(from, size);
+  const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+  const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  if ((to_device && target < 0) || (from_device && source < 0)) throw Error{cudaErrorInvalidValue};
+  if (!size) return;
+  if (target != kUnknown && source != kUnknown) {
     enqueue(stream, [=] { memmove(to, from, size); });
-    return cudaSuccess;
+    return;
   }
-  count_synchronization("pageable copy");
-  synchronize(stream, false);
+  synchronize(stream);
+  if (failure()) return;
   if (target < 0) {
-    if (!failure()) memmove(to, from, size);
-    return failure();
+    memmove(to, from, size);
+    return;
   }
   auto buffer = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + size);
   enqueue(stream, [=] { memcpy(to, buffer->data(), size); });
-  return failure();
 }
 
 // ---- memory of other processes ------------------------------------------------------------------
 
-CUresult export_memory(Handle* handle, const void* address) {
-  Guard lock(state().mutex);
-  auto found = find(address);
-  struct stat file;
-  if (found == state().blocks.end() || found->second.file < 0 || found->second.opened ||
-      fstat(found->second.file, &file))
-    return CUDA_ERROR_INVALID_VALUE;
-  const Block& block = found->second;
-  memset((void*)handle, 0, CUDA_IPC_HANDLE_SIZE);
-  *handle = {kMagic,     getpid(),     block.file, settings().visible[block.device],
-             block.size, block.mapped, file.st_ino};
-  return CUDA_SUCCESS;
-}
+// What names memory to other processes; 64 bytes.
+struct Handle {
+  int pid, file, device;
+  size_t size, mapped;
+  ino_t inode;
+};
+static_assert(sizeof(Handle) <= CUDA_IPC_HANDLE_SIZE, "a handle has room for no more");
 
-// The index of a physical GPU here; one of its own, beyond all others, if this process does not
-// see it, but has opened memory there.
-int index_of(int physical) {
-  const auto& visible = settings().visible;
-  const auto found = std::find(visible.begin(), visible.end(), physical);
-  return found == visible.end() ? settings().gpus + physical : int(found - visible.begin());
-}
-
-CUresult open_memory(void** address, const Handle& handle, unsigned flags) {
-  const int device = current_device();
-  if (handle.magic != kMagic || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-    return CUDA_ERROR_INVALID_VALUE;
-  if (handle.pid == getpid()) return CUDA_ERROR_INVALID_CONTEXT;
-  if (handle.device != settings().visible[device] && !settings().peer_access)
-    return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
-  const std::string origin((const char*)&handle, sizeof handle);
-  State& all = state();
-  Guard lock(all.mutex);
-  for (auto& entry : all.blocks)
-    if (entry.second.opened && entry.second.origin == origin) {
-      ++entry.second.opened;
-      *address = (void*)entry.first;
-      return CUDA_SUCCESS;
-    }
+int open_file(int pid, int file, int access) {
   char path[64];
-  snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.file);
-  Block block{handle.size, nullptr, handle.mapped, index_of(handle.device)};
-  block.file = open(path, O_RDWR | O_CLOEXEC);
-  struct stat file;
-  if (block.file < 0) return CUDA_ERROR_INVALID_VALUE;
-  if (!fstat(block.file, &file) && file.st_ino == handle.inode)  // not freed, and its number reused
-    block.mapping = map_pages(block.mapped, block.file);
-  if (!block.mapping || block.mapping == MAP_FAILED) {
-    close(block.file);
-    return CUDA_ERROR_INVALID_VALUE;
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, file);
+  return open(path, access | O_CLOEXEC);
+}
+
+ino_t inode_of(int file) {
+  struct stat is{};
+  return fstat(file, &is) ? 0 : is.st_ino;
+}
+
+Handle export_memory(const void* address) {
+  Guard lock(state().mutex);
+  const auto found = find(address, 1);
+  if (found == state().blocks.end() || found->second.opened || found->second.device == kHost)
+    throw Error{cudaErrorInvalidValue};
+  const Block& block = found->second;
+  return {getpid(), block.file, block.device, block.size, block.mapped, inode_of(block.file)};
+}
+
+void* open_memory(const Handle& handle, unsigned flags) {
+  if (flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) throw Error{cudaErrorInvalidValue};
+  if (handle.pid == getpid()) throw Error{cudaErrorDeviceUninitialized};  // as the driver
+  if (handle.device != current_device() && !settings().peer_access)
+    throw Error{cudaErrorPeerAccessUnsupported};
+  const int file = open_file(handle.pid, handle.file, O_RDWR);
+  if (file < 0 || inode_of(file) != handle.inode) {  // freed, and perhaps its number used again
+    close(file);
+    throw Error{cudaErrorInvalidValue};
   }
-  block.opened = 1, block.origin = origin;
-  *address = keep(block);
-  return CUDA_SUCCESS;
+  char* const mapping = map_pages(handle.mapped, file);
+  return keep({handle.size, handle.device, file, mapping, handle.mapped, true});
 }
 
 }  // namespace
 
-int device_of_memory(const void* address) {
-  int device;
-  locate(address, 0, &device);
-  return device;
+int device_of_memory(const void* address) { return locate(address, 0); }
+
+bool find_piece(const void* address, size_t bytes, Piece* piece) try {
+  Guard lock(state().mutex);
+  const auto found = find(address, bytes);
+  if (found == state().blocks.end()) return false;
+  *piece = {getpid(), found->second.file, size_t((char*)address - found->second.mapping)};
+  return true;
+} catch (const Error&) {
+  return false;
+}
+
+bool read_piece(const Piece& piece, void* to, size_t bytes) {
+  if (!bytes) return true;
+  const int file = open_file(piece.pid, piece.file, O_RDONLY);
+  size_t done = 0;
+  for (ssize_t n = 1; file >= 0 && n > 0 && done < bytes; done += std::max<ssize_t>(n, 0))
+    n = pread(file, (char*)to + done, bytes - done, piece.offset + done);
+  close(file);
+  return file >= 0 && done == bytes;
 }
 
 }  // namespace emulated
 
 using namespace emulated;
 
-
-// The driver's calls need a context of the thread.
-#define BEGIN_IN_CONTEXT \
-  BEGIN_DRIVER;          \
-  if (!has_context()) return CUDA_ERROR_INVALID_CONTEXT
-
 RUNTIME cudaMalloc(void** address, size_t size) {
-  BEGIN;
-  return end(allocate(address, size, current_device()));
+  return call([&] { *address = allocate(size, current_device()); });
 }
 RUNTIME cudaHostAlloc(void** address, size_t size, unsigned) {
-  BEGIN;
-  return end(allocate(address, size, kHost));
+  return call([&] { *address = allocate(size, kHost); });
 }
-RUNTIME cudaMallocHost(void** address, size_t size) { return cudaHostAlloc(address, size, 0); }
 RUNTIME cudaFree(void* address) {
-  BEGIN;
-  current_device();
-  return end(release(address, false, false));
+  return call([&] { current_device(), release(address, false, false); });
 }
 RUNTIME cudaFreeHost(void* address) {
-  BEGIN;
-  return end(release(address, true, false));
+  return call([&] { release(address, true, false); });
 }
-
 RUNTIME cudaMemGetInfo(size_t* free, size_t* total) {
-  BEGIN;
-  const int physical = settings().visible[current_device()];
-  Guard lock(state().mutex);
-  *total = settings().memory_bytes[physical];
-  *free = *total - std::min(*total, table().used(physical));
-  return cudaSuccess;
+  return call([&] {
+    const int device = current_device();
+    *total = settings().memory_bytes[device];
+    *free = *total - std::min(*total, used_of(device));
+  });
 }
-
-RUNTIME cudaHostRegister(void* address, size_t size, unsigned) {
-  BEGIN;
-  Guard lock(state().mutex);
-  if (find(address) != state().blocks.end()) return end(cudaErrorHostMemoryAlreadyRegistered);
-  Block block{size, (char*)address, size, kHost};
-  block.registered = true;
-  state().blocks[(const char*)address] = block;
-  return cudaSuccess;
-}
-RUNTIME cudaHostUnregister(void* address) {
-  BEGIN;
-  {
-    Guard lock(state().mutex);
-    auto found = find(address);
-    if (found == state().blocks.end() || !found->second.registered || found->first != address)
-      return end(cudaErrorHostMemoryNotRegistered);
-  }
-  synchronize_for_free(kHost);
-  Guard lock(state().mutex);
-  state().blocks.erase((const char*)address);
-  return cudaSuccess;
-}
-
 RUNTIME cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
-  BEGIN;
-  const int device = device_of_memory(address);
-  memset(attributes, 0, sizeof *attributes);
-  attributes->type = device == kUnknown ? cudaMemoryTypeUnregistered
-                     : device == kHost  ? cudaMemoryTypeHost
-                                        : cudaMemoryTypeDevice;
-  attributes->device = device == kHost || device >= settings().gpus ? current_device() : device;
-  if (device != kUnknown) attributes->devicePointer = (void*)address;
-  if (device < 0) attributes->hostPointer = (void*)address;
-  return cudaSuccess;
+  return call([&] {
+    const int device = device_of_memory(address);
+    memset(attributes, 0, sizeof *attributes);
+    attributes->type = device == kUnknown ? cudaMemoryTypeUnregistered
+                       : device == kHost  ? cudaMemoryTypeHost
+                                          : cudaMemoryTypeDevice;
+    attributes->device = index_of(device) < 0 ? index_of(current_device()) : index_of(device);
+    if (device != kUnknown) attributes->devicePointer = (void*)address;
+    if (device < 0) attributes->hostPointer = (void*)address;
+  });
 }
-
 RUNTIME cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind kind,
                         cudaStream_t stream) {
-  BEGIN;
-  return end(copy(to, from, size, kind, stream_of(stream)));
+  return call([&] { copy(to, from, size, kind, stream_of(stream)); });
 }
 RUNTIME cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size,
                             cudaStream_t stream) {
-  BEGIN;
-  return end(copy(to, from, size, cudaMemcpyDeviceToDevice, stream_of(stream)));
+  return cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream);
 }
-RUNTIME cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
-  BEGIN;
-  if (cudaError_t error = copy(to, from, size, kind, stream_of(nullptr))) return end(error);
-  const bool host = device_of_memory(to) < 0 || device_of_memory(from) < 0;
-  if (host) synchronize(stream_of(nullptr));
-  return end(failure());
-}
-RUNTIME cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t handle) {
-  BEGIN;
-  int device;
-  Stream* const stream = stream_of(handle);
-  if (!stream) return end(cudaErrorInvalidResourceHandle);
-  if (!locate(to, size, &device) || device == kUnknown) return end(cudaErrorInvalidValue);
-  enqueue(stream, [=] { memset(to, value, size); });
-  return cudaSuccess;
-}
-RUNTIME cudaMemset(void* to, int value, size_t size) {
-  return cudaMemsetAsync(to, value, size, nullptr);
-}
-
-RUNTIME cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address) {
-  BEGIN;
-  return end(cudaError_t(export_memory((Handle*)handle, address)));
-}
-RUNTIME cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t handle, unsigned flags) {
-  BEGIN;
-  return end(cudaError_t(open_memory(address, *(Handle*)&handle, flags)));
-}
-RUNTIME cudaIpcCloseMemHandle(void* address) {
-  BEGIN;
-  return end(release(address, false, true));
+RUNTIME cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t stream) {
+  return call([&] {
+    if (locate(to, size) == kUnknown) throw Error{cudaErrorInvalidValue};
+    enqueue(stream_of(stream), [=] { memset(to, value, size); });
+  });
 }
 
 DRIVER cuMemAlloc_v2(CUdeviceptr* address, size_t size) {
-  BEGIN_IN_CONTEXT;
-  return CUresult(size ? allocate((void**)address, size, current_device()) : cudaErrorInvalidValue);
+  return call_in_context([&] {
+    if (!size) throw Error{CUDA_ERROR_INVALID_VALUE};
+    *address = (CUdeviceptr)allocate(size, current_device());
+  });
 }
 DRIVER cuMemFree_v2(CUdeviceptr address) {
-  BEGIN_IN_CONTEXT;
-  return CUresult(release((void*)address, false, false));
+  return call_in_context([&] { release((void*)address, false, false); });
 }
 DRIVER cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
-  BEGIN_IN_CONTEXT;
-  return CUresult(
-      copy((void*)to, (const void*)from, size, cudaMemcpyDeviceToDevice, stream_of(stream)));
+  return call_in_context([&] {
+    copy((void*)to, (const void*)from, size, cudaMemcpyDeviceToDevice, stream_of(stream));
+  });
 }
 DRIVER cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
-  BEGIN_IN_CONTEXT;
-  return export_memory((Handle*)handle, (const void*)address);
+  return call_in_context([&] { *(Handle*)handle = export_memory((const void*)address); });
 }
 DRIVER cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle handle, unsigned flags) {
-  BEGIN_IN_CONTEXT;
-  return open_memory((void**)address, *(Handle*)&handle, flags);
+  return call_in_context([&] { *address = (CUdeviceptr)open_memory(*(Handle*)&handle, flags); });
 }
 DRIVER cuIpcCloseMemHandle(CUdeviceptr address) {
-  BEGIN_IN_CONTEXT;
-  return CUresult(release((void*)address, false, true));
+  return call_in_context([&] { release((void*)address, false, true); });
 }

@@ -1,368 +1,314 @@
 // NCCL, as torch calls it.
 //
-// Each ordered pair of ranks of a communicator has a Unix socket, a rank with itself too. What NCCL
-// launches as one kernel is one function on a stream here: it announces its transfers, waits for
-// other side's announcements, compares them, and moves the bytes of all transfers together. So a
-// kernel holds its stream until its peers' kernels run, and ends without them only by an abort.
+// The ranks of a communicator share a board in memory, with a slot for each ordered pair of them.
+// What NCCL launches as one kernel is one function on a stream, which does all transfers of it:
+//
+//     sender                                       receiver
+//     1  writes what it sends, and where that is
+//        in its memory; the slot is full      ->   2  compares this with what it receives
+//                                                  3  copies from the sender's memory
+//     5  compares too, and ends               <-   4  writes what it receives; the slot is empty
+//
+// So a kernel holds its stream until its peers' kernels run; without them an abort ends it.
 // A communicator's object stays in memory after its abort, so that late calls find it closed.
+#include <fcntl.h>
+#include <linux/futex.h>
 #include <nccl.h>
-#include <poll.h>
-#include <sys/eventfd.h>
-#include <sys/socket.h>
-#include <sys/un.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
+#include <climits>
 #include <cstring>
-#include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <utility>
 
 #include "emulator.h"
 
 #define CALL extern "C" EMULATED ncclResult_t
 
-struct ncclComm {
-  std::string id;
-  int rank, size, device;
-  std::vector<int> out{}, in{};  // sockets by peer; data of `out` goes from this rank to the peer
-  int wake = eventfd(0, EFD_CLOEXEC);  // readable after an abort
-  int splits = 0;
-  std::atomic<bool> aborted{false}, closed{false};
-  uint64_t issued = 0, finished = 0;  // kernels, under state().mutex
-};
-
 namespace emulated {
 namespace {
 
-enum Call { kSend, kReceive, kAllReduce, kBroadcast, kReduce, kReduceScatter, kAllGather };
-const char* const kCalls[] = {"sends",   "receives",        "all-reduces", "broadcasts",
-                              "reduces", "reduce-scatters", "all-gathers"};
+constexpr int kMostRanks = 64;
+
 const char* const kTypes[] = {"int8",    "uint8",    "int32",      "uint32",
                               "int64",   "uint64",   "float16",    "float32",
                               "float64", "bfloat16", "float8e4m3", "float8e5m2"};
 const size_t kSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
-// Of all communicators of the process; never destroyed, since streams use it until the end.
-struct State {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::map<int, int> held;  // communicators with a running kernel, by GPU
-  char error[512] = "";
-};
-State& state() {
-  static State* const all = new State;
-  return *all;
-}
-using Lock = std::unique_lock<std::mutex>;
-
-ncclResult_t refuse(ncclResult_t result, const std::string& why) {
-  Lock lock(state().mutex);
-  snprintf(state().error, sizeof state().error, "%s", why.c_str());
-  return result;
-}
-
-// ---- transfers -----------------------------------------------------------------------------------
-
-// What one side is going to do; each writes its own before any data.
+// What one side of a transfer does.
 struct Offer {
-  int call, type, op, root;
+  bool sends;
+  int type;
   uint64_t count;
 
-  bool fits(const Offer& other) const {
-    const bool pair = call == kSend ? other.call == kReceive : other.call == kSend;
-    return (call <= kReceive ? pair : call == other.call) && type == other.type &&
-           op == other.op && root == other.root && count == other.count;
-  }
+  bool fits(const Offer& other) const { return type == other.type && count == other.count; }
   std::string text(int rank) const {
-    return "rank " + std::to_string(rank) + " " + kCalls[call] + " " + std::to_string(count) +
-           " of " + kTypes[type];
+    return "rank " + std::to_string(rank) + (sends ? " sends " : " receives ") +
+           std::to_string(count) + " of " + kTypes[type];
   }
 };
-constexpr size_t kData = 2 * sizeof(Offer);  // where the data begins in what a transfer moves
+
+struct Slot {
+  std::atomic<bool> full;
+  Offer sent, received;
+  Piece piece;
+};
+
+struct Board {
+  std::atomic<uint32_t> changes;  // counted, for those who wait for one
+  std::atomic<int> connected;     // ranks that have seen all others
+  std::atomic<bool> here[kMostRanks];
+  int devices[kMostRanks];
+  Slot slots[kMostRanks][kMostRanks];  // of the sender, for the receiver
+};
+
+void tell_change(Board* board) {
+  ++board->changes;
+  syscall(SYS_futex, &board->changes, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace
+}  // namespace emulated
+
+struct ncclComm {
+  std::string id;
+  int rank, size, device;
+  emulated::Board* board;
+  std::atomic<bool> aborted{false}, closed{false};
+  emulated::Point last{};  // the end of what was issued last
+
+  bool stopped() const { return aborted || emulated::failure(); }
+
+  // Wait for a condition that becomes true with a change of the board; false if stopped before.
+  template <class Condition>
+  bool wait(Condition condition) {
+    for (;;) {
+      const uint32_t seen = board->changes;
+      if (stopped()) return false;
+      if (condition()) return true;
+      const timespec timeout{0, 100'000'000};  // a failure wakes nobody here
+      syscall(SYS_futex, &board->changes, FUTEX_WAIT, seen, &timeout, nullptr, 0);
+    }
+  }
+};
+
+namespace emulated {
+namespace {
+
+struct NcclError {
+  ncclResult_t result;
+  std::string text;
+};
+
+std::mutex error_mutex;
+char last_error[512];
+
+ncclResult_t refuse(const NcclError& error) {
+  std::lock_guard<std::mutex> lock(error_mutex);
+  snprintf(last_error, sizeof last_error, "%s", error.text.c_str());
+  return error.result;
+}
+
+template <class Body>
+ncclResult_t nccl(Body body) {
+  try {
+    begin();
+    body();
+    return ncclSuccess;
+  } catch (const NcclError& error) {
+    return refuse(error);
+  } catch (const Error&) {
+    return refuse({ncclUnhandledCudaError, "CUDA cannot be used, or failed before"});
+  }
+}
+
+// ---- kernels ------------------------------------------------------------------------------------
 
 struct Transfer {
   int peer;
-  bool out;
   char* data;
   size_t bytes;
-  Offer mine, theirs{};
-  size_t moved = 0;  // the own offer, then the other's, then the data
-  bool dead = false;
-
-  bool writes() const { return moved < sizeof mine || (moved >= kData && out); }
-  std::pair<char*, size_t> rest() {
-    if (moved < sizeof mine) return {(char*)&mine + moved, sizeof mine - moved};
-    if (moved < kData) return {(char*)&theirs + moved - sizeof mine, kData - moved};
-    return {data + moved - kData, kData + bytes - moved};
-  }
+  Offer offer;
+  bool begun = false, done = false;
 };
 
-// Go on with a transfer until it is done (true), or would wait, or never goes on.
-bool advance(const ncclComm& comm, Transfer& t, int fd) {
-  while (t.moved < kData + t.bytes && !failure()) {
-    auto [at, size] = t.rest();
-    const ssize_t n = t.writes() ? send(fd, at, size, MSG_DONTWAIT | MSG_NOSIGNAL)
-                                 : recv(fd, at, size, MSG_DONTWAIT);
-    if (n > 0) t.moved += n;
-    else if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
-    else if (n < 0 && errno == EFAULT)
-      fail(cudaErrorIllegalAddress, "NCCL: " + t.mine.text(comm.rank) + ", at freed memory");
-    else return t.dead = true, false;
-    if (t.moved == kData && !t.mine.fits(t.theirs))
-      fail(cudaErrorLaunchFailure, "NCCL: " + t.mine.text(comm.rank) + ", but " +
-                                       t.theirs.text(t.peer) + ", in communicator " + comm.id);
-  }
-  return !failure();
-}
+// Of each GPU, communicators with a running kernel.
+std::atomic<int> running[kMostGpus];
 
-// Move all transfers, those of one socket one after the other; false after an abort or a failure.
-bool move_all(const ncclComm& comm, std::vector<Transfer>& transfers) {
-  std::map<int, std::deque<Transfer*>> queues;  // by socket
-  for (auto& t : transfers) queues[(t.out ? comm.out : comm.in)[t.peer]].push_back(&t);
-  while (!comm.aborted && !failure()) {
-    std::vector<pollfd> fds{{comm.wake, POLLIN, 0}};
-    for (auto& [fd, queue] : queues)
-      while (!queue.empty() && advance(comm, *queue.front(), fd)) queue.pop_front();
-    size_t left = 0;
-    for (auto& [fd, queue] : queues) {
-      left += queue.size();
-      if (!queue.empty() && !queue.front()->dead)
-        fds.push_back({fd, short(queue.front()->writes() ? POLLOUT : POLLIN), 0});
-    }
-    if (!left) return true;
-    poll(fds.data(), fds.size(), 100);  // a failure wakes nobody here
-  }
-  return false;
+bool take_room(std::atomic<int>& number) {
+  int before = number;
+  return before < settings().kernel_slots && number.compare_exchange_strong(before, before + 1);
 }
-
-// ---- kernels -------------------------------------------------------------------------------------
 
 // All operations of a communicator in one group.
 struct Kernel {
   ncclComm* comm;
   std::vector<Stream*> streams{};
   std::vector<Transfer> transfers{};
-  std::vector<std::function<void()>> finishes{};
-  uint64_t number = 0;
-  size_t joined = 0;  // streams that got here
-  bool done = false;
 
-  template <class Condition>
-  void wait(Lock& lock, Condition condition) {
-    while (!condition() && !comm->aborted && !failure())
-      state().changed.wait_for(lock, std::chrono::milliseconds(100));
+  // Run in the first stream, after all that is queued in the others, which wait for its end.
+  void launch() {
+    std::vector<Point> after{comm->last};
+    for (Stream* stream : streams) after.push_back(last_point(stream));
+    auto kernel = std::make_shared<Kernel>(std::move(*this));
+    kernel->comm->last = enqueue(kernel->streams[0], [kernel] { kernel->run(); }, after);
+    for (Stream* stream : kernel->streams)
+      if (stream != kernel->streams[0]) enqueue(stream, [] {}, {kernel->comm->last});
   }
 
-  // Run in the first stream, after the communicator's earlier kernels; the others wait for it.
-  void run(bool first) {
-    State& s = state();
-    Lock lock(s.mutex);
-    ++joined;
-    s.changed.notify_all();
-    if (!first) return wait(lock, [&] { return done; });
-    int& held = s.held[comm->device];
-    wait(lock, [&] {
-      return comm->finished == number && joined == streams.size() && held < settings().kernel_slots;
-    });
-    ++held;
-    lock.unlock();
-    if (move_all(*comm, transfers))
-      for (auto& finish : finishes) finish();
-    lock.lock();
-    --held;
-    ++comm->finished;
-    done = true;
-    s.changed.notify_all();
+  void run() {
+    std::atomic<int>& others = running[comm->device];
+    while (!take_room(others)) {
+      if (comm->stopped()) return;
+      usleep(200);
+    }
+    comm->wait([&] { return advance_all(); });
+    --others;
   }
 
-  void send(int peer, const void* data, size_t bytes, const Offer& offer) {
-    transfers.push_back({peer, true, (char*)data, bytes, offer});
+  // Those of one slot one after the other; true once all are done.
+  bool advance_all() {
+    std::set<std::pair<int, bool>> busy;
+    for (Transfer& t : transfers) {
+      const std::pair<int, bool> slot{t.peer, t.offer.sends};
+      if (t.done || busy.count(slot)) continue;
+      t.done = t.offer.sends ? advance_send(t) : advance_receive(t);
+      if (!t.done) busy.insert(slot);
+    }
+    return busy.empty() && !failure();
   }
-  void receive(int peer, void* data, size_t bytes, const Offer& offer) {
-    transfers.push_back({peer, false, (char*)data, bytes, offer});
+
+  bool advance_send(Transfer& t) {
+    Slot& slot = comm->board->slots[comm->rank][t.peer];
+    if (t.begun && !slot.full) return check(t, slot.received), true;
+    if (t.begun) return false;
+    t.begun = true;
+    slot.sent = t.offer;
+    if (t.bytes && !find_piece(t.data, t.bytes, &slot.piece))
+      return fail(cudaErrorIllegalAddress, place(t) + ", at freed memory"), false;
+    slot.full = true;
+    tell_change(comm->board);
+    return false;
+  }
+
+  bool advance_receive(Transfer& t) {
+    Slot& slot = comm->board->slots[t.peer][comm->rank];
+    if (!slot.full) return false;
+    const Offer theirs = slot.sent;
+    if (t.offer.fits(theirs) && !read_piece(slot.piece, t.data, t.bytes)) {
+      if (errno == EFAULT) fail(cudaErrorIllegalAddress, place(t) + ", at freed memory");
+      return false;  // a dead peer
+    }
+    slot.received = t.offer;
+    slot.full = false;
+    tell_change(comm->board);
+    check(t, theirs);
+    return true;
+  }
+
+  void check(const Transfer& t, const Offer& theirs) {
+    if (!t.offer.fits(theirs))
+      fail(cudaErrorLaunchFailure, place(t) + ", but " + theirs.text(t.peer));
+  }
+  std::string place(const Transfer& t) {
+    return "NCCL: in communicator " + comm->id + ", " + t.offer.text(comm->rank);
   }
 };
 
 // Wait until the GPU has nothing to do, as freeing device memory does.
 void reclaim(ncclComm* comm) {
   synchronize_device(comm->device, false);
-  if (comm->closed.exchange(true)) return;
-  for (auto* sockets : {&comm->out, &comm->in})
-    for (int fd : *sockets) close(fd);
+  comm->closed = true;
 }
 
 struct Group {
   int depth = 0;
-  std::vector<std::shared_ptr<Kernel>> kernels{};
+  std::vector<Kernel> kernels{};
   std::vector<ncclComm*> aborts{};
 
   Kernel& kernel(ncclComm* comm) {
-    for (auto& kernel : kernels)
-      if (kernel->comm == comm) return *kernel;
-    kernels.push_back(std::make_shared<Kernel>(Kernel{comm}));
-    return *kernels.back();
+    for (Kernel& kernel : kernels)
+      if (kernel.comm == comm) return kernel;
+    return kernels.push_back({comm}), kernels.back();
   }
 
-  void end() {
-    for (auto& kernel : std::exchange(kernels, {})) {
-      {
-        Lock lock(state().mutex);
-        kernel->number = kernel->comm->issued++;
-      }
-      for (Stream* stream : kernel->streams)
-        enqueue(stream, [=] { kernel->run(stream == kernel->streams[0]); });
-    }
+  void end_if_outermost() {
+    if (depth) return;
+    for (Kernel& kernel : std::exchange(kernels, {})) kernel.launch();
     for (ncclComm* comm : std::exchange(aborts, {})) reclaim(comm);
   }
 };
 thread_local Group group;
 
-// Check an operation, and add to the group's kernel what `add` says, with the bytes of `count`.
-ncclResult_t issue(ncclComm* comm, void* handle, const Offer& offer,
-                   std::initializer_list<const void*> buffers,
-                   const std::function<void(Kernel&, size_t)>& add) {
-  if (begin()) return refuse(ncclUnhandledCudaError, "CUDA cannot be used, or failed before");
-  if (!comm || comm->closed) return refuse(ncclInvalidArgument, "the communicator was closed");
-  if (offer.type < 0 || offer.type >= ncclNumTypes || offer.op >= ncclNumOps ||
-      (offer.op >= 0 && offer.type > ncclBfloat16))
-    return refuse(ncclInvalidArgument, "a type or an operator that is not emulated");
-  const std::string what = offer.text(comm->rank) + " on GPU " + std::to_string(comm->device);
-  Stream* stream = stream_of(handle);
-  if (!stream || device_of(stream) != comm->device)
-    return refuse(ncclInvalidUsage, what + ", in a stream of another GPU");
-  for (const void* buffer : buffers) {
-    const int place = device_of_memory(buffer);
-    if (offer.count && place != comm->device && place != -1)
-      return refuse(ncclInvalidArgument, what + ", with memory of " +
-                                             (place < 0 ? "no GPU" : "GPU " + std::to_string(place)));
-  }
-  Kernel& kernel = group.kernel(comm);
-  auto& streams = kernel.streams;
-  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
-  add(kernel, offer.count * kSizes[offer.type]);
-  if (!group.depth) group.end();
-  return ncclSuccess;
-}
-
-template <class T, class Sum = T>
-void reduce(void* out, const char* parts, size_t count, int ranks, int op) {
-  const T* values = (const T*)parts;
-  for (size_t i = 0; i < count; ++i) {
-    Sum total = Sum(values[i]);
-    for (int r = 1; r < ranks; ++r) {
-      const Sum value = Sum(values[r * count + i]);
-      total = op == ncclProd  ? total * value
-              : op == ncclMax ? std::max(total, value)
-              : op == ncclMin ? std::min(total, value)
-                              : total + value;
-    }
-    ((T*)out)[i] = T(op == ncclAvg ? Sum(total / Sum(ranks)) : total);
-  }
-}
-void (*const kReductions[])(void*, const char*, size_t, int, int) = {
-    reduce<int8_t>,  reduce<uint8_t>,  reduce<int32_t>,       reduce<uint32_t>, reduce<int64_t>,
-    reduce<uint64_t>, reduce<__half, float>, reduce<float>, reduce<double>,
-    reduce<__nv_bfloat16, float>};
-
-// Each rank sends its values (or each rank's part) and reduces what comes in the order of ranks, so
-// that all get the same result. Root -1: all ranks get one.
-ncclResult_t issue_reduction(const Offer& offer, const void* in, void* out, ncclComm* comm,
-                             void* stream) {
-  const bool here = offer.root < 0 || comm->rank == offer.root;
-  return issue(comm, stream, offer, {in, here ? out : in}, [=](Kernel& kernel, size_t bytes) {
-    for (int r = 0; r < comm->size; ++r)
-      if (offer.root < 0 || r == offer.root)
-        kernel.send(r, (char*)in + (offer.call == kReduceScatter ? r * bytes : 0), bytes, offer);
-    if (!here) return;
-    auto parts = std::make_shared<std::vector<char>>(bytes * comm->size);
-    for (int r = 0; r < comm->size; ++r)
-      kernel.receive(r, parts->data() + r * bytes, bytes, offer);
-    kernel.finishes.push_back([=, ranks = comm->size] {
-      kReductions[offer.type](out, parts->data(), offer.count, ranks, offer.op);
-    });
+// Check an operation, and add it to the group's kernel.
+ncclResult_t issue(ncclComm* comm, void* handle, const void* data, int peer, const Offer& offer) {
+  return nccl([&] {
+    if (comm->closed) throw NcclError{ncclInvalidArgument, "the communicator was closed"};
+    if (offer.type < 0 || offer.type >= ncclNumTypes || peer < 0 || peer >= comm->size)
+      throw NcclError{ncclInvalidArgument, "no such type, or no such rank"};
+    const std::string what = offer.text(comm->rank) + " on GPU " + std::to_string(comm->device);
+    Stream* const stream = stream_of(handle);
+    if (device_of(stream) != comm->device)
+      throw NcclError{ncclInvalidUsage, what + ", in a stream of another GPU"};
+    if (offer.count && device_of_memory(data) != comm->device)
+      throw NcclError{ncclInvalidArgument, what + ", with memory of another device"};
+    Kernel& kernel = group.kernel(comm);
+    auto& streams = kernel.streams;
+    if (!std::count(streams.begin(), streams.end(), stream)) streams.push_back(stream);
+    kernel.transfers.push_back({peer, (char*)data, offer.count * kSizes[offer.type], offer});
+    group.end_if_outermost();
   });
 }
 
-// ---- communicators -------------------------------------------------------------------------------
+// ---- communicators ------------------------------------------------------------------------------
 
-struct Member {
-  int rank, way;  // way 1: the data of the side that connects goes through this socket
-  int color, key;
-  uint64_t machine;
-  char gpu[32];
-};
-
-// A name that vanishes with its socket, not a file: its first byte is 0.
-std::pair<sockaddr_un, socklen_t> address(const std::string& id, int rank) {
-  sockaddr_un it{AF_UNIX, ""};
-  const int n = snprintf(it.sun_path + 1, sizeof it.sun_path - 1, "emulated-nccl-%s-%d",
-                         id.c_str(), rank);
-  return {it, socklen_t(offsetof(sockaddr_un, sun_path) + 1 + n)};
+Board* open_board(const std::string& path) {
+  const int file = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (file < 0 || ftruncate(file, sizeof(Board)))
+    throw NcclError{ncclSystemError, "cannot write to " + path};
+  void* memory = mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  return (Board*)memory;
 }
 
-bool swap(int fd, const Member& mine, Member* theirs) {
-  return send(fd, &mine, sizeof mine, MSG_NOSIGNAL) == sizeof mine &&
-         recv(fd, theirs, sizeof *theirs, MSG_WAITALL) == sizeof *theirs;
+void refuse_shared_gpus(const ncclComm& comm) {
+  const char* allowed = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  if (allowed && atoi(allowed)) return;
+  const int* devices = comm.board->devices;
+  for (int a = 0; a < comm.size; ++a)
+    for (int b = a + 1; b < comm.size; ++b)
+      if (devices[a] == devices[b])
+        throw NcclError{ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(a) +
+                                              " and rank " + std::to_string(b) +
+                                              " both on CUDA device " + pci_address(devices[a])};
 }
 
-// Connect to all other ranks, however long they take to come; returns the members by rank.
-std::vector<Member> connect_all(ncclComm& comm, int color, int key) {
-  Member me{comm.rank, 0, color, key, std::hash<std::string>()(settings().folder), ""};
-  cudaDeviceGetPCIBusId(me.gpu, sizeof me.gpu, comm.device);
-  std::vector<Member> members(comm.size, me);
-  comm.out.assign(comm.size, -1);
-  comm.in.assign(comm.size, -1);
-  auto [own, size] = address(comm.id, comm.rank);
-  const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  bool good = !bind(listener, (sockaddr*)&own, size) && !listen(listener, 2 * comm.size);
-  for (int i = 0; i < 2 * comm.rank && good; ++i) {
-    auto [other, size] = address(comm.id, i / 2);
-    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    while (connect(fd, (sockaddr*)&other, size)) usleep(1000);
-    me.way = i % 2;
-    good = swap(fd, me, &members[i / 2]);
-    (me.way ? comm.out : comm.in)[i / 2] = fd;
-  }
-  for (int i = 0; i < 2 * (comm.size - 1 - comm.rank) && good; ++i) {
-    const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
-    Member other;
-    if (!(good = swap(fd, me, &other))) break;
-    members[other.rank] = other;
-    (other.way ? comm.in : comm.out)[other.rank] = fd;
-  }
-  close(listener);
-  int self[2];
-  good = good && !socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, self);
-  if (!good) return {};
-  comm.out[comm.rank] = self[0];
-  comm.in[comm.rank] = self[1];
-  return members;
-}
-
+// Wait for all ranks, however long they take to come.
 ncclResult_t create(ncclComm_t* out, int size, const std::string& id, int rank) {
-  if (rank < 0 || rank >= size) return refuse(ncclInvalidArgument, "no such rank");
-  int device;
-  if (cudaGetDevice(&device)) return refuse(ncclUnhandledCudaError, "CUDA cannot be used");
-  auto* comm = new ncclComm{id, rank, size, device};
-  const auto members = connect_all(*comm, 0, rank);
-  if (members.empty()) return refuse(ncclRemoteError, "a rank is there twice, or went away");
-  const char* shared = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  for (auto& a : members)
-    for (auto& b : members)
-      if (a.rank < b.rank && a.machine == b.machine && !strcmp(a.gpu, b.gpu) &&
-          !(shared && atoi(shared)))
-        return refuse(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(a.rank) +
-                                            " and rank " + std::to_string(b.rank) +
-                                            " both on CUDA device " + a.gpu);
-  *out = comm;
-  return ncclSuccess;
+  return nccl([&] {
+    if (rank < 0 || rank >= size || size > kMostRanks)
+      throw NcclError{ncclInvalidArgument, "no such rank"};
+    const std::string path = settings().folder + "/nccl-" + id;
+    Board* const board = open_board(path);
+    auto* comm = new ncclComm{id, rank, size, current_device(), board};
+    board->devices[rank] = comm->device;
+    if (board->here[rank].exchange(true))
+      throw NcclError{ncclInvalidUsage, "rank " + std::to_string(rank) + " is there twice"};
+    tell_change(board);
+    auto* const here = board->here;
+    if (!comm->wait([&] { return std::all_of(here, here + size, [](bool is) { return is; }); }))
+      throw NcclError{ncclInternalError, "CUDA failed before all ranks were there"};
+    if (++board->connected == size) unlink(path.c_str());
+    refuse_shared_gpus(*comm);
+    *out = comm;
+  });
 }
 
 }  // namespace
@@ -373,14 +319,13 @@ using namespace emulated;
 CALL ncclGetVersion(int* version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
 
 extern "C" EMULATED const char* ncclGetErrorString(ncclResult_t result) {
-  static const char* const texts[] = {
-      "no error", "unhandled cuda error", "unhandled system error", "internal error",
-      "invalid argument", "invalid usage", "remote process exited or there was a network error",
-      "NCCL operation in progress"};
-  return result >= 0 && result <= ncclInProgress ? texts[result] : "unknown result code";
+  static const char* const texts[] = {"no error",       "unhandled cuda error",
+                                      "unhandled system error", "internal error",
+                                      "invalid argument", "invalid usage"};
+  return result <= ncclInvalidUsage ? texts[result] : "unknown result code";
 }
 
-extern "C" EMULATED const char* ncclGetLastError(ncclComm_t) { return state().error; }
+extern "C" EMULATED const char* ncclGetLastError(ncclComm_t) { return last_error; }
 
 CALL ncclGetUniqueId(ncclUniqueId* id) {
   memset(id, 0, sizeof *id);
@@ -401,28 +346,6 @@ CALL ncclCommInitRankScalable(ncclComm_t* comm, int size, int rank, int, ncclUni
   return create(comm, size, ids[0].internal, rank);
 }
 
-// Connects all ranks of the parent, and keeps the sockets between those of one color.
-CALL ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* out, ncclConfig_t*) {
-  auto* comm = new ncclComm{parent->id + "." + std::to_string(parent->splits++), parent->rank,
-                            parent->size, parent->device};
-  auto members = connect_all(*comm, color, key);
-  if (members.empty()) return refuse(ncclRemoteError, "a rank went away");
-  std::stable_sort(members.begin(), members.end(), [](auto& a, auto& b) { return a.key < b.key; });
-  std::vector<int> outs, ins;
-  for (auto& other : members) {
-    if (other.rank == parent->rank) comm->rank = outs.size();
-    const int there = comm->out[other.rank], back = comm->in[other.rank];
-    if (other.color == color) outs.push_back(there), ins.push_back(back);
-    else close(there), close(back);
-  }
-  comm->size = outs.size();
-  comm->out = std::move(outs);
-  comm->in = std::move(ins);
-  comm->id += ".color" + std::to_string(color);
-  *out = color == NCCL_SPLIT_NOCOLOR ? nullptr : comm;
-  return ncclSuccess;
-}
-
 CALL ncclCommCount(const ncclComm_t comm, int* count) { return *count = comm->size, ncclSuccess; }
 CALL ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
 
@@ -431,91 +354,40 @@ CALL ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
   return *error = ncclSuccess, ncclSuccess;
 }
 
-CALL ncclCommFinalize(ncclComm_t comm) {
-  Lock lock(state().mutex);
-  while (comm->finished != comm->issued && !comm->aborted && !failure())
-    state().changed.wait_for(lock, std::chrono::milliseconds(100));
-  return ncclSuccess;
-}
-
+CALL ncclCommFinalize(ncclComm_t comm) { return wait_for({comm->last}), ncclSuccess; }
 CALL ncclCommDestroy(ncclComm_t comm) { return reclaim(comm), ncclSuccess; }
 
 // The communicator's own kernels end at once, also inside a group. What comes with the group's end
 // waits for the whole GPU, other communicators' kernels too.
 CALL ncclCommAbort(ncclComm_t comm) {
   comm->aborted = true;
-  eventfd_write(comm->wake, 1);
-  state().changed.notify_all();
+  tell_change(comm->board);
   group.aborts.push_back(comm);
-  if (!group.depth) group.end();
+  group.end_if_outermost();
   return ncclSuccess;
 }
 
 CALL ncclGroupStart() { return ++group.depth, ncclSuccess; }
 CALL ncclGroupEnd() {
-  if (!group.depth) return refuse(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
-  if (!--group.depth) group.end();
+  if (!group.depth) return refuse({ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart"});
+  --group.depth;
+  group.end_if_outermost();
   return ncclSuccess;
 }
 
 CALL ncclSend(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
               cudaStream_t stream) {
-  const Offer offer{kSend, type, -1, -1, count};
-  return issue(comm, stream, offer, {data},
-               [=](Kernel& kernel, size_t bytes) { kernel.send(peer, data, bytes, offer); });
+  return issue(comm, stream, data, peer, {true, type, count});
 }
-
 CALL ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
               cudaStream_t stream) {
-  const Offer offer{kReceive, type, -1, -1, count};
-  return issue(comm, stream, offer, {data},
-               [=](Kernel& kernel, size_t bytes) { kernel.receive(peer, data, bytes, offer); });
+  return issue(comm, stream, data, peer, {false, type, count});
 }
 
-CALL ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                   ncclComm_t comm, cudaStream_t stream) {
-  return issue_reduction({kAllReduce, type, op, -1, count}, in, out, comm, stream);
-}
-CALL ncclReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                int root, ncclComm_t comm, cudaStream_t stream) {
-  return issue_reduction({kReduce, type, op, root, count}, in, out, comm, stream);
-}
-CALL ncclReduceScatter(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                       ncclComm_t comm, cudaStream_t stream) {
-  return issue_reduction({kReduceScatter, type, op, -1, count}, in, out, comm, stream);
-}
-
-CALL ncclBroadcast(const void* in, void* out, size_t count, ncclDataType_t type, int root,
-                   ncclComm_t comm, cudaStream_t stream) {
-  const Offer offer{kBroadcast, type, -1, root, count};
-  const bool here = comm->rank == root;
-  return issue(comm, stream, offer, {here ? in : out, out}, [=](Kernel& kernel, size_t bytes) {
-    for (int r = 0; here && r < comm->size; ++r) kernel.send(r, in, bytes, offer);
-    kernel.receive(root, out, bytes, offer);
-  });
-}
-CALL ncclBcast(void* data, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-               cudaStream_t stream) {
-  return ncclBroadcast(data, data, count, type, root, comm, stream);
-}
-
-CALL ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type, ncclComm_t comm,
-                   cudaStream_t stream) {
-  const Offer offer{kAllGather, type, -1, -1, count};
-  return issue(comm, stream, offer, {in, out}, [=](Kernel& kernel, size_t bytes) {
-    for (int r = 0; r < comm->size; ++r) {
-      kernel.send(r, in, bytes, offer);
-      kernel.receive(r, (char*)out + r * bytes, bytes, offer);
-    }
-  });
-}
-
-// Registered memory is sent as any other; torch's ProcessGroupNCCL2 registers all that it allocates.
+// Registered memory is sent as any other; torch's ProcessGroupNCCL2 registers what it allocates.
 CALL ncclCommRegister(const ncclComm_t, void* memory, size_t, void** handle) {
-  *handle = memory;
-  return ncclSuccess;
+  return *handle = memory, ncclSuccess;
 }
-
 CALL ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
 
 // What torch links against and the emulator has not: defined under the real names, whatever the
@@ -523,15 +395,16 @@ CALL ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
 #define UNSUPPORTED(name)                                                 \
   extern "C" EMULATED ncclResult_t no_##name() __asm__(#name);            \
   extern "C" ncclResult_t no_##name() {                                   \
-    return refuse(ncclInvalidUsage, "the emulated NCCL has no " #name);   \
+    return refuse({ncclInvalidUsage, "the emulated NCCL has no " #name}); \
   }
-UNSUPPORTED(ncclAlltoAll) UNSUPPORTED(ncclCommGetUniqueId)
+UNSUPPORTED(ncclAllGather) UNSUPPORTED(ncclAllReduce) UNSUPPORTED(ncclAlltoAll)
+UNSUPPORTED(ncclBcast) UNSUPPORTED(ncclBroadcast) UNSUPPORTED(ncclCommGetUniqueId)
 UNSUPPORTED(ncclCommGrow) UNSUPPORTED(ncclCommInitAll) UNSUPPORTED(ncclCommMemStats)
-UNSUPPORTED(ncclCommResume) UNSUPPORTED(ncclCommRevoke)
-UNSUPPORTED(ncclCommShrink) UNSUPPORTED(ncclCommSuspend) UNSUPPORTED(ncclCommWindowDeregister)
+UNSUPPORTED(ncclCommResume) UNSUPPORTED(ncclCommRevoke) UNSUPPORTED(ncclCommShrink)
+UNSUPPORTED(ncclCommSplit) UNSUPPORTED(ncclCommSuspend) UNSUPPORTED(ncclCommWindowDeregister)
 UNSUPPORTED(ncclCommWindowRegister) UNSUPPORTED(ncclDevCommCreate) UNSUPPORTED(ncclDevCommDestroy)
 UNSUPPORTED(ncclGather) UNSUPPORTED(ncclGetLsaMultimemDevicePointer)
 UNSUPPORTED(ncclGetPeerDevicePointer) UNSUPPORTED(ncclGroupSimulateEnd) UNSUPPORTED(ncclMemAlloc)
 UNSUPPORTED(ncclMemFree) UNSUPPORTED(ncclPutSignal) UNSUPPORTED(ncclRedOpCreatePreMulSum)
-UNSUPPORTED(ncclRedOpDestroy) UNSUPPORTED(ncclSignal) UNSUPPORTED(ncclWaitSignal)
-UNSUPPORTED(ncclWinGetUserPtr)
+UNSUPPORTED(ncclRedOpDestroy) UNSUPPORTED(ncclReduce) UNSUPPORTED(ncclReduceScatter)
+UNSUPPORTED(ncclSignal) UNSUPPORTED(ncclWaitSignal) UNSUPPORTED(ncclWinGetUserPtr)

@@ -1,6 +1,4 @@
 // Settings from the environment, seeds, and errors that stay.
-#include "emulator.h"
-
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sys/stat.h>
@@ -10,8 +8,10 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <mutex>
+#include <utility>
+
+#include "emulator.h"
 
 namespace emulated {
 namespace {
@@ -21,51 +21,36 @@ std::string text_of(const char* name, const std::string& otherwise) {
   return text ? text : otherwise;
 }
 
+// The numbers of a list up to what is none, as the driver reads CUDA_VISIBLE_DEVICES.
+std::vector<long> numbers_of(const std::string& text) {
+  std::vector<long> numbers;
+  const char* at = text.c_str();
+  for (char* end; *at; at = end + (*end == ',')) {
+    const long number = strtol(at, &end, 10);
+    if (end == at || number < 0) break;
+    numbers.push_back(number);
+  }
+  return numbers;
+}
+
+std::vector<long> list_of(const char* name, const std::string& otherwise) {
+  const auto numbers = numbers_of(text_of(name, otherwise));
+  if (!numbers.empty()) return numbers;
+  fprintf(stderr, "emulated GPU: %s=%s is not a number\n", name, getenv(name));
+  abort();
+}
+
 long number_of(const char* name, long otherwise) {
-  const std::string text = text_of(name, "");
-  char* end = nullptr;
-  const long number = strtol(text.c_str(), &end, 10);
-  if (text.empty()) return otherwise;
-  if (*end || number < 0) {
-    fprintf(stderr, "emulated GPU: %s=%s is not a number\n", name, text.c_str());
-    abort();
-  }
-  return number;
+  return list_of(name, std::to_string(otherwise))[0];
 }
 
-std::vector<std::string> split(const std::string& text) {
-  std::vector<std::string> parts(1);
-  for (char letter : text) {
-    if (letter == ',') parts.emplace_back();
-    else if (letter != ' ') parts.back() += letter;
-  }
-  return parts;
-}
-
-// The physical number that an entry of CUDA_VISIBLE_DEVICES names, -1 if none.
-int named_device(const std::string& entry, int count) {
-  if (entry.rfind("GPU-", 0) == 0) {
-    for (int device = 0; device < count; ++device)
-      if (uuid_text(device).rfind(entry, 0) == 0) return device;
-    return -1;
-  }
-  char* end = nullptr;
-  const long number = strtol(entry.c_str(), &end, 10);
-  return end != entry.c_str() && number >= 0 && number < count ? int(number) : -1;
-}
-
-// As the driver does: the first entry that names no device ends the list; a device named twice
-// makes it empty.
+// As the driver does: what names no GPU ends the list; one named twice makes it empty.
 std::vector<int> visible_devices(int count) {
+  std::string all;
+  for (int device = 0; device < count; ++device) all += std::to_string(device) + ",";
   std::vector<int> visible;
-  const char* variable = getenv("CUDA_VISIBLE_DEVICES");
-  if (!variable) {
-    for (int device = 0; device < count; ++device) visible.push_back(device);
-    return visible;
-  }
-  for (const std::string& entry : split(variable)) {
-    const int device = named_device(entry, count);
-    if (device < 0) break;
+  for (long device : numbers_of(text_of("CUDA_VISIBLE_DEVICES", all))) {
+    if (device >= count) break;
     if (std::count(visible.begin(), visible.end(), device)) return {};
     visible.push_back(device);
   }
@@ -74,66 +59,61 @@ std::vector<int> visible_devices(int count) {
 
 Settings read() {
   Settings s;
-  const int count = std::min(int(number_of("EMULATED_GPU_COUNT", 2)), kMostGpus);
+  const int count = std::min<long>(number_of("EMULATED_GPU_COUNT", 2), kMostGpus);
   s.visible = visible_devices(count);
-  s.gpus = int(s.visible.size());
   s.seed = uint64_t(number_of("EMULATED_GPU_SEED", 0)) * 1000003 + number_of("RANK", 0);
-  s.delay_us = int(number_of("EMULATED_GPU_DELAY_US", 0));
-  s.starve_ms = int(number_of("EMULATED_GPU_STARVE_MS", 0));
-  const auto sizes = split(text_of("EMULATED_GPU_MEMORY_MIB", "8192"));
-  for (int device = 0; device < count; ++device)
-    s.memory_bytes.push_back(
-        strtoull(sizes[std::min<size_t>(device, sizes.size() - 1)].c_str(), nullptr, 10) << 20);
+  s.delay_us = number_of("EMULATED_GPU_DELAY_US", 0);
+  s.starve_ms = number_of("EMULATED_GPU_STARVE_MS", 0);
+  s.kernel_slots = number_of("EMULATED_GPU_KERNEL_SLOTS", 16);
+  const auto sizes = list_of("EMULATED_GPU_MEMORY_MIB", "8192");
+  for (size_t device = 0; device < kMostGpus; ++device)
+    s.memory_bytes.push_back(size_t(sizes[std::min(device, sizes.size() - 1)]) << 20);
   s.poison = number_of("EMULATED_GPU_POISON", 1);
   s.guard = number_of("EMULATED_GPU_GUARD", 1);
   s.peer_access = number_of("EMULATED_GPU_PEER_ACCESS", 1);
   s.remote_writes = number_of("EMULATED_GPU_REMOTE_WRITES", 0);
-  s.kernel_slots = int(number_of("EMULATED_GPU_KERNEL_SLOTS", 16));
   s.folder = text_of("EMULATED_GPU_FOLDER", "/tmp/emulated_gpu-" + std::to_string(getuid()));
   mkdir(s.folder.c_str(), 0700);
   return s;
 }
 
-std::atomic<bool> used{false}, forked{false}, ending{false};
+std::atomic<bool> forked{false}, ending{false};
 std::atomic<int> failed{cudaSuccess};
 std::string* const failure_text = new std::string;
-thread_local cudaError_t last_error = cudaSuccess, explained = cudaSuccess;
-thread_local std::string explanation;
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local Error explained{cudaSuccess};
 
-// kernels.cpp's library needs torch's: it is opened once that is there.
+// libkernels.so lies beside this library, and needs torch's: it is opened once they are there.
 void load_kernels() {
-  static auto* const lock = new std::recursive_mutex;
+  static auto* const mutex = new std::recursive_mutex;  // its start makes CUDA calls
   static std::atomic<bool> done{false};
-  if (done) return;
-  const char* path = getenv("EMULATED_GPU_KERNELS");
-  if (!path || !*path || !dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD)) return;
-  std::lock_guard<std::recursive_mutex> guard(*lock);
-  static bool begun = false;  // also in this thread: the library's start may make CUDA calls
-  if (begun) return;
-  begun = true;
-  if (!dlopen(path, RTLD_NOW | RTLD_GLOBAL)) fail(cudaErrorSharedObjectInitFailed, dlerror());
+  if (done || !dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD)) return;
+  std::lock_guard<std::recursive_mutex> lock(*mutex);
+  static bool begun = false;
+  if (std::exchange(begun, true)) return;
+  Dl_info self;
+  dladdr((void*)load_kernels, &self);
+  std::string path = self.dli_fname;
+  path.replace(path.rfind('/') + 1, std::string::npos, "libkernels.so");
+  if (!dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL))
+    fail(cudaErrorSharedObjectInitFailed, dlerror());
   done = true;
 }
 
-void on_first_use() {
+bool watch_process() {
   pthread_atfork(nullptr, nullptr, [] { forked = true; });
   atexit([] {
     ending = true;
     if (!forked) stop_streams();
   });
+  return true;
 }
 
 }  // namespace
 
 const Settings& settings() {
-  static const Settings* const read_settings = new Settings(read());
-  return *read_settings;
-}
-
-std::string uuid_text(int physical) {
-  char text[48];
-  snprintf(text, sizeof text, "GPU-656d756c-6174-6564-4750-55%010x", physical);
-  return text;
+  static const Settings* const all = new Settings(read());
+  return *all;
 }
 
 uint64_t seeded(uint64_t what, uint64_t number) {
@@ -147,23 +127,19 @@ uint64_t seeded(uint64_t what, uint64_t number) {
   return mixed;
 }
 
-cudaError_t begin() {
-  if (forked) return cudaErrorInitializationError;
-  if (!used.exchange(true)) on_first_use();
-  if (settings().gpus == 0) return cudaErrorNoDevice;
+// As the process ends, calls still work; only what waits in streams does not.
+void begin() {
+  if (forked) throw Error{cudaErrorInitializationError};
+  static const bool watched = watch_process();
+  if (!watched || settings().visible.empty()) throw Error{cudaErrorNoDevice};
   load_kernels();
-  return cudaError_t(failed.load());  // while the process ends, calls still work; waits do not
+  if (failed) throw Error{failed};
 }
 
-cudaError_t end(cudaError_t error) {
-  if (error != cudaSuccess) last_error = error;
-  return error;
-}
-
-cudaError_t error(cudaError_t error, const std::string& what) {
-  explained = error;
-  explanation = what;
-  return error;
+int end(const Error& error) {
+  last_error = cudaError_t(error.number);
+  if (!error.text.empty()) explained = error;
+  return error.number;
 }
 
 void fail(cudaError_t error, const std::string& what) {
@@ -177,39 +153,22 @@ void fail(cudaError_t error, const std::string& what) {
 
 cudaError_t failure() { return ending ? cudaErrorCudartUnloading : cudaError_t(failed.load()); }
 
-void without_python(const std::function<void()>& wait) {
-  static const auto initialized = (int (*)())dlsym(RTLD_DEFAULT, "Py_IsInitialized");
-  static const auto holds_lock = (int (*)())dlsym(RTLD_DEFAULT, "PyGILState_Check");
-  static const auto release = (void* (*)())dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
-  static const auto acquire = (void (*)(void*))dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
-  const bool python = initialized && holds_lock && release && acquire && initialized();
-  const bool held = python && holds_lock();
-  void* const state = held ? release() : nullptr;
-  wait();
-  if (held) acquire(state);
-}
-
 }  // namespace emulated
 
 using namespace emulated;
 
 RUNTIME cudaGetLastError() {
-  const cudaError_t error = last_error;
-  last_error = cudaError_t(failed.load());  // a failure stays
-  return error;
+  return std::exchange(last_error, cudaError_t(failed.load()));  // a failure stays
 }
-
 RUNTIME cudaPeekAtLastError() { return last_error; }
 
 // The runtime's own texts, which need no GPU, and what is known of the error.
 extern "C" EMULATED const char* cudaGetErrorString(cudaError_t error) {
-  static void* const library = dlopen("libcudart.so.13", RTLD_LAZY | RTLD_NOLOAD);
-  static const auto real =
-      (const char* (*)(cudaError_t))(library ? dlsym(library, "cudaGetErrorString") : nullptr);
+  static const auto real = (const char* (*)(cudaError_t))dlsym(RTLD_NEXT, "cudaGetErrorString");
   thread_local std::string text;
   text = real ? real(error) : "CUDA error " + std::to_string(int(error));
-  if (error == cudaSuccess) return text.c_str();
-  if (error == failed) text += " (emulated GPU: " + *failure_text + ")";
-  else if (error == explained) text += " (emulated GPU: " + explanation + ")";
+  const bool has_failed = error && error == failed;
+  if (has_failed || (error && error == explained.number))
+    text += " (emulated GPU: " + (has_failed ? *failure_text : explained.text) + ")";
   return text.c_str();
 }

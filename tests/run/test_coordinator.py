@@ -81,6 +81,15 @@ def test_a_message_can_be_looked_at_before_it_is_heard(controls):
     assert controls[1].peek(0) is None
 
 
+def test_a_rank_that_has_left_looks_at_nothing(meshes, controls):
+    """A failure that came as it left is none of another pipeline's."""
+    meshes[0].send_failure(0, "boom")
+    meshes[1].part(0.05)
+    meshes[1].close()
+
+    assert controls[1].peek(0) is None
+
+
 def test_meanwhile_a_rank_may_look_elsewhere(controls):
     looks = []
 

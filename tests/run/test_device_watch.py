@@ -15,6 +15,7 @@ import pytest
 
 from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh, Onlooker
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.run import device_watch
 from procpipe.run.device_watch import DeviceWatch, abort_all
 
 
@@ -89,7 +90,8 @@ def failure(story, *, is_lost=False):
         (frame(GOODBYE), PeerLostError, r"rank 1 has left the pipeline .* its device, in transfer"),
     ],
 )
-def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, said, kind, words):
+def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, said, kind, words, monkeypatch):
+    monkeypatch.setattr(device_watch, "_LEFT_AFTER_S", 2.0)
     _, device, peer = watched()
     if said is None:
         peer.close()
@@ -117,7 +119,15 @@ def test_the_first_thing_that_python_does_after_the_wait_is_to_raise(watched):
     assert values == []
 
 
-def test_what_was_overheard_is_still_there_to_be_read(watched):
+def test_a_peer_may_leave_while_this_device_has_seconds_to_compute(watched):
+    _, device, peer = watched()
+    peer.sendall(frame(GOODBYE))
+    threading.Timer(3.5, device.abort).start()
+
+    device.synchronize()
+
+
+def test_what_was_read_ahead_is_still_there_to_be_read(watched):
     mesh, device, peer = watched()
     peer.sendall(failure("boom"))
 
@@ -126,6 +136,20 @@ def test_what_was_overheard_is_still_there_to_be_read(watched):
 
     with pytest.raises(RemoteStageError, match="boom"):
         mesh.poll()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_failure_that_came_with_what_was_waited_for_ends_the_next_wait(watched, closes):
+    mesh, device, peer = watched()
+    read: list[int] = []
+    mesh.on(1, 3, lambda sequence, flags, body: read.append(sequence))
+    peer.sendall(frame(3) + failure("boom"))
+    if closes:
+        peer.close()
+    mesh.wait(lambda: read, lambda: "a frame")
+
+    with pytest.raises(RemoteStageError, match="boom"):
+        device.synchronize()
 
 
 def test_a_wait_that_no_transfer_causes_is_left_alone(watched):
@@ -172,3 +196,16 @@ def test_transfers_of_several_transports_are_ended_together():
 
     assert abort_all([Waiting(), Waiting()])
     assert abort_all([])
+
+
+def test_transfers_are_ended_whose_transports_are_let_go_of_meanwhile():
+    transports: list[Device] = []
+
+    class Closed(Device):
+        def abort(self):
+            transports.clear()
+            return True
+
+    transports.append(Closed())
+
+    assert abort_all(transports)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -174,3 +176,33 @@ def test_hosts_of_different_sizes(environment):
     environment(num_gpus=4, RANK=2, WORLD_SIZE=6, LOCAL_RANK=0, LOCAL_WORLD_SIZE=4)
 
     assert str(World.from_environment().device) == "cuda:0"
+
+
+class Stuck:
+    """A transport whose transfers cannot be ended, which takes as long as it may."""
+
+    num_aborts = 0
+
+    def abort(self):
+        self.num_aborts += 1
+        return False
+
+    def close(self):
+        self.abort()
+
+    def busy_with(self):
+        return [1]
+
+
+def test_a_device_that_is_stuck_is_waited_for_once(environment):
+    environment()
+    world = World.from_environment()
+    world.connect()
+    transport: Any = Stuck()
+    world._added_of_device(transport)
+
+    world.close()
+    world.close()
+
+    assert world.is_device_stuck
+    assert transport.num_aborts == 1

@@ -1,0 +1,203 @@
+"""The socket to one peer: whole frames to it and from it, and its end.
+
+Frames are
+
+    body length, sequence number, kind, flags | body
+
+Neither writing nor reading blocks. What the socket does not take at once is copied and sent on
+later. What is read is handed on frame by frame, or, by ``look_ahead``, kept for the next reading.
+
+The end of a process on this host is seen by a descriptor of it (pidfd), too: its sockets stay open
+while a child has them that native code forked. Knows nothing of other peers, nor of what frames
+mean; the caller sees to it that one thread at a time is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from procpipe.channel.wire import open_process
+
+__all__ = ["READ_BYTES", "Connection"]
+
+#: Takes a frame: sequence number, kind, flags, body (writable, valid only during the call).
+Taker = Callable[[int, int, int, memoryview], None]
+
+_HEADER = struct.Struct("<QIBB")
+
+#: How much is read at a time.
+READ_BYTES = 1 << 18
+
+#: Buffers that one ``sendmsg`` takes at most (IOV_MAX); more are an error there.
+_MAX_PARTS = 1024
+
+#: How much is read ahead at most.
+_MAX_AHEAD_BYTES = 1 << 20
+
+#: A system takes a frame of up to so many bytes as a whole or not at all.
+_WHOLE_BYTES = 4096
+
+
+class Connection:
+    """A connected, non-blocking socket.
+
+    Args:
+        sock: the socket.
+        take: takes each frame that comes.
+        buffer: what is read goes through it; several may share one.
+
+    Attributes:
+        sock: the socket.
+        process: a descriptor of the peer's process; None where it cannot be opened.
+        is_torn: whether a frame may have been sent in part, so that no other can follow.
+        has_ended: whether all that the peer has sent has been handed on, and it sends no more.
+    """
+
+    def __init__(self, sock: socket.socket, take: Taker, buffer: memoryview) -> None:
+        self.sock = sock
+        self.process = open_process(sock)
+        self.is_torn = self.has_ended = False
+        self._take = take
+        self._buffer = buffer
+        self._partial = bytearray()
+        self._unsent: deque[memoryview] = deque()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors on which to poll: that of the socket, and that of the process."""
+        return [self.sock.fileno(), *([] if self.process is None else [self.process])]
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something waits for the socket to take more."""
+        return bool(self._unsent)
+
+    def send(self, kind: int, flags: int, sequence: int, parts: Sequence[Any]) -> None:
+        """Send a frame; the parts (byte buffers) may be reused at once."""
+        size = sum(len(part) for part in parts)
+        frame = [_HEADER.pack(size, sequence, kind, flags), *parts]
+        if len(frame) > _MAX_PARTS:
+            frame = [b"".join(frame)]
+        sent = 0
+        if not self._unsent:
+            try:
+                sent = self.sock.sendmsg(frame)
+            except BlockingIOError:
+                pass
+            except OSError:  # the end of the stream shows what has happened
+                return
+            except BaseException:  # of a signal's handler: how much was sent is not known
+                if size > _WHOLE_BYTES:
+                    self.is_torn = True
+                raise
+        if sent < _HEADER.size + size:
+            self._unsent.append(memoryview(b"".join(frame))[sent:])
+
+    def send_on(self) -> None:
+        """Send what waits, as far as the socket takes it."""
+        unsent = self._unsent
+        try:
+            while unsent:
+                sent = self.sock.send(unsent[0])
+                unsent[0] = unsent[0][sent:]
+                if not unsent[0]:
+                    unsent.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            unsent.clear()
+        except BaseException:
+            self.is_torn = True
+            raise
+
+    def drop_unsent(self, *, but_begun: bool = False) -> None:
+        """Send no more of what waits; or only the frame of which the socket has taken a part."""
+        while self._unsent and not (but_begun and _is_begun(self._unsent[-1])):
+            self._unsent.pop()
+
+    def read(self) -> bool:
+        """Read once, and hand whole frames on; return whether there may be more."""
+        try:
+            num_read = self.sock.recv_into(self._buffer)
+        except BlockingIOError:
+            return False
+        except OSError:
+            num_read = 0
+        if num_read == 0:
+            self.has_ended = True
+            return False
+        view = self._buffer[:num_read]
+        if self._partial:
+            self._partial += view
+            self.hand_on()
+        elif (taken := self._hand_on(view)) < num_read:
+            self._partial = bytearray(view[taken:])
+        return True
+
+    def hand_on(self) -> None:
+        """Hand on the whole frames that have been read."""
+        taken = self._hand_on(memoryview(self._partial))
+        if taken:
+            self._partial = bytearray(memoryview(self._partial)[taken:])
+
+    def _hand_on(self, data: memoryview) -> int:
+        """Hand on whole frames; return how many bytes they took."""
+        position = 0
+        while position + _HEADER.size <= len(data):
+            size, sequence, kind, flags = _HEADER.unpack_from(data, position)
+            end = position + _HEADER.size + size
+            if end > len(data):
+                break
+            body = data[position + _HEADER.size : end]
+            position = end
+            self._take(sequence, kind, flags, body)
+        return position
+
+    def look_ahead(self) -> tuple[list[tuple[int, bytes]], bool]:
+        """Read what is there without handing it on.
+
+        Returns:
+            Kind and body of each whole frame that has not been handed on, and whether the peer
+            has ended.
+        """
+        process, data = self.process, self._partial
+        has_ended = process is not None and bool(select.select([process], [], [], 0)[0])
+        with contextlib.suppress(BlockingIOError):
+            while len(data) < _MAX_AHEAD_BYTES:
+                try:
+                    read = self.sock.recv(READ_BYTES)
+                except ConnectionError:
+                    read = b""
+                if not read:
+                    has_ended = True
+                    break
+                data += read
+        frames, position = [], 0
+        while position + _HEADER.size <= len(data):
+            size, _, kind, _ = _HEADER.unpack_from(data, position)
+            start, position = position + _HEADER.size, position + _HEADER.size + size
+            if position <= len(data):
+                frames.append((kind, bytes(data[start:position])))
+        return frames, has_ended
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        self.sock.close()
+        if self.process is not None:
+            os.close(self.process)
+            self.process = None
+        self._unsent.clear()
+
+
+def _is_begun(unsent: memoryview) -> bool:
+    """Tell whether a frame's first bytes have been sent."""
+    frame = unsent.obj
+    assert isinstance(frame, bytes)
+    return unsent.nbytes < len(frame)

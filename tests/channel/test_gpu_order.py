@@ -1,0 +1,342 @@
+"""In which order a GPU does what a transport queues: a test holds a stream, and looks what goes on.
+
+Each case runs on both ends of two connected ranks, as those of ``conformance.py`` do, over CUDA IPC
+and over NCCL. Held streams make certain what delays make likely, for instance that compute has not
+yet read a message when the next one comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from procpipe.channel.gpu import Gpu
+from procpipe.channel.meta import describe
+from procpipe.run.transports import Choice
+from procpipe.tree import Flat
+from tests.channel.test_conformance import Meeting, Side, links
+from tests.held import happens, held, hold_for
+
+#: A block of torch's allocator that nothing else fits into.
+SIZE = 12 << 20
+
+KIND = 1
+PATIENCE_S, TIMEOUT_S = 0.2, 5.0
+
+
+# -- the cases ----------------------------------------------------------------------------------
+
+
+def compute_waits_for_what_it_receives(end: Any) -> None:
+    if end.rank == 0:
+        with held(compute(end)):
+            send(end, 7)
+            end.meet()  # the receiver has queued its part
+            end.meet()
+    else:
+        result = pinned(end)
+        received = take(end)
+        result.copy_(received + 1, non_blocking=True)
+        end.meet()
+        assert not happens(compute(end).query, PATIENCE_S)
+        assert end.transport.busy_with() == [0]
+        end.meet()
+        assert_all(result, 8)
+
+
+def a_transfer_does_not_wait_for_the_receivers_compute(end: Any) -> None:
+    if end.rank == 0:
+        send(end, 7)
+        end.sender().settle()
+        assert happens(lambda: not end.transport.busy_with(), TIMEOUT_S)
+        end.meet()
+    else:
+        with held(compute(end)):
+            received = take(end)
+            assert happens(lambda: not end.transport.busy_with(), TIMEOUT_S)
+            end.meet()
+        assert_all(received, 7)
+
+
+def received_memory_is_kept_for_compute(end: Any) -> None:
+    """It may take the allocator some messages to see that the transfer does not use it any more."""
+    num_later = 10
+    if end.rank == 0:
+        for k in range(1 + num_later):
+            send(end, k)
+        end.meet()
+    else:
+        received = take(end)
+        torch.cuda.synchronize(end.device)
+        with held(compute(end)):
+            result = received + 1
+            del received
+            for _ in range(num_later):
+                take(end)
+                assert happens(lambda: not end.transport.busy_with(), TIMEOUT_S)
+            end.meet()
+        assert_all(result, 1)
+
+
+def memory_that_compute_still_reads_is_not_received_into(end: Any) -> None:
+    if end.rank == 0:
+        send(end, 7)
+        end.meet()
+    else:
+        old = full(end, 3)
+        torch.cuda.synchronize(end.device)
+        with held(compute(end)):
+            result = old + 1
+            del old
+            received = take(end)
+            assert happens(lambda: not end.transport.busy_with(), TIMEOUT_S)
+            end.meet()
+        assert_all(result, 4)
+        assert_all(received, 7)
+
+
+def what_is_sent_is_kept_until_it_has_left(end: Any) -> None:
+    if end.rank == 0:
+        with held_sends(end):
+            send(end, 7)
+            assert end.sender().reap() == 2
+            others = [full(end, 9) for _ in range(2)]  # where the message was, if nothing keeps it
+            assert happens(compute(end).query, TIMEOUT_S)
+        end.meet()
+        del others
+    else:
+        take(end)
+        received = take(end)
+        end.meet()
+        assert_all(received, 7)
+
+
+def what_was_sent_may_be_written_to_by_what_is_queued_later(end: Any) -> None:
+    if end.rank == 0:
+        with held_sends(end):
+            tensor = full(end, 7)
+            end.sender().send(Flat.of(tensor))
+            end.sender().wait_reusable()
+            tensor.fill_(9)
+            assert not happens(compute(end).query, PATIENCE_S)
+        end.meet()
+    else:
+        take(end)
+        received = take(end)
+        end.meet()
+        assert_all(received, 7)
+
+
+def a_slot_is_filled_without_the_receiver(end: Any) -> None:
+    """Else streams may wait in a circle, for what a host queues later."""
+    if end.rank == 0:
+        for k in range(2):
+            send(end, k)
+        assert happens(lambda: not end.transport.busy_with(), TIMEOUT_S)
+        end.meet()
+    else:
+        end.meet()
+        for k in range(2):
+            assert_all(take(end), k)
+
+
+def a_slot_is_filled_again_only_when_it_was_read(end: Any) -> None:
+    if end.rank == 0:
+        send(end, 7)
+        end.meet()  # the receiver has queued its part
+        send(end, 9)
+        assert not happens(lambda: not end.transport.busy_with(), PATIENCE_S)
+        end.meet()
+    else:
+        with held(end.transport._receiving[0, KIND]):
+            received = take(end)
+            end.meet()
+            end.meet()
+        assert_all(received, 7)
+        assert_all(take(end), 9)
+
+
+def torch_watches_no_transfer(end: Any) -> None:
+    """Its watchdog would end the process, with a story of its own."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in names if "watchd" in name], names
+
+
+def draining_waits_for_what_is_under_way(end: Any) -> None:
+    if end.rank == 0:
+        hold_for(compute(end), PATIENCE_S)
+        send(end, 7)
+        end.transport.drain()
+        assert not end.transport.busy_with()
+    else:
+        received = take(end)
+        end.transport.drain()
+        assert not end.transport.busy_with()
+        assert_all(received, 7)
+
+
+def another_thread_may_use_another_gpu(end: Any) -> None:
+    """As one does that ends transfers while the main thread is stuck: it has no current device."""
+    failures: list[str] = []
+
+    def use() -> None:
+        try:
+            gpu = Gpu(end.device)
+            address = gpu.allocate(2 << 20)
+            gpu.write(torch.cuda.Stream(end.device), address, 1)
+            gpu.free(address)
+        except Exception:
+            failures.append(traceback.format_exc())
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert not failures, failures
+
+
+CASES: tuple[Callable[[Any], None], ...] = (  # of both transports
+    compute_waits_for_what_it_receives,
+    a_transfer_does_not_wait_for_the_receivers_compute,
+    received_memory_is_kept_for_compute,
+    memory_that_compute_still_reads_is_not_received_into,
+    what_is_sent_is_kept_until_it_has_left,
+    what_was_sent_may_be_written_to_by_what_is_queued_later,
+    another_thread_may_use_another_gpu,
+    draining_waits_for_what_is_under_way,  # the last, as slots are closed then
+)
+OF_SLOTS = (a_slot_is_filled_again_only_when_it_was_read, a_slot_is_filled_without_the_receiver)
+CASES_OF = {"nccl": (torch_watches_no_transfer, *CASES), "cuda_ipc": (*OF_SLOTS, *CASES)}
+
+
+# -- what they are made of ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def held_sends(end: Any) -> Iterator[None]:
+    """Hold what is sent in the block, but no compute: it is behind a message that is not made."""
+    stream = torch.cuda.Stream(end.device)
+    with held(stream):
+        with torch.cuda.stream(stream):
+            send(end, 0)
+        yield
+
+
+def compute(end: Any) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(end.device)
+
+
+def full(end: Any, value: int) -> Tensor:
+    return torch.full((SIZE,), value, dtype=torch.uint8, device=end.device)
+
+
+def pinned(end: Any) -> Tensor:
+    return torch.zeros(SIZE, dtype=torch.uint8, pin_memory=True)
+
+
+def send(end: Any, value: int) -> None:
+    end.sender().send(Flat.of(full(end, value)))
+
+
+def take(end: Any) -> Tensor:
+    end.receiver().expect()
+    tensor: Tensor = end.receiver().take().value
+    return tensor
+
+
+def assert_all(tensor: Tensor, value: int) -> None:
+    torch.cuda.synchronize(tensor.device if tensor.is_cuda else None)
+    assert tensor.unique().tolist() == [value], tensor
+
+
+def run_all(world: Any, transport_name: str) -> dict[str, str | None]:
+    """Run every case on this rank; say what each one raised."""
+    if transport_name == "cuda_ipc":
+        world.device = torch.device("cuda", 0)
+        torch.cuda.set_device(world.device)
+    routes = [(a, 1 - a, KIND) for a in (0, 1)]
+    mesh = world.connect()
+    (transport,) = world.open_transports(Choice(transport_name, ["", ""]), routes).values()
+    told: dict[str, str | None] = {}
+    for case in CASES_OF[transport_name]:
+        end: Any = Side(
+            world.rank,
+            links(mesh, transport, world.device),
+            Meeting(world, case.__name__),
+            world.device,
+        )
+        end.transport = transport
+        end.meet()
+        try:
+            case(end)
+            end.sender().settle()
+            end.meet()
+            told[case.__name__] = None
+        except Exception:
+            told[case.__name__] = traceback.format_exc()
+            transport.abort()
+            break  # the channels are in an unknown state
+    return told
+
+
+@pytest.fixture(scope="module")
+def stories(ranks: Any) -> Callable[[str], list[dict[str, str | None]]]:
+    found: dict[str, list[dict[str, str | None]]] = {}
+
+    def of(name: str) -> list[dict[str, str | None]]:
+        if name not in found:
+            found[name] = ranks(2).run(run_all, name).values()
+        return found[name]
+
+    return of
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES_OF["cuda_ipc"]])
+def test_cuda_ipc(stories: Any, case: str) -> None:
+    assert [story.get(case, "did not run") for story in stories("cuda_ipc")] == [None, None]
+
+
+def one_channel_held(world: Any) -> None:
+    """Hold what rank 0 sends on channel 0; send on the one that is 32 streams of torch later."""
+    last = 16
+    world.connect()
+    routes = [(a, 1 - a, kind) for kind in range(last + 1) for a in (0, 1)]
+    transport = world.open_transports(Choice("nccl", ["", ""]), routes)[1 - world.rank]
+    meeting = Meeting(world, "one channel held")
+    tensor = torch.ones(1000, device=world.device)
+    meta = describe(Flat.of(tensor))
+    if world.rank == 0:
+        stream = torch.cuda.Stream(world.device)
+        with held(stream):
+            with torch.cuda.stream(stream):
+                transport.post_send([tensor], 1, 0)
+            transport.post_send([tensor], 1, last)
+            meeting()
+    else:
+        received = [transport.post_receive(meta, 0, last, b"")]
+        assert happens(received[0][1].is_done, TIMEOUT_S)
+        meeting()
+        received.append(transport.post_receive(meta, 0, 0, b""))
+    transport.drain()
+    meeting()
+    if world.rank == 1:
+        assert [tensors[0].sum().item() for tensors, _ in received] == [1000, 1000]
+
+
+@pytest.mark.gpu(2)
+def test_no_channels_share_a_stream(ranks: Any) -> None:
+    ranks(2).run(one_channel_held).values()
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES_OF["nccl"]])
+def test_nccl(stories: Any, case: str) -> None:
+    assert [story.get(case, "did not run") for story in stories("nccl")] == [None, None]

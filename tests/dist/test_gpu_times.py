@@ -1,0 +1,83 @@
+"""What is measured on a GPU ends when the device has done it, not when the host has queued it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from procpipe import Stage
+from procpipe.balance.profile import Timer
+from procpipe.launch import plan_check, plan_measure
+from procpipe.run import probe
+from procpipe.run.transports import Choice
+from procpipe.run.world import World
+from procpipe.tree import Flat
+from tests.dist.devices import num_gpus
+from tests.dist.stages import world_of
+from tests.held import hold_for
+
+HELD_S = 0.3
+
+
+def hold_a_while() -> threading.Event:
+    return hold_for(torch.cuda.current_stream(), HELD_S)
+
+
+def measured(bare: Any) -> dict[str, bool]:
+    """Say which measurements on a device that is slow waited for it."""
+    found = {}
+    holds: list[threading.Event] = []
+    Timer(bare.device, time.monotonic).seconds(lambda: holds.append(hold_a_while()))
+    found["a layer"] = holds[0].is_set()
+
+    source = torch.ones(1 << 20, device=bare.device)
+    may_go_on = hold_a_while()
+    plan_measure._copy_seconds(source, torch.empty_like(source))
+    found["a copy"] = may_go_on.is_set()
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    stage = Stage(model, [1, 1], chunks=2, loss_fn=torch.mean, world=world_of(bare, "step"))
+    inputs = [torch.randn(4, 8)]
+    for _ in range(3):  # the first wait, to look whether recomputation repeats the forward pass
+        plan_check._step(stage, inputs, None)
+    may_go_on = hold_a_while()
+    plan_check._step(stage, inputs, None)
+    found["a step"] = may_go_on.is_set()
+    stage.close()
+
+    found["a message"] = has_message(world_of(bare, "message"))
+    return found
+
+
+def has_message(world: World) -> bool:
+    """Say whether rank 1 has a probe's message once it took it, although rank 0 is slow."""
+    peer, mesh = 1 - world.rank, world.connect()
+    routes = [(0, 1, probe._DOWN), (1, 0, probe._UP)]
+    name = "nccl" if num_gpus() > 1 else "cuda_ipc"
+    transport = world.open_transports(Choice(name, ["", ""]), routes)[peer]
+    line = probe.Line(mesh, peer, transport, world.device)
+    if world.rank == 0:
+        hold_a_while()
+        tensor = torch.ones(1 << 20, device=world.device)
+        line._sender.send(Flat.of((True, tensor)))
+        line._sender.settle()
+        taken = True, tensor
+    else:
+        line._receiver.expect()
+        taken = line._take()
+    found = world.rank == 0 or torch.cuda.current_stream().query()
+    del taken  # not before: freeing memory may queue work
+    world.drain()
+    world.close()
+    return found
+
+
+@pytest.mark.gpu
+def test_a_measured_time_ends_with_the_device(ranks: Any) -> None:
+    for found in ranks(2).run(measured, world=False).values():
+        assert all(found.values()), found
