@@ -520,6 +520,7 @@ def test_memory_of_another_gpu_needs_peer_access_and_streams_do_not_write_it(
     _, handle = owner.first()
     device = 0 if "cuda_visible_devices" in settings else 1
     assert run(open_memory, handle, device, folder=tmp_path, **settings) == expected
+    owner.result()
 
 
 def ask_peers():

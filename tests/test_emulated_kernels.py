@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import io
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -300,6 +302,13 @@ def test_attention_chooses_what_the_cpu_computes():
         expected = F.scaled_dot_product_attention(batch, batch, batch, is_causal=True)
     gpu = batch.cuda()
     assert_same(expected, F.scaled_dot_product_attention(gpu, gpu, gpu, is_causal=True))
+
+
+def test_operators_import_no_compiler():
+    """Python's meta kernels import torch._dynamo, which takes a second of each process."""
+    code = "import sys, torch; torch.ones(512, 512, device='cuda') + 1; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "torch._dynamo" not in done.stdout.split()
 
 
 def test_out_is_resized():

@@ -165,21 +165,21 @@ def receive_in_two_streams(rank, name):
 
 def test_operations_of_a_communicator_run_in_issue_order_over_streams(tmp_path):
     processes = start(receive_in_two_streams, new_id(), folder=tmp_path)
-    assert processes[0].result() == [False, 1, 2]
+    assert [process.result() for process in processes] == [[False, 1, 2], None]
 
 
 def group_in_two_streams(rank, name):
-    """Send and receive two tensors and an empty one in one group; a stream is busy at first."""
+    """Send and receive an empty tensor and two others in one group; a stream is busy at first."""
     communicator, streams = connect(name, rank), [new_stream(), new_stream()]
     mine, theirs = [filled(rank + 1), filled(rank + 3)], [new_memory(), new_memory()]
     gate = hold(streams[1])
     check("ncclGroupStart")
+    assert send(communicator, mine[0], 1 - rank, streams[0], 0) == 0
+    assert receive(communicator, theirs[0], 1 - rank, streams[0], 0) == 0
     for memory in mine:
         assert send(communicator, memory, 1 - rank, streams[0]) == 0
     for memory in theirs:
         assert receive(communicator, memory, 1 - rank, streams[1]) == 0
-    assert send(communicator, mine[0], 1 - rank, streams[0], 0) == 0
-    assert receive(communicator, theirs[0], 1 - rank, streams[0], 0) == 0
     check("ncclGroupEnd")
     before = ends(streams[0])
     let_go(gate)
@@ -300,7 +300,7 @@ def wait_for_a_dead_peer(rank, name):
 
 def test_an_operation_with_a_dead_peer_ends_only_by_an_abort(tmp_path):
     processes = start(wait_for_a_dead_peer, new_id(), folder=tmp_path)
-    assert processes[0].result() == [False, 0, POISON]
+    assert [process.result() for process in processes] == [[False, 0, POISON], None]
 
 
 def abort(rank, names, grouped):

@@ -17,9 +17,10 @@ queued its part, then free. So work waits only for work that was queued before i
 process, and no circle of waits can come about.
 
 A channel has as many slots as it ever had messages in use at a time. A slot that has become too
-small is dropped: the receiver closes it, and sets its flag; only then is its memory given back,
-as at the end (``drain``). A process that fails gives back nothing, since others may be reading: its
-memory goes with it.
+small is dropped: the receiver closes it, and sets its flag; only then is its memory given back, as
+at the end, where all drop theirs (``drain``) and wait for one another before they give it back
+(``close``). A process that fails gives back nothing, since others may be reading: its memory goes
+with it.
 
 A peer that has died never writes what a stream waits for, and the device could not be waited for
 any more, nor memory given back, nor perhaps the process end. So ``abort`` writes it: what receives
@@ -75,10 +76,6 @@ _ALIGNMENT = 256
 
 #: The driver cuts what is smaller out of a block that it would share as a whole.
 _GRANULE = 2 << 20
-
-#: How long a rank that leaves waits for others to close its memory, and how often it looks.
-_CLOSE_TIMEOUT_S = 1.0
-_LOOK_EVERY_S = 0.001
 
 #: More than the number of any message, how often it is written to end transfers, and how long live
 #: peers have to take their messages before; how long streams may take then, which wait for the
@@ -210,10 +207,7 @@ class CudaIpcTransport:
         return tensors, CudaIpcReceived(gpu, tensors, slot.copied)
 
     def drain(self) -> None:
-        """Wait until no transfer is under way, to peers either; close and give back all memory.
-
-        Memory that a peer has not closed within a second stays until this process ends.
-        """
+        """Wait until no transfer is under way, to peers either; close their memory."""
         gpu = self._gpu
         slots = [*self._dropped, *itertools.chain.from_iterable(self._slots.values())]
         for slot in slots:
@@ -224,9 +218,6 @@ class CudaIpcTransport:
         self._close_unused()
         self._dropped = slots
         self._slots.clear()
-        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        while self._free_closed() and time.monotonic() < deadline_s:
-            time.sleep(_LOOK_EVERY_S)
 
     def busy_with(self) -> list[int]:
         """Return the ranks with which transfers are not over; may be called by any thread."""
@@ -246,8 +237,12 @@ class CudaIpcTransport:
         return self._release(self._to_fill + self._to_take, everything, _ABORT_TIMEOUT_S)
 
     def close(self) -> None:
-        """Let go of all slots; memory that ``drain`` did not give back goes with the process."""
+        """Give back what all peers have closed, and let go of the rest until the process ends.
+
+        After ``drain`` on all ranks, that is all memory.
+        """
         self.abort()
+        self._free_closed()
         for held in (self._slots, self._dropped, self._opened, self._closing, self._flags_of):
             held.clear()
 
@@ -307,13 +302,12 @@ class CudaIpcTransport:
         stream.synchronize()  # what was there before must not be taken for a message's number
         return slot
 
-    def _free_closed(self) -> bool:
-        """Give back dropped slots that nobody has open; return whether there are others."""
+    def _free_closed(self) -> None:
+        """Give back dropped slots that no peer has open."""
         closed = [slot for slot in self._dropped if self._flags[slot.number] == _CLOSED]
         for slot in closed:
             self._dropped.remove(slot)
             self._gpu.free(slot.address)
-        return bool(self._dropped)
 
     # -- slots of peers, to receive from --------------------------------------------------------
 

@@ -47,9 +47,9 @@ DEFAULT_STALL_TIMEOUT_S = 30.0
 #: More than the second to which torchrun rounds, and the tenth in which it looks.
 _HEAD_START_S = 1.5
 
-#: How long a rank that leaves keeps what others may still receive by NCCL, whose sends are over as
-#: soon as it has taken over what was sent.
-_PART_TIMEOUT_S = 2.0
+#: How long a rank that leaves waits for the others to be done, too: till then it keeps what they
+#: may still receive by NCCL, and memory that they have open.
+_PART_TIMEOUT_S = 10.0
 
 #: The mesh's kind for values of ``agreed``: no channel's, and not the control plane's.
 _AGREED = 200

@@ -2,6 +2,7 @@
 // between unusable pages. Addresses are never used again: a use after cudaFree ends the process.
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -58,24 +59,29 @@ struct Row {
 constexpr int kRows = 1024;
 
 // All rows, in a file that the processes of a machine share.
-Row* rows() {
-  static Row* const shared = [] {
+struct Table {
+  int file;
+  Row* rows;
+};
+Table& table() {
+  static Table* const shared = [] {
     const std::string path = settings().folder + "/memory";
     const int file = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (file < 0 || ftruncate(file, sizeof(Row) * kRows))
       throw Error{cudaErrorUnknown, "cannot write to " + path};
     const int access = PROT_READ | PROT_WRITE;
-    return (Row*)mmap(nullptr, sizeof(Row) * kRows, access, MAP_SHARED, file, 0);
+    void* rows = mmap(nullptr, sizeof(Row) * kRows, access, MAP_SHARED, file, 0);
+    return new Table{file, (Row*)rows};
   }();
-  return shared;
+  return *shared;
 }
 
 Row& own_row() {
   static Row* const own = [] {
-    for (Row* row = rows(); row < rows() + kRows; ++row) {
-      int before = row->pid;
-      if (row->lives() || !row->pid.compare_exchange_strong(before, getpid())) continue;
+    for (Row* row = table().rows; row < table().rows + kRows; ++row) {
+      if (row->lives()) continue;
       for (auto& bytes : row->bytes) bytes = 0;
+      row->pid = getpid();
       return row;
     }
     throw Error{cudaErrorUnknown, "more than 1024 processes use " + settings().folder};
@@ -85,9 +91,24 @@ Row& own_row() {
 
 size_t used_of(int device) {
   size_t sum = 0;
-  for (Row* row = rows(); row < rows() + kRows; ++row)
+  for (Row* row = table().rows; row < table().rows + kRows; ++row)
     if (row->bytes[device] && row->lives()) sum += row->bytes[device];
   return sum;
+}
+
+struct OneProcessAtATime {
+  OneProcessAtATime() { flock(table().file, LOCK_EX); }
+  ~OneProcessAtATime() { flock(table().file, LOCK_UN); }
+};
+
+// Take bytes of a GPU's memory, unless that is more than it has.
+void take(int device, size_t bytes) {
+  static std::mutex threads;
+  Guard lock(threads);
+  OneProcessAtATime processes;
+  if (used_of(device) + bytes > settings().memory_bytes[device])
+    throw Error{cudaErrorMemoryAllocation};
+  own_row().bytes[device] += bytes;
 }
 
 // ---- blocks -------------------------------------------------------------------------------------
@@ -155,13 +176,11 @@ void* allocate(size_t size, int device) {
   const size_t mapped = (size + slack() + kPage - 1) / kPage * kPage;
   const Block block{size, device, -1, nullptr, mapped, false};
   if (device == kHost) return map_new(block);
-  auto& used = own_row().bytes[device];
-  used += mapped;
+  take(device, mapped);
   try {
-    if (used_of(device) > settings().memory_bytes[device]) throw Error{cudaErrorMemoryAllocation};
     return map_new(block);
   } catch (const Error&) {
-    used -= mapped;
+    own_row().bytes[device] -= mapped;
     throw;
   }
 }
