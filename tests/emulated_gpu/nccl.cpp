@@ -47,15 +47,14 @@ struct Offer {
   bool sends;
   int type;
   uint64_t count;
-  bool sums = false;  // part of an all-reduce
+  bool reduces = false;  // part of an all-reduce
 
   bool fits(const Offer& other) const {
-    return type == other.type && count == other.count && sums == other.sums;
+    return type == other.type && count == other.count && reduces == other.reduces;
   }
   std::string text(int rank) const {
-    return "rank " + std::to_string(rank) +
-           (sums ? " sums " : sends ? " sends " : " receives ") + std::to_string(count) + " of " +
-           kTypes[type];
+    const std::string verb = reduces ? " reduces " : sends ? " sends " : " receives ";
+    return "rank " + std::to_string(rank) + verb + std::to_string(count) + " of " + kTypes[type];
   }
 };
 
@@ -282,17 +281,25 @@ ncclResult_t issue_to(int peer, ncclComm* comm, void* stream, const void* data,
 }
 
 // In the order of ranks, so that all get the same.
-template <class T>
-void sum(void* out, const char* parts, size_t count, int ranks) {
+template <class T, class Sum = T>
+void reduce(void* out, const char* parts, size_t count, int ranks, int op) {
+  const T* values = (const T*)parts;
   for (size_t i = 0; i < count; ++i) {
-    T total = ((const T*)parts)[i];
-    for (int r = 1; r < ranks; ++r) total = total + ((const T*)parts)[r * count + i];
-    ((T*)out)[i] = total;
+    Sum total = Sum(values[i]);
+    for (int r = 1; r < ranks; ++r) {
+      const Sum value = Sum(values[r * count + i]);
+      total = op == ncclProd  ? total * value
+              : op == ncclMax ? std::max(total, value)
+              : op == ncclMin ? std::min(total, value)
+                              : total + value;
+    }
+    ((T*)out)[i] = T(op == ncclAvg ? Sum(total / Sum(ranks)) : total);
   }
 }
-void (*const kSums[])(void*, const char*, size_t, int) = {
-    sum<int8_t>, sum<uint8_t>, sum<int32_t>, sum<uint32_t>, sum<int64_t>,
-    sum<uint64_t>, sum<__half>, sum<float>, sum<double>, sum<__nv_bfloat16>};
+void (*const kReductions[])(void*, const char*, size_t, int, int) = {
+    reduce<int8_t>,   reduce<uint8_t>,       reduce<int32_t>, reduce<uint32_t>, reduce<int64_t>,
+    reduce<uint64_t>, reduce<__half, float>, reduce<float>,   reduce<double>,
+    reduce<__nv_bfloat16, float>};
 
 // ---- communicators ------------------------------------------------------------------------------
 
@@ -411,11 +418,11 @@ CALL ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_
   return issue_to(peer, comm, stream, data, {false, type, count});
 }
 
-// Each rank sends its values to all, and adds up what comes.
+// Each rank sends its values to all, and reduces what comes.
 CALL ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
                    ncclComm_t comm, cudaStream_t stream) {
-  if (op != ncclSum || type > ncclBfloat16)
-    return refuse({ncclInvalidUsage, "the emulated NCCL's ncclAllReduce computes sums only"});
+  if (op >= ncclNumOps || type > ncclBfloat16)
+    return refuse({ncclInvalidUsage, "a type or an operator that is not emulated"});
   const Offer offer{true, type, count, true}, theirs{false, type, count, true};
   return issue(comm, stream, in, offer, [&](Kernel& kernel, size_t bytes) {
     auto parts = std::make_shared<std::vector<char>>(bytes * comm->size);
@@ -425,7 +432,7 @@ CALL ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type,
     }
     kernel.finish = [=, before = kernel.finish] {
       before();
-      kSums[type](out, parts->data(), count, comm->size);
+      kReductions[type](out, parts->data(), count, comm->size, op);
     };
   });
 }
