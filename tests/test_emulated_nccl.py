@@ -431,6 +431,8 @@ for turn in range(4):
     groups[0].recv([came], before, 0)
     groups[0]._end_coalescing().wait()
     assert torch.equal(came.cpu(), values + before + turn), (rank, turn)
+groups[0].allreduce([came]).wait()
+assert torch.equal(came.cpu(), sum(values + r + turn for r in range(size)))
 print("agrees")
 if rank == 0:
     come = [torch.empty(4, device=device) for _ in groups]

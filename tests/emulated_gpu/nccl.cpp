@@ -47,11 +47,14 @@ struct Offer {
   bool sends;
   int type;
   uint64_t count;
+  bool reduces = false;  // part of an all-reduce
 
-  bool fits(const Offer& other) const { return type == other.type && count == other.count; }
+  bool fits(const Offer& other) const {
+    return type == other.type && count == other.count && reduces == other.reduces;
+  }
   std::string text(int rank) const {
-    return "rank " + std::to_string(rank) + (sends ? " sends " : " receives ") +
-           std::to_string(count) + " of " + kTypes[type];
+    const std::string verb = reduces ? " reduces " : sends ? " sends " : " receives ";
+    return "rank " + std::to_string(rank) + verb + std::to_string(count) + " of " + kTypes[type];
   }
 };
 
@@ -152,6 +155,7 @@ struct Kernel {
   ncclComm* comm;
   std::vector<Stream*> streams{};
   std::vector<Transfer> transfers{};
+  std::function<void()> finish = [] {};
 
   // Run in the first stream, after all that is queued in the others, which wait for its end.
   void launch() {
@@ -169,7 +173,7 @@ struct Kernel {
       if (comm->stopped()) return;
       usleep(200);
     }
-    comm->wait([&] { return advance_all(); });
+    if (comm->wait([&] { return advance_all(); })) finish();
     --others;
   }
 
@@ -247,12 +251,13 @@ struct Group {
 };
 thread_local Group group;
 
-// Check an operation, and add it to the group's kernel.
-ncclResult_t issue(ncclComm* comm, void* handle, const void* data, int peer, const Offer& offer) {
+// Check an operation, and add to the group's kernel what `add` says, with the bytes of `count`.
+template <class Add>
+ncclResult_t issue(ncclComm* comm, void* handle, const void* data, const Offer& offer, Add add) {
   return nccl([&] {
     if (comm->closed) throw NcclError{ncclInvalidArgument, "the communicator was closed"};
-    if (offer.type < 0 || offer.type >= ncclNumTypes || peer < 0 || peer >= comm->size)
-      throw NcclError{ncclInvalidArgument, "no such type, or no such rank"};
+    if (offer.type < 0 || offer.type >= ncclNumTypes)
+      throw NcclError{ncclInvalidArgument, "no such type"};
     const std::string what = offer.text(comm->rank) + " on GPU " + std::to_string(comm->device);
     Stream* const stream = stream_of(handle);
     if (device_of(stream) != comm->device)
@@ -262,10 +267,39 @@ ncclResult_t issue(ncclComm* comm, void* handle, const void* data, int peer, con
     Kernel& kernel = group.kernel(comm);
     auto& streams = kernel.streams;
     if (!std::count(streams.begin(), streams.end(), stream)) streams.push_back(stream);
-    kernel.transfers.push_back({peer, (char*)data, offer.count * kSizes[offer.type], offer});
+    add(kernel, offer.count * kSizes[offer.type]);
     group.end_if_outermost();
   });
 }
+
+ncclResult_t issue_to(int peer, ncclComm* comm, void* stream, const void* data,
+                      const Offer& offer) {
+  if (peer < 0 || peer >= comm->size) return refuse({ncclInvalidArgument, "no such rank"});
+  return issue(comm, stream, data, offer, [&](Kernel& kernel, size_t bytes) {
+    kernel.transfers.push_back({peer, (char*)data, bytes, offer});
+  });
+}
+
+// In the order of ranks, so that all get the same.
+template <class T, class Sum = T>
+void reduce(void* out, const char* parts, size_t count, int ranks, int op) {
+  const T* values = (const T*)parts;
+  for (size_t i = 0; i < count; ++i) {
+    Sum total = Sum(values[i]);
+    for (int r = 1; r < ranks; ++r) {
+      const Sum value = Sum(values[r * count + i]);
+      total = op == ncclProd  ? total * value
+              : op == ncclMax ? std::max(total, value)
+              : op == ncclMin ? std::min(total, value)
+                              : total + value;
+    }
+    ((T*)out)[i] = T(op == ncclAvg ? Sum(total / Sum(ranks)) : total);
+  }
+}
+void (*const kReductions[])(void*, const char*, size_t, int, int) = {
+    reduce<int8_t>,   reduce<uint8_t>,       reduce<int32_t>, reduce<uint32_t>, reduce<int64_t>,
+    reduce<uint64_t>, reduce<__half, float>, reduce<float>,   reduce<double>,
+    reduce<__nv_bfloat16, float>};
 
 // ---- communicators ------------------------------------------------------------------------------
 
@@ -377,11 +411,30 @@ CALL ncclGroupEnd() {
 
 CALL ncclSend(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
               cudaStream_t stream) {
-  return issue(comm, stream, data, peer, {true, type, count});
+  return issue_to(peer, comm, stream, data, {true, type, count});
 }
 CALL ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
               cudaStream_t stream) {
-  return issue(comm, stream, data, peer, {false, type, count});
+  return issue_to(peer, comm, stream, data, {false, type, count});
+}
+
+// Each rank sends its values to all, and reduces what comes.
+CALL ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                   ncclComm_t comm, cudaStream_t stream) {
+  if (op >= ncclNumOps || type > ncclBfloat16)
+    return refuse({ncclInvalidUsage, "a type or an operator that is not emulated"});
+  const Offer offer{true, type, count, true}, theirs{false, type, count, true};
+  return issue(comm, stream, in, offer, [&](Kernel& kernel, size_t bytes) {
+    auto parts = std::make_shared<std::vector<char>>(bytes * comm->size);
+    for (int r = 0; r < comm->size; ++r) {
+      kernel.transfers.push_back({r, (char*)in, bytes, offer});
+      kernel.transfers.push_back({r, parts->data() + r * bytes, bytes, theirs});
+    }
+    kernel.finish = [=, before = kernel.finish] {
+      before();
+      kReductions[type](out, parts->data(), count, comm->size, op);
+    };
+  });
 }
 
 // Registered memory is sent as any other; torch's ProcessGroupNCCL2 registers what it allocates.
@@ -397,11 +450,11 @@ CALL ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
   extern "C" ncclResult_t no_##name() {                                   \
     return refuse({ncclInvalidUsage, "the emulated NCCL has no " #name}); \
   }
-UNSUPPORTED(ncclAllGather) UNSUPPORTED(ncclAllReduce) UNSUPPORTED(ncclAlltoAll)
-UNSUPPORTED(ncclBcast) UNSUPPORTED(ncclBroadcast) UNSUPPORTED(ncclCommGetUniqueId)
-UNSUPPORTED(ncclCommGrow) UNSUPPORTED(ncclCommInitAll) UNSUPPORTED(ncclCommMemStats)
-UNSUPPORTED(ncclCommResume) UNSUPPORTED(ncclCommRevoke) UNSUPPORTED(ncclCommShrink)
-UNSUPPORTED(ncclCommSplit) UNSUPPORTED(ncclCommSuspend) UNSUPPORTED(ncclCommWindowDeregister)
+UNSUPPORTED(ncclAllGather) UNSUPPORTED(ncclAlltoAll) UNSUPPORTED(ncclBcast)
+UNSUPPORTED(ncclBroadcast) UNSUPPORTED(ncclCommGetUniqueId) UNSUPPORTED(ncclCommGrow)
+UNSUPPORTED(ncclCommInitAll) UNSUPPORTED(ncclCommMemStats) UNSUPPORTED(ncclCommResume)
+UNSUPPORTED(ncclCommRevoke) UNSUPPORTED(ncclCommShrink) UNSUPPORTED(ncclCommSplit)
+UNSUPPORTED(ncclCommSuspend) UNSUPPORTED(ncclCommWindowDeregister)
 UNSUPPORTED(ncclCommWindowRegister) UNSUPPORTED(ncclDevCommCreate) UNSUPPORTED(ncclDevCommDestroy)
 UNSUPPORTED(ncclGather) UNSUPPORTED(ncclGetLsaMultimemDevicePointer)
 UNSUPPORTED(ncclGetPeerDevicePointer) UNSUPPORTED(ncclGroupSimulateEnd) UNSUPPORTED(ncclMemAlloc)
