@@ -12,10 +12,11 @@ import re
 
 import torch
 
-__all__ = ["NEWEST_TESTED", "OLDEST", "check_torch_version", "is_tested", "release_of"]
+__all__ = ["OLDEST", "TESTED", "check_torch_version", "is_tested", "release_of"]
 
-#: The first that works, and the last that the tests have run with.
-OLDEST, NEWEST_TESTED = (2, 11), (2, 15)
+#: The releases that the tests have run with; the first that works.
+TESTED = ((2, 11), (2, 13), (2, 15))
+OLDEST = TESTED[0]
 
 
 def release_of(version: str) -> tuple[int, int] | None:
@@ -35,17 +36,17 @@ def check_torch_version(version: str) -> None:
     """
     release = release_of(version)
     if release is not None and release < OLDEST:
-        oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST_TESTED))
+        oldest, *others = (".".join(map(str, release)) for release in TESTED)
         raise ImportError(
             f"procpipe needs torch {oldest} or newer, but this is torch {version}: versions "
-            f"{oldest} to {newest} are tested; install one with pip install 'torch>={oldest}'"
+            f"{', '.join((oldest, *others))} are tested; install one with "
+            f"pip install 'torch>={oldest}'"
         )
 
 
 def is_tested(version: str) -> bool:
-    """Tell whether a version is of a release between those that the tests have run with."""
-    release = release_of(version)
-    return release is not None and OLDEST <= release <= NEWEST_TESTED
+    """Tell whether a version is of a release that the tests have run with."""
+    return release_of(version) in TESTED
 
 
 check_torch_version(torch.__version__)

@@ -163,11 +163,9 @@ def first_failure(tests: Tests, seed: int, fault: Break | None) -> str:
         if fault is not None:
             fault.apply(root)
         output = run(root, tests, seed)
-    if found := re.search(
-        r"^(?:FAILED|ERROR) (tests/\S+?(?:\[.*?\])?)(?: |$)", output, re.MULTILINE
-    ):
+    if found := FAILURE.search(output):
         return f"`{found[1]}`"
-    if not re.search(r"^\d+ passed", output, re.MULTILINE):
+    if not PASSED.search(output):
         print(output, file=sys.stderr)
         return f"**no end in {TIME_LIMIT_S} s, or tests that cannot be run**"
     return ""

@@ -245,8 +245,7 @@ BREAKS = [
         "ipc-zero",
         "a new slot's numbers are not set",
         IPC,
-        "        gpu.write(stream, slot.address + _FILLED, 0)\n"
-        "        gpu.write(stream, slot.address + _TAKEN, 0)\n",
+        "        gpu.clear(stream, slot.address, total)\n",
         "",
         SLOTS,
     ),
@@ -254,9 +253,8 @@ BREAKS = [
         "ipc-zero-late",
         "a new slot is used before its numbers are set",
         IPC,
-        "        stream.synchronize()  # what was there before must not be taken for a message's"
-        " number\n",
-        "",
+        "        gpu.clear(stream, slot.address, total)\n        stream.synchronize()\n",
+        "        gpu.clear(stream, slot.address, total)\n",
         SLOTS,
     ),
     Break(
@@ -517,8 +515,8 @@ BREAKS = [
         "watch-in-turn",
         "NCCL's transfers are aborted before those of CUDA IPC",
         "procpipe/run/device_watch.py",
-        "        thread.start()\n    freed",
-        "        thread.start()\n        thread.join()\n    freed",
+        "        thread.start()\n    for each in",
+        "        thread.start()\n        thread.join()\n    for each in",
         MIXED_WAITS,
     ),
     Break(

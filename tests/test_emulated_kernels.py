@@ -1,6 +1,6 @@
 """The emulated GPU's operators: the CPU's results to the last bit, in stream order.
 
-Run under ``python -m tests.emulated_gpu --delay-us 300 --starve-ms 20 -- python -m pytest FILE``.
+python -m tests.emulated_gpu --delay-us 300 --starve-ms 20 -- python -m pytest --gpus=all FILE
 """
 
 from __future__ import annotations
@@ -317,6 +317,7 @@ def test_out_is_resized():
     assert_same(x + 1, out)
 
 
+@pytest.mark.gpu(2)
 def test_copies():
     pinned = x.pin_memory()
     a = pinned.to("cuda:0", non_blocking=True)
@@ -385,6 +386,7 @@ def test_dropout_scales_what_it_keeps():
     assert 650 < int((kept > 0).sum()) < 850
 
 
+@pytest.mark.gpu(2)
 def test_errors():
     with pytest.raises(RuntimeError, match="same device"):
         x.cuda() + y

@@ -19,11 +19,10 @@ from torch.distributed import ProcessGroupGloo
 from procpipe import torch_internals
 from procpipe.compute import attention
 from procpipe.compute.split import PutOff, Splitter
-from procpipe.torch_versions import is_tested, release_of
+from procpipe.torch_versions import TESTED, is_tested, release_of
 
 ROOT = Path(__file__).parents[1]
 
-TESTED = ((2, 11), (2, 13), (2, 15))
 
 GLOO: Any = ProcessGroupGloo  # torch's stubs leave its options out
 

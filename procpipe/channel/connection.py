@@ -14,7 +14,6 @@ mean; the caller sees to it that one thread at a time is here.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
@@ -167,18 +166,19 @@ class Connection:
             Kind and body of each whole frame that has not been handed on, and whether the peer
             has ended.
         """
-        process, data = self.process, self._partial
-        has_ended = process is not None and bool(select.select([process], [], [], 0)[0])
-        with contextlib.suppress(BlockingIOError):
-            while len(data) < _MAX_AHEAD_BYTES:
-                try:
-                    read = self.sock.recv(READ_BYTES)
-                except ConnectionError:
-                    read = b""
-                if not read:
-                    has_ended = True
-                    break
-                data += read
+        data = self._partial
+        has_ended = self._has_process_ended()
+        while len(data) < _MAX_AHEAD_BYTES:
+            try:
+                read = self.sock.recv(READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                read = b""
+            if not read:
+                has_ended = True
+                break
+            data += read
         frames, position = [], 0
         while position + _HEADER.size <= len(data):
             size, _, kind, _ = _HEADER.unpack_from(data, position)
@@ -186,6 +186,13 @@ class Connection:
             if position <= len(data):
                 frames.append((kind, bytes(data[start:position])))
         return frames, has_ended
+
+    def _has_process_ended(self) -> bool:
+        if self.process is None:
+            return False
+        poll = select.poll()  # select takes no descriptor above 1023
+        poll.register(self.process, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Close the descriptors."""

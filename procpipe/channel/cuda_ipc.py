@@ -297,9 +297,10 @@ class CudaIpcTransport:
         gpu, stream = self._gpu, self._making
         total = -(-(_TENSORS + size) // _GRANULE) * _GRANULE
         slot = _Slot(next(self._numbers), gpu.allocate(total), total - _TENSORS, self._flags)
-        gpu.write(stream, slot.address + _FILLED, 0)
-        gpu.write(stream, slot.address + _TAKEN, 0)
-        stream.synchronize()  # what was there before must not be taken for a message's number
+        # What was there before must not be taken for a message's number; nor, if a transfer is
+        # aborted, for indices (see ``meta.allocate``).
+        gpu.clear(stream, slot.address, total)
+        stream.synchronize()
         return slot
 
     def _free_closed(self) -> None:

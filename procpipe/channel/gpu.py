@@ -57,6 +57,7 @@ _CALLS = {
     "cuIpcOpenMemHandle_v2": (_AddressOut, _Handle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_Address,),
     "cuMemcpyDtoDAsync_v2": (_Address, _Address, ctypes.c_size_t, _Pointer),
+    "cuMemsetD8Async": (_Address, ctypes.c_ubyte, ctypes.c_size_t, _Pointer),
     "cuStreamWriteValue64_v2": _MemoryOperation,
     "cuStreamWaitValue64_v2": _MemoryOperation,
 }
@@ -169,6 +170,10 @@ class Gpu:
     def copy(self, stream: torch.cuda.Stream, to: int, source: int, num_bytes: int) -> None:
         """Copy within the GPU."""
         self._call("cuMemcpyDtoDAsync_v2", to, source, num_bytes, stream.cuda_stream)
+
+    def clear(self, stream: torch.cuda.Stream, address: int, num_bytes: int) -> None:
+        """Set bytes to zero."""
+        self._call("cuMemsetD8Async", address, 0, num_bytes, stream.cuda_stream)
 
     def write(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
         """Write a number to 8 bytes once all that is queued on the stream before is done."""

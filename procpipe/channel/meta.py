@@ -71,11 +71,25 @@ def allocate(meta: Meta, device: torch.device | str) -> list[Tensor]:
 
     Ordinary tensors also where the process is in inference mode: a message may come early, and be
     of a later call that records gradients, which refuses tensors made in inference mode.
+
+    On a GPU integers are zeros: a transfer that is aborted leaves what is there, and work that is
+    queued behind it runs. Most integers are indices, and one that is out of range is a fault of the
+    device, after which torch's own destructors end the process, without its story.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return allocate(meta, device)
-    return [torch.empty(t.shape, dtype=t.dtype, device=device) for t in meta.tensors]
+    on_gpu = torch.device(device).type == "cuda"
+    return [
+        (torch.zeros if on_gpu and _is_integer(t.dtype) else torch.empty)(
+            t.shape, dtype=t.dtype, device=device
+        )
+        for t in meta.tensors
+    ]
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def encode(meta: Meta) -> bytes:

@@ -16,6 +16,7 @@ story. Without a failure the thread reports stalls, and after ``timeout_s`` that
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -168,13 +169,16 @@ def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
     """
     transports = tuple(transports)  # a thread that closes them meanwhile empties the list
     freed: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda each=each: freed.append(each.abort()), daemon=True)
-        for each in transports[1:]
-    ]
+
+    def abort(transport: DeviceTransfers) -> None:
+        with contextlib.suppress(RuntimeError):  # of CUDA, after a fault of the device
+            freed.append(transport.abort())
+
+    threads = [threading.Thread(target=abort, args=(each,), daemon=True) for each in transports[1:]]
     for thread in threads:  # no pool's threads: those do not start any more as Python ends
         thread.start()
-    freed += [each.abort() for each in transports[:1]]
+    for each in transports[:1]:
+        abort(each)
     for thread in threads:
         thread.join()
     return all(freed) and len(freed) == len(transports)

@@ -217,6 +217,10 @@ class Process(Gpu):
         (ours, _), (theirs, _) = ends
         stream.queue(Work(lambda: ctypes.memmove(ours, theirs, num_bytes), blocks=blocks))
 
+    def clear(self, stream, address, num_bytes):
+        memory, block = self._find(address, num_bytes)
+        stream.queue(Work(lambda: ctypes.memset(memory, 0, num_bytes), blocks=[block]))
+
     def write(self, stream, address, number):
         place, block = self._number_at(address)
 

@@ -66,6 +66,11 @@ int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t size, StreamPointer st
     memcpy((void *)to, (void *)from, size);
     return 0;
 }
+int cuMemsetD8Async(Address at, unsigned char value, size_t size, StreamPointer stream) {
+    REQUIRE(depth == 1 && stream == STREAM);
+    memset((void *)at, value, size);
+    return 0;
+}
 int cuStreamWriteValue64_v2(StreamPointer stream, Address at, unsigned long long value,
                             unsigned int flags) {
     REQUIRE(depth == 1 && stream == STREAM && flags == 0);
@@ -129,6 +134,9 @@ def test_copies_and_numbers_go_where_they_should(gpu):
     gpu.copy(STREAM, received.data_ptr(), address + 8, 800)
 
     assert torch.equal(received, tensor)
+    gpu.clear(STREAM, address + 16, 80)
+    gpu.copy(STREAM, received.data_ptr(), address + 8, 800)
+    assert torch.equal(received, torch.cat((tensor[:1], torch.zeros(10), tensor[11:])).long())
     with pytest.raises(RuntimeError):
         gpu.write(SimpleNamespace(cuda_stream=1), address, 0)
     gpu.free(address)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.channel.meta import Meta, TensorMeta, decode, describe, encode
+from procpipe.channel.meta import Meta, TensorMeta, allocate, decode, describe, encode
 from procpipe.tree import TENSOR, Flat, flatten
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
@@ -105,3 +105,17 @@ def test_infinities_travel():
     meta = Meta(("t", (("v", math.inf), ("v", -math.inf), ("v", -0.0))), ())
 
     assert repr(decode(encode(meta))) == repr(meta)
+
+
+@pytest.mark.gpu
+def test_indices_that_never_arrive_on_a_gpu_are_in_range():
+    """Torch 2.15 ended the process (SIGABRT) after an index out of range, and so without its story.
+
+    An aborted transfer leaves what was in memory, and a loss behind it takes that for a target.
+    """
+    tensors = TensorMeta((1000,), torch.int64, False), TensorMeta((9,), torch.bool, False)
+    meta = Meta(("t", (TENSOR, TENSOR)), tensors)
+    torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device="cuda")  # is handed out again
+
+    for tensor in allocate(meta, "cuda"):
+        assert not tensor.any()

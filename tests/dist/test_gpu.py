@@ -170,6 +170,13 @@ def test_parity_where_ranks_share_a_gpu(devices: list[str], dropout: float) -> N
     assert "parity holds" in done.stdout
 
 
+@pytest.mark.gpu
+def test_parity_of_eight_stages_on_one_gpu() -> None:
+    devices = ["cuda:0"] * 8
+    done = run_forked(TRAINING.format(n=8, dropout=0.0, devices=devices), num_ranks=8).check()
+    assert "parity holds" in done.stdout
+
+
 @pytest.mark.parametrize("devices", SHARED)
 def test_large_and_changing_messages_where_ranks_share_a_gpu(devices: list[str]) -> None:
     n = len(devices)

@@ -328,7 +328,8 @@ class DrawsFromClass(Hidden):
 
 class DrawsFromSystem(Hidden):
     def forward(self, input):
-        return input * self.weight * random.SystemRandom().random()
+        # Spread so that two draws are never about as large: no seed could repeat them.
+        return input * self.weight * 10.0 ** random.SystemRandom().uniform(0, 60)
 
 
 class MakesGenerator(Hidden):
