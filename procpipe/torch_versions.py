@@ -45,7 +45,7 @@ def check_torch_version(version: str) -> None:
 
 
 def is_tested(version: str) -> bool:
-    """Tell whether a version is of a release that the tests have run with."""
+    """Return whether a version is of a release that the tests have run with."""
     return release_of(version) in TESTED
 
 

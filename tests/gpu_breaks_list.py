@@ -53,7 +53,7 @@ BREAKS = [
     ),
     Break(
         "nccl-over",
-        "what tells of a transfer's end does not wait for it",
+        "the event of a transfer's end does not wait for it",
         NCCL,
         "            work.block_current_stream()\n            over =",
         "            over =",

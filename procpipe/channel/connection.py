@@ -204,7 +204,7 @@ class Connection:
 
 
 def _is_begun(unsent: memoryview) -> bool:
-    """Tell whether a frame's first bytes have been sent."""
+    """Return whether a frame's first bytes have been sent."""
     frame = unsent.obj
     assert isinstance(frame, bytes)
     return unsent.nbytes < len(frame)

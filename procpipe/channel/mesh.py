@@ -146,7 +146,7 @@ class Mesh:
         return self._connections[peer].sock
 
     def is_connected(self, peer: int) -> bool:
-        """Tell whether frames can still be sent to a peer, as far as is known."""
+        """Return whether frames can still be sent to a peer, as far as is known."""
         return peer in self._connections and peer not in self._left
 
     def on(self, peer: int, kind: int, handler: Handler) -> None:

@@ -114,25 +114,35 @@ def run_all(world, transport_name):
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
     (transport,) = world.open_transports(Choice(transport_name, ["", ""]), routes).values()
-    told: dict[str, str | None] = {}
-    for case in CASES:
-        side = Side(
-            world.rank,
-            links(mesh, transport, device),
-            Meeting(world, case.__name__),
-            device,
-        )
-        side.meet()  # the channels of this case are there on both sides
-        try:
-            case(side)
-            told[case.__name__] = None
-        except Exception:
-            told[case.__name__] = traceback.format_exc()
-            break  # the channels are in an unknown state
-        side.meet()
-    else:
+    stories = stories_of(CASES, world, lambda: links(mesh, transport, device))
+    if not any(stories.values()):
         world.drain()
-    return told
+    return stories
+
+
+def stories_of(cases, world, channels):
+    """Run cases on this rank until one fails, which leaves the channels in an unknown state.
+
+    Args:
+        cases: functions of a ``Side``.
+        world: this rank's world.
+        channels: returns new channels, for each case.
+
+    Returns:
+        What each case raised, by its name; None if it raised nothing.
+    """
+    stories: dict[str, str | None] = {}
+    for case in cases:
+        side = Side(world.rank, channels(), Meeting(world, case.__name__), world.device)
+        try:
+            side.meet()  # the channels of this case are there on both sides
+            case(side)
+            side.meet()
+            stories[case.__name__] = None
+        except Exception:
+            stories[case.__name__] = traceback.format_exc()
+            break
+    return stories
 
 
 class Meeting:

@@ -8,6 +8,7 @@ yet read a message when the next one comes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from procpipe.channel.gpu import Gpu
 from procpipe.channel.meta import describe
 from procpipe.run.transports import Choice
 from procpipe.tree import Flat
-from tests.channel.test_conformance import Meeting, Side, links
+from tests.channel.test_conformance import Meeting, links, stories_of
 from tests.held import happens, held, hold_for
 
 #: A block of torch's allocator that nothing else fits into.
@@ -103,6 +104,13 @@ def memory_that_compute_still_reads_is_not_received_into(end: Any) -> None:
         assert_all(received, 7)
 
 
+def assert_the_second_is_7(end: Any) -> None:
+    take(end)
+    received = take(end)
+    end.meet()
+    assert_all(received, 7)
+
+
 def what_is_sent_is_kept_until_it_has_left(end: Any) -> None:
     if end.rank == 0:
         with held_sends(end):
@@ -113,10 +121,7 @@ def what_is_sent_is_kept_until_it_has_left(end: Any) -> None:
         end.meet()
         del others
     else:
-        take(end)
-        received = take(end)
-        end.meet()
-        assert_all(received, 7)
+        assert_the_second_is_7(end)
 
 
 def what_was_sent_may_be_written_to_by_what_is_queued_later(end: Any) -> None:
@@ -129,10 +134,7 @@ def what_was_sent_may_be_written_to_by_what_is_queued_later(end: Any) -> None:
             assert not happens(compute(end).query, PATIENCE_S)
         end.meet()
     else:
-        take(end)
-        received = take(end)
-        end.meet()
-        assert_all(received, 7)
+        assert_the_second_is_7(end)
 
 
 def a_slot_is_filled_without_the_receiver(end: Any) -> None:
@@ -264,26 +266,23 @@ def run_all(world: Any, transport_name: str) -> dict[str, str | None]:
     routes = [(a, 1 - a, KIND) for a in (0, 1)]
     mesh = world.connect()
     (transport,) = world.open_transports(Choice(transport_name, ["", ""]), routes).values()
-    told: dict[str, str | None] = {}
-    for case in CASES_OF[transport_name]:
-        end: Any = Side(
-            world.rank,
-            links(mesh, transport, world.device),
-            Meeting(world, case.__name__),
-            world.device,
-        )
-        end.transport = transport
-        end.meet()
-        try:
+
+    def settled(case: Callable[[Any], None]) -> Callable[[Any], None]:
+        @functools.wraps(case)
+        def run(end: Any) -> None:
+            end.transport = transport
             case(end)
             end.sender().settle()
-            end.meet()
-            told[case.__name__] = None
-        except Exception:
-            told[case.__name__] = traceback.format_exc()
-            transport.abort()
-            break  # the channels are in an unknown state
-    return told
+
+        return run
+
+    cases = map(settled, CASES_OF[transport_name])
+    stories: dict[str, str | None] = stories_of(
+        cases, world, lambda: links(mesh, transport, world.device)
+    )
+    if any(stories.values()):
+        transport.abort()
+    return stories
 
 
 @pytest.fixture(scope="module")

@@ -200,8 +200,8 @@ def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[
 
 
 if __name__ == "__main__":
-    # What is frozen outlives the interpreter, of which nanobind, that Triton is built with, would
-    # complain as a child ends. Torch does without.
+    # Frozen objects outlive the interpreter. Triton's nanobind reports its own as leaks when a
+    # child ends, so Triton is not imported here; torch works without it.
     sys.modules["triton"] = None  # type: ignore[assignment]
     for name in IMPORTS:
         importlib.import_module(name)
