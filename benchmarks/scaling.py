@@ -29,10 +29,10 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Step, Times, launch, measure
 from benchmarks.workloads import WORKLOADS, Job
 from procpipe import Stage, StageStatistics, TimedTask
-from procpipe.plan.check import verify
-from procpipe.plan.gpipe import gpipe
 from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.plan.simulate import Costs, simulate
+from procpipe.plan.verify import verify
 
 __all__ = ["configure", "run"]
 

@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from procpipe.channel.connection import READ_BYTES, Connection
-from procpipe.channel.lookout import Lookout
+from procpipe.channel.native_waits import Lookout
 from procpipe.channel.wire import has_vanished
 from procpipe.errors import (
     PeerLostError,

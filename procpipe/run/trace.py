@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from procpipe.plan.idle import Split, split_table
 from procpipe.plan.task import INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Task
+from procpipe.timeline.idle import Split, split_table
 
 __all__ = ["Key", "StageStatistics", "TimedTask", "Trace", "table"]
 
