@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from procpipe.launch.run.engine import Job
 
-__all__ = ["main"]
-
 #: Torch's own variable for how long processes may take to end when they are told to.
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _GRACE_S = 5

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["Norm", "as_tensor", "clip_by_norm", "norms", "total_norm"]
-
 #: A norm as plain JSON: its dtype's name and its value. A stage may have gradients of other dtypes
 #: than its neighbour, or none, and the total is of the dtype that torch would give it.
 Norm = tuple[str, float]

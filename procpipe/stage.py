@@ -71,8 +71,6 @@ from procpipe.tree import children_of, map_tensors
 from procpipe.tuning.auto import AutoSchedule, checked_limits
 from procpipe.version import __version__
 
-__all__ = ["Stage"]
-
 _UNSET: Any = object()
 
 

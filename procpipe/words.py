@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "seconds_text"]
-
 
 def seconds_text(seconds: float) -> str:
     """Write a length of time with three digits and a unit: "54.3 ms"."""

@@ -182,7 +182,8 @@ BAD_EXAMPLES = {
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},
-        "examples.train:1 imports procpipe.stage.Stage: use public names, procpipe.plan, timeline and tuning",
+        "examples.train:1 imports procpipe.stage.Stage: "
+        "use public names, procpipe.plan, timeline and tuning",
     ),
     "the launcher imports a private name": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.launch.main": "from procpipe import World"},

@@ -31,8 +31,6 @@ from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.simulate import simulate
 from procpipe.tuning.model import Layer, Link, Model
 
-__all__ = ["gpt", "model_of"]
-
 _SCHEDULE, _MODE = "1f1b", "never"
 
 #: Of a profile's numbers those that a plan's layer has for each size of a micro-batch.

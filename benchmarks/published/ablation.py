@@ -31,8 +31,6 @@ from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.plan.simulate import simulate
 
-__all__ = ["VARIANTS", "configure", "measure_variants", "run", "tabulate"]
-
 NUM_STAGES = 4
 
 #: All components, and the transport that needs no waiting at all.

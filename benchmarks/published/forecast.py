@@ -22,8 +22,6 @@ from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.plan.simulate import simulate
 
-__all__ = ["Forecast", "LayerCosts"]
-
 _NUM_FORWARDS = 3
 
 

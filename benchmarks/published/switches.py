@@ -31,8 +31,6 @@ from procpipe.plan.schedules.gpipe import clock_cycles, recomputed
 from procpipe.plan.task import BACKWARD, RECOMPUTE, Cycle, Plan, Task
 from procpipe.skip import pop, stash
 
-__all__ = ["Components", "SwitchedStage", "carrying", "unordered"]
-
 
 @dataclass(frozen=True)
 class Components:

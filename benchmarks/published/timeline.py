@@ -7,8 +7,6 @@ from typing import Any
 
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Task
 
-__all__ = ["Tasks", "draw"]
-
 #: The tasks of one stage, each as its text, its start and its end in seconds.
 Tasks = Sequence[tuple[str, float, float]]
 

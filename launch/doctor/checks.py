@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from procpipe.launch.doctor.facts import Facts
 from procpipe.words import bytes_text
 
-__all__ = ["Check", "Status", "check_host", "failure", "ok", "warning"]
-
 _MIB, _GIB = 1 << 20, 1 << 30
 
 

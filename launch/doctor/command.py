@@ -30,8 +30,6 @@ from procpipe.launch.doctor.checks import Check, Status, check_host, warning
 from procpipe.launch.doctor.facts import Facts, gather
 from procpipe.launch.doctor.measuring import TIMEOUT_S, check_measured, measure
 
-__all__ = ["main"]
-
 _STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "bold red"}
 
 

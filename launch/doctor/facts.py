@@ -28,8 +28,6 @@ import psutil
 from procpipe.job.pinning import Place, places_of_host
 from procpipe.job.topology import gpu_pcis, read_topology
 
-__all__ = ["Facts", "Gpu", "Limits", "Torch", "gather", "limits_of"]
-
 #: A driver that has to start takes seconds; one that is broken takes for ever.
 _GPUS_TIMEOUT_S = 60.0
 _NAME_TIMEOUT_S = 10.0

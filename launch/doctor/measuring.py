@@ -25,8 +25,6 @@ import psutil
 from procpipe.job.board import Board
 from procpipe.launch.doctor.checks import Check, failure, ok, warning
 
-__all__ = ["TIMEOUT_S", "Measured", "check_measured", "measure"]
-
 #: What measures, as an argument of Python.
 PROBE = ("-m", "procpipe.launch.doctor.probe")
 

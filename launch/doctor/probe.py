@@ -37,8 +37,6 @@ from procpipe.run.control import Control
 from procpipe.run.transports import agree_on_transports
 from procpipe.tree import Flat
 
-__all__ = ["main"]
-
 #: The mesh's kinds of a pair's channels, 0 being the control plane's.
 _DOWN, _UP = 1, 2
 

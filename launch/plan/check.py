@@ -26,8 +26,6 @@ from procpipe.launch.doctor.measuring import measure
 from procpipe.launch.plan.subject import MistakeError, Named, load
 from procpipe.tuning.propose import Proposal
 
-__all__ = ["Rehearsal", "rehearse"]
-
 PROGRAM = ("-m", "procpipe.launch.plan.check")
 
 #: How long processes may take to start, and to run their steps, beside the predicted time.

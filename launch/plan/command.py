@@ -51,8 +51,6 @@ from procpipe.tuning.propose import (
 )
 from procpipe.words import bytes_text, seconds_text
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Propose, and tell.

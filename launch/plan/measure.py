@@ -22,8 +22,6 @@ from procpipe.launch.plan.subject import MistakeError, SizeError, Subject
 from procpipe.model.cut import check_model
 from procpipe.tuning.model import Layer, Link, Model, Skip
 
-__all__ = ["measure_link", "measure_model", "sizes_to_measure"]
-
 #: For each size, unless three rounds take longer.
 _BUDGET_S = 0.5
 

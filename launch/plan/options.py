@@ -11,8 +11,6 @@ import torch
 from procpipe.launch.plan.report import parse_bytes
 from procpipe.launch.plan.subject import MistakeError
 
-__all__ = ["STATES", "check_options", "device_type", "parser"]
-
 #: Bytes that an optimizer keeps for each byte of the parameters that it trains.
 STATES = {"adam": 2.0, "momentum": 1.0, "sgd": 0.0, "none": 0.0}
 

@@ -26,20 +26,6 @@ from procpipe.tuning.model import Model
 from procpipe.tuning.propose import Proposal
 from procpipe.words import bytes_text, seconds_text
 
-__all__ = [
-    "Table",
-    "arguments_of",
-    "best_of_each",
-    "check_table",
-    "has_run",
-    "line_to_paste",
-    "overview_table",
-    "parse_bytes",
-    "schedule_name",
-    "show",
-    "stages_table",
-]
-
 _UNITS = {"": 1} | {
     f"{prefix}{infix}B": base**power
     for infix, base in (("", 1000), ("i", 1024))

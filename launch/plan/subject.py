@@ -23,8 +23,6 @@ from procpipe.balance import Inputs
 from procpipe.containers import opened
 from procpipe.tree import children_of
 
-__all__ = ["MistakeError", "Named", "SizeError", "Subject", "load", "stand_in_loss"]
-
 
 class MistakeError(ValueError):
     """What the user asks for cannot be done; says why, in one sentence."""

@@ -24,8 +24,6 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from procpipe.launch.run.ranks import Logs
 
-__all__ = ["Job", "Outcome", "Stopped", "can_bind_numa", "run_job"]
-
 #: Hears of an attempt: the files of this host's ranks, the number of ranks of all hosts, and which
 #: restart after a failure it is.
 OnAttempt = Callable[[Sequence[Logs], int, int], object]

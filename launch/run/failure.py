@@ -23,8 +23,6 @@ from pathlib import Path
 from procpipe.launch.run.ranks import End
 from procpipe.launch.run.traceback_text import exception_line, folded, printed_traceback
 
-__all__ = ["Failure", "explain", "out_of_memory_kills", "short_path", "signal_name"]
-
 #: A victim's line, by procpipe.job.endings.
 _VICTIM = re.compile(r"^procpipe: rank \d+ ends, because (.*)$", re.MULTILINE)
 #: A victim that printed its traceback nevertheless.

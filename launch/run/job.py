@@ -34,8 +34,6 @@ from procpipe.launch.run.rows import Summary
 from procpipe.launch.run.view import View, time_text
 from procpipe.launch.run.warden import TOKEN, Leftover, Warden, end_family
 
-__all__ = ["run"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _PR_SET_CHILD_SUBREAPER = 36

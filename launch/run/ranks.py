@@ -29,8 +29,6 @@ import psutil
 
 from procpipe.job.board import Board, Reading, Wait
 
-__all__ = ["Attempt", "End", "Logs", "Rank", "Ranks", "Recorded"]
-
 #: How often to look for new processes, as an attempt begins, and for boards.
 _LOOK_FAST_S = 0.01
 _LOOK_S = 0.25

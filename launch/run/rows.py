@@ -22,8 +22,6 @@ from procpipe.job.board import Reading
 from procpipe.job.topology import cpus_text
 from procpipe.launch.run.ranks import Attempt, Rank
 
-__all__ = ["Meter", "Row", "Summary", "percent_text", "plain_line", "rate_text", "size_text"]
-
 _WINDOW_S = 5.0
 
 _RANK = re.compile(r" \(rank \d+\)")

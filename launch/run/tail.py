@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["HeldBack", "StallFilter", "Tail"]
-
 _MAX_READ_BYTES = 1 << 20
 
 #: How long a traceback waits for the end of its process.

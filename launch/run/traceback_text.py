@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-__all__ = ["exception_line", "folded", "printed_traceback"]
-
 _START = re.compile(
     r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):$", re.MULTILINE
 )

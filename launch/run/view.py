@@ -31,8 +31,6 @@ from procpipe.launch.run.ranks import Attempt, Ranks
 from procpipe.launch.run.rows import Meter, Row, percent_text, plain_line, rate_text, size_text
 from procpipe.launch.run.tail import HeldBack, StallFilter, Tail
 
-__all__ = ["View", "time_text"]
-
 _TICK_S = 0.1
 _REFRESH_S = 0.5
 

@@ -25,8 +25,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-__all__ = ["TOKEN", "Leftover", "Warden", "end_family", "family"]
-
 #: The environment variable; a run that is started by a run's process adds its token to it.
 TOKEN = "PROCPIPE_RUN"
 

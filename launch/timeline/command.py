@@ -19,8 +19,6 @@ from procpipe.timeline.chrome import from_chrome
 from procpipe.timeline.idle import split, split_table
 from procpipe.timeline.recording import Recording
 
-__all__ = ["main"]
-
 _EPILOG = """\
 The page needs no network. The file itself opens in https://ui.perfetto.dev and chrome://tracing.
 

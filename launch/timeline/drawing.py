@@ -28,8 +28,6 @@ from procpipe.timeline.palette import LOOKS
 from procpipe.timeline.recording import Recording, Step
 from procpipe.words import seconds_text
 
-__all__ = ["Drawing", "draw", "later_partitions", "step_bars"]
-
 T = TypeVar("T")
 
 _LANE, _BOX, _WAIT, _HEAD, _AXIS = 38, 24, 6, 26, 30  # pixels: heights

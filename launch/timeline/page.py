@@ -18,8 +18,6 @@ from procpipe.timeline.palette import LOOKS
 from procpipe.timeline.recording import Recording, Step
 from procpipe.words import seconds_text
 
-__all__ = ["page"]
-
 #: The parts of a stage's time: the field of Split, its name, and what it is.
 _PARTS = (
     ("busy_s", "busy", "in tasks, as measured"),

@@ -15,8 +15,6 @@ from procpipe.data.microbatch import scatter
 from procpipe.errors import BalanceError
 from procpipe.job.world import World
 
-__all__ = ["agreed_balance"]
-
 
 def agreed_balance(
     kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World, num_parts: int

@@ -42,8 +42,6 @@ from procpipe.balance.profile import (
 from procpipe.skip.skippable import declared
 from procpipe.tree import Flat, flatten, map_tensors
 
-__all__ = ["LayerProfile", "Profile", "SkipProfile", "profile_layers"]
-
 _MIN_ROUNDS = 3
 
 #: How often the start of a task is timed.

@@ -48,8 +48,6 @@ from procpipe.errors import (
 from procpipe.forks import give_up_in_children
 from procpipe.signals import put_off
 
-__all__ = ["FAILURE", "GOODBYE", "Mesh", "Onlooker"]
-
 #: Handles a frame: sequence number, flags, body (writable, valid only during the call).
 Handler = Callable[[int, int, memoryview], None]
 

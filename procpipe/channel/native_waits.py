@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["Lookout"]
-
 #: How often the thread looks, at most and at least.
 _LOOK_EVERY_S = 0.2
 

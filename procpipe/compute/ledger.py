@@ -20,8 +20,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Ledger", "num_bytes"]
-
 
 class Ledger:
     """The bytes a stage holds, by key, in program order, with the peak since ``reset_peak``.

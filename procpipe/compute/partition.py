@@ -46,8 +46,6 @@ from procpipe.skip.tracker import tracking
 from procpipe.torch_internals import run_backward
 from procpipe.tree import Flat, Structure, flatten, in_words, is_plain, unflatten
 
-__all__ = ["Partition"]
-
 #: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
 Finish = Callable[[Any], Any]
 

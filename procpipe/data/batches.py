@@ -25,8 +25,6 @@ from procpipe.run.calls import Calls
 from procpipe.run.messages import Order
 from procpipe.tree import flatten, from_json, unflatten
 
-__all__ = ["Batches", "Loader"]
-
 #: The order's detail when the loader has ended.
 _END = "end"
 

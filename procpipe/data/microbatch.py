@@ -27,8 +27,6 @@ from procpipe.containers import USABLE, opened
 from procpipe.errors import BoundaryError
 from procpipe.tree import PLAIN_TYPES
 
-__all__ = ["NoChunk", "gather", "scatter", "scatter_like", "shares"]
-
 
 class NoChunk:
     """Wraps a tensor that is not split: every micro-batch is given the whole of it.

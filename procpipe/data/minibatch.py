@@ -27,8 +27,6 @@ from procpipe.errors import NonFiniteLossError
 from procpipe.torch_internals import pytree
 from procpipe.tree import Flat, flatten, in_words, map_tensors, unflatten
 
-__all__ = ["Ingoing", "Loss", "input_and_target", "join_outputs", "on_device"]
-
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that want one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
 

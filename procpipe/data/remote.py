@@ -24,8 +24,6 @@ from torch import Tensor
 from procpipe.errors import RemoteValueError
 from procpipe.notes import warn
 
-__all__ = ["Remote"]
-
 #: Attributes and methods of a tensor that tell something of its value or of its memory.
 VALUE_NAMES = frozenset(
     [

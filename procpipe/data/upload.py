@@ -13,8 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["uploaded"]
-
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, as ``tensor.to(device)`` does; the host waits for no device."""

@@ -23,8 +23,6 @@ from collections.abc import Callable
 from procpipe.errors import PeerLostError
 from procpipe.job.rollcall import KeyValues
 
-__all__ = ["Announcement", "Attendance"]
-
 #: How often to look who has come.
 _LOOK_EVERY_S = 0.1
 

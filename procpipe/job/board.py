@@ -26,8 +26,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Board", "Reading", "Wait"]
-
 _NAME = "procpipe-board"
 _SIZE_BYTES = 1 << 20  # pages that are never touched take no memory
 _MAGIC = 0x3165706970636F72

@@ -30,8 +30,6 @@ from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
 from procpipe.job.endings import end_at_once, line_of
 from procpipe.notes import write_note
 
-__all__ = ["DeviceWatch", "abort_all"]
-
 #: How often the thread looks, at most.
 _LOOK_EVERY_S = 0.2
 

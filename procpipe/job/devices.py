@@ -11,8 +11,6 @@ import torch
 
 from procpipe.job.topology import pci_of
 
-__all__ = ["HOW_TO_SHARE", "devices_of", "nccl_shares_gpus", "of_this_host", "pci_addresses"]
-
 #: What to do where ranks outnumber GPUs.
 HOW_TO_SHARE = (
     "start fewer processes, or give each its device: devices=['cuda:0', 'cuda:0', …] to share "

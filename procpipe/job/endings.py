@@ -43,15 +43,6 @@ from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
 from procpipe.job.board import Board, Reading
 from procpipe.notes import write_note
 
-__all__ = [
-    "end_at_once",
-    "end_with_launcher",
-    "error_of_script",
-    "line_of",
-    "print_victims_briefly",
-    "watch_threads",
-]
-
 _PR_SET_PDEATHSIG = 1
 
 _CONNECT_TIMEOUT_S = 2.0

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from procpipe.job.store import JobStore
 
-__all__ = ["FIRST_CALL", "Start", "announce"]
-
 #: What ranks usually connect for.
 FIRST_CALL = "first call"
 

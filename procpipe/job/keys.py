@@ -13,8 +13,6 @@ import hashlib
 import os
 import stat
 
-__all__ = ["KEY_FILE_VARIABLE", "KEY_VARIABLE", "given_key"]
-
 KEY_FILE_VARIABLE = "PROCPIPE_KEY_FILE"
 KEY_VARIABLE = "PROCPIPE_KEY"
 

@@ -35,8 +35,6 @@ from procpipe.job.topology import (
 )
 from procpipe.notes import write_note
 
-__all__ = ["Place", "pin", "pin_this_process", "places", "places_of_host", "table"]
-
 #: Set it to 0, and no process is pinned.
 SWITCH = "PROCPIPE_PIN"
 

@@ -35,8 +35,6 @@ import psutil
 
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
-__all__ = ["KeyValues", "Notes", "Pause", "agree_on_round"]
-
 #: How long until the store, which answers in about 0.1 ms, is asked again: at first, and at most.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 

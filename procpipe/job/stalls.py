@@ -22,8 +22,6 @@ from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.job.board import Board
 from procpipe.notes import write_note
 
-__all__ = ["Watch"]
-
 #: A rank lets each lower one be the first to print.
 _TURN_S = 0.02
 

@@ -35,8 +35,6 @@ from procpipe.job.rollcall import Pause
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["JobStore", "launchers_store"]
-
 _SEAL = b"sealed1:"
 _PROOF_DIGITS = 64
 

@@ -19,19 +19,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "Core",
-    "Device",
-    "Topology",
-    "cpus_text",
-    "gpu_pcis",
-    "normal_pci",
-    "parse_cpus",
-    "pci_of",
-    "read_device",
-    "read_topology",
-]
-
 _NODE_FOLDER = re.compile(r"node(\d+)")
 _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?")
 

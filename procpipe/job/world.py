@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from procpipe.job.store import JobStore
 
-__all__ = ["World"]
-
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_TIMEOUT_S = 30.0
 

@@ -28,16 +28,6 @@ from torch import Tensor, nn
 from procpipe.compute.wrappers import check_not_data_parallel
 from procpipe.errors import BalanceError
 
-__all__ = [
-    "check_balance",
-    "check_model",
-    "check_shared_parameters",
-    "fit_balance",
-    "layer_facts",
-    "materialize",
-    "split",
-]
-
 
 def check_model(module: nn.Module) -> None:
     """Check that a model is a chain of layers that can be cut. An empty one is legal.

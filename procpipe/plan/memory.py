@@ -58,8 +58,6 @@ from procpipe.plan.task import (
     Task,
 )
 
-__all__ = ["Holdings", "held_bytes", "message_bytes", "peak_bytes"]
-
 
 def message_bytes(transfer: Transfer, costs: Costs) -> int:
     """Tell the size of a message."""

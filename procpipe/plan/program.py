@@ -38,8 +38,6 @@ from dataclasses import dataclass
 from procpipe.plan.routes import Routes, Transfer
 from procpipe.plan.task import Plan, Row, Task
 
-__all__ = ["Program", "Receive", "Run", "Send", "Step", "fences", "program", "programs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:

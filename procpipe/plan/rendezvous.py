@@ -19,8 +19,6 @@ from typing import NamedTuple
 from procpipe.plan.program import Program, Receive, Run, Send, Step
 from procpipe.plan.routes import Routes
 
-__all__ = ["deadlocks"]
-
 
 class _Wait(NamedTuple):
     """A stage stands at a step of its own until another stage has come to one of its steps."""

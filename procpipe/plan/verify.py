@@ -35,8 +35,6 @@ from procpipe.plan.task import (
     Task,
 )
 
-__all__ = ["verify"]
-
 #: The cycles that hold a task, ascending; one, if all is well.
 _Cycles = Mapping[Task, Sequence[int]]
 

@@ -41,8 +41,6 @@ from procpipe.run.pipeline import Pipeline
 from procpipe.run.stories import in_a_line, story_of, text_of
 from procpipe.signals import put_off
 
-__all__ = ["Calls"]
-
 #: How long after the end of the main thread, which made the calls so far, another may make the
 #: next one; and how long if there was none.
 _NEXT_CALL_S, _FIRST_CALL_S = 1.0, 10.0

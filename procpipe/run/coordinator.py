@@ -26,8 +26,6 @@ from procpipe.run.messages import ROUTED, Order, decode_order, encode
 from procpipe.tuning.auto import AutoSchedule
 from procpipe.tuning.step_costs import Report
 
-__all__ = ["Coordinator"]
-
 
 class Coordinator:
     """Issues orders on rank 0 and follows them elsewhere.

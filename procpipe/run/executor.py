@@ -46,8 +46,6 @@ from procpipe.run.ports import Channels, Key, Ports, key_of, message_of
 from procpipe.run.trace import Trace
 from procpipe.tree import Flat, cut, joined, parted
 
-__all__ = ["Executor", "MiniBatch"]
-
 
 @dataclass
 class MiniBatch:

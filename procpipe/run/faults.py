@@ -12,8 +12,6 @@ from procpipe.compute.partition import Partition
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.stories import text_of
 
-__all__ = ["note_full_device", "note_where"]
-
 
 def note_where(
     error: BaseException,

@@ -49,8 +49,6 @@ from procpipe.tree import Flat, map_tensors
 from procpipe.tuning.auto import AutoSchedule
 from procpipe.tuning.meter import Meter
 
-__all__ = ["Pipeline"]
-
 #: Values that a user's call moves beside the plan (``fetch``, the targets of ``batches``).
 VALUE = "value"
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from procpipe.plan.task import INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Task
 from procpipe.timeline.idle import Split, split_table
 
-__all__ = ["Key", "StageStatistics", "TimedTask", "Trace", "table"]
-
 #: What names a message: its kind, the partitions that it goes from and to, and the micro-batch.
 Key = tuple[str, int, int, int]
 

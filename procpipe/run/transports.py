@@ -17,8 +17,6 @@ from typing import NamedTuple
 from procpipe.job.devices import HOW_TO_SHARE
 from procpipe.run.control import Control
 
-__all__ = ["NAMES", "Choice", "Offer", "agree_on_transports", "choose"]
-
 #: All there are.
 NAMES = ("shm", "gloo", "nccl", "cuda_ipc")
 

@@ -26,8 +26,6 @@ from procpipe.timeline.idle import Split, median_seconds, replay, split
 from procpipe.timeline.recording import Ran, Recording, Step
 from procpipe.words import bytes_text, seconds_text
 
-__all__ = ["Divide", "advise", "basis"]
-
 #: Divides costs, one a layer, into contiguous parts; returns the number of layers in each.
 Divide = Callable[[Sequence[float], int], list[int]]
 

@@ -23,8 +23,6 @@ from typing import Any
 from procpipe.plan.task import Task
 from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
 
-__all__ = ["FORMAT", "from_chrome", "to_chrome"]
-
 #: Names the file's form; the number rises when older readers can no longer read it.
 FORMAT = "procpipe timeline 1"
 

@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from procpipe.channel.mesh import Mesh
 
-__all__ = ["CLOCK", "Clocks", "Reading", "drift_ppm", "offset_at"]
-
 #: The mesh's kind for questions about time, and answers.
 CLOCK = 48
 

@@ -33,8 +33,6 @@ from procpipe.timeline.clocks import Clocks, Reading
 from procpipe.timeline.merging import merged
 from procpipe.timeline.recording import Recording
 
-__all__ = ["FIRST", "LAST", "TRACE", "Kept", "Tracing", "claimed"]
-
 #: How many steps are kept, from the beginning and from the end of a run.
 FIRST, LAST = 5, 100
 

@@ -33,8 +33,6 @@ from typing import TypeVar
 from procpipe.plan.task import Task
 from procpipe.timeline.recording import Step
 
-__all__ = ["Replay", "Split", "mean_seconds", "median_seconds", "replay", "split", "split_table"]
-
 K = TypeVar("K")
 
 #: The kinds that send a gradient to the partition before.

@@ -19,8 +19,6 @@ from procpipe.plan.task import Task
 from procpipe.timeline.clocks import Reading, drift_ppm, offset_at
 from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
 
-__all__ = ["merged", "merged_step"]
-
 #: What a rank tells of a step; see ``Trace.last_record`` and ``Recorder.last_record``.
 Record = dict[str, Any]
 

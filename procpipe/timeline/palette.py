@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LOOKS", "Look"]
-
 
 @dataclass(frozen=True)
 class Look:

@@ -24,9 +24,6 @@ from procpipe.plan.simulate import Timeline
 from procpipe.plan.task import KINDS, Plan, Task
 from procpipe.timeline.palette import LOOKS
 
-__all__ = ["render_svg", "render_text", "render_timeline_text"]
-
-
 # Text ---------------------------------------------------------------------------------------
 
 

@@ -23,8 +23,6 @@ from procpipe.compute.ledger import num_bytes
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.trace import Key, Trace
 
-__all__ = ["Recorder"]
-
 
 class Recorder(Trace):
     """Records all that happens on one stage, one step at a time.

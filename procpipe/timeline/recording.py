@@ -19,8 +19,6 @@ from typing import Any
 
 from procpipe.plan.task import Task
 
-__all__ = ["Clock", "Hop", "Ran", "Recording", "Step", "picked"]
-
 
 @dataclass(frozen=True)
 class Ran:

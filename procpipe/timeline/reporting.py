@@ -18,8 +18,6 @@ from procpipe.timeline.clocks import Reading
 from procpipe.timeline.idle import Split, split
 from procpipe.timeline.merging import merged_step
 
-__all__ = ["statistics_of", "with_splits"]
-
 
 def with_splits(
     values: Sequence[Mapping[str, Any]], clocks: Mapping[int, Reading]

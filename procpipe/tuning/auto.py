@@ -45,17 +45,6 @@ from procpipe.tuning.search import (
 )
 from procpipe.tuning.step_costs import Report, costs_of
 
-__all__ = [
-    "BYTES",
-    "MARGIN",
-    "NOTHING",
-    "SECONDS",
-    "WHOLE",
-    "AutoSchedule",
-    "Choice",
-    "checked_limits",
-]
-
 #: What ranks tell after a step.
 NOTHING, BYTES, SECONDS, WHOLE = "", "bytes", "seconds", "whole"
 

@@ -38,8 +38,6 @@ from typing import Any, TypeVar
 
 from procpipe.tuning.model import Layer, Link, Model, Skip
 
-__all__ = ["Measured", "from_text", "to_text"]
-
 FORMAT = "procpipe layer costs"
 VERSION = 1
 

@@ -56,8 +56,6 @@ from procpipe.plan.task import (
     Task,
 )
 
-__all__ = ["Rule", "list_schedule", "one_at_a_time", "windows"]
-
 #: Times that differ by less are the same; sums in another order differ in their last digits.
 _SAME_S = 1e-12
 

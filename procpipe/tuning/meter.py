@@ -24,8 +24,6 @@ from procpipe.run.messages import Order
 from procpipe.tuning.auto import BYTES, NOTHING
 from procpipe.tuning.step_costs import ROOTS, Report, report_of_times
 
-__all__ = ["Meter"]
-
 
 class Meter:
     """Measures this stage's steps.

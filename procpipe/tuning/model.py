@@ -31,8 +31,6 @@ from itertools import accumulate, pairwise
 
 from procpipe.plan.costs import Costs
 
-__all__ = ["Layer", "Link", "Model", "Skip"]
-
 
 @dataclass(frozen=True)
 class Layer:

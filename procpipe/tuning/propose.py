@@ -37,17 +37,6 @@ from procpipe.plan.task import Plan
 from procpipe.tuning.model import Link, Model
 from procpipe.tuning.search import SEARCHED, fixed_plans, least_bytes, searched
 
-__all__ = [
-    "MODES",
-    "Proposal",
-    "Question",
-    "alone_s",
-    "choose",
-    "default_chunks",
-    "leanest",
-    "propose",
-]
-
 #: Divides layers with these costs into so many parts: ``procpipe.balance.blocks``.
 Divide = Callable[[Sequence[float], int], list[int]]
 

@@ -25,16 +25,6 @@ from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
 from procpipe.tuning.list_schedule import Rule, list_schedule, one_at_a_time
 
-__all__ = [
-    "SEARCHED",
-    "Candidate",
-    "candidates",
-    "fixed_plans",
-    "least_bytes",
-    "plans_in_two",
-    "searched",
-]
-
 #: The name of the candidate that is no fixed schedule.
 SEARCHED = "searched"
 

@@ -32,8 +32,6 @@ from procpipe.plan.task import (
     Task,
 )
 
-__all__ = ["ROOTS", "Report", "costs_of", "report_of_times"]
-
 #: The kind under which a partition's roots of a backward pass are told.
 ROOTS = "output"
 

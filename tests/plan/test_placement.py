@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from procpipe.errors import PlanError
+from procpipe.plan.costs import Costs
 from procpipe.plan.placement import folded, looped, partitions_of, placement_faults
 from procpipe.plan.routes import ACTIVATION, LOSS, TARGET, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
-from procpipe.plan.simulate import Costs, simulate
+from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan, Task
 from procpipe.plan.verify import verify
 from tests.plan.schedules.grids import SIZES, grid, read

@@ -8,8 +8,6 @@ from typing import Any
 from procpipe.plan.task import Task
 from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
 
-__all__ = ["EQUAL", "UNEQUAL", "read_step", "recording_of"]
-
 #: Equal stages, a forward of 1 s and a backward of 2 s; each message is on its way for 0.5 s.
 EQUAL = """
     F0 0-1 F1 1-2                        B1 6-8 B0 8-10

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from procpipe.balance.blocks import blocks
+from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
-from procpipe.plan.simulate import Costs, simulate
+from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.timeline.advice import advise, basis
 from procpipe.timeline.recording import Hop, Ran, Step

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.simulate import Costs, simulate
+from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Task
 from procpipe.timeline.idle import Split, mean_seconds, replay, split, split_table
 from tests.timeline.recordings import EQUAL, UNEQUAL, read_step

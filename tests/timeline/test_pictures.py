@@ -6,8 +6,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import forward_plan, gpipe, recomputed
-from procpipe.plan.simulate import Costs, simulate
+from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.timeline.pictures import render_svg, render_text, render_timeline_text
 

@@ -26,8 +26,6 @@ from torch.nn.modules import activation
 
 from procpipe.torch_internals import IN_PROJECTIONS, IS_TESTED
 
-__all__ = ["attention_with", "is_known"]
-
 #: ``linear(input, weight, bias)``.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LINEAR", "Convolution", "Rule"]
-
 
 class Rule(Protocol):
     """What a layer computes; ``gradient`` is that of its output.

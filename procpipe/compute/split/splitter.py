@@ -46,8 +46,6 @@ from procpipe.torch_internals import (
     will_run,
 )
 
-__all__ = ["PutOff", "Splitter"]
-
 _Forward = Callable[..., Any]
 
 

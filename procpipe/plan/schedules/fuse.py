@@ -20,8 +20,6 @@ from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.simulate import Timeline, simulate
 from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, Task
 
-__all__ = ["fused"]
-
 
 def fused(plan: Plan, costs: Costs) -> Plan:
     """Join halves of backward tasks that nobody needs apart; nothing starts later for it.

@@ -31,15 +31,6 @@ from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.schedules.waves import Wave, Waves
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Cycle, Plan, Task
 
-__all__ = [
-    "backward_cycles",
-    "backward_plan",
-    "clock_cycles",
-    "forward_plan",
-    "gpipe",
-    "recomputed",
-]
-
 
 def clock_cycles(m: int, n: int) -> Iterator[Cycle]:
     """Make the forward cycles: cycle ``k`` holds every ``F(i,j)`` with ``i + j = k``.

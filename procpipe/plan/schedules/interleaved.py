@@ -35,8 +35,6 @@ from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
 
-__all__ = ["interleaved"]
-
 
 def interleaved(m: int, n: int, v: int, *, recompute: Collection[int] = ()) -> Plan:
     """Plan a whole mini-batch.

@@ -15,8 +15,6 @@ from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.task import Plan
 
-__all__ = ["AUTO", "SCHEDULES", "Schedule", "schedule_of"]
-
 
 @dataclass(frozen=True)
 class Schedule:

@@ -34,8 +34,6 @@ from collections.abc import Collection, Iterator
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
 
-__all__ = ["one_f_one_b"]
-
 
 def one_f_one_b(m: int, n: int, *, recompute: Collection[int] = ()) -> Plan:
     """Plan a whole mini-batch.

@@ -19,8 +19,6 @@ from collections.abc import Iterator, Sequence
 
 from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, Cycle, Plan, Task
 
-__all__ = ["makers", "plan_of_rows"]
-
 
 def makers(task: Task, num_partitions: int) -> tuple[Task, ...]:
     """List the tasks of neighbouring partitions that may make what a task uses; one does."""

@@ -23,8 +23,6 @@ from typing import overload
 
 from procpipe.plan.task import Cycle, Task
 
-__all__ = ["Wave", "Waves"]
-
 
 @dataclass(frozen=True)
 class Wave:

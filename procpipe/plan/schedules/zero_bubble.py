@@ -71,8 +71,6 @@ from procpipe.plan.task import (
     Task,
 )
 
-__all__ = ["zb_h1", "zb_v"]
-
 
 def zb_h1(m: int, n: int, *, recompute: Collection[int] = ()) -> Plan:
     """Plan a whole mini-batch with one partition a stage.

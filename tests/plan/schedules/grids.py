@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from procpipe.plan.task import Plan
 
-__all__ = ["SIZES", "grid", "read"]
-
 #: Every small number of micro-batches and of stages.
 SIZES = [(m, n) for m in range(1, 9) for n in range(1, 9)]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from procpipe.errors import PlanError
+from procpipe.plan.costs import Costs
 from procpipe.plan.placement import folded
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
-from procpipe.plan.simulate import Costs, simulate
+from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
 from tests.plan.schedules.grids import SIZES, grid, read
