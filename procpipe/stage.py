@@ -215,7 +215,7 @@ class Stage(nn.Sequential):
                 len(module),
                 num_ranks,
                 is_launched=self._world.is_launched,
-                num_parts=self._schedule.num_parts,
+                num_parts=self._schedule.partitions_per_stage,
             )
             self._placement = self._schedule.place(len(self.balance), num_ranks)
             self._transport = _checked_transport(transport)

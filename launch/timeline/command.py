@@ -16,7 +16,7 @@ from procpipe.balance.blocks import blocks
 from procpipe.launch.timeline.page import page
 from procpipe.timeline.advice import advise, basis
 from procpipe.timeline.chrome import from_chrome
-from procpipe.timeline.idle import split, split_table
+from procpipe.timeline.idle import stage_times, time_table
 from procpipe.timeline.recording import Recording
 
 _EPILOG = """\
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         if target.absolute() == path.absolute():
             raise ValueError("the page would take its place; give another -o")
         step = recording.step(options.step)
-        splits, advice = split(step), advise(recording, step, blocks)
+        splits, advice = stage_times(step), advise(recording, step, blocks)
         target.write_text(page(path.name, recording, step, splits, advice), encoding="utf-8")
     except (OSError, ValueError, KeyError) as error:
         told = error.strerror or error if isinstance(error, OSError) else error.args[0]
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"procpipe timeline: {where}: {told}", file=sys.stderr)
         return 1
     print(f"step {step.number} of {path} ({recording.kept_text()} of {recording.num_steps}):\n")
-    print(split_table(splits))
+    print(time_table(splits))
     for told in advice:
         print(f"\n- {told}")
     if advice:

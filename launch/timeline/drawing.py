@@ -179,7 +179,7 @@ class _Canvas:
                 continue
             y = self._measured_top + hop.destination * _LANE + _BOX + 2
             told = (
-                f"stage {hop.destination} waited {seconds_text(hop.waited_s)} for {hop.kind} "
+                f"stage {hop.destination} waited {seconds_text(hop.waited_s)} for {hop.payload} "
                 f"{hop.i} from stage {hop.source} ({hop.num_bytes:,} bytes)"
             )
             yield (
@@ -196,7 +196,7 @@ class _Canvas:
                 for stage in (hop.source, hop.destination)
             )
             told = (
-                f"{hop.kind} {hop.i} from stage {hop.source} to stage {hop.destination}: "
+                f"{hop.payload} {hop.i} from stage {hop.source} to stage {hop.destination}: "
                 f"{hop.num_bytes:,} bytes, {seconds_text(hop.taken_s - hop.posted_s)} from posted "
                 "to taken"
             )

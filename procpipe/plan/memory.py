@@ -61,16 +61,16 @@ from procpipe.plan.task import (
 
 def message_bytes(transfer: Transfer, costs: Costs) -> int:
     """Tell the size of a message."""
-    kind, _, source, destination = transfer
-    if kind == ACTIVATION:
+    payload, _, source, destination = transfer
+    if payload == ACTIVATION:
         return costs.output_bytes[source]
-    if kind == GRADIENT:
+    if payload == GRADIENT:
         return costs.output_bytes[destination]
-    if kind == SKIP:
+    if payload == SKIP:
         return costs.skip_bytes.get((source, destination), 0)
-    if kind == SKIP_GRADIENT:
+    if payload == SKIP_GRADIENT:
         return costs.skip_bytes.get((destination, source), 0)
-    if kind == TARGET:
+    if payload == TARGET:
         return costs.target_bytes
     return 0
 
@@ -184,9 +184,9 @@ class Holdings:
 
     def _counted(self, transfer: Transfer) -> int:
         """Tell what counts of a handover: what is a root of its maker is held there already."""
-        if transfer.kind in (ACTIVATION, SKIP) and self._is_kept(transfer.i, transfer.source):
+        if transfer.payload in (ACTIVATION, SKIP) and self._is_kept(transfer.i, transfer.source):
             return 0
-        return 0 if transfer.kind == TARGET else message_bytes(transfer, self._costs)
+        return 0 if transfer.payload == TARGET else message_bytes(transfer, self._costs)
 
     def _stays(self, transfer: Transfer) -> bool:
         source, destination = self._routes.stages_of(transfer)

@@ -34,7 +34,7 @@ SKIP_GRADIENT = "skip gradient"
 TARGET = "target"
 LOSS = "loss"
 
-#: A FIFO of transfers: kind, source and destination, which are partitions.
+#: A FIFO of transfers: payload, source and destination, which are partitions.
 Channel = tuple[str, int, int]
 
 
@@ -42,7 +42,7 @@ class Transfer(NamedTuple):
     """One message from one partition to another.
 
     Attributes:
-        kind: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET`` or ``LOSS``.
+        payload: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET`` or ``LOSS``.
         i: the micro-batch. The loss, of which there is one a mini-batch, bears the micro-batch
             after which it is complete.
         source: the partition whose stage sends it.
@@ -50,23 +50,23 @@ class Transfer(NamedTuple):
             addressed to the first partition of each.
     """
 
-    kind: str
+    payload: str
     i: int
     source: int
     destination: int
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.i}: {self.source}->{self.destination}"
+        return f"{self.payload} {self.i}: {self.source}->{self.destination}"
 
     @property
     def channel(self) -> Channel:
         """The FIFO that this transfer goes through."""
-        return self.kind, self.source, self.destination
+        return self.payload, self.source, self.destination
 
     @property
     def makers(self) -> tuple[Task, ...]:
         """The tasks that can make what is sent, of which a plan holds one."""
-        if self.kind in (GRADIENT, SKIP_GRADIENT):
+        if self.payload in (GRADIENT, SKIP_GRADIENT):
             return Task(BACKWARD, self.i, self.source), Task(INPUT_GRADIENT, self.i, self.source)
         return (Task(FORWARD, self.i, self.source),)
 
@@ -186,8 +186,8 @@ class Routes:
         if self.loss:
             aside += [(LOSS, last, first) for first in self._first_partitions]
         return [
-            (kind, a, b)
-            for kind, a, b in (*forward, *back, *aside)
+            (payload, a, b)
+            for payload, a, b in (*forward, *back, *aside)
             if self.placement[a] != self.placement[b]
         ]
 

@@ -237,9 +237,9 @@ def _channel_faults(programs: Sequence[Program]) -> Iterator[str]:
     for channel in sorted(sent.keys() & received.keys()):
         out, into = sent[channel], received[channel]
         if out != into and sorted(out) == sorted(into):
-            kind, source, destination = channel
+            payload, source, destination = channel
             yield (
-                f"the channel {kind} {source}->{destination} carries micro-batches"
+                f"the channel {payload} {source}->{destination} carries micro-batches"
                 f" {' '.join(map(str, out))} as sent and {' '.join(map(str, into))} as received"
             )
 

@@ -157,7 +157,7 @@ class Executor:
                 elif isinstance(step, Send):
                     self._send(step.transfer, batch)
                 else:
-                    if step.transfer.kind == LOSS:
+                    if step.transfer.payload == LOSS:
                         loss = step.transfer
                     self._expect(step.transfer)
             if loss is not None:
@@ -176,7 +176,7 @@ class Executor:
     def _look_ahead(self, program: Program, batch: MiniBatch) -> None:
         """Note what a program tells of its forward tasks: what will follow them, and how."""
         self._has_target_route = any(
-            isinstance(step, Receive) and step.transfer.kind == TARGET for step in program
+            isinstance(step, Receive) and step.transfer.payload == TARGET for step in program
         )
         tasks = [step.task for step in program if isinstance(step, Run)]
         self._in_two = {(i, j) for kind, i, j in tasks if kind == INPUT_GRADIENT}

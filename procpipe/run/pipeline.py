@@ -42,7 +42,7 @@ from procpipe.run.trace import StageStatistics, Trace
 from procpipe.run.transports import agree_on_transports
 from procpipe.timeline.clocks import Clocks
 from procpipe.timeline.collect import Tracing
-from procpipe.timeline.idle import Split
+from procpipe.timeline.idle import StageTime
 from procpipe.timeline.recorder import Recorder
 from procpipe.timeline.reporting import statistics_of, with_splits
 from procpipe.tree import Flat, map_tensors
@@ -127,7 +127,7 @@ class Pipeline:
             self._board,
             Recorder(world.device) if trace is not None or asks_device else Trace(),
         )
-        self._split: Split | None = None
+        self._split: StageTime | None = None
         self.coordinator = Coordinator(self.control, self._rank, routes, schedule, auto)
         self.meter = Meter(self.executor)
 

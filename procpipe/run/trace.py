@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from procpipe.plan.task import INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Task
-from procpipe.timeline.idle import Split, split_table
+from procpipe.timeline.idle import StageTime, time_table
 
 #: What names a message: its kind, the partitions that it goes from and to, and the micro-batch.
 Key = tuple[str, int, int, int]
@@ -62,7 +62,7 @@ class StageStatistics:
     num_messages: dict[str, int]
     peak_held_bytes: int
     held_bytes: int
-    split: Split | None = None
+    split: StageTime | None = None
 
     @property
     def bubble(self) -> float:
@@ -156,7 +156,7 @@ def table(stages: Sequence[StageStatistics]) -> str:
     lines = [header, *(_line(s, kinds) for s in stages)]
     splits = [s.split for s in stages if s.split is not None]
     if splits:
-        lines += ["", "the last step:", split_table(splits)]
+        lines += ["", "the last step:", time_table(splits)]
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ from procpipe.errors import BalanceError
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import RECOMPUTE, Task
-from procpipe.timeline.idle import Split, median_seconds, replay, split
+from procpipe.timeline.idle import StageTime, median_seconds, replay, stage_times
 from procpipe.timeline.recording import Ran, Recording, Step
 from procpipe.words import bytes_text, seconds_text
 
@@ -72,12 +72,14 @@ class _Model:
     def scaled(self, factors: Sequence[float]) -> _Model:
         return _Model({(kind, j): s * factors[j] for (kind, j), s in self.seconds.items()})
 
-    def splits(self, rows: Rows, like: Step, step_s: float) -> list[Split]:
+    def splits(self, rows: Rows, like: Step, step_s: float) -> list[StageTime]:
         """Divide the time of a step of so many seconds, in which the tasks take these."""
         n = len(rows)
         spans_s = replay(rows, lambda task: self.seconds[task.kind, task.j]).spans_s
         tasks = tuple(Ran(at, task, *spans_s[task]) for at, row in enumerate(rows) for task in row)
-        return split(replace(like, begins_s=(0.0,) * n, ends_s=(step_s,) * n, tasks=tasks, hops=()))
+        return stage_times(
+            replace(like, begins_s=(0.0,) * n, ends_s=(step_s,) * n, tasks=tasks, hops=())
+        )
 
 
 class _Look:
@@ -165,20 +167,21 @@ class _Look:
 
     def communication(self) -> str:
         """Say how much goes into messages and the host, and where most is waited."""
-        share = fmean(one.communication_s for one in split(self._step)) / self._step.seconds
+        share = fmean(one.communication_s for one in stage_times(self._step)) / self._step.seconds
         if share < _MUCH_COMMUNICATION or not self._step.hops:
             return ""
         waited_s: dict[tuple[str, int, int], float] = {}
         for hop in self._step.hops:
-            key = hop.kind, hop.source, hop.destination
+            key = hop.payload, hop.source, hop.destination
             waited_s[key] = waited_s.get(key, 0.0) + hop.waited_s
-        (kind, source, destination), most_s = max(waited_s.items(), key=lambda item: item[1])
+        (payload, source, destination), most_s = max(waited_s.items(), key=lambda item: item[1])
         num_hops = len(self._step.hops)
         size = bytes_text(sum(hop.num_bytes for hop in self._step.hops))
         return (
             f"Communication and overhead are {share:.0%} of the step: {num_hops} "
             f"message{'' if num_hops == 1 else 's'} of {size} in all. The longest waits "
-            f"were stage {destination}'s for the {kind} of stage {source}: {seconds_text(most_s)}. "
+            f"were stage {destination}'s for the {payload} of stage {source}: "
+            f"{seconds_text(most_s)}. "
             "Fewer or larger micro-batches make fewer messages."
         )
 

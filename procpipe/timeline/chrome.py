@@ -138,7 +138,7 @@ def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
     told = {
         "step": step,
         "transfer": number,
-        "kind": hop.kind,
+        "kind": hop.payload,
         "micro_batch": hop.i,
         "from": hop.source,
         "to": hop.destination,
@@ -146,11 +146,11 @@ def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
         "posted_to_taken_us": _microseconds(hop.taken_s - hop.posted_s),
     }
     yield _slice(
-        f"{hop.kind} {hop.i} to stage {hop.destination}", "transfer",
+        f"{hop.payload} {hop.i} to stage {hop.destination}", "transfer",
         hop.source, _TRANSFERS, hop.posted_s, hop.sent_s, **told,
     )  # fmt: skip
     yield _slice(
-        f"{hop.kind} {hop.i} from stage {hop.source}", "wait",
+        f"{hop.payload} {hop.i} from stage {hop.source}", "wait",
         hop.destination, _WAITS, hop.asked_s, hop.taken_s,
         **{"step": step, "transfer": number, "micro_batch": hop.i, "from": hop.source},
     )  # fmt: skip
@@ -159,11 +159,11 @@ def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
     taken_us = _microseconds(hop.taken_s)
     arrival_us = min(_microseconds(max(hop.asked_s, hop.sent_s)), round(taken_us - _INSTANT_US, 3))
     yield {
-        "ph": "X", "name": f"{hop.kind} {hop.i} from stage {hop.source}", "cat": "arrival",
+        "ph": "X", "name": f"{hop.payload} {hop.i} from stage {hop.source}", "cat": "arrival",
         **_place(hop.destination, _TRANSFERS),
         "ts": arrival_us, "dur": round(taken_us - arrival_us, 3), "args": told,
     }  # fmt: skip
-    arrow = {"name": hop.kind, "cat": "flow", "id": number}
+    arrow = {"name": hop.payload, "cat": "flow", "id": number}
     yield {**arrow, "ph": "s", **_place(hop.source, _TRANSFERS), "ts": _microseconds(hop.posted_s)}
     yield {**arrow, "ph": "f", "bp": "e", **_place(hop.destination, _TRANSFERS), "ts": arrival_us}
 

@@ -40,7 +40,7 @@ _SENDS_UP = ("B", "I")
 
 
 @dataclass(frozen=True)
-class Split:
+class StageTime:
     """How one stage spent one step; the last four add up to the first.
 
     Attributes:
@@ -68,7 +68,7 @@ class Replay:
     total_s: float
 
 
-def split(step: Step) -> list[Split]:
+def stage_times(step: Step) -> list[StageTime]:
     """Divide a step's time on each stage."""
     rows = [[ran.task for ran in step.row(stage)] for stage in range(step.num_stages)]
     measured = {ran.task: ran.seconds for ran in step.tasks}
@@ -76,12 +76,12 @@ def split(step: Step) -> list[Split]:
     equal_s = replay(rows, lambda task: means[task.kind]).total_s
     free_s = min(replay(rows, measured.__getitem__).total_s, step.seconds)  # clocks may be off
     return [
-        _split_stage(stage, row, step.seconds, free_s, equal_s, measured, means)
+        _stage_time(stage, row, step.seconds, free_s, equal_s, measured, means)
         for stage, row in enumerate(rows)
     ]
 
 
-def _split_stage(
+def _stage_time(
     stage: int,
     row: Sequence[Task],
     step_s: float,
@@ -89,12 +89,12 @@ def _split_stage(
     equal_s: float,
     measured: Mapping[Task, float],
     means: Mapping[str, float],
-) -> Split:
+) -> StageTime:
     busy_s = sum(measured[task] for task in row)
     idle_s = max(0.0, free_s - busy_s)
     bubble_s = min(idle_s, max(0.0, equal_s - sum(means[task.kind] for task in row)))
     imbalance_s = idle_s - bubble_s
-    return Split(stage, step_s, busy_s, bubble_s, imbalance_s, step_s - busy_s - idle_s)
+    return StageTime(stage, step_s, busy_s, bubble_s, imbalance_s, step_s - busy_s - idle_s)
 
 
 def mean_seconds(step: Step, key: Callable[[Task], K]) -> dict[K, float]:
@@ -155,7 +155,7 @@ def _makers(task: Task) -> list[Task]:
     return []
 
 
-def split_table(splits: Sequence[Split]) -> str:
+def time_table(splits: Sequence[StageTime]) -> str:
     """Lay out how the stages spent a step as a text table: milliseconds and shares."""
     names = ("busy", "bubble", "imbalance", "comm. etc.")
     lines = ["stage" + "".join(f"{name + ' ms':>22}" for name in names) + f"{'step ms':>11}"]

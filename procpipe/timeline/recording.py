@@ -40,7 +40,7 @@ class Hop:
     """A message from one stage to another.
 
     Attributes:
-        kind: of channel: "activation", "gradient", …
+        payload: what it carried: "activation", "gradient", …
         i: the micro-batch.
         source: the stage that sent it.
         destination: the stage that took it.
@@ -51,7 +51,7 @@ class Hop:
         taken_s: see above.
     """
 
-    kind: str
+    payload: str
     i: int
     source: int
     destination: int
@@ -67,7 +67,7 @@ class Hop:
         return self.taken_s - self.asked_s
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.i}: {self.source}->{self.destination}"
+        return f"{self.payload} {self.i}: {self.source}->{self.destination}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from procpipe.run.trace import StageStatistics
 from procpipe.timeline.clocks import Reading
-from procpipe.timeline.idle import Split, split
+from procpipe.timeline.idle import StageTime, stage_times
 from procpipe.timeline.merging import merged_step
 
 
@@ -33,7 +33,7 @@ def with_splits(
     if any(record["step"] != records[0]["step"] or not record["tasks"] for record in records):
         return of_all  # before the first step there is nothing to divide
     readings = [[clocks[rank]] if rank in clocks else [] for rank in range(len(values))]
-    for statistics, one in zip(of_all, split(merged_step(records, readings)), strict=True):
+    for statistics, one in zip(of_all, stage_times(merged_step(records, readings)), strict=True):
         statistics["split"] = asdict(one)
     return of_all
 
@@ -41,4 +41,4 @@ def with_splits(
 def statistics_of(told: Mapping[str, Any]) -> StageStatistics:
     """Read one stage's statistics from plain JSON."""
     one = told["split"]
-    return StageStatistics(**{**told, "split": None if one is None else Split(**one)})
+    return StageStatistics(**{**told, "split": None if one is None else StageTime(**one)})

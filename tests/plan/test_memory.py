@@ -121,7 +121,7 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
         for i in range(plan.num_micro_batches):
             hold_forward(i)
             for t in routes.needed(Task("F", i, stage)):
-                held[t.kind, i, t.source] = message_bytes(t, costs)
+                held[t.payload, i, t.source] = message_bytes(t, costs)
     yield sum(held.values())
     for step in program(plan, routes, stage):
         if isinstance(step, Run):
@@ -135,7 +135,7 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
                 held = {key: size for key, size in held.items() if key[1] != i}
         if isinstance(step, Receive):
             t = step.transfer
-            held[t.kind, t.i, t.source] = message_bytes(t, costs)
+            held[t.payload, t.i, t.source] = message_bytes(t, costs)
         yield sum(held.values())
 
 

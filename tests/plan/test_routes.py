@@ -108,6 +108,6 @@ def test_what_leaves_is_what_is_needed_once_each(routes: Routes, m: int) -> None
             assert all(task.j in routes.sources(transfer.destination) for transfer in out)
         taken = [transfer for task in plan.tasks() for transfer in routes.needed(task)]
         assert len(set(sent)) == len(sent), "a tensor crosses the wire once"
-        assert sorted(t for t in sent if t.kind != LOSS) == sorted(taken)
+        assert sorted(t for t in sent if t.payload != LOSS) == sorted(taken)
         num_losses = n - 1 if routes.loss and plan.has_forward else 0
-        assert sum(transfer.kind == LOSS for transfer in sent) == num_losses
+        assert sum(transfer.payload == LOSS for transfer in sent) == num_losses

@@ -325,7 +325,7 @@ def posted_late(steps: Program, routes: Routes) -> Program:
             late += [Receive(transfer) for transfer in routes.needed(step.task)]
         if not isinstance(step, Receive):
             late.append(step)
-    losses = (s for s in steps if isinstance(s, Receive) and s.transfer.kind == LOSS)
+    losses = (s for s in steps if isinstance(s, Receive) and s.transfer.payload == LOSS)
     return (*late, *losses)
 
 

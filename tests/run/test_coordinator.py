@@ -198,7 +198,7 @@ def text_of(rank, order):
 def test_the_target_is_sent_if_the_order_says_so(ranks, target, is_routed):
     order = ranks[0].issue(step(target=target))
 
-    kinds = {s.transfer.kind for s in ranks[0].program(order) if hasattr(s, "transfer")}
+    kinds = {s.transfer.payload for s in ranks[0].program(order) if hasattr(s, "transfer")}
     assert (TARGET in kinds) == is_routed
     assert LOSS in kinds
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from procpipe.plan.task import Task
 from procpipe.run.trace import StageStatistics, Trace, table
-from procpipe.timeline.idle import Split
+from procpipe.timeline.idle import StageTime
 from procpipe.timeline.reporting import statistics_of, with_splits
 
 
@@ -76,7 +76,7 @@ def test_the_table_has_a_line_a_stage():
 
 
 def test_a_second_table_tells_of_the_last_step():
-    split = Split(0, 2.0, busy_s=1.0, bubble_s=0.5, imbalance_s=0.25, communication_s=0.25)
+    split = StageTime(0, 2.0, busy_s=1.0, bubble_s=0.5, imbalance_s=0.25, communication_s=0.25)
     lines = table([statistics(split=split)]).splitlines()
 
     assert lines[3] == "the last step:"
