@@ -89,8 +89,8 @@ def test_all_faults_of_a_plan_are_told_at_once() -> None:
         F0@1
     """) == [
         "F0@1 comes 2 times, in cycles 1, 2",
-        "F5@1 is of a micro-batch that is not there: 2, from 0",
-        "F0@7 is of a partition that is not there: 2, from 0",
+        "F5@1 is of a micro-batch that does not exist: there are 2, from 0",
+        "F0@7 is of a partition that does not exist: there are 2, from 0",
         "stage 0 has 2 tasks in cycle 0: F0@0 and F1@0",
         "stage 1 has 2 tasks in cycle 1: F0@1 and F5@1",
         "F1@1 is missing",
@@ -116,7 +116,7 @@ def test_a_recomputation_needs_its_backward() -> None:
 
 
 def test_a_plan_without_tasks_is_none() -> None:
-    assert faults_in("plan m=1 n=1") == ["the plan takes nothing forward and nothing backward"]
+    assert faults_in("plan m=1 n=1") == ["the plan has no forward and no backward tasks"]
 
 
 def test_a_task_of_an_unknown_kind_is_told() -> None:
@@ -335,10 +335,10 @@ def test_one_forward_one_backward_with_late_receives_is_a_deadlock() -> None:
     late = [posted_late(program(plan, routes, stage), routes) for stage in range(2)]
     assert faults_of(plan, routes, late) == [
         "deadlock:"
-        " stage 0 stands at 'send activation 1: 0->1'"
-        " until stage 1 comes to 'receive activation 1: 0->1';"
-        " stage 1 stands at 'send gradient 0: 1->0'"
-        " until stage 0 comes to 'receive gradient 0: 1->0'"
+        " stage 0 waits at 'send activation 1: 0->1'"
+        " until stage 1 reaches 'receive activation 1: 0->1';"
+        " stage 1 waits at 'send gradient 0: 1->0'"
+        " until stage 0 reaches 'receive gradient 0: 1->0'"
     ]
 
 
@@ -349,7 +349,7 @@ def test_a_loss_posted_late_is_a_deadlock(n: int) -> None:
     late = [posted_late(program(plan, routes, stage), routes) for stage in range(n)]
     (fault,) = faults_of(plan, routes, late)
     assert fault.startswith("deadlock:")
-    assert f"stage {n - 1} stands at 'send loss 2: {n - 1}->0'" in fault
+    assert f"stage {n - 1} waits at 'send loss 2: {n - 1}->0'" in fault
 
 
 def test_two_rings_are_told_apart() -> None:
@@ -358,6 +358,6 @@ def test_two_rings_are_told_apart() -> None:
         return [(Send(there), Receive(back)), (Send(back), Receive(there))]
 
     rings = deadlocks([*crossed(0, 1), *crossed(2, 3)], Routes(4))
-    assert [ring.count("stands at") for ring in rings] == [2, 2]
-    assert "stage 0 stands" in rings[0]
-    assert "stage 2 stands" in rings[1]
+    assert [ring.count("waits at") for ring in rings] == [2, 2]
+    assert "stage 0 waits" in rings[0]
+    assert "stage 2 waits" in rings[1]

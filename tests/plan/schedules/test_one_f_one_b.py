@@ -110,5 +110,5 @@ def test_rows_that_wait_for_each_other_are_told() -> None:
         [Task(BACKWARD, 0, 0), Task(FORWARD, 0, 0)],
         [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 1)],
     ]
-    with pytest.raises(ValueError, match="stage 0 stands at B0@0, stage 1 stands at F0@1"):
+    with pytest.raises(ValueError, match="stage 0 waits at B0@0, stage 1 waits at F0@1"):
         plan_of_rows(1, rows)
