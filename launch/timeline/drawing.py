@@ -15,7 +15,6 @@ Colours are classes, too, so that light and dark differ in one place.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -24,7 +23,7 @@ from typing import TypeVar
 
 from procpipe.plan.task import Task
 from procpipe.timeline.idle import median_seconds, replay
-from procpipe.timeline.palette import LOOKS
+from procpipe.timeline.palette import LOOKS, tick_distance
 from procpipe.timeline.recording import Recording, Step
 from procpipe.words import seconds_text
 
@@ -215,7 +214,7 @@ class _Canvas:
             yield "</g>"
 
     def _axis(self, width: int) -> Iterator[str]:
-        distance_s = _round_distance(_TICK_WIDTH * self._total_s / width)
+        distance_s = tick_distance(_TICK_WIDTH * self._total_s / width)
         for tick in range(int(self._total_s / distance_s + 1e-9) + 1):
             share = self.share(tick * distance_s)
             yield (
@@ -282,9 +281,3 @@ def step_bars(recording: Recording, shown: Step) -> str:
         f"<svg class='bars' width='{x}' height='{height}' role='img'>"
         f"<title>The length of each step</title>{''.join(bars)}</svg>"
     )
-
-
-def _round_distance(least: float) -> float:
-    """Choose the distance of ticks: the first of 1, 2, 5, 10, … that is not less."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)

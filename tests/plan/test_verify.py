@@ -17,6 +17,7 @@ from procpipe.plan.routes import LOSS, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.task import Cycle, Plan, Task
 from procpipe.plan.verify import verify
+from tests.cases import for_each
 
 MODES = ["always", "except_last", "never"]
 
@@ -39,8 +40,8 @@ def faults_in(text: str, routes: Routes | None = None) -> list[str]:
 # Plans that can run -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize("m", range(1, 9))
+@for_each("n", range(1, 9))
+@for_each("m", range(1, 9))
 def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
     for mode in MODES:
         again = recomputed(mode, m)
@@ -172,7 +173,7 @@ def can_run(plan: Plan) -> bool:
     return all(len({task.j for task in cycle}) == len(cycle) for cycle in plan.cycles)
 
 
-@pytest.mark.parametrize("plan", SMALL)
+@for_each("plan", SMALL)
 def test_a_dropped_task_is_told(plan: Plan) -> None:
     for k, p in places(plan):
         task = plan.cycles[k][p]
@@ -183,7 +184,7 @@ def test_a_dropped_task_is_told(plan: Plan) -> None:
             assert f"{task} is missing" in faults
 
 
-@pytest.mark.parametrize("plan", SMALL)
+@for_each("plan", SMALL)
 def test_a_doubled_task_is_told(plan: Plan) -> None:
     for k, p in places(plan):
         task = plan.cycles[k][p]
@@ -197,7 +198,7 @@ def test_a_doubled_task_is_told(plan: Plan) -> None:
         )
 
 
-@pytest.mark.parametrize("plan", SMALL)
+@for_each("plan", SMALL)
 def test_swapped_tasks_are_told_just_when_they_cannot_run(plan: Plan) -> None:
     verdicts = set()
     for one, other in combinations(places(plan), 2):
@@ -212,7 +213,7 @@ def test_swapped_tasks_are_told_just_when_they_cannot_run(plan: Plan) -> None:
     assert False in verdicts
 
 
-@pytest.mark.parametrize("plan", SMALL)
+@for_each("plan", SMALL)
 def test_a_task_moved_to_another_stage_is_told(plan: Plan) -> None:
     for k, p in places(plan):
         kind, i, j = plan.cycles[k][p]
@@ -246,21 +247,21 @@ def verb_of(step: Step) -> str:
     return type(step).__name__.lower()
 
 
-@pytest.mark.parametrize(("stage", "p"), STEPS)
+@for_each(("stage", "p"), STEPS)
 def test_a_dropped_step_is_told(stage: int, p: int) -> None:
     step = PROGRAMS[stage][p]
     faults = faults_of(PLAN, WIRED, replaced(stage, p))
     assert f"stage {stage} does not {verb_of(step)} '{name_of(step)}'" in faults
 
 
-@pytest.mark.parametrize(("stage", "p"), STEPS)
+@for_each(("stage", "p"), STEPS)
 def test_a_doubled_step_is_told(stage: int, p: int) -> None:
     step = PROGRAMS[stage][p]
     faults = faults_of(PLAN, WIRED, replaced(stage, p, step, step))
     assert f"stage {stage} would {verb_of(step)} '{name_of(step)}' 2 times, not 1" in faults
 
 
-@pytest.mark.parametrize(("stage", "p"), TRANSFER_STEPS)
+@for_each(("stage", "p"), TRANSFER_STEPS)
 def test_a_rerouted_transfer_is_told(stage: int, p: int) -> None:
     step = PROGRAMS[stage][p]
     assert not isinstance(step, Run)
@@ -277,7 +278,7 @@ def test_a_rerouted_transfer_is_told(stage: int, p: int) -> None:
         assert any(fault.startswith(told) for fault in faults)
 
 
-@pytest.mark.parametrize("kind", [Send, Receive])
+@for_each("kind", [Send, Receive])
 def test_transfers_that_overtake_in_their_channel_are_told(kind: type[Send | Receive]) -> None:
     num_swaps = 0
     for stage, steps in enumerate(PROGRAMS):
@@ -342,7 +343,7 @@ def test_one_forward_one_backward_with_late_receives_is_a_deadlock() -> None:
     ]
 
 
-@pytest.mark.parametrize("n", range(2, 5))
+@for_each("n", range(2, 5))
 def test_a_loss_posted_late_is_a_deadlock(n: int) -> None:
     routes = Routes(n, loss=True)
     plan = gpipe(3, n)
