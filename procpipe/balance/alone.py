@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from procpipe.compute.graph import Enter, Entry
 from procpipe.skip.tracker import tracking
 from procpipe.tree import Flat, flatten
 
@@ -198,30 +199,12 @@ def _surroundings(device: torch.device) -> Iterator[None]:
 
 
 def _enter(flat: Flat) -> Any:
-    """Return the value; tensors that require gradients are results of a node."""
-    tensors = [
-        _Enter.apply(_anchor(tensor), tensor.data) if wanted else tensor.data  # type: ignore[no-untyped-call]
-        for tensor, wanted in zip(flat.tensors, flat.requires_grad, strict=True)
-    ]
+    """Return the value as in step (2); tensors that require gradients are results of a node."""
+    given = list(zip(flat.tensors, flat.requires_grad, strict=True))
+    entering = [tensor for tensor, requires_grad in given if requires_grad]
+    entered: Iterator[Tensor] = iter(())
+    if entering:
+        anchor = torch.empty(0, device=entering[0].device, requires_grad=True)
+        entered = iter(Enter.apply(Entry(), anchor, *entering))  # type: ignore[no-untyped-call]
+    tensors = [next(entered) if requires_grad else tensor.data for tensor, requires_grad in given]
     return Flat(tensors, flat.structure, flat.requires_grad).value
-
-
-def _anchor(tensor: Tensor) -> Tensor:
-    return torch.empty(0, device=tensor.device, requires_grad=True)
-
-
-class _Enter(torch.autograd.Function):
-    """Step (2), without copying.
-
-    ``mark_dirty`` makes the tensor itself the result, not a view, which could not be changed in
-    place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        return None, None

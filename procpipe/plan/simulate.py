@@ -63,14 +63,7 @@ class _Rule(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each task of a plan starts and ends.
-
-    Attributes:
-        plan: what was simulated.
-        costs: with which costs.
-        routes: with which routes.
-        total_s: when the last task ends; the first starts at 0.
-    """
+    """When each task of a plan starts and ends, from 0 to ``total_s``."""
 
     plan: Plan
     costs: Costs

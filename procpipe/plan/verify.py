@@ -187,8 +187,8 @@ def _program_faults(plan: Plan, routes: Routes, programs: Sequence[Program]) -> 
             into[destination].append(transfer)
     for stage, program in enumerate(programs):
         yield from _run_faults(stage, program, plan.tasks_of(stage))
-        yield from _differences(stage, "send", out[stage], _sends(program))
-        yield from _differences(stage, "receive", into[stage], _receives(program))
+        yield from _differences(stage, "send", out[stage], _transfers(program, Send))
+        yield from _differences(stage, "receive", into[stage], _transfers(program, Receive))
         yield from _place_faults(stage, program, routes)
     yield from _channel_faults(programs)
 
@@ -231,8 +231,8 @@ def _place_faults(stage: int, program: Program, routes: Routes) -> Iterator[str]
 
 
 def _channel_faults(programs: Sequence[Program]) -> Iterator[str]:
-    sent = _by_channel(transfer for program in programs for transfer in _sends(program))
-    received = _by_channel(transfer for program in programs for transfer in _receives(program))
+    sent = _by_channel(t for program in programs for t in _transfers(program, Send))
+    received = _by_channel(t for program in programs for t in _transfers(program, Receive))
     for channel in sorted(sent.keys() & received.keys()):
         out, into = sent[channel], received[channel]
         if out != into and sorted(out) == sorted(into):
@@ -250,9 +250,5 @@ def _by_channel(transfers: Iterable[Transfer]) -> Mapping[Channel, list[int]]:
     return channels
 
 
-def _sends(program: Program) -> list[Transfer]:
-    return [step.transfer for step in program if isinstance(step, Send)]
-
-
-def _receives(program: Program) -> list[Transfer]:
-    return [step.transfer for step in program if isinstance(step, Receive)]
+def _transfers(program: Program, kind: type[Send | Receive]) -> list[Transfer]:
+    return [step.transfer for step in program if isinstance(step, kind)]

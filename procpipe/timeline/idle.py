@@ -39,16 +39,7 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class StageTime:
-    """How one stage spent one step; the last four add up to ``step_s``.
-
-    Attributes:
-        stage: the stage.
-        step_s: the step, from the first stage's start to the last one's end.
-        busy_s: in tasks.
-        bubble_s: idle because of the plan.
-        imbalance_s: idle because tasks take different times.
-        communication_s: idle because of transfers and the host's work between tasks.
-    """
+    """How one stage spent one step; the last four parts add up to ``step_s``."""
 
     stage: int
     step_s: float

@@ -86,16 +86,7 @@ FONT = "font-family='system-ui, sans-serif' font-size='12'"
 
 @dataclass(frozen=True)
 class _Picture:
-    """What ``render_svg`` draws.
-
-    Attributes:
-        plan: the plan.
-        boxes: each task with its start, its end, and when it runs in words.
-        total: when the last task ends.
-        idle: the idle share of the time.
-        unit: the unit of time, for the axis.
-        scale: pixels per unit of time.
-    """
+    """What to draw: boxes are tasks with start, end and words; ``scale`` is pixels per ``unit``."""
 
     plan: Plan
     boxes: Sequence[tuple[Task, float, float, str]]

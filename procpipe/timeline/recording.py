@@ -181,9 +181,8 @@ class Recording:
                 raise KeyError("no step ended on all stages")
             return picked(self.steps)
         if number not in self._by_number:
-            raise KeyError(
-                f"step {number} is missing: it has {self.kept_text()} of {self.num_steps}"
-            )
+            kept = self.kept_text()
+            raise KeyError(f"step {number} is not in it: it has {kept} of {self.num_steps}")
         return self._by_number[number]
 
     def like(self, step: Step) -> list[Step]:

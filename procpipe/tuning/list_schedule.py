@@ -89,7 +89,7 @@ def list_schedule(
     limits_bytes: Sequence[int] | None = None,
     rule: Rule = Rule(),
 ) -> Plan | None:
-    """Plan a whole mini-batch.
+    """Plan a whole mini-batch; None if the rule yields no plan within the limits.
 
     Args:
         m: the number of micro-batches.
@@ -98,9 +98,6 @@ def list_schedule(
         recompute: the micro-batches to recompute.
         limits_bytes: the most that each stage may hold.
         rule: how stages choose.
-
-    Returns:
-        The plan; None if the rule yields none within the limits.
 
     Raises:
         ValueError: a micro-batch to recompute does not exist.
@@ -117,13 +114,8 @@ def one_at_a_time(
 ) -> Plan:
     """Plan a mini-batch whose micro-batches run one after another, which holds the least memory.
 
-    (With split backward, a plan that waits for a message elsewhere may hold a little less.)
-
-    Args:
-        m: the number of micro-batches.
-        routes: where its tensors go, and the placement.
-        recompute: the micro-batches to recompute.
-        in_two: whether backward is split in I and W.
+    (With split backward, a plan that waits for a message elsewhere may hold a little less.) The
+    arguments are those of ``list_schedule`` and ``Rule``.
     """
     partitions = range(len(routes.placement))
     backward = (INPUT_GRADIENT, WEIGHT_GRADIENT) if in_two else (BACKWARD,)

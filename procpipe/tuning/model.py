@@ -27,22 +27,9 @@ from procpipe.plan.costs import Costs
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer costs: a number for each size in ``Model.samples``.
+    """The fields of ``balance.LayerProfile``, with a number for each size in ``Model.samples``.
 
-    Attributes:
-        name: its name in the model.
-        forward_s: seconds of its forward, and of its recomputation.
-        backward_s: seconds of its backward.
-        output_bytes: its output.
-        input_gradient_s: seconds of ``I`` of a split backward; by default half of the backward.
-        kept_bytes: what autograd saves that is neither its input nor its output.
-        kept_input_bytes: what autograd saves of its input.
-        kept_output_bytes: what autograd saves of its output.
-        put_off_bytes: what is kept between ``I`` and ``W``.
-        is_in_place: whether its output is in the memory of its input.
-        parameter_bytes: its parameters and buffers.
-        trained_bytes: those of them that get a gradient.
-        type: the name of its class.
+    ``input_gradient_s`` is half of the backward if left out.
     """
 
     name: str
@@ -62,14 +49,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Skip:
-    """A skip tensor.
-
-    Attributes:
-        source: the layer that stashes it.
-        destinations: the layers that pop it.
-        tensor_bytes: its size, for each size in ``Model.samples``.
-        kept_bytes: what autograd saves of it where it is popped.
-    """
+    """The fields of ``balance.SkipProfile``, with a number for each size in ``Model.samples``."""
 
     source: int
     destinations: tuple[int, ...]

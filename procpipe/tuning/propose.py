@@ -90,15 +90,8 @@ class Proposal:
     """One way to run the model, with its predicted time and memory.
 
     Attributes:
-        schedule: the schedule's name.
         balance: the number of layers in each partition.
-        chunks: the number of chunks.
         micro_batch: samples in each micro-batch; the last may have fewer.
-        checkpoint: the checkpoint mode.
-        plan: the plan.
-        costs: what its tasks cost.
-        routes: where tensors go.
-        total_s: seconds of a mini-batch.
         held_bytes: the most that each stage holds for backward passes.
         static_bytes: each stage's parameters, gradients and optimizer states.
     """

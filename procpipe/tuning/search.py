@@ -42,14 +42,7 @@ _SAME = 1e-9
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and its predicted time and memory.
-
-    Attributes:
-        name: the schedule's name, or ``SEARCHED``.
-        plan: the plan.
-        total_s: simulated seconds of a mini-batch.
-        peak_bytes: the most that each stage holds.
-    """
+    """A plan, its name (``SEARCHED`` or a schedule's), and its predicted time and memory."""
 
     name: str
     plan: Plan

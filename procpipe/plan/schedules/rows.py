@@ -43,11 +43,6 @@ def makers(task: Task, num_partitions: int) -> tuple[Task, ...]:
 def plan_of_rows(m: int, rows: Sequence[Sequence[Task]], placement: tuple[int, ...] = ()) -> Plan:
     """Make the plan in which each stage runs its row's tasks in order, as early as possible.
 
-    Args:
-        m: the number of micro-batches.
-        rows: the tasks of each stage.
-        placement: the stage of each partition; one partition a stage if left out.
-
     Raises:
         ValueError: tasks are in another stage's row, or twice in one (lists all of them); or the
             stages would wait for each other forever (lists the task at which each stage waits).

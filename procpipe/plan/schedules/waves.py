@@ -23,14 +23,7 @@ from procpipe.plan.task import Cycle, Task
 
 @dataclass(frozen=True)
 class Wave:
-    """One list of work and the direction in which it travels.
-
-    Attributes:
-        kinds: the kind of each task of the work, in order.
-        micro_batches: the micro-batch of each, in the same order.
-        num_stages: the number of stages.
-        upwards: whether it enters at the last stage and ends at stage 0 (backward).
-    """
+    """One list of work, as kinds and micro-batches; ``upwards`` begins at the last stage."""
 
     kinds: Sequence[str]
     micro_batches: Sequence[int]
