@@ -111,7 +111,7 @@ def test_by_size_on_meta_needs_no_memory():
 
 
 @pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
-def test_wrong_number_of_partitions_is_told_before_any_layer_runs(balance_by):
+def test_wrong_number_of_partitions_is_reported_before_any_layer_runs(balance_by):
     class Failing(nn.Module):
         def forward(self, x):
             raise AssertionError

@@ -99,7 +99,7 @@ def test_a_replay_with_one_cost_a_partition_is_a_simulation(name: str, mode: str
             assert replayed.spans_s[task] == (timeline.start_s(task), timeline.end_s(task))
 
 
-def test_tasks_that_wait_for_each_other_are_told() -> None:
+def test_tasks_that_wait_for_each_other_are_reported() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
         replay([[Task("B", 0, 0), Task("F", 0, 0)], [Task("F", 0, 1), Task("B", 0, 1)]],
                lambda task: 1.0)  # fmt: skip
