@@ -282,7 +282,9 @@ def starve(wait: str):
 
     There are as many streams as it takes until the seed has chosen both kinds, and 12 at least.
     """
-    memory, starved, others = new_memory(), [], []
+    memory = new_memory()
+    starved: list[Any] = []
+    others: list[Any] = []
     while not (starved and others and len(starved) + len(others) >= 12):
         number = len(starved) + len(others)
         is_starved = not seeded(0x737461727665, number) % 3
