@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from procpipe import Stage
 from procpipe.channel.cuda_ipc import CudaIpcTransport
-from tests.dist.devices import is_emulated
+from tests.dist.devices import REAL_GPU_TOLERANCES, is_emulated, is_on_gpus
+from tests.dist.stages import assert_same, plain_step
 from tests.held import hold_for
 
 #: Mini-batches in which recomputation is looked at (``compute.digests``) are 1, 2 and 16.
@@ -31,6 +32,10 @@ LOOKED_AT, LAST = 2, 15
 #: A sender's host is in a step at most this many before a receiver's has queued all of an earlier
 #: one (``run.pipeline``), so messages of so many steps are in slots at a time.
 NUM_STEPS_IN_SLOTS = 2
+
+#: Of float64: 0 on CPUs, and on emulated GPUs, which compute what CPUs do.
+IS_REAL_GPU = is_on_gpus() and not is_emulated()
+REAL_GPU_TOLERANCE = REAL_GPU_TOLERANCES["torch.float64"] if IS_REAL_GPU else 0.0
 
 
 @contextlib.contextmanager
@@ -178,6 +183,67 @@ def test_an_input_may_be_overwritten_after_the_step(ranks: Any) -> None:
     """A loader's pinned memory, for instance, which the device may not have read yet."""
     for losses in ranks(2).run(overwrite_after_step).values():
         assert losses == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def three_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def mini_batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(7, 6).double(), torch.randn(7, 3).double()) for _ in range(6)]
+
+
+def train_and_overwrite(world: Any, place: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Change input, target and loss in place as soon as each step has returned.
+
+    The device is behind then: it has done nothing of the step. Returns losses and parameters.
+    """
+    stage = Stage(three_layers(), [1, 2], chunks=3, loss_fn=F.mse_loss, world=world)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+    is_on_gpu, losses = stage.device.type == "cuda", []
+    for k, (input, target) in enumerate(mini_batches()):
+        tensors = [input, target]
+        if place == "pinned" and is_on_gpu:
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        if place == "device":
+            tensors = [tensor.to(stage.device) for tensor in tensors]
+        if is_on_gpu and k >= LOOKED_AT:
+            hold_for(torch.cuda.current_stream(stage.device), 0.2)
+        optimizer.zero_grad()
+        losses.append(stage.step(*tensors))
+        for tensor in tensors:
+            tensor.fill_(torch.nan)
+        losses[-1].mul_(2)
+        optimizer.step()
+    parameters = {name: tensor.detach().cpu() for name, tensor in stage.named_parameters()}
+    losses = [loss.cpu() for loss in losses]
+    stage.close()
+    return losses, parameters
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("place", ["pageable", "pinned", "device"])
+def test_input_target_and_loss_may_be_changed_in_place_after_the_step(
+    ranks: Any, place: str
+) -> None:
+    plain = three_layers()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for input, target in mini_batches():
+        optimizer.zero_grad()
+        expected.append(2 * plain_step(plain, (input,), target, 3, F.mse_loss))
+        optimizer.step()
+
+    outcomes = ranks(2).run(train_and_overwrite, place).values()
+
+    found: dict[str, Tensor] = {}
+    for losses, parameters in outcomes:
+        assert_same(losses, expected, "losses", REAL_GPU_TOLERANCE)
+        found |= parameters
+    truth = {name: tensor.detach() for name, tensor in plain.named_parameters()}
+    assert_same(found, truth, "parameters", REAL_GPU_TOLERANCE)
 
 
 def most_steps_ahead(world: Any) -> int:
