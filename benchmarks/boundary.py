@@ -21,8 +21,6 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Step, Times, launch, measure, ratio
 from benchmarks.workloads import Job, Workload
 
-__all__ = ["configure", "run"]
-
 _OURS, _OURS_GLOO, _PEER, _BARE = "procpipe", "procpipe over gloo", "torch GPipe", "bare gloo"
 _ALONE = "one process"
 

@@ -12,8 +12,6 @@ from benchmarks.report import Report, Table, bars
 from benchmarks.rounds import Times, launch, measure, ratio
 from benchmarks.workloads import WORKLOADS, Job
 
-__all__ = ["configure", "run"]
-
 _MODES = ("always", "except_last", "never")
 _WORKLOAD = "transformer"
 

@@ -13,17 +13,6 @@ from benchmarks.peers import alone, bare, ours, torch_pipelining, torchgpipe_pee
 from benchmarks.rounds import Step
 from benchmarks.workloads import Job
 
-__all__ = [
-    "BARE",
-    "CONTENDERS",
-    "COPIES",
-    "ONE_PROCESS",
-    "PROCPIPE",
-    "Contender",
-    "limit_s",
-    "notes",
-]
-
 PROCPIPE, ONE_PROCESS, COPIES = "procpipe", "one process", "independent copies at once"
 BARE = "bare gloo"
 

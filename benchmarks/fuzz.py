@@ -21,8 +21,6 @@ from benchmarks.report import Cell, Report, Table
 from tests.dist.pool import Pool, Ranks
 from tests.dist.report import Outcomes, RanksHungError
 
-__all__ = ["configure", "judge", "run", "smallest"]
-
 #: Cases in one run of a pool, and runs of which after which it has new processes.
 _AT_ONCE = 20
 _RUNS_A_POOL = 10

@@ -18,8 +18,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ACTS", "PAIRS", "SCHEDULES", "WORDS", "Case", "draw", "simpler"]
-
 #: The schedule that is a function, ``two_at_a_time``.
 PAIRS = "pairs"
 

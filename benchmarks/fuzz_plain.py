@@ -21,8 +21,6 @@ from benchmarks.fuzz_cases import Case
 from benchmarks.fuzz_layers import NUM_CLASSES, TIME, WIDTH
 from procpipe import NoChunk
 
-__all__ = ["Batch", "Plain", "loss_fn_of", "loss_weight_of", "own_loss"]
-
 
 @dataclass(frozen=True)
 class Batch:

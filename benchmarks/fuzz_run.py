@@ -24,8 +24,6 @@ from procpipe import RemoteStageError, Stage, is_recomputing
 from tests.dist.stages import assert_same, stage_of, two_at_a_time
 from tests.dist.worker import BareWorld
 
-__all__ = ["TOLERANCE", "run_case", "run_cases"]
-
 #: Of the largest number compared, where results are not the same to the last bit; behind norms.
 TOLERANCE, TOLERANCE_OF_NORMS = 1e-12, 1e-10
 

@@ -23,8 +23,6 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Step, Times, launch, measure, ratio
 from benchmarks.workloads import WORKLOADS, Job
 
-__all__ = ["configure", "run"]
-
 _OURS, _PEER, _ALONE = _NAMES = ("procpipe", "torch GPipe", "one process")
 
 #: Of the launches in which only the other number grows.

@@ -11,8 +11,6 @@ from benchmarks.report import Report, Table, bars
 from benchmarks.rounds import Times, launch, spread
 from benchmarks.workloads import WORKLOADS, Job
 
-__all__ = ["configure", "run"]
-
 _NUM_STAGES = 2
 _PEER = "torch GPipe"
 

@@ -34,8 +34,6 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Step, launch
 from benchmarks.workloads import WORKLOADS, Job, Workload
 
-__all__ = ["ALLOCATOR", "configure", "run"]
-
 _WHOLE = "one process, whole mini-batch"
 _BY_MICRO_BATCH = "one process, by micro-batches"
 _ONE_STAGE = "procpipe always, one stage"

@@ -21,8 +21,6 @@ from benchmarks.report import Report, Table, bars
 from benchmarks.rounds import Step, Times, launch, measure, ratio
 from procpipe import Stage
 
-__all__ = ["configure", "run"]
-
 NUM_STAGES, NUM_MICRO_BATCHES = 3, 8
 
 _ALONE = "tasks alone"

@@ -17,8 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Cell", "Report", "Table", "bars", "machine", "publish"]
-
 #: A number is laid out by its column's format; None shows as a dash.
 Cell = str | float | int | None
 

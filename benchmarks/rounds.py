@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Step", "Times", "launch", "measure", "ratio", "spread"]
-
 #: One mini-batch of a contender; every rank calls it, whether or not it has a part in it.
 Step = Callable[[], object]
 

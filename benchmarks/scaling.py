@@ -29,12 +29,11 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Step, Times, launch, measure
 from benchmarks.workloads import WORKLOADS, Job
 from procpipe import Stage, StageStatistics, TimedTask
-from procpipe.plan.check import verify
-from procpipe.plan.gpipe import gpipe
+from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
-from procpipe.plan.simulate import Costs, simulate
-
-__all__ = ["configure", "run"]
+from procpipe.plan.schedules.gpipe import gpipe
+from procpipe.plan.simulate import simulate
+from procpipe.plan.verify import verify
 
 _WORKLOAD = "transformer"
 

@@ -18,8 +18,6 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Times, launch, ratio, spread
 from benchmarks.workloads import WORKLOADS, Job
 
-__all__ = ["configure", "run"]
-
 _MIB = 1 << 20
 _REFERENCE = "procpipe 1F1B"
 

@@ -25,8 +25,6 @@ import psutil
 
 from benchmarks.soak_rounds import Round
 
-__all__ = ["Outsider"]
-
 #: Strangers that are connected at the same time, at most.
 _MAX_STRANGERS = 40
 

@@ -11,8 +11,6 @@ import random
 import re
 from dataclasses import dataclass
 
-__all__ = ["Ending", "Expected", "Round", "draw", "expected_of", "faults_of"]
-
 #: What happens, and where: in a layer's task, or in the user's code around the step.
 FAULTS = (
     ("none", ""),

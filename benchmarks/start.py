@@ -27,8 +27,6 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import ratio
 from benchmarks.start_worker import CONTENDERS
 
-__all__ = ["configure", "run"]
-
 _FLOOR = "bare gloo"
 
 _POINTS = ("process", "torch", "library", "built", "first step", "second step", "end")

@@ -15,8 +15,6 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Times, launch, measure, ratio, spread
 from benchmarks.workloads import WORKLOADS, Job
 
-__all__ = ["configure", "run"]
-
 #: Steps a turn: about half a second, so that a turn's start and end do not count.
 _NUM_STEPS = {"tiny": 40, "transformer": 1, "mlp": 1, "unet": 3}
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from examples.models.unet import unet
 from procpipe.balance import balance_by_time
 
-__all__ = ["WORKLOADS", "Job", "Workload"]
-
 
 @dataclass(frozen=True)
 class Workload:

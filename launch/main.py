@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from procpipe.launch.engine import Job
-
-__all__ = ["main"]
+    from procpipe.launch.run.engine import Job
 
 #: Torch's own variable for how long processes may take to end when they are told to.
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -48,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["doctor"]:
-        from procpipe.launch import doctor
+        from procpipe.launch.doctor import command as doctor
 
         return int(doctor.main(words[1:]))
     if words[:1] == ["timeline"]:
-        from procpipe.launch import timeline
+        from procpipe.launch.timeline import command as timeline
 
         return int(timeline.main(words[1:]))
     if words[:1] == ["plan"]:
-        from procpipe.launch import plan
+        from procpipe.launch.plan import command as plan
 
         return int(plan.main(words[1:]))
     try:
@@ -92,7 +90,7 @@ class _Run:
             folder = _make_folder(options.log_dir, self._name(), self._max_hosts > 1)
         except OSError as error:
             self._wrong(f"the logs cannot be written: {error}; choose another --log-dir")
-        from procpipe.launch import job
+        from procpipe.launch.run import job
 
         code: int = job.run(self._job(num_processes, folder), secrets.token_hex(16), options.view)
         return code
@@ -109,7 +107,7 @@ class _Run:
         if options.node_rank is not None and not options.rdzv_endpoint:
             self._wrong("--node-rank is for several hosts: give --nnodes and --rdzv-endpoint too")
         if options.numa_binding:
-            from procpipe.launch.engine import can_bind_numa
+            from procpipe.launch.run.engine import can_bind_numa
 
             if not can_bind_numa():
                 self._wrong("this version of torch has no NUMA binding: leave --numa-binding out")
@@ -137,8 +135,8 @@ class _Run:
 
     def _num_threads(self, num_processes: int) -> tuple[int, str]:
         """Return the number of OMP threads of a process, and why that many."""
-        from procpipe.host.placement import places_of_host
-        from procpipe.host.topology import read_topology
+        from procpipe.job.pinning import places_of_host
+        from procpipe.job.topology import read_topology
 
         if self._options.threads:
             return self._options.threads, "--threads"
@@ -153,8 +151,8 @@ class _Run:
 
     def _tell(self, num_processes: int, num_threads: int, threads_why: str) -> int:
         """Print what would be started."""
-        from procpipe.host.placement import places_of_host, table
-        from procpipe.host.topology import gpu_pcis
+        from procpipe.job.pinning import places_of_host, table
+        from procpipe.job.topology import gpu_pcis
 
         options = self._options
         processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
@@ -182,7 +180,7 @@ class _Run:
         return f"{numbers}, which meet at {self._options.rdzv_endpoint}"
 
     def _job(self, num_processes: int, folder: Path) -> Job:
-        from procpipe.launch.engine import Job
+        from procpipe.launch.run.engine import Job
 
         options = self._options
         grace = os.environ.get(_GRACE_VARIABLE, "")

@@ -10,6 +10,8 @@ from procpipe import torch_versions  # noqa: F401 - first, as it refuses version
 # isort: split
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.recompute import is_checkpointing, is_recomputing
+from procpipe.data.microbatch import NoChunk
+from procpipe.data.remote import Remote
 from procpipe.errors import (
     BalanceError,
     BoundaryError,
@@ -29,8 +31,6 @@ from procpipe.errors import (
     StageClosedError,
     WaitTimeoutError,
 )
-from procpipe.microbatch import NoChunk
-from procpipe.remote import Remote
 from procpipe.run.trace import StageStatistics, TimedTask
 from procpipe.stage import Stage
 from procpipe.version import __version__

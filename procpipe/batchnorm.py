@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from procpipe.compute.recompute import is_recomputing
 from procpipe.torch_internals import BatchNorm
 
-__all__ = ["DeferredBatchNorm"]
-
 
 class DeferredBatchNorm(BatchNorm):
     """``nn.BatchNorm1d``, ``2d`` and ``3d`` with running statistics updated once a mini-batch.

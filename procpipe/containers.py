@@ -29,8 +29,6 @@ import torch
 from procpipe.errors import BoundaryError
 from procpipe.torch_internals import pytree
 
-__all__ = ["USABLE", "Container", "built", "opened"]
-
 #: What may travel besides plain values, for errors.
 USABLE = (
     "tensors, None, bool, int, float and str in tuples, lists, dicts, named tuples, dataclasses, "

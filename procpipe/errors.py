@@ -27,27 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "FOUND_BY_EACH",
-    "BalanceError",
-    "BoundaryError",
-    "CallMismatchError",
-    "DisagreementError",
-    "FileLimitError",
-    "MemoryLimitError",
-    "NonFiniteLossError",
-    "OverwrittenError",
-    "PeerLostError",
-    "PlanError",
-    "ProcpipeError",
-    "RecomputeError",
-    "RemoteStageError",
-    "RemoteValueError",
-    "SavedStateError",
-    "StageClosedError",
-    "WaitTimeoutError",
-]
-
 
 class ProcpipeError(Exception):
     """Everything procpipe raises on purpose derives from this."""

@@ -22,8 +22,6 @@ import traceback
 import weakref
 from typing import Protocol
 
-__all__ = ["give_up_in_children", "keep_for_ever"]
-
 
 class Holder(Protocol):
     """Holds what a forked child must not use."""

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 from procpipe.errors import FileLimitError
 
-__all__ = ["check_file_limit", "naming_file_limit", "raise_file_limit"]
-
 
 def raise_file_limit() -> None:
     """Let this process, and its children, open as many files as the hard limit allows."""

@@ -11,8 +11,6 @@ import sys
 import warnings
 from typing import TextIO
 
-__all__ = ["warn", "write_note"]
-
 
 def write_note(text: str) -> None:
     """Write lines to standard error at once, or drop them where that cannot be done.

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["put_off"]
-
 
 @contextmanager
 def put_off() -> Iterator[None]:

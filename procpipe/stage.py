@@ -26,23 +26,25 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from procpipe.balancing import agreed_balance
-from procpipe.batches import Batches, Loader
+from procpipe.balance.agreed import agreed_balance
 from procpipe.batchnorm import DeferredBatchNorm
+from procpipe.clipping import as_tensor, clip_by_norm, norms, total_norm
+from procpipe.compute.ledger import num_bytes
+from procpipe.compute.partition import Partition
 from procpipe.compute.skips import SkipPorts
-from procpipe.compute.stash import num_bytes
-from procpipe.compute.tasks import Partition
 from procpipe.compute.wrappers import (
     check_not_data_parallel,
     check_not_sharded,
     is_data_parallel,
     refuse_data_parallel,
 )
+from procpipe.data.batches import Batches, Loader
+from procpipe.data.microbatch import scatter_like
+from procpipe.data.minibatch import Ingoing, Loss, input_and_target, join_outputs, on_device
+from procpipe.data.remote import Remote
 from procpipe.errors import StageClosedError
-from procpipe.microbatch import scatter_like
-from procpipe.minibatch import Ingoing, Loss, input_and_target, join_outputs, on_device
-from procpipe.norm import as_tensor, clip_by_norm, norms, total_norm
-from procpipe.partition import (
+from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
+from procpipe.model.cut import (
     check_model,
     check_shared_parameters,
     fit_balance,
@@ -50,28 +52,24 @@ from procpipe.partition import (
     materialize,
     split,
 )
-from procpipe.plan.gpipe import recomputed
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules import AUTO, schedule_of
+from procpipe.plan.schedules.gpipe import recomputed
+from procpipe.plan.schedules.named import AUTO, schedule_of
 from procpipe.plan.task import Plan
-from procpipe.remote import Remote
-from procpipe.run.auto import AutoSchedule, checked_limits
 from procpipe.run.calls import Calls
 from procpipe.run.executor import MiniBatch
 from procpipe.run.faults import note_full_device
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.trace import StageStatistics, TimedTask, table
-from procpipe.run.tracing import claimed
 from procpipe.run.transports import NAMES
-from procpipe.run.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.skippable import verify_skippables
+from procpipe.timeline.collect import claimed
 from procpipe.tree import children_of, map_tensors
+from procpipe.tuning.auto import AutoSchedule, checked_limits
 from procpipe.version import __version__
-
-__all__ = ["Stage"]
 
 _UNSET: Any = object()
 

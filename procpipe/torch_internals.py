@@ -5,7 +5,7 @@
     _C._will_engine_execute_node                    no weight gradients are put off
     _C._are_functorch_transforms_active             likewise
     nn.Conv1d._conv_forward, also of 2d and 3d      none of convolutions are put off
-    F._in_projection, F._in_projection_packed       none of attention are (compute/attention.py)
+    F._in_projection, F._in_projection_packed       none of attention are: split/attention.py
     nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise

@@ -12,8 +12,6 @@ import re
 
 import torch
 
-__all__ = ["OLDEST", "TESTED", "check_torch_version", "is_tested", "release_of"]
-
 #: The releases that the tests have run with; the first that works.
 TESTED = ((2, 11), (2, 13), (2, 15))
 OLDEST = TESTED[0]

@@ -25,22 +25,6 @@ from torch import Tensor, nn
 from procpipe.containers import USABLE, built, opened
 from procpipe.errors import BoundaryError
 
-__all__ = [
-    "TENSOR",
-    "Flat",
-    "Structure",
-    "children_of",
-    "cut",
-    "flatten",
-    "from_json",
-    "in_words",
-    "is_plain",
-    "joined",
-    "map_tensors",
-    "parted",
-    "unflatten",
-]
-
 T = TypeVar("T")
 
 PLAIN_TYPES = (bool, int, float, str, type(None))

@@ -24,7 +24,7 @@ TOGETHER = Tests("tests/run/test_device_watch.py -k ended_together", 0)
 STEADY = Tests("tests/dist/test_gpu_steady.py -k 'no_host_waits and 2-1f1b'", 2)
 AHEAD = Tests("tests/dist/test_gpu_steady.py -k ahead", 2)
 TIMES = Tests("tests/dist/test_gpu_times.py", 2)
-RESUMED = Tests("tests/dist/test_state.py -k 'bit_by_bit and 3'", 4)
+RESUMED = Tests("tests/state/test_several_processes.py -k 'bit_by_bit and 3'", 4)
 
 BREAKS = [
     # -- NCCL --------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ BREAKS = [
     Break(
         "device-current",
         "a rank's GPU is not made its current one",
-        "procpipe/run/world.py",
+        "procpipe/job/world.py",
         "            torch.cuda.set_device(device)\n",
         "            pass\n",
         NCCL_RUN,
@@ -391,10 +391,10 @@ BREAKS = [
     Break(
         "random-reset",
         "layers reset on a GPU draw from another one's generator",
-        "procpipe/partition.py",
+        "procpipe/model/cut.py",
         "            with torch.cuda.device(device):\n                torch.cuda.manual_seed(",
         "            if True:\n                torch.cuda.manual_seed(",
-        Tests("tests/test_partition.py -k seeded", 2),
+        Tests("tests/model/test_cut.py -k seeded", 2),
     ),
     # -- executor, link, traces --------------------------------------------------------------
     Break(
@@ -425,24 +425,24 @@ BREAKS = [
     Break(
         "trace-sync",
         "a trace reads events that have not been reached",
-        "procpipe/run/recorder.py",
+        "procpipe/timeline/recorder.py",
         "        last.synchronize()\n",
         "",
-        Tests("tests/run/test_recorder.py", 1),
+        Tests("tests/timeline/test_recorder.py", 1),
     ),
     Break(
         "trace-order",
         "a task's event is recorded before the task",
-        "procpipe/run/recorder.py",
+        "procpipe/timeline/recorder.py",
         "        if self._is_cuda:\n            self._mark()\n        super().ran(task, start_ns)",
         "        if self._is_cuda:\n            self._marks.append(self._marks[-1])\n"
         "        super().ran(task, start_ns)",
-        Tests("tests/run/test_recorder.py", 1),
+        Tests("tests/timeline/test_recorder.py", 1),
     ),
     Break(
         "probe-sync",
         "the doctor times a message that is only under way",
-        "procpipe/run/probe.py",
+        "launch/doctor/probe.py",
         "            torch.cuda.synchronize(self._device)  # until then it is only under way\n",
         "            pass\n",
         TIMES,
@@ -458,7 +458,7 @@ BREAKS = [
     Break(
         "plan-sync",
         "a copy is measured that is only under way",
-        "launch/plan_measure.py",
+        "launch/plan/measure.py",
         "            torch.cuda.synchronize(destination.device)\n",
         "            pass\n",
         TIMES,
@@ -466,7 +466,7 @@ BREAKS = [
     Break(
         "check-sync",
         "a step is measured that is only under way",
-        "launch/plan_check.py",
+        "launch/plan/check.py",
         "        torch.cuda.synchronize(stage.device)\n",
         "        pass\n",
         TIMES,
@@ -491,7 +491,7 @@ BREAKS = [
     Break(
         "watch-none",
         "nobody watches a host that waits for its device",
-        "procpipe/run/device_watch.py",
+        "procpipe/job/device_waits.py",
         "        self._thread.start()\n",
         "",
         WAITS,
@@ -499,7 +499,7 @@ BREAKS = [
     Break(
         "watch-busy",
         "a host is taken to wait for no transfer",
-        "procpipe/run/device_watch.py",
+        "procpipe/job/device_waits.py",
         "            if not peers:\n                continue\n",
         "            continue\n",
         WAITS,
@@ -507,7 +507,7 @@ BREAKS = [
     Break(
         "watch-abort",
         "transfers that a host waits for are not ended",
-        "procpipe/run/device_watch.py",
+        "procpipe/job/device_waits.py",
         "        if abort_all(self._transports):\n",
         "        if True:\n",
         WAITS,
@@ -515,7 +515,7 @@ BREAKS = [
     Break(
         "watch-in-turn",
         "NCCL's transfers are aborted before those of CUDA IPC",
-        "procpipe/run/device_watch.py",
+        "procpipe/job/device_waits.py",
         "        thread.start()\n    for each in",
         "        thread.start()\n        thread.join()\n    for each in",
         TOGETHER,
@@ -531,7 +531,7 @@ BREAKS = [
     Break(
         "upload-sync",
         "inputs are copied from pageable memory, for which the host waits",
-        "procpipe/upload.py",
+        "procpipe/data/upload.py",
         "    return pinned.copy_(tensor).to(device, non_blocking=True)",
         "    return tensor.to(device)",
         STEADY,
@@ -539,7 +539,7 @@ BREAKS = [
     Break(
         "upload-direct",
         "inputs are copied from the user's memory, after step has returned",
-        "procpipe/upload.py",
+        "procpipe/data/upload.py",
         "    return pinned.copy_(tensor).to(device, non_blocking=True)",
         "    return tensor.to(device, non_blocking=True)",
         Tests("tests/dist/test_gpu_steady.py -k overwritten", 2),
@@ -555,7 +555,7 @@ BREAKS = [
     Break(
         "device-unseen",
         "a process that sees one GPU takes that of its local rank",
-        "procpipe/run/devices.py",
+        "procpipe/job/devices.py",
         "    if torch.cuda.device_count() == 1:\n"
         '        return [torch.device("cuda", 0)] * num_ranks\n',
         "",

@@ -22,8 +22,8 @@ from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.channel.meta import allocate
 from procpipe.channel.wire import listen
 from procpipe.errors import PeerLostError, RemoteStageError
-from procpipe.host.board import Board
-from procpipe.run import endings
+from procpipe.job import endings
+from procpipe.job.board import Board
 from procpipe.tree import Flat
 
 

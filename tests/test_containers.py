@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from procpipe.containers import built, opened
+from procpipe.data.microbatch import NoChunk, gather, scatter
 from procpipe.errors import BoundaryError
-from procpipe.microbatch import NoChunk, gather, scatter
 from procpipe.tree import flatten, from_json, in_words, unflatten
 
 T = TypeVar("T")

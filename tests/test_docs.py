@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from procpipe.launch.main import main
-from procpipe.plan.interleaved import interleaved
-from procpipe.plan.render import render_text
-from procpipe.plan.zero_bubble import zb_v
+from procpipe.plan.schedules.interleaved import interleaved
+from procpipe.plan.schedules.zero_bubble import zb_v
+from procpipe.timeline.pictures import render_text
 from procpipe.torch_versions import release_of
 from tests.dist.pool import job_environment
 from tests.dist.script import run_forked, run_script

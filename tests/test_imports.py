@@ -1,20 +1,23 @@
 """The law of who may import whom, read from the source files: the architecture, kept true.
 
-    launch  examples  benchmarks        public names (of skip and balance too) and plan
+    launch  examples  benchmarks         public names; plan, timeline and tuning
                  |
-        procpipe/*.py (stage, …)        anything
+        stage.py  __init__.py            anything
                  |
-                run                     plan, compute, channel
+    balance  tuning  timeline  state     optional: see MAY_IMPORT
+                 |
+                run                      one step: plan, compute, channel, job, data
               /  |  \\
-         plan compute channel           compute: skip; plan: the standard library only
+           job  data  model              the processes; mini-batches; layers of a stage
+            |     \\    |
+      channel  plan  compute             plan: the standard library only
                  |
-                skip                    no other procpipe package; nor has balance, but skip
-                host                    no other procpipe package; also for the launcher
+                skip                     what users write in layers
                  |
-     errors  containers  tree           leaves: for all (the last two for all but plan)
-     torch_internals  torch_versions    leaves: likewise for all but plan
-     forks  signals  notes  limits      leaves: what processes share, say and open
-                upload                  leaf: from the host to a GPU
+     errors  containers  tree            leaves: for all (the last two for all but plan)
+     torch_internals  torch_versions     leaves: likewise for all but plan
+     forks  signals  notes  limits       leaves: what processes share, say and open
+               words                     leaf: lists in English
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
 """
@@ -43,17 +46,22 @@ MAY_IMPORT = {
     "signals": set(),
     "notes": set(),
     "limits": {"errors"},
-    "upload": set(),
+    "words": set(),
     "plan": {"errors"},
     "skip": {"errors", "tree"},
-    "balance": {"skip", "errors", "tree"},
     "channel": {"errors", "forks", "limits", "signals", "torch_internals", "tree"},
-    "host": {"errors", "notes"},
     "compute": {"skip", "errors", "torch_internals", "tree"},
+    "model": {"compute", "errors"},
+    "job": {"channel", "errors", "forks", "limits", "notes", "run"},
     "run": {
-        *("plan", "compute", "channel", "host"),
-        *("errors", "forks", "limits", "notes", "signals", "tree", "upload"),
+        *("plan", "compute", "channel", "data", "job", "timeline", "tuning"),
+        *("errors", "forks", "notes", "signals", "tree"),
     },
+    "data": {"compute", "run", "containers", "errors", "notes", "torch_internals", "tree"},
+    "balance": {"data", "job", "skip", "errors", "tree"},
+    "tuning": {"compute", "plan", "run", "errors"},
+    "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
+    "state": {"run", "stage", "errors", "forks", "notes", "version"},
 }
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
@@ -62,13 +70,21 @@ USERS = ("procpipe.launch", "examples", "benchmarks")
 #: Whose __all__ holds names for users.
 PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state")
 
+#: Packages whose modules benchmarks, examples and the launcher may import, too.
+OPEN = ("procpipe.plan", "procpipe.timeline", "procpipe.tuning")
+
 #: What the launcher may import besides: none is for users.
 FOR_LAUNCHER = (
-    "procpipe.host",
+    "procpipe.channel",
+    "procpipe.errors",
+    "procpipe.run",
     "procpipe.balance.blocks",
+    "procpipe.balance.layer_profile",
+    "procpipe.job",
+    "procpipe.words",
     "procpipe.containers",
-    "procpipe.minibatch",
-    "procpipe.partition",
+    "procpipe.data.minibatch",
+    "procpipe.model.cut",
     "procpipe.tree",
 )
 
@@ -77,8 +93,20 @@ PURE = (
     "procpipe.plan",
     "procpipe.errors",
     "procpipe.run.messages",
-    "procpipe.run.auto",
-    "procpipe.run.reports",
+    "procpipe.words",
+    "procpipe.timeline.advice",
+    "procpipe.timeline.chrome",
+    "procpipe.timeline.idle",
+    "procpipe.timeline.palette",
+    "procpipe.timeline.pictures",
+    "procpipe.timeline.recording",
+    "procpipe.tuning.auto",
+    "procpipe.tuning.costs_file",
+    "procpipe.tuning.list_schedule",
+    "procpipe.tuning.model",
+    "procpipe.tuning.propose",
+    "procpipe.tuning.search",
+    "procpipe.tuning.step_costs",
     "procpipe.balance.blocks",
     "procpipe.state.pickles",
 )
@@ -87,12 +115,12 @@ PURE = (
 MAY_IMPORT_DISTRIBUTED = (
     "procpipe.channel.gloo",
     "procpipe.channel.nccl",
-    "procpipe.run.starting",
-    "procpipe.run.store",
-    "procpipe.run.world",
+    "procpipe.job.joining",
+    "procpipe.job.store",
+    "procpipe.job.world",
     "procpipe.state",
-    "procpipe.launch.engine",
-    "procpipe.launch.facts",
+    "procpipe.launch.run.engine",
+    "procpipe.launch.doctor.facts",
     "benchmarks",
 )
 
@@ -133,28 +161,29 @@ BAD_EXAMPLES = {
         "procpipe.plan.task:2 is pure and imports torch.nn",
     ),
     "channel imports run": (
-        {"procpipe.channel.base": "import procpipe.run.world", "procpipe.run.world": ""},
-        "procpipe.channel.base:1 imports procpipe.run.world: channel may import only "
+        {"procpipe.channel.base": "import procpipe.job.world", "procpipe.job.world": ""},
+        "procpipe.channel.base:1 imports procpipe.job.world: channel may import only "
         "errors, forks, limits, signals, torch_internals, tree",
     ),
     "compute imports a top-level module": (
-        {"procpipe.compute.tasks": "from procpipe import stage", "procpipe.stage": ""},
-        "procpipe.compute.tasks:1 imports procpipe.stage: compute may import only "
+        {"procpipe.compute.partition": "from procpipe import stage", "procpipe.stage": ""},
+        "procpipe.compute.partition:1 imports procpipe.stage: compute may import only "
         "errors, skip, torch_internals, tree",
     ),
-    "run imports balance": (
-        {"procpipe.run.world": "from procpipe.balance import blocks"},
-        "procpipe.run.world:1 imports procpipe.balance.blocks: run may import only "
-        "channel, compute, errors, forks, host, limits, notes, plan, signals, tree, upload",
+    "a package imports an optional one": (
+        {"procpipe.channel.mesh": "from procpipe.balance import blocks"},
+        "procpipe.channel.mesh:1 imports procpipe.balance.blocks: channel may import only "
+        "errors, forks, limits, signals, torch_internals, tree",
     ),
     "a package imports public names": (
-        {"procpipe": "__all__ = ['Stage']", "procpipe.run.world": "from procpipe import Stage"},
-        "procpipe.run.world:1 imports procpipe.Stage: run may import only "
-        "channel, compute, errors, forks, host, limits, notes, plan, signals, tree, upload",
+        {"procpipe": "__all__ = ['Stage']", "procpipe.channel.mesh": "from procpipe import Stage"},
+        "procpipe.channel.mesh:1 imports procpipe.Stage: channel may import only "
+        "errors, forks, limits, signals, torch_internals, tree",
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},
-        "examples.train:1 imports procpipe.stage.Stage: use public names and procpipe.plan",
+        "examples.train:1 imports procpipe.stage.Stage: "
+        "use public names, procpipe.plan, timeline and tuning",
     ),
     "the launcher imports a private name": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.launch.main": "from procpipe import World"},
@@ -178,10 +207,10 @@ BAD_EXAMPLES = {
     ),
     "a circle": (
         {
-            "procpipe.run.world": "from procpipe.run import watch",
-            "procpipe.run.watch": "def f():\n    from procpipe.run.world import World",
+            "procpipe.job.world": "from procpipe.job import stalls",
+            "procpipe.job.stalls": "def f():\n    from procpipe.job.world import World",
         },
-        "a circle: procpipe.run.watch -> procpipe.run.world -> procpipe.run.watch",
+        "a circle: procpipe.job.stalls -> procpipe.job.world -> procpipe.job.stalls",
     ),
     "a circle through the root": (
         {"procpipe": "from procpipe.stage import Stage", "procpipe.stage": "import procpipe"},
@@ -200,12 +229,12 @@ def test_what_the_law_allows_is_allowed():
         "procpipe": "from procpipe.stage import Stage\n__all__ = ['Stage']",
         "procpipe.errors": "from collections.abc import Sequence",
         "procpipe.tree": "import torch\nfrom procpipe.errors import BoundaryError",
-        "procpipe.stage": "from procpipe.run.world import World\nfrom procpipe import tree",
+        "procpipe.stage": "from procpipe.job.world import World\nfrom procpipe import tree",
         "procpipe.plan.task": "import json\nfrom procpipe.errors import PlanError",
-        "procpipe.plan.gpipe": "from procpipe.plan import task",
-        "procpipe.run.world": "import torch.distributed as dist\nimport procpipe.plan.task",
+        "procpipe.plan.schedules.gpipe": "from procpipe.plan import task",
+        "procpipe.job.world": "import torch.distributed as dist\nimport procpipe.channel.mesh",
         "procpipe.launch.main": "from procpipe import Stage\nfrom procpipe.launch import hosts",
-        "procpipe.launch.hosts": "from procpipe.plan.task import Task\nimport procpipe.host.board",
+        "procpipe.launch.hosts": "from procpipe.plan.task import Task\nimport procpipe.job.board",
         "examples.train": "import torch\nimport procpipe\nfrom procpipe.plan import gpipe",
         "benchmarks.peer": "import torch.distributed.pipelining\nfrom procpipe import Stage",
     }
@@ -262,12 +291,12 @@ def fault_of(module: str, an_import: Import, public: dict[str, set[str]]) -> str
 
 def fault_of_user(module: str, an_import: Import, public: dict[str, set[str]]) -> str | None:
     target = str(an_import)
-    if target in PUBLIC or within(target, ("procpipe.launch", "procpipe.plan")):
+    if target in PUBLIC or within(target, ("procpipe.launch", *OPEN)):
         return None
     if within(module, ("procpipe.launch",)) and within(target, FOR_LAUNCHER):
         return None
     if an_import.module not in PUBLIC:
-        return f"imports {target}: use public names and procpipe.plan"
+        return f"imports {target}: use public names, procpipe.plan, timeline and tuning"
     if an_import.name not in public.get(an_import.module, ()):
         return f"imports {target}, which is not in {an_import.module}.__all__"
     return None
@@ -334,7 +363,7 @@ def public_names(root: ast.Module) -> set[str]:
 
 
 def part_of(module: str) -> str:
-    """Return the part of the house: ``run`` for ``procpipe.run.world``."""
+    """Return the part of the house: ``run`` for ``procpipe.job.world``."""
     return module.removeprefix("procpipe").removeprefix(".").partition(".")[0]
 
 

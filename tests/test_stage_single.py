@@ -23,7 +23,7 @@ from procpipe import (
     Stage,
     StageClosedError,
 )
-from procpipe.plan.chrome import from_chrome
+from procpipe.timeline.chrome import from_chrome
 
 
 @pytest.fixture(autouse=True)

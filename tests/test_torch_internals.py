@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed import ProcessGroupGloo
 
 from procpipe import torch_internals
-from procpipe.compute import attention
-from procpipe.compute.split import PutOff, Splitter
+from procpipe.compute.split import attention
+from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.torch_versions import TESTED, is_tested, release_of
 
 ROOT = Path(__file__).parents[1]

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from benchmarks.gpu.results import RESULTS, append
 from procpipe import RemoteStageError
 
-__all__ = ["Recorder"]
-
 #: Adds a finding: its kind, its name and cells in a table, a note below that, and raw figures by
 #: name. On rank 0; the other ranks' calls do nothing.
 Recorder = Callable[..., None]

@@ -26,12 +26,10 @@ from benchmarks.rounds import Step, measure, spread
 from examples.models.gpt import gpt as build
 from procpipe import Stage
 from procpipe.balance import divide, profile_layers
-from procpipe.plan.gpipe import recomputed
-from procpipe.plan.layers import Layer, Link, Model
-from procpipe.plan.schedules import SCHEDULES
+from procpipe.plan.schedules.gpipe import recomputed
+from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.simulate import simulate
-
-__all__ = ["gpt", "model_of"]
+from procpipe.tuning.model import Layer, Link, Model
 
 _SCHEDULE, _MODE = "1f1b", "never"
 

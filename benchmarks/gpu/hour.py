@@ -30,8 +30,6 @@ from benchmarks.gpu.processes import MARK, ROOT, run_all
 from benchmarks.gpu.results import RESULTS, append, read
 from benchmarks.gpu.steps import SHORTEST_S, Step, allowance_s, steps_for
 
-__all__ = ["main"]
-
 #: What is left at the end for the tables, and for processes that are slow to end.
 _RESERVE_S = 8.0
 

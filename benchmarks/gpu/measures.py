@@ -36,8 +36,6 @@ from benchmarks.gpu.results import RESULTS
 from benchmarks.rounds import Step, Times, measure, spread
 from procpipe import Stage
 
-__all__ = ["against_one_process", "gathered", "host", "messages", "parity", "trace", "versions"]
-
 #: A real difference between kernels run in another order is of about 1e-15.
 _TOLERANCE = 1e-10
 

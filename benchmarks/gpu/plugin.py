@@ -13,8 +13,6 @@ import pytest
 
 from benchmarks.gpu.results import RESULTS, append
 
-__all__ = ["importance"]
-
 #: What a test's name has in it, the most important first.
 _ORDER = ("parity", "ipc", "nccl", "share", "message", "kill", "fail", "stall", "state", "trace")
 

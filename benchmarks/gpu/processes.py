@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["MARK", "ROOT", "run_all"]
-
 ROOT = Path(__file__).parents[2]
 
 #: The variable that marks all processes of a run, those too that a step's processes start.

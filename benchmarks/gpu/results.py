@@ -11,8 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "Record", "append", "read"]
-
 #: The variable that names the file, for all processes of a run.
 RESULTS = "PROCPIPE_GPU_HOUR_RESULTS"
 

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LEAST_S", "SHORTEST_S", "Step", "allowance_s", "steps_for"]
-
 #: A step gets as much as this while there is any time: its processes start in some seconds.
 LEAST_S = 15.0
 

@@ -14,8 +14,6 @@ from typing import Any
 from benchmarks.gpu.results import Record
 from benchmarks.report import Table
 
-__all__ = ["markdown", "tables_of"]
-
 _EMULATED = "EMULATED, no GPU: "
 _EMULATED_NOTE = "emulated on CPUs: times and sizes here are the emulator's, not those of any GPU"
 

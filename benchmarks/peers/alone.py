@@ -16,8 +16,6 @@ import torch.distributed as dist
 from benchmarks.rounds import Step
 from benchmarks.workloads import Job
 
-__all__ = ["copies_at_once", "one_process", "one_process_with_threads"]
-
 
 def one_process(job: Job) -> Step:
     """Train on rank 0, micro-batch by micro-batch, each forward and then backward."""

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from benchmarks.rounds import Step
 from benchmarks.workloads import Job
 
-__all__ = ["bare_gloo"]
-
 
 def bare_gloo(job: Job) -> Step:
     """Train as a pipeline of all ranks, fill and drain; every boundary has the input's shape."""

@@ -8,8 +8,6 @@ from benchmarks.rounds import Step
 from benchmarks.workloads import Job
 from procpipe import Stage
 
-__all__ = ["procpipe", "stage_of", "step_of"]
-
 
 def procpipe(job: Job, checkpoint: str = "never", *, num_parts: int = 1, **options: Any) -> Step:
     """Train as a pipeline of all ranks, each with so many partitions.

@@ -21,8 +21,6 @@ from torch.distributed.pipelining import (
 from benchmarks.rounds import Step
 from benchmarks.workloads import Job
 
-__all__ = ["gpipe", "interleaved", "one_f_one_b", "zero_bubble_v"]
-
 
 def gpipe(job: Job) -> Step:
     """Fill and drain."""

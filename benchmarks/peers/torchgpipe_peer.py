@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from benchmarks.rounds import Step
 from benchmarks.workloads import Job
 
-__all__ = ["NOTE", "torchgpipe", "why_not"]
-
 #: Goes under every table that has a row of it.
 NOTE = "torchgpipe has one worker for all CPU devices: an oracle there, and no rival in speed"
 

@@ -28,10 +28,8 @@ from benchmarks.rounds import Step, launch, measure, ratio
 from examples.models.unet import unet
 from procpipe import Stage
 from procpipe.plan.costs import Costs
-from procpipe.plan.gpipe import gpipe, recomputed
+from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.plan.simulate import simulate
-
-__all__ = ["VARIANTS", "configure", "measure_variants", "run", "tabulate"]
 
 NUM_STAGES = 4
 

@@ -14,8 +14,6 @@ from benchmarks.published.figures import AMOEBANET_MEMORY
 from benchmarks.published.memory import Experiment, Setting
 from examples.models.amoebanet import amoebanetd
 
-__all__ = ["EXPERIMENT", "configure", "run"]
-
 _NUM_CLASSES = 1000
 
 

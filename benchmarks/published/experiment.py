@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from benchmarks.published.figures import Speed
 
-__all__ = ["BASELINE", "Experiment", "Scale", "Setting"]
-
 BASELINE = "baseline"
 
 #: Micro-batches of the baseline where it is scaled: enough that an optimizer's step counts little.

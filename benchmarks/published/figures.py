@@ -18,21 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "ABLATION",
-    "ACCURACY",
-    "AMOEBANET_MEMORY",
-    "AMOEBANET_SPEED",
-    "RESNET_SPEED",
-    "TORCHGPIPE",
-    "UNET_MEMORY",
-    "UNET_SPEED",
-    "Ablation",
-    "Accuracy",
-    "Memory",
-    "Speed",
-]
-
 #: For the notes under tables.
 TORCHGPIPE = "torchgpipe 0.0.5 on Tesla P40 GPUs (its documentation's page Benchmarks)"
 

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from benchmarks.published.experiment import Experiment, Scale, Setting
 from procpipe.balance import balance_by_time, layer_times
 from procpipe.plan.costs import Costs
-from procpipe.plan.gpipe import gpipe, recomputed
+from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.plan.simulate import simulate
-
-__all__ = ["Forecast", "LayerCosts"]
 
 _NUM_FORWARDS = 3
 

@@ -28,8 +28,6 @@ from benchmarks.rounds import launch
 from procpipe import Stage
 from procpipe.balance import balance_by_size, layer_sizes
 
-__all__ = ["Experiment", "Row", "Setting", "configure", "measure", "run", "tabulate"]
-
 MIB, GIB = 1 << 20, 1 << 30
 
 _LEARNING_RATE = 1e-3

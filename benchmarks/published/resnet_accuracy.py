@@ -33,8 +33,6 @@ from benchmarks.rounds import launch
 from examples.models.resnet import resnet, resnet101
 from procpipe import Stage
 
-__all__ = ["configure", "measure_seed", "read_cifar10", "run", "tabulate"]
-
 WHOLE, PIECES, PIPELINE, DEFERRED = "whole", "pieces", "pipeline", "deferred"
 
 _WORDS = {

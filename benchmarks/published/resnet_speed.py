@@ -13,8 +13,6 @@ from benchmarks.published.experiment import BASELINE, Experiment, Scale, Setting
 from benchmarks.published.figures import RESNET_SPEED
 from examples.models.resnet import resnet101
 
-__all__ = ["EXPERIMENT", "configure", "run"]
-
 _NUM_CLASSES = 1000
 
 

@@ -23,8 +23,6 @@ from benchmarks.published.forecast import Forecast
 from benchmarks.report import Cell, Report, Table
 from benchmarks.rounds import Times, launch, ratio
 
-__all__ = ["Results", "configure", "run", "tabulate"]
-
 
 def configure(parser: argparse.ArgumentParser, experiment: Experiment) -> None:
     small = experiment.small

@@ -26,12 +26,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from procpipe import Stage
-from procpipe.plan.gpipe import clock_cycles, recomputed
 from procpipe.plan.routes import ACTIVATION, GRADIENT, SKIP, SKIP_GRADIENT
+from procpipe.plan.schedules.gpipe import clock_cycles, recomputed
 from procpipe.plan.task import BACKWARD, RECOMPUTE, Cycle, Plan, Task
 from procpipe.skip import pop, stash
-
-__all__ = ["Components", "SwitchedStage", "carrying", "unordered"]
 
 
 @dataclass(frozen=True)

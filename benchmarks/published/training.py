@@ -15,8 +15,6 @@ from benchmarks.published.experiment import BASELINE, Experiment, Scale, Setting
 from benchmarks.rounds import Step, Times, measure
 from procpipe import Stage
 
-__all__ = ["measure_settings"]
-
 _LEARNING_RATE = 0.1
 
 

@@ -14,8 +14,6 @@ from benchmarks.published.figures import UNET_MEMORY
 from benchmarks.published.memory import Experiment, Setting
 from examples.models.unet import unet
 
-__all__ = ["EXPERIMENT", "configure", "run"]
-
 
 def _target(batch_size: int, image_size: int) -> Tensor:
     return torch.rand(batch_size, 1, image_size, image_size)

@@ -13,8 +13,6 @@ from benchmarks.published.experiment import BASELINE, Experiment, Scale, Setting
 from benchmarks.published.figures import UNET_SPEED
 from examples.models.unet import unet
 
-__all__ = ["EXPERIMENT", "configure", "run"]
-
 
 def _target(batch_size: int, image_size: int) -> Tensor:
     return torch.ones(batch_size, 1, image_size, image_size)

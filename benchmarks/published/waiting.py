@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from examples.models.unet import Stash
 from procpipe.skip import Namespace, pop, skippable
 
-__all__ = ["BALANCE", "waiting_unet"]
-
 #: One convolution, if it were one, and one skip layer on each stage.
 BALANCE = [2, 2, 2, 2]
 

@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["amoebanetd"]
-
 Operation = Callable[[int, int], nn.Module]
 
 

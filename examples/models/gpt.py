@@ -19,8 +19,6 @@ from collections import OrderedDict
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["gpt"]
-
 STD = 0.02  # of the weights at first
 
 

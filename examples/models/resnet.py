@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from procpipe.skip import Namespace, pop, skippable, stash
 
-__all__ = ["resnet", "resnet101"]
-
 EXPANSION = 4  # output channels of a block over the channels within
 
 

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from procpipe.skip import Namespace, pop, skippable, stash
 
-__all__ = ["unet"]
-
 
 def unet(
     depth: int = 5,

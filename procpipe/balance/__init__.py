@@ -8,7 +8,7 @@ The names are torchgpipe's; ``profile_layers`` and ``divide``, for planning, are
 from procpipe.balance.alone import Inputs
 from procpipe.balance.automatic import balance_by_size, balance_by_time
 from procpipe.balance.blocks import blocks as divide
-from procpipe.balance.layers import LayerProfile, Profile, SkipProfile, profile_layers
+from procpipe.balance.layer_profile import LayerProfile, Profile, SkipProfile, profile_layers
 from procpipe.balance.profile import layer_sizes, layer_times
 
 __all__ = [

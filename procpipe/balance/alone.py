@@ -30,8 +30,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from procpipe.skip.tracker import tracking
 from procpipe.tree import Flat, flatten
 
-__all__ = ["Inputs", "Layer", "SkipCut", "as_flat", "run_each"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ from torch import nn
 from procpipe.balance.blocks import blocks, check_num_parts
 from procpipe.balance.profile import check_model, layer_sizes, layer_times
 
-__all__ = ["balance_by_size", "balance_by_time"]
-
 
 def balance_by_time(
     partitions: int,

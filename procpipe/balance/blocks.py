@@ -29,8 +29,6 @@ from operator import mul, sub
 
 from procpipe.errors import BalanceError
 
-__all__ = ["blocks", "check_num_parts"]
-
 
 def blocks(costs: Sequence[float], num_parts: int) -> list[int]:
     """Divide layers into contiguous parts with the smallest largest cost, then the evenest.

@@ -26,8 +26,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from procpipe.balance.profile import Memories
 
-__all__ = ["counting_put_off", "noting_ends"]
-
 _STOCK = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 

@@ -19,17 +19,6 @@ from torch import Tensor, nn
 from procpipe.balance.alone import Layer, as_flat, run_each
 from procpipe.tree import Flat
 
-__all__ = [
-    "Memories",
-    "Timer",
-    "check_model",
-    "check_not_meta",
-    "device_of",
-    "layer_sizes",
-    "layer_times",
-    "leaves",
-]
-
 
 def layer_times(
     module: nn.Sequential,

@@ -24,8 +24,6 @@ from torch import Tensor
 from procpipe.channel.meta import Meta
 from procpipe.tree import Flat
 
-__all__ = ["DeviceTransfers", "DeviceTransport", "Pending", "Receiver", "Sender", "Transport"]
-
 
 class Sender(Protocol):
     """The sending end of a channel."""

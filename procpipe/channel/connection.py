@@ -24,8 +24,6 @@ from typing import Any
 
 from procpipe.channel.wire import open_process
 
-__all__ = ["READ_BYTES", "Connection"]
-
 #: Takes a frame: sequence number, kind, flags, body (writable, valid only during the call).
 Taker = Callable[[int, int, int, memoryview], None]
 

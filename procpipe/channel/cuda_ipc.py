@@ -52,8 +52,6 @@ from procpipe.channel.gpu import HANDLE_BYTES, Gpu
 from procpipe.channel.meta import Meta
 from procpipe.limits import naming_file_limit
 
-__all__ = ["CudaIpcTransport", "Note"]
-
 _NAME = "procpipe-flags"
 
 #: A note begins with the slot's number, its message's, the file of flags, and how many dropped

@@ -27,8 +27,6 @@ from procpipe.torch_internals import gloo_options
 if TYPE_CHECKING:
     from torch.distributed import Store, Work
 
-__all__ = ["GlooTransport"]
-
 _DESCRIPTORS = "/proc/self/fd"
 
 

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from procpipe.channel.meta import Meta, allocate
 
-__all__ = ["HANDLE_BYTES", "Gpu"]
-
 #: Size of what names memory to other processes (``CU_IPC_HANDLE_SIZE``).
 HANDLE_BYTES = 64
 

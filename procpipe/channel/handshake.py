@@ -31,8 +31,6 @@ from procpipe.channel.wire import Address, host_identity, is_of_this_user, prepa
 from procpipe.errors import FileLimitError, WaitTimeoutError
 from procpipe.limits import naming_file_limit
 
-__all__ = ["accept_peers", "connect_to"]
-
 _MAGIC = b"procpipe2"
 _HELLO = struct.Struct("!9sI32s")
 _PROOF_BYTES = 32

@@ -32,8 +32,6 @@ from procpipe.channel.meta import Meta, allocate, decode, describe, encode
 from procpipe.errors import BoundaryError, FileLimitError, OverwrittenError
 from procpipe.tree import Flat, is_plain
 
-__all__ = ["INLINE_BYTES", "PIECE_BYTES", "LinkReceiver", "LinkSender"]
-
 #: Up to this size a message of CPU tensors costs less inside its token than by way of gloo.
 INLINE_BYTES = 1 << 16
 

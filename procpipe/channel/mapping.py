@@ -12,8 +12,6 @@ import os
 import weakref
 from typing import Any
 
-__all__ = ["discard", "map_file"]
-
 _FAILED = ctypes.c_void_p(-1).value
 
 

@@ -14,8 +14,6 @@ from procpipe.channel.meta import describe
 from procpipe.errors import WaitTimeoutError
 from procpipe.tree import Flat
 
-__all__ = ["MemoryChannel"]
-
 
 class MemoryChannel:
     """A FIFO of messages; sender and receiver at once.

@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from procpipe.channel.connection import READ_BYTES, Connection
-from procpipe.channel.lookout import Lookout
+from procpipe.channel.native_waits import Lookout
 from procpipe.channel.wire import has_vanished
 from procpipe.errors import (
     PeerLostError,
@@ -47,8 +47,6 @@ from procpipe.errors import (
 )
 from procpipe.forks import give_up_in_children
 from procpipe.signals import put_off
-
-__all__ = ["FAILURE", "GOODBYE", "Mesh", "Onlooker"]
 
 #: Handles a frame: sequence number, flags, body (writable, valid only during the call).
 Handler = Callable[[int, int, memoryview], None]

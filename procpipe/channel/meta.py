@@ -14,8 +14,6 @@ from torch import Tensor
 
 from procpipe.tree import Flat, Structure, from_json
 
-__all__ = ["Meta", "TensorMeta", "allocate", "decode", "describe", "encode"]
-
 
 class TensorMeta(NamedTuple):
     """Shape and dtype of one tensor, and whether a gradient shall come back for it."""

@@ -61,8 +61,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store, Work
 
-__all__ = ["NcclTransport"]
-
 #: Thread blocks NCCL may take for a transfer: two saturate a link, more would slow compute; and for
 #: all transfers of a rank, so that they find room on the smallest GPUs (40 multiprocessors).
 _MAX_BLOCKS, _MAX_BLOCKS_OF_ALL = 4, 32

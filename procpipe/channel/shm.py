@@ -36,8 +36,6 @@ from procpipe.channel.meta import Meta
 from procpipe.forks import give_up_in_children
 from procpipe.limits import naming_file_limit
 
-__all__ = ["ShmTransport"]
-
 _NAME = "procpipe-slots"
 
 #: What a token says of a slot: where it begins in the sender's file and how many bytes it takes,

@@ -17,18 +17,6 @@ import struct
 import sys
 from dataclasses import dataclass
 
-__all__ = [
-    "Address",
-    "address_towards",
-    "has_vanished",
-    "host_identity",
-    "is_of_this_user",
-    "listen",
-    "open_process",
-    "own_address",
-    "prepared",
-]
-
 #: Of Linux's struct tcp_info: tcpi_retransmits and tcpi_probes (unanswered), tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB52xI")
 

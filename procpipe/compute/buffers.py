@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from procpipe.errors import RecomputeError
 
-__all__ = ["BufferCopies", "Buffers", "Place"]
-
 #: Where a buffer is: the module, and its name in it. There may be None until a forward sets it.
 Place = tuple[nn.Module, str]
 

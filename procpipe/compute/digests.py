@@ -28,8 +28,6 @@ from torch import Tensor
 from procpipe.errors import RecomputeError
 from procpipe.torch_internals import pytree
 
-__all__ = ["Difference", "Digests", "Look", "difference", "differs"]
-
 _NUM_PROJECTIONS = 4
 
 #: The most elements that are looked at together; also the length of the random vectors.

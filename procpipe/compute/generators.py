@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Generators", "Source", "generators_of_torch"]
-
 #: A Mersenne Twister in memory: 624 words and the position of the next one. CPython's ``random``
 #: has the position first, NumPy's last.
 _TWISTER = struct.Struct("=625I")

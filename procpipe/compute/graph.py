@@ -14,8 +14,6 @@ from torch import Tensor
 
 from procpipe.errors import RecomputeError
 
-__all__ = ["Enter", "Entry", "check_shapes"]
-
 
 @dataclass(slots=True)
 class Entry:

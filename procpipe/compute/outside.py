@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from procpipe.compute.buffers import Buffers, Place
 
-__all__ = ["OutsideChanges"]
-
 
 class OutsideChanges:
     """The versions of a partition's parameters and buffers.

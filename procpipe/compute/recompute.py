@@ -21,15 +21,6 @@ from torch import nn
 
 from procpipe.compute.generators import Source, generators_of_torch
 
-__all__ = [
-    "Ambient",
-    "checkpointing",
-    "is_checkpointing",
-    "is_recomputing",
-    "recomputing",
-    "without_autocast",
-]
-
 _phase: ContextVar[str] = ContextVar("procpipe forward phase", default="plain")
 
 

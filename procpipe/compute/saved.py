@@ -13,8 +13,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["SavedTensors"]
-
 
 class SavedTensors:
     """Collects what is saved while its hooks are on; holds it as long as autograd would, or longer.

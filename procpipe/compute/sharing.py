@@ -27,8 +27,6 @@ from torch import Tensor
 
 from procpipe.tree import Flat
 
-__all__ = ["SharedInputs", "Sharing", "check_fresh", "shared"]
-
 #: Of each tensor, the names of the memories that it shares; empty if none does.
 Memories = tuple[tuple[str, ...], ...]
 

@@ -18,8 +18,6 @@ from procpipe.skip.layout import SkipLayout
 from procpipe.skip.namespace import SkipKey
 from procpipe.skip.tracker import PlainTracker
 
-__all__ = ["SkipPorts", "StageTracker"]
-
 #: Travels in the place of a skip tensor that was not stashed this time; its pop is refused.
 _ABSENT = "not stashed"
 

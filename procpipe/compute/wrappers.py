@@ -12,13 +12,6 @@ from typing import NoReturn
 
 from torch import nn
 
-__all__ = [
-    "check_not_data_parallel",
-    "check_not_sharded",
-    "is_data_parallel",
-    "refuse_data_parallel",
-]
-
 #: By their names, since importing them takes long, and few scripts do: FSDP, and the classes that
 #: ``replicate`` gives a module.
 _BY_NAME = {

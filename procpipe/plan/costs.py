@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-__all__ = ["Costs"]
-
 
 @dataclass(frozen=True)
 class Costs:

@@ -45,8 +45,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from procpipe.plan.costs import Costs
-from procpipe.plan.fence import Receive, Run, Send, program
 from procpipe.plan.placement import partitions_of
+from procpipe.plan.program import Receive, Run, Send, program
 from procpipe.plan.routes import ACTIVATION, GRADIENT, SKIP, SKIP_GRADIENT, TARGET, Routes, Transfer
 from procpipe.plan.task import (
     BACKWARD,
@@ -57,8 +57,6 @@ from procpipe.plan.task import (
     Plan,
     Task,
 )
-
-__all__ = ["Holdings", "held_bytes", "message_bytes", "peak_bytes"]
 
 
 def message_bytes(transfer: Transfer, costs: Costs) -> int:

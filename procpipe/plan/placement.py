@@ -21,8 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-__all__ = ["folded", "looped", "partitions_of", "placement_faults"]
-
 
 def looped(num_partitions: int, num_stages: int) -> tuple[int, ...]:
     """Place partition ``j`` on stage ``j mod n``."""

@@ -16,10 +16,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from procpipe.plan.fence import Program, Receive, Run, Send, Step
+from procpipe.plan.program import Program, Receive, Run, Send, Step
 from procpipe.plan.routes import Routes
-
-__all__ = ["deadlocks"]
 
 
 class _Wait(NamedTuple):

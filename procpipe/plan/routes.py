@@ -27,18 +27,6 @@ from typing import NamedTuple
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, Plan, Task
 
-__all__ = [
-    "ACTIVATION",
-    "GRADIENT",
-    "LOSS",
-    "SKIP",
-    "SKIP_GRADIENT",
-    "TARGET",
-    "Channel",
-    "Routes",
-    "Transfer",
-]
-
 ACTIVATION = "activation"
 GRADIENT = "gradient"
 SKIP = "skip"

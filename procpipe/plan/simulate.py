@@ -38,8 +38,6 @@ from procpipe.plan.task import (
     Task,
 )
 
-__all__ = ["Costs", "Timeline", "simulate"]
-
 
 class _Track:
     """Start and end of every task of one kind, at infinity until they are known.

@@ -36,20 +36,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "INPUT_GRADIENT",
-    "KINDS",
-    "RECOMPUTE",
-    "WEIGHT_GRADIENT",
-    "Cycle",
-    "Plan",
-    "Row",
-    "RowSource",
-    "Task",
-]
-
 FORWARD, BACKWARD, RECOMPUTE, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "R", "I", "W"
 
 #: Every kind of task there is, in the order in which one micro-batch meets them.

@@ -33,15 +33,13 @@ from procpipe.errors import (
     StageClosedError,
 )
 from procpipe.forks import give_up_in_children, keep_for_ever
+from procpipe.job.endings import end_at_once, error_of_script, watch_threads
+from procpipe.job.world import World
 from procpipe.notes import write_note
-from procpipe.run.endings import end_at_once, error_of_script, watch_threads
 from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.stories import in_a_line, story_of, text_of
-from procpipe.run.world import World
 from procpipe.signals import put_off
-
-__all__ = ["Calls"]
 
 #: How long after the end of the main thread, which made the calls so far, another may make the
 #: next one; and how long if there was none.

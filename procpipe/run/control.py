@@ -13,8 +13,6 @@ from typing import Any
 from procpipe.channel.mesh import Mesh
 from procpipe.run.messages import decode, encode
 
-__all__ = ["CONTROL", "Control"]
-
 #: The mesh's kind for control messages; channels count from 1.
 CONTROL = 0
 

@@ -15,18 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 from procpipe.errors import CallMismatchError, MemoryLimitError
-from procpipe.plan.check import verify
-from procpipe.plan.fence import Program, program
-from procpipe.plan.gpipe import backward_plan, forward_plan
+from procpipe.plan.program import Program, program
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules import SCHEDULES, Schedule
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
+from procpipe.plan.schedules.named import SCHEDULES, Schedule
 from procpipe.plan.task import Plan
-from procpipe.run.auto import AutoSchedule
+from procpipe.plan.verify import verify
 from procpipe.run.control import Control
 from procpipe.run.messages import ROUTED, Order, decode_order, encode
-from procpipe.run.reports import Report
-
-__all__ = ["Coordinator"]
+from procpipe.tuning.auto import AutoSchedule
+from procpipe.tuning.step_costs import Report
 
 
 class Coordinator:

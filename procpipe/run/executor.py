@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from procpipe.compute.ledger import Ledger, num_bytes
+from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
-from procpipe.compute.stash import Ledger, num_bytes
-from procpipe.compute.tasks import Partition
 from procpipe.errors import RemoteStageError
-from procpipe.host.board import Board
-from procpipe.plan.fence import Program, Receive, Run, Send
+from procpipe.job.board import Board
+from procpipe.plan.program import Program, Receive, Run, Send
 from procpipe.plan.routes import (
     ACTIVATION,
     GRADIENT,
@@ -45,8 +45,6 @@ from procpipe.run.faults import note_where
 from procpipe.run.ports import Channels, Key, Ports, key_of, message_of
 from procpipe.run.trace import Trace
 from procpipe.tree import Flat, cut, joined, parted
-
-__all__ = ["Executor", "MiniBatch"]
 
 
 @dataclass

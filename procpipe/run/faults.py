@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from procpipe.compute.stash import Ledger
-from procpipe.compute.tasks import Partition
+from procpipe.compute.ledger import Ledger
+from procpipe.compute.partition import Partition
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.stories import text_of
-
-__all__ = ["note_full_device", "note_where"]
 
 
 def note_where(

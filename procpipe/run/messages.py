@@ -14,17 +14,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "DELIVERED",
-    "LOCAL",
-    "ROUTED",
-    "Order",
-    "compare_facts",
-    "decode",
-    "decode_order",
-    "encode",
-]
-
 #: Where the last stage finds the target: sent along the target route, given to it by the user on
 #: its own rank, or already there from ``batches``.
 ROUTED, LOCAL, DELIVERED = "routed", "local", "delivered"

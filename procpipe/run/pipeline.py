@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from procpipe.channel.link import LinkReceiver, LinkSender
-from procpipe.compute.tasks import Partition
+from procpipe.compute.partition import Partition
+from procpipe.data.upload import uploaded
 from procpipe.errors import (
     BalanceError,
     CallMismatchError,
@@ -29,27 +30,24 @@ from procpipe.errors import (
     PeerLostError,
     RemoteStageError,
 )
-from procpipe.plan.idle import Split
+from procpipe.job.world import World
 from procpipe.plan.routes import Channel, Routes
-from procpipe.plan.schedules import SCHEDULES, Schedule
-from procpipe.run.auto import AutoSchedule
-from procpipe.run.clocks import Clocks
+from procpipe.plan.schedules.named import SCHEDULES, Schedule
 from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.executor import Executor, MiniBatch
-from procpipe.run.measure import Meter
 from procpipe.run.messages import Order, compare_facts
 from procpipe.run.ports import Channels
-from procpipe.run.recorder import Recorder
-from procpipe.run.reporting import statistics_of, with_splits
 from procpipe.run.trace import StageStatistics, Trace
-from procpipe.run.tracing import Tracing
 from procpipe.run.transports import agree_on_transports
-from procpipe.run.world import World
+from procpipe.timeline.clocks import Clocks
+from procpipe.timeline.collect import Tracing
+from procpipe.timeline.idle import Split
+from procpipe.timeline.recorder import Recorder
+from procpipe.timeline.reporting import statistics_of, with_splits
 from procpipe.tree import Flat, map_tensors
-from procpipe.upload import uploaded
-
-__all__ = ["Pipeline"]
+from procpipe.tuning.auto import AutoSchedule
+from procpipe.tuning.meter import Meter
 
 #: Values that a user's call moves beside the plan (``fetch``, the targets of ``batches``).
 VALUE = "value"

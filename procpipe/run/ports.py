@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from procpipe.channel.base import Receiver, Sender
-from procpipe.compute.tasks import Partition
+from procpipe.compute.partition import Partition
 from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, SKIP, SKIP_GRADIENT, Channel, Transfer
 from procpipe.tree import TENSOR, Flat
-
-__all__ = ["Channels", "Key", "Ports", "key_of", "message_of"]
 
 #: What a message is known by: kind, source and destination partition, micro-batch.
 Key = tuple[str, int, int, int]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import traceback
 
-__all__ = ["in_a_line", "story_of", "text_of"]
-
 #: Characters of an exception's text that are told in a line.
 _LINE_LENGTH = 200
 

@@ -14,10 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from procpipe.plan.idle import Split, split_table
 from procpipe.plan.task import INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Task
-
-__all__ = ["Key", "StageStatistics", "TimedTask", "Trace", "table"]
+from procpipe.timeline.idle import Split, split_table
 
 #: What names a message: its kind, the partitions that it goes from and to, and the micro-batch.
 Key = tuple[str, int, int, int]

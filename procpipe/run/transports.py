@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from procpipe.job.devices import HOW_TO_SHARE
 from procpipe.run.control import Control
-from procpipe.run.devices import HOW_TO_SHARE
-
-__all__ = ["NAMES", "Choice", "Offer", "agree_on_transports", "choose"]
 
 #: All there are.
 NAMES = ("shm", "gloo", "nccl", "cuda_ipc")

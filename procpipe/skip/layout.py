@@ -14,8 +14,6 @@ from torch import nn
 from procpipe.skip.namespace import SkipKey
 from procpipe.skip.skippable import declared
 
-__all__ = ["SkipLayout"]
-
 
 @dataclass(frozen=True)
 class SkipLayout:

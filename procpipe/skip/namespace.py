@@ -5,8 +5,6 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 
-__all__ = ["Namespace", "SkipKey"]
-
 
 @dataclass(frozen=True)
 class Namespace:

@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from procpipe.skip.namespace import Namespace, SkipKey
 from procpipe.skip.tracker import Tracker, current_tracker
 
-__all__ = ["declared", "pop", "skippable", "stash", "verify_skippables"]
-
 M = TypeVar("M", bound=nn.Module)
 
 _STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from procpipe.skip.namespace import SkipKey
 
-__all__ = ["PlainTracker", "Tracker", "current_tracker", "tracking"]
-
 
 class Tracker(Protocol):
     """Takes what layers stash and gives what they pop."""

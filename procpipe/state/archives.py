@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from procpipe.errors import SavedStateError
 from procpipe.state.pickles import DICT, PERSISTENT, SET, Made, Name, read_pickle, shown
 
-__all__ = ["dtypes", "read_archive"]
-
 #: How deep values may be nested, and how many there may be, counting one each time it is used.
 _MAX_DEPTH, _MAX_VALUES = 200, 10_000_000
 

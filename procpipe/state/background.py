@@ -37,8 +37,6 @@ from procpipe.notes import write_note
 from procpipe.state.folders import Draft, Hold
 from procpipe.state.together import calls_of, timeout_of
 
-__all__ = ["Saving", "Target", "wait_unfinished"]
-
 #: How often a thread looks at the folder; up to, on one that stays as it is.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.2
 

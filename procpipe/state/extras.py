@@ -22,17 +22,6 @@ from torch import Tensor
 from procpipe.state.archives import read_archive
 from procpipe.state.resumable import Resumable
 
-__all__ = [
-    "Extra",
-    "copies_of",
-    "differs",
-    "key_for",
-    "key_of",
-    "load_extra",
-    "names_in",
-    "snapshot",
-]
-
 #: What ``extra=`` takes; plain values in it are replaced by what was saved.
 Extra = MutableMapping[str, Any]
 

@@ -41,17 +41,6 @@ from procpipe.state.index import (
     to_metadata,
 )
 
-__all__ = [
-    "INDEX",
-    "METADATA",
-    "Index",
-    "merge_parts",
-    "open_inside",
-    "open_regular",
-    "read_index",
-    "write_part",
-]
-
 INDEX, METADATA = "procpipe.json", ".metadata"
 _VALUES = "__0_0.distcp"
 

@@ -26,8 +26,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Draft", "Entry", "Hold", "find", "saved_in", "sync_folder"]
-
 _NAME = re.compile(r"(\d{6,})(?:-step-(\d+))?")
 _SAVING, _REMOVING = ".saving-", ".removing-"
 

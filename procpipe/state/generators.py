@@ -10,8 +10,6 @@ import torch
 
 from procpipe.errors import SavedStateError
 
-__all__ = ["restore", "states"]
-
 #: Of numpy's global generator, MT19937.
 _NUM_WORDS = 624
 

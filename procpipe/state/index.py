@@ -23,8 +23,6 @@ from procpipe.errors import SavedStateError
 from procpipe.state.archives import dtypes
 from procpipe.state.pickles import DICT, Made, Name, read_pickle, shown, write_pickle
 
-__all__ = ["Chunk", "Entry", "from_json", "from_metadata", "to_json", "to_metadata"]
-
 _MODULE = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 

@@ -36,8 +36,6 @@ from procpipe.state.together import (
 )
 from procpipe.state.weights import Kinds, all_faults, weights_faults
 
-__all__ = ["Saved", "load"]
-
 
 @dataclass(frozen=True)
 class Saved:

@@ -24,18 +24,6 @@ from procpipe.errors import SavedStateError
 from procpipe.stage import Stage
 from procpipe.state.weights import Kinds
 
-__all__ = [
-    "Names",
-    "conflicts",
-    "group_options",
-    "listed",
-    "load_into",
-    "option_keys",
-    "state_faults",
-    "state_keys",
-    "values_of",
-]
-
 _STATE, _GROUPS = "optimizer.state", "optimizer.param_groups"
 
 #: What numbers or names the parameters of a group, and so is no option of each of them.

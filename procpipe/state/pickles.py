@@ -22,8 +22,6 @@ from typing import Any
 
 from procpipe.errors import SavedStateError
 
-__all__ = ["DICT", "PERSISTENT", "SET", "Made", "Name", "read_pickle", "shown", "write_pickle"]
-
 
 @dataclass(frozen=True)
 class Name:

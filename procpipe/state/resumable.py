@@ -22,8 +22,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from procpipe.state import generators
 
-__all__ = ["Resumable"]
-
 
 class Resumable:
     """A data loader whose position in the epoch can be saved.

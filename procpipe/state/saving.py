@@ -25,8 +25,6 @@ from procpipe.state.folders import Draft
 from procpipe.state.together import common_call, device_of, place_of, split_of
 from procpipe.version import __version__
 
-__all__ = ["save"]
-
 
 def save(
     folder: str | os.PathLike[str],

@@ -13,18 +13,6 @@ from torch import nn
 from procpipe.run.calls import Calls
 from procpipe.stage import Stage
 
-__all__ = [
-    "Agree",
-    "calls_of",
-    "common_call",
-    "device_of",
-    "listing",
-    "place_of",
-    "raise_faults",
-    "split_of",
-    "timeout_of",
-]
-
 #: ``agree(ours, combine)``: brings every rank's value, plain JSON, to rank 0, and what it makes of
 #: the list of them, again plain JSON, to every rank.
 Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]

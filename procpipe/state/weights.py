@@ -21,8 +21,6 @@ from procpipe.errors import SavedStateError
 from procpipe.state.folders import find
 from procpipe.state.together import common_call, place_of, raise_faults
 
-__all__ = ["all_faults", "export", "load_weights", "weights_faults"]
-
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 #: By key, the shape of a tensor and its dtype, where it is known; None for any other value.

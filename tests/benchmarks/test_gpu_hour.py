@@ -133,11 +133,11 @@ def test_sizes_for_an_emulated_gpu_are_tiny():
 
 def test_tests_of_parity_run_first():
     ids = [
-        "tests/test_state.py::test_a",
+        "tests/state/test_one_process.py::test_a",
         "tests/dist/test_gpu.py::test_a_killed_rank",
         "tests/dist/test_gpu.py::test_large_messages_over_nccl",
         "tests/dist/test_gpu.py::test_parity_on_gpus[1]",
-        "tests/run/test_recorder.py::test_b",
+        "tests/timeline/test_recorder.py::test_b",
     ]
 
     assert sorted(ids, key=importance) == [ids[k] for k in (3, 2, 1, 0, 4)]

@@ -32,12 +32,12 @@ from benchmarks.published.unet_memory import EXPERIMENT as UNET_MEMORY
 from benchmarks.published.unet_speed import EXPERIMENT as UNET_SPEED
 from benchmarks.published.waiting import BALANCE, waiting_unet
 from examples.models.unet import unet
-from procpipe.plan.check import verify
-from procpipe.plan.gpipe import recomputed
-from procpipe.plan.render import render_text
 from procpipe.plan.routes import SKIP, Routes
+from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.task import Task
+from procpipe.plan.verify import verify
 from procpipe.skip.skippable import declared
+from procpipe.timeline.pictures import render_text
 from tests.dist.stages import plain_step, world_of
 from tests.dist.worker import BareWorld
 

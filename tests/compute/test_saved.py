@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from procpipe.compute.partition import Partition
 from procpipe.compute.saved import SavedTensors
-from procpipe.compute.tasks import Partition
 from procpipe.tree import Flat
 
 ROW = 8 * 4  # bytes of 8 floats

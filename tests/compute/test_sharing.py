@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.channel.meta import decode, describe, encode
+from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh, shared
 from procpipe.compute.skips import SkipPorts
-from procpipe.compute.tasks import Partition
 from procpipe.errors import RecomputeError
 from procpipe.run.ports import Ports
 from procpipe.skip import pop, skippable, stash

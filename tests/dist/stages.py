@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
 from procpipe import Stage
-from procpipe.microbatch import gather, scatter, scatter_like
-from procpipe.plan.rows import plan_of_rows
+from procpipe.data.microbatch import gather, scatter, scatter_like
+from procpipe.job.world import World
+from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
-from procpipe.run.world import World
 from procpipe.tree import Flat, children_of, flatten, map_tensors, unflatten
 from tests.dist.devices import REAL_GPU_TOLERANCES, is_emulated
 from tests.dist.worker import BareWorld

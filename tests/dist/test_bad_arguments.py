@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from procpipe import Stage
-from procpipe.run.world import World
+from procpipe.job.world import World
 
 
 def layers(count: int = 4) -> list[nn.Module]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from procpipe import Stage
 from procpipe.balance import Inputs
-from procpipe.run.world import World
+from procpipe.job.world import World
 
 pytestmark = pytest.mark.on_gpus
 

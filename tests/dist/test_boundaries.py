@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from procpipe import NoChunk, RecomputeError, Remote, RemoteStageError, Stage, StageStatistics
 from procpipe.channel.link import INLINE_BYTES
-from procpipe.run.world import World
+from procpipe.job.world import World
 from procpipe.tree import flatten
 from tests.dist.devices import is_on_gpus, some_of
 from tests.dist.stages import (

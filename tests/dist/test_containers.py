@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import NoChunk, Remote, Stage
-from procpipe.run.world import World
+from procpipe.job.world import World
 from procpipe.skip import pop, skippable, stash
 from procpipe.tree import flatten
 from tests.dist.stages import MODES, assert_same, assert_same_gradients, plain_step, stage_of

@@ -17,7 +17,7 @@ from torch import nn
 
 from procpipe import Stage, is_recomputing
 from procpipe.channel.link import INLINE_BYTES
-from procpipe.host.board import Board
+from procpipe.job.board import Board
 from tests.dist.devices import devices_of_ranks, is_on_gpus
 from tests.dist.report import Failure, Outcomes
 

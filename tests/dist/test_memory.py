@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from procpipe import is_recomputing
 from procpipe.plan.costs import Costs
-from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.simulate import simulate
 from tests.dist.stages import MODES, stage_of
 

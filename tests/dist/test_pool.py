@@ -149,7 +149,7 @@ def test_workers_are_alike_in_threads_and_random_numbers(ranks):
 
 
 def test_a_world_of_procpipe_is_built_and_closed(ranks):
-    pytest.importorskip("procpipe.run.world")
+    pytest.importorskip("procpipe.job.world")
 
     for _ in range(2):
         assert ranks(2).run(whoami, "rank").values() == ["rank 0 of 2.", "rank 1 of 2."]

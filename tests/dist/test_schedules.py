@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe.plan.costs import Costs
-from procpipe.plan.gpipe import recomputed
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules import schedule_of
+from procpipe.plan.schedules.gpipe import recomputed
+from procpipe.plan.schedules.named import schedule_of
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.skip import Namespace, pop, skippable, stash

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from examples.models.unet import unet
 from procpipe import Stage
-from procpipe.run.world import World
+from procpipe.job.world import World
 from procpipe.skip import Namespace, pop, skippable, stash
 from procpipe.skip.skippable import declared
 from procpipe.skip.tracker import tracking

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-import procpipe.run.starting
+import procpipe.job.joining
 from procpipe import Stage
 from procpipe.channel.gloo import GlooTransport
 from procpipe.channel.link import INLINE_BYTES
 
-starting: Any = procpipe.run.starting
+starting: Any = procpipe.job.joining
 
 
 def listening(world, transport):

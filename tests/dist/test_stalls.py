@@ -16,7 +16,7 @@ from torch import nn
 
 from procpipe import Stage
 from procpipe.channel.link import INLINE_BYTES
-from procpipe.host.board import Board
+from procpipe.job.board import Board
 from tests.dist.devices import is_on_gpus
 from tests.dist.script import run_forked
 

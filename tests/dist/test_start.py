@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import PrefixStore
 
 from procpipe import Stage
-from procpipe.run.world import World
+from procpipe.job.world import World
 from tests.dist.script import run_forked, run_script
 
 pytestmark = pytest.mark.dist
@@ -205,9 +205,9 @@ print("done")
 KILLED = """
 import signal, sys, time
 import torch.distributed
-import procpipe.run.starting as starting, procpipe.channel.handshake as handshake
-from procpipe.run.store import launchers_store
-from procpipe.run.world import World
+import procpipe.job.joining as starting, procpipe.channel.handshake as handshake
+from procpipe.job.store import launchers_store
+from procpipe.job.world import World
 
 WHERE, VICTIM = sys.argv[1], int(sys.argv[2])
 
@@ -239,8 +239,8 @@ if RANK == VICTIM:
     if WHERE == "transport":
         World._new_transport = die
     if WHERE == "balance":
-        import procpipe.balancing
-        procpipe.balancing._found = World.agreed = die
+        import procpipe.balance.agreed
+        procpipe.balance.agreed._found = World.agreed = die
 stage = build3(**options)
 if RANK == VICTIM and WHERE == "built":
     die()
@@ -312,7 +312,7 @@ key_file("same")
 stage = build(timeout_s=30, transport="gloo")
 stage.step(x, x)
 if RANK == 0:
-    from procpipe.run.store import launchers_store
+    from procpipe.job.store import launchers_store
     store = launchers_store(5.0)
     round_ = stage._world._shared_store()._prefix
     assert store.check([round_ + "host/0", round_ + "address/1"])
@@ -352,8 +352,8 @@ def test_ranks_that_one_launcher_has_started_do_not_speak_over_the_network():
     """Who writes into the store could else have them do so, and take a rank's place there."""
     done = run_forked(
         script("""
-import procpipe.run.starting
-procpipe.run.starting.host_identity = lambda: f"host {RANK}"
+import procpipe.job.joining
+procpipe.job.joining.host_identity = lambda: f"host {RANK}"
 build(timeout_s=50).step(x, x)
 """),
         num_ranks=2,

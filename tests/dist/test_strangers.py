@@ -19,12 +19,12 @@ from torch import nn
 
 import procpipe.channel.handshake
 import procpipe.channel.wire
-import procpipe.run.starting
+import procpipe.job.joining
 from procpipe import Stage
 from procpipe.channel.link import INLINE_BYTES
 from tests.dist.pool import ROOT
 
-starting: Any = procpipe.run.starting
+starting: Any = procpipe.job.joining
 handshake: Any = procpipe.channel.handshake
 wire: Any = procpipe.channel.wire
 

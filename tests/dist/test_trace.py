@@ -13,8 +13,8 @@ from torch import nn
 
 from procpipe import RemoteStageError, Stage
 from procpipe.errors import DisagreementError
-from procpipe.plan.chrome import from_chrome
-from procpipe.plan.idle import split
+from procpipe.timeline.chrome import from_chrome
+from procpipe.timeline.idle import split
 from tests.dist.devices import is_on_gpus
 from tests.dist.stages import stage_of, world_of
 

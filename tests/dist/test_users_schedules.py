@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from procpipe import Stage
 from procpipe.errors import DisagreementError, PlanError, RemoteStageError
-from procpipe.plan.check import verify
-from procpipe.plan.gpipe import gpipe
 from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules import schedule_of
+from procpipe.plan.schedules.gpipe import gpipe
+from procpipe.plan.schedules.named import schedule_of
 from procpipe.plan.task import BACKWARD, FORWARD, Plan, Task
+from procpipe.plan.verify import verify
 from tests.dist.stages import (
     assert_same,
     assert_same_gradients,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from procpipe import Stage
-from procpipe.run.world import World
+from procpipe.job.world import World
 from tests.dist.stages import assert_same, world_of
 
 

@@ -44,7 +44,7 @@ class Job:
         call: pickled ``(function, args, kwargs)``; apart, so that a failure to load it is told.
         timeout_s: the run's time limit.
         world_timeout_s: the time limit that the world is built with.
-        world: pass a ``procpipe.run.world.World``, or a :class:`BareWorld` if false.
+        world: pass a ``procpipe.job.world.World``, or a :class:`BareWorld` if false.
     """
 
     number: int
@@ -145,7 +145,7 @@ def _make_world(job: Job, rank: int, store: dist.Store) -> Any:
         torch.cuda.set_device(devices[rank])
     world_type: Any = BareWorld
     if job.world:
-        from procpipe.run.world import World
+        from procpipe.job.world import World
 
         world_type = World
     return world_type(

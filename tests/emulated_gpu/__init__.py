@@ -16,8 +16,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["build", "environment"]
-
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", f"-I{_SOURCES}")
 _KERNELS = _SOURCES / "kernels.cpp"

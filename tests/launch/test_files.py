@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.hosts import Host, Job, free_port, loopback_addresses
+from tests.launch.run.hosts import Host, Job, free_port, loopback_addresses
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"

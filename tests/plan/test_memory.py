@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from procpipe.plan.costs import Costs
-from procpipe.plan.fence import Receive, Run, program
-from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.memory import held_bytes, message_bytes, peak_bytes
+from procpipe.plan.program import Receive, Run, program
 from procpipe.plan.routes import Routes, Transfer
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan, Task
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from procpipe.errors import PlanError
-from procpipe.plan.check import verify
-from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.costs import Costs
 from procpipe.plan.placement import folded, looped, partitions_of, placement_faults
 from procpipe.plan.routes import ACTIVATION, LOSS, TARGET, Routes, Transfer
-from procpipe.plan.simulate import Costs, simulate
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan, Task
-from tests.plan.grids import SIZES, grid, read
+from procpipe.plan.verify import verify
+from tests.plan.schedules.grids import SIZES, grid, read
 
 
 def test_looped_and_folded() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.routes import LOSS, Routes, Transfer
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import Plan, Task
 
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe, recomputed
+from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
-from procpipe.plan.simulate import Costs, Timeline, simulate
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
+from procpipe.plan.simulate import Timeline, simulate
 from procpipe.plan.task import Plan, Task
 
 SECONDS = st.floats(0, 9, allow_nan=False)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import procpipe.plan
-from procpipe.plan.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import KINDS, Plan, Task
 
 TASKS = st.builds(Task, st.sampled_from(KINDS), st.integers(0, 99), st.integers(0, 99))

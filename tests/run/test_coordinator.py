@@ -10,10 +10,10 @@ import pytest
 
 from procpipe.channel.mesh import Mesh, Onlooker
 from procpipe.errors import CallMismatchError, PeerLostError, PlanError, WaitTimeoutError
-from procpipe.plan.check import verify
 from procpipe.plan.routes import LOSS, TARGET, Routes
-from procpipe.plan.schedules import Schedule
+from procpipe.plan.schedules.named import Schedule
 from procpipe.plan.task import Plan
+from procpipe.plan.verify import verify
 from procpipe.run import coordinator as coordinator_module
 from procpipe.run.control import CONTROL, Control
 from procpipe.run.coordinator import Coordinator

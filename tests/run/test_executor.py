@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from procpipe.channel.memory import MemoryChannel
-from procpipe.compute.tasks import Partition
+from procpipe.compute.partition import Partition
 from procpipe.errors import PlanError
-from procpipe.host.board import Board
-from procpipe.plan.fence import programs
-from procpipe.plan.gpipe import gpipe, recomputed
+from procpipe.job.board import Board
+from procpipe.plan.program import programs
 from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, TARGET, Routes
+from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.run.executor import Executor, MiniBatch
 from procpipe.run.ports import Channels
 from procpipe.tree import Flat

@@ -6,10 +6,10 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from procpipe.plan.idle import Split
 from procpipe.plan.task import Task
-from procpipe.run.reporting import statistics_of, with_splits
 from procpipe.run.trace import StageStatistics, Trace, table
+from procpipe.timeline.idle import Split
+from procpipe.timeline.reporting import statistics_of, with_splits
 
 
 def statistics(**fields):

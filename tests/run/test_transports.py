@@ -155,7 +155,7 @@ def test_the_nccl_that_is_loaded_is_asked(tmp_path, version, setting, expected):
     source.write_text(code + "".join(f"void {name}(void) {{}}\n" for name in used_of_nccl()))
     command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, source]
     subprocess.run(command, check=True, timeout=60)
-    code = "from procpipe.run.devices import nccl_shares_gpus; print(nccl_shares_gpus())"
+    code = "from procpipe.job.devices import nccl_shares_gpus; print(nccl_shares_gpus())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"LD_PRELOAD": str(library), "NCCL_MULTI_RANK_GPU_ENABLE": setting},

@@ -1,0 +1,196 @@
+"""Measures the channels between neighbouring stages: what ``procpipe doctor`` starts on every rank.
+
+    torchrun --nproc_per_node=4 -m procpipe.launch.doctor.probe
+
+The same sockets, transport and ends of channels as in a pipeline, one pair of neighbours after the
+other while all others wait. A round is
+
+    leader                        follower
+    1 or 4 messages ───────────>  takes them
+    <──────────── the answer ───  as large as a message (latency), or 8 bytes (bandwidth)
+
+Latency is half the median round. Rank 0 writes what all have found, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from procpipe.channel.base import Transport
+from procpipe.channel.link import LinkReceiver, LinkSender
+from procpipe.channel.mesh import Mesh
+from procpipe.errors import RemoteStageError
+from procpipe.job.topology import cpus_text
+from procpipe.job.world import World
+from procpipe.run.control import Control
+from procpipe.run.transports import agree_on_transports
+from procpipe.tree import Flat
+
+#: The mesh's kinds of a pair's channels, 0 being the control plane's.
+_DOWN, _UP = 1, 2
+
+_SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 8, 64 << 10, 16 << 20
+
+#: Large messages under way at a time, so that their own latency does not count.
+_BURST = 4
+_BURST_BYTES = _BURST * _LARGE_BYTES
+
+#: A measurement ends after so many rounds, or after the first one that ends later than this.
+_MAX_ROUNDS = 200
+_BUDGET_S = 0.25
+_MIN_ROUNDS = 3
+
+
+class Line:
+    """This rank's ends of the two channels to a neighbour."""
+
+    def __init__(self, mesh: Mesh, peer: int, transport: Transport, device: torch.device) -> None:
+        sends, takes = (_DOWN, _UP) if mesh.rank < peer else (_UP, _DOWN)
+        self._sender = LinkSender(mesh, peer, sends, transport, device, f"a probe to rank {peer}")
+        self._receiver = LinkReceiver(mesh, peer, takes, transport, f"a probe from rank {peer}")
+        self._device = device
+
+    def lead(self, num_bytes: int, num_messages: int) -> float:
+        """Run rounds, and return the median of their seconds."""
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        rounds_s: list[float] = []
+        deadline_s = time.monotonic() + _BUDGET_S
+        is_last = False
+        while not is_last:
+            is_last = len(rounds_s) == _MAX_ROUNDS or (
+                len(rounds_s) >= _MIN_ROUNDS and time.monotonic() > deadline_s
+            )
+            self._receiver.expect()
+            start_s = time.perf_counter()
+            for _ in range(num_messages):
+                self._sender.send(Flat.of((is_last, tensor)))
+            self._take()
+            rounds_s.append(time.perf_counter() - start_s)
+        self._sender.settle()
+        return statistics.median(rounds_s[1:])  # the first one warms up
+
+    def follow(self, num_messages: int, *, echo: bool) -> None:
+        """Answer the rounds that the neighbour leads."""
+        short = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device=self._device)
+        is_last = False
+        while not is_last:
+            for _ in range(num_messages):
+                self._receiver.expect()
+            for _ in range(num_messages):
+                is_last, tensor = self._take()
+            self._sender.send(Flat.of((is_last, tensor if echo else short)))
+        self._sender.settle()
+
+    def _take(self) -> tuple[bool, torch.Tensor]:
+        is_last, tensor = self._receiver.take().value
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # until then it is only under way
+        return is_last, tensor
+
+
+def measure(world: World, lines: Mapping[int, Line], control: Control) -> dict[str, float]:
+    """Measure with both neighbours in turn; every rank calls it, and it waits for all of them.
+
+    Returns:
+        What this rank has led, by "lower rank/what": see ``report``.
+    """
+    found: dict[str, float] = {}
+    for lower in range(world.num_ranks - 1):
+        if world.rank == lower:
+            line = lines[lower + 1]
+            found[f"{lower}/small_latency_s"] = line.lead(_SMALL_BYTES, 1) / 2
+            found[f"{lower}/middle_latency_s"] = line.lead(_MIDDLE_BYTES, 1) / 2
+            found[f"{lower}/down_bytes_per_s"] = _BURST_BYTES / line.lead(_LARGE_BYTES, _BURST)
+            line.follow(_BURST, echo=False)
+        elif world.rank == lower + 1:
+            line = lines[lower]
+            line.follow(1, echo=True)
+            line.follow(1, echo=True)
+            line.follow(_BURST, echo=False)
+            found[f"{lower}/up_bytes_per_s"] = _BURST_BYTES / line.lead(_LARGE_BYTES, _BURST)
+        control.agree(None, lambda _: None)
+    return found
+
+
+def report(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Put together what all ranks have told.
+
+    Returns:
+        "ranks": each one's device and CPUs; "pairs": for each pair of neighbours the lower rank,
+        the one-way latencies of 8 bytes and 64 KiB in seconds, and the bytes a second of 16 MiB
+        messages down to the next rank and back up.
+    """
+    found = {key: value for each in told for key, value in each["found"].items()}
+    kinds = ("small_latency_s", "middle_latency_s", "down_bytes_per_s", "up_bytes_per_s")
+    pairs = [
+        {"lower": lower} | {kind: found[f"{lower}/{kind}"] for kind in kinds}
+        for lower in range(len(told) - 1)
+    ]
+    return {"ranks": [each["self"] for each in told], "pairs": pairs}
+
+
+def probe(world: World) -> dict[str, Any]:
+    """Connect, measure and return the report; every rank calls it."""
+    start_s = time.perf_counter()
+    mesh = world.connect()
+    control = Control(mesh)
+    neighbours = [(rank, rank + 1) for rank in range(world.num_ranks - 1)]
+    choice = agree_on_transports(control, world.offer(), None)
+    transports = world.open_transports(
+        choice, (end for a, b in neighbours for end in ((a, b, _DOWN), (b, a, _UP)))
+    )
+    lines = {
+        peer: Line(mesh, peer, transport, world.device) for peer, transport in transports.items()
+    }
+    connect_s = time.perf_counter() - start_s
+    found = measure(world, lines, control)
+    ours = {
+        "rank": world.rank,
+        "device": str(world.device),
+        "cpus": cpus_text(os.sched_getaffinity(0)),
+        "connect_s": connect_s,
+    }
+    told: dict[str, Any] = control.agree({"self": ours, "found": found}, report)
+    world.drain()
+    control.agree(None, lambda _: None)  # who closes first would cut another's last transfer
+    return told
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and write the report on rank 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m procpipe.launch.doctor.probe", description=__doc__
+    )
+    parser.add_argument("--output", type=Path, help="write to this file, not to standard output")
+    parser.add_argument("--timeout-s", type=float, default=20.0, help="of each wait for a peer")
+    options = parser.parse_args(argv)
+    world = World.from_environment(timeout_s=options.timeout_s)
+    try:
+        told = json.dumps(probe(world))
+    except BaseException as error:
+        if not isinstance(error, RemoteStageError):
+            world.give_up("".join(traceback.format_exception(error)))
+            world.record(error)
+        raise
+    finally:
+        world.close()
+    if world.rank == 0 and options.output is not None:
+        options.output.write_text(told)
+    elif world.rank == 0:
+        print(told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Measures what ``procpipe plan`` needs to know of a model and of the device it runs on.
+
+A layer is measured on micro-batches of up to three sizes: the smallest and the largest that are
+to be tried, and one between. Sizes in between are read off a straight line.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from procpipe.balance import LayerProfile, Profile, profile_layers
+from procpipe.data.minibatch import Loss
+from procpipe.launch.plan.subject import MistakeError, SizeError, Subject
+from procpipe.model.cut import check_model
+from procpipe.tuning.model import Layer, Link, Model, Skip
+
+#: For each size, unless three rounds take longer.
+_BUDGET_S = 0.5
+
+_COPY_BYTES = 16 << 20
+_NUM_COPIES = 9
+
+#: From the end of a task until a message of a few bytes is with another process or device.
+_CPU_LATENCY_S, _GPU_LATENCY_S = 50e-6, 20e-6
+
+#: 16 lanes of PCIe 4: what two GPUs in one host can at least expect.
+_GPU_BYTES_PER_S = 20e9
+
+
+def sizes_to_measure(batch: int, chunks: Sequence[int]) -> tuple[int, ...]:
+    """Choose sizes of micro-batches, at most three, in ascending order."""
+    sizes = sorted({-(-batch // count) for count in chunks})
+    return tuple(sizes) if len(sizes) <= 3 else (sizes[0], sizes[len(sizes) // 2], sizes[-1])
+
+
+def measure_model(subject: Subject, sizes: Sequence[int], device: torch.device) -> Model:
+    """Measure a model's layers on micro-batches of some sizes.
+
+    Raises:
+        SizeError: the model cannot be run on as many samples, or on any.
+        MistakeError: a ``Stage`` would not take it, whatever the balance.
+    """
+    try:
+        check_model(subject.model)
+    except ValueError as error:
+        raise MistakeError(str(error)) from error
+    loss = Loss(subject.loss_fn, None)  # a stage's, which is as strict
+    profiles = []
+    for size in sizes:
+        inputs, target = subject.micro_batch(size)
+        try:
+            profile = profile_layers(
+                subject.model,
+                inputs,
+                target=target,
+                loss_fn=lambda output, target=None: loss.of(output, target),
+                timeout=_BUDGET_S,
+                device=device,
+            )
+        except MistakeError:
+            raise
+        except Exception as error:
+            where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            raise SizeError(size, f"{where}: {type(error).__name__}: {error}") from error
+        profiles.append(profile)
+    return replace(_model(sizes, profiles), shared=shared_by(subject.model))
+
+
+def shared_by(model: nn.Sequential) -> tuple[tuple[int, int], ...]:
+    """List the first and the last of layers that share a parameter or buffer."""
+    users: dict[int, list[int]] = {}
+    for k, layer in enumerate(model):
+        for tensor in chain(layer.parameters(), layer.buffers()):
+            users.setdefault(id(tensor), []).append(k)
+    return tuple(sorted({(found[0], found[-1]) for found in users.values() if len(found) > 1}))
+
+
+def measure_link(device: torch.device) -> tuple[Link, str]:
+    """Measure how fast tensors get from one device to the next, by copying some.
+
+    Returns:
+        The link, and in words where it is from.
+    """
+    if device.type != "cuda":
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+        copy_s = _copy_seconds(source, torch.empty_like(source))
+        link = Link(_CPU_LATENCY_S, _COPY_BYTES / (2 * copy_s))
+        return link, f"two copies in memory at {_COPY_BYTES / copy_s / 1e9:.1f} GB/s, measured"
+    if torch.cuda.device_count() > 1:
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cuda:0")
+        copy_s = _copy_seconds(source, torch.empty_like(source, device="cuda:1"))
+        return Link(_GPU_LATENCY_S, _COPY_BYTES / copy_s), "a copy from GPU 0 to GPU 1, measured"
+    return Link(_GPU_LATENCY_S, _GPU_BYTES_PER_S), "assumed, as there is one GPU: --bandwidth"
+
+
+def _copy_seconds(source: torch.Tensor, destination: torch.Tensor) -> float:
+    found_s = []
+    for _ in range(_NUM_COPIES):
+        begun = time.perf_counter()
+        destination.copy_(source)
+        if source.is_cuda:
+            torch.cuda.synchronize(destination.device)
+        found_s.append(time.perf_counter() - begun)
+    return statistics.median(found_s)
+
+
+def _model(sizes: Sequence[int], profiles: Sequence[Profile]) -> Model:
+    """Put together what was measured on each size."""
+    losses = [profile.loss for profile in profiles if profile.loss is not None]
+    start_f_s, start_b_s = (statistics.median(p.start_s[k] for p in profiles) for k in (0, 1))
+    return Model(
+        samples=tuple(sizes),
+        layers=tuple(map(_layer, zip(*(profile.layers for profile in profiles), strict=True))),
+        loss=_layer(losses) if losses else None,
+        skips=tuple(
+            Skip(
+                of_sizes[0].source,
+                of_sizes[0].destinations,
+                _each(of_sizes, "tensor_bytes"),
+                _each(of_sizes, "kept_bytes"),
+            )
+            for of_sizes in zip(*(profile.skips for profile in profiles), strict=True)
+        ),
+        input_bytes=_each(profiles, "input_bytes"),
+        target_bytes=_each(profiles, "target_bytes") if profiles[0].target_bytes else (),
+        start_s=(start_f_s, start_b_s),
+    )
+
+
+def _layer(of_sizes: Sequence[LayerProfile]) -> Layer:
+    largest = of_sizes[-1]
+    return Layer(
+        name=largest.name,
+        type=largest.type,
+        forward_s=_each(of_sizes, "forward_s"),
+        backward_s=_each(of_sizes, "backward_s"),
+        input_gradient_s=_each(of_sizes, "input_gradient_s"),
+        output_bytes=_each(of_sizes, "output_bytes"),
+        kept_bytes=_each(of_sizes, "kept_bytes"),
+        kept_input_bytes=_each(of_sizes, "kept_input_bytes"),
+        kept_output_bytes=_each(of_sizes, "kept_output_bytes"),
+        put_off_bytes=_each(of_sizes, "put_off_bytes"),
+        is_in_place=largest.is_in_place,
+        parameter_bytes=largest.parameter_bytes,
+        trained_bytes=largest.trained_bytes,
+    )
+
+
+def _each(of_sizes: Sequence[Any], name: str) -> tuple[float, ...]:
+    return tuple(float(getattr(found, name)) for found in of_sizes)

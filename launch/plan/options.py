@@ -1,0 +1,132 @@
+"""The command line of ``procpipe plan``: its options, and which of them go together."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+from procpipe.launch.plan.report import parse_bytes
+from procpipe.launch.plan.subject import MistakeError
+
+#: Bytes that an optimizer keeps for each byte of the parameters that it trains.
+STATES = {"adam": 2.0, "momentum": 1.0, "sgd": 0.0, "none": 0.0}
+
+_EPILOG = """\
+A step is the forward and backward of a mini-batch, without the optimizer's. Memory is that of
+parameters, gradients, optimizer and what is held for backward passes; not what a layer needs
+meanwhile, nor what the device itself takes (CUDA's context, for one): leave some room.
+
+exit code: 0; 1 if nothing fits into memory, or --check fails; 2 for a mistake in the command line
+"""
+
+
+def device_type(asked: str | None) -> str:
+    """Return the type of device that is asked for, or else there."""
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and there == "cpu":
+        raise MistakeError("--device cuda: there is no GPU that torch can use here")
+    return asked or there
+
+
+def check_options(options: argparse.Namespace, device: torch.device) -> None:
+    """Check that the options go together, and that what is measured can be saved."""
+    if options.save and not os.access(folder := Path(options.save).absolute().parent, os.W_OK):
+        raise MistakeError(
+            f"--save {options.save} cannot be written: "
+            + ("it is not allowed in" if folder.is_dir() else "there is no folder")
+            + f" {folder}"
+        )
+    if options.save and Path(options.save).is_dir():
+        raise MistakeError(f"--save {options.save} cannot be written: it is a folder")
+    if options.costs:
+        for name in ("model", "sample", "save", "check"):
+            if getattr(options, name):
+                raise MistakeError(
+                    f"--costs is in the place of a model, so leave out {_SPELT[name]}"
+                )
+    elif not options.model:
+        raise MistakeError("a model is needed, as in mymodel:build, or --costs with those of one")
+    elif not options.sample:
+        raise MistakeError(
+            "a sample is needed to measure the model on: --sample mymodel:sample, which gives a "
+            "mini-batch, (input, target) or the input alone"
+        )
+    if options.check and device.type == "cuda" and torch.cuda.device_count() < options.n:
+        raise MistakeError(
+            f"--check: {options.n} GPUs are needed, and there are {torch.cuda.device_count()} here"
+        )
+
+
+_SPELT = {"model": "the model", "sample": "--sample", "save": "--save", "check": "--check"}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    made = argparse.ArgumentParser(
+        prog="procpipe plan",
+        description="Propose balance, chunks, checkpoint mode and schedule for a model, predict "
+        "what comes of it, and write the line to paste.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("model", nargs="?", metavar="MODULE:NAME",
+        help="an nn.Sequential, or a function that returns one; as in mymodel:build")  # fmt: skip
+    add("--sample", default="", metavar="MODULE:NAME",
+        help="a mini-batch, (input, target) or the input alone; or a function for it")  # fmt: skip
+    add("--loss", default="", metavar="MODULE:NAME",
+        help="the loss function, of output and target, or of the output alone")  # fmt: skip
+    add("-n", type=_count, required=True, metavar="N", help="how many devices there are")
+    add("--memory", type=_memory, metavar="BYTES",
+        help="of each device, as in 24GiB; by default a GPU's own, no limit on CPUs")  # fmt: skip
+    add("--batch", type=_count, metavar="B",
+        help="samples in a mini-batch; by default those of the sample")  # fmt: skip
+    add("--chunks", type=_chunks, metavar="M,M,…",
+        help="numbers of chunks to try; by default powers of two up to 8 a device")  # fmt: skip
+    add("--optimizer", choices=tuple(STATES), default="adam",
+        help="what it keeps for each parameter counts as memory; default: %(default)s")  # fmt: skip
+    add("--device", choices=("cuda", "cpu"), help="where to measure; by default a GPU, if any")
+    add("--bandwidth", type=_bandwidth, metavar="BYTES/s",
+        help="between devices, as in 20GB/s; by default measured here")  # fmt: skip
+    add("--check", action="store_true", help="run what was proposed, and compare")
+    add("--save", metavar="FILE", help="write the layers' costs, as JSON")
+    add("--costs", metavar="FILE", help="read the layers' costs instead of measuring a model")
+    return made
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 1")
+    return int(text)
+
+
+def _chunks(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if "" in parts:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has a comma without a number on each side; numbers of chunks read like 8,16"
+        )
+    return [_count(part) for part in parts]
+
+
+def _memory(text: str) -> int:
+    try:
+        num_bytes: int = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not num_bytes:
+        raise argparse.ArgumentTypeError(f"{text}: a device without memory runs nothing")
+    return num_bytes
+
+
+def _bandwidth(text: str) -> float:
+    try:
+        found = parse_bytes(text.removesuffix("/s"))
+    except ValueError:
+        found = 0
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth; one reads like 20GB/s")
+    return float(found)

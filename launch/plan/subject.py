@@ -1,0 +1,201 @@
+"""What the user of ``procpipe plan`` names on the command line: a model, a sample, a loss.
+
+    mymodel:build           the attribute ``build`` of the module ``mymodel`` (dots go deeper)
+
+The current folder can be imported from. What is named is taken as it is, or is called without
+arguments to get it. Also used by the processes of ``--check``, each of which needs all of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from procpipe import NoChunk
+from procpipe.balance import Inputs
+from procpipe.containers import opened
+from procpipe.tree import children_of
+
+
+class MistakeError(ValueError):
+    """What the user asks for cannot be done; says why, in one sentence."""
+
+
+class SizeError(MistakeError):
+    """The model cannot be run on micro-batches of a size.
+
+    Attributes:
+        num_samples: the size.
+    """
+
+    def __init__(self, num_samples: int, told: str) -> None:
+        super().__init__(told)
+        self.num_samples = num_samples
+
+
+@dataclass(frozen=True)
+class Named:
+    """What the command line names; these are import paths, "" for nothing.
+
+    Attributes:
+        model: the model.
+        sample: a mini-batch.
+        loss: the loss function.
+        batch: how many samples to make of the sample; None for as many as it has.
+    """
+
+    model: str
+    sample: str
+    loss: str = ""
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what it is trained with.
+
+    Attributes:
+        model: the model.
+        inputs: a mini-batch's positional inputs.
+        target: its target, None if there is none.
+        loss_fn: the loss.
+        batch: samples in the mini-batch.
+    """
+
+    model: nn.Sequential
+    inputs: tuple[Any, ...]
+    target: Any
+    loss_fn: Callable[..., Tensor]
+    batch: int
+
+    def micro_batch(self, num_samples: int) -> tuple[Inputs, Any]:
+        """Return the inputs and the target of a micro-batch of this size."""
+        inputs, target = (
+            _resized(value, num_samples, self.batch, unwrap=True)
+            for value in (self.inputs, self.target)
+        )
+        return Inputs(*inputs), target
+
+
+def load(named: Named) -> Subject:
+    """Import what is named.
+
+    Raises:
+        MistakeError: it is not there, or not what it should be.
+    """
+    model = _get(named.model, "the model", nn.Sequential)
+    if not isinstance(model, nn.Sequential):
+        raise MistakeError(
+            f"{named.model} is a {type(model).__qualname__}, but the model must be an "
+            "nn.Sequential, or a function without arguments that returns one"
+        )
+    inputs, target = _mini_batch(_get(named.sample, "the sample", (Tensor, Inputs)))
+    num_samples = _num_samples(named.sample, inputs)
+    for tensor in _tensors(target):
+        if tensor.dim() and len(tensor) != num_samples:
+            raise MistakeError(
+                f"{named.sample}: the input has {num_samples} samples, but the target {len(tensor)}"
+            )
+    loss_fn: Any = stand_in_loss
+    if named.loss:
+        loss_fn = _attribute(named.loss, "the loss")
+        if not callable(loss_fn):
+            raise MistakeError(f"{named.loss} is {loss_fn!r}, but the loss must be a function")
+    batch = named.batch or num_samples
+    inputs, target = (_resized(value, batch, num_samples) for value in (inputs, target))
+    return Subject(model, inputs, target, loss_fn, batch)
+
+
+def stand_in_loss(output: Any, target: Any = None) -> Tensor:
+    """Stand in for a loss that the user has not named: the mean of squares of all outputs."""
+    del target
+    squares = [t.square().mean() for t in _tensors(output) if t.is_floating_point()]
+    if not squares:
+        raise MistakeError("the model's output holds no tensor of real numbers: give a --loss")
+    return torch.stack(squares).sum()
+
+
+def _get(path: str, what: str, types: Any) -> Any:
+    """Return what a path names, called if it is a function and not one of some types."""
+    value = _attribute(path, what)
+    if isinstance(value, types) or not callable(value) or isinstance(value, nn.Module):
+        return value
+    try:
+        return value()
+    except (Exception, SystemExit) as error:
+        raise MistakeError(f"{what}, {path}(), raised {type(error).__name__}: {error}") from error
+
+
+def _attribute(path: str, what: str) -> Any:
+    module_name, colon, names = path.partition(":")
+    if not (module_name and colon and names):
+        raise MistakeError(
+            f"{what} is given as {path!r}, but must be MODULE:NAME, as in mymodel:build"
+        )
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        value: Any = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        told = f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
+            told = f"there is no module {module_name!r} (seen from {folder})"
+        raise MistakeError(f"{what}, {path}, cannot be imported: {told}") from error
+    for name in names.split("."):
+        if not hasattr(value, name):
+            raise MistakeError(f"{what}, {path}, is not there: {module_name} has no {names!r}")
+        value = getattr(value, name)
+    return value
+
+
+def _mini_batch(sample: Any) -> tuple[tuple[Any, ...], Any]:
+    """Take apart an input, ``Inputs`` of several, or a pair of either and a target."""
+    target = None
+    if isinstance(sample, (tuple, list)):
+        if len(sample) != 2:
+            raise MistakeError(
+                f"the sample is a {type(sample).__name__} of {len(sample)}, but must be an input "
+                "or (input, target); several inputs go into procpipe.balance.Inputs(…)"
+            )
+        sample, target = sample
+    return (sample.values if isinstance(sample, Inputs) else (sample,)), target
+
+
+def _num_samples(path: str, inputs: Any) -> int:
+    for tensor in _tensors(inputs):
+        if tensor.dim() and len(tensor):
+            return len(tensor)
+    raise MistakeError(f"the sample, {path}, holds no tensor with samples in dim 0")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Walk through the tensors of a nested value, but not those that are not to be split."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for child in children_of(value):
+            yield from _tensors(child)
+
+
+def _resized(value: Any, num_samples: int, batch: int, *, unwrap: bool = False) -> Any:
+    """Take so many samples, from the start again if there are not enough."""
+    if isinstance(value, Tensor):
+        if not value.dim() or len(value) != batch or num_samples == batch:
+            return value
+        return value[torch.arange(num_samples, device=value.device) % batch]
+    if type(value) in (tuple, list):
+        return type(value)(_resized(v, num_samples, batch, unwrap=unwrap) for v in value)
+    if type(value) is dict:
+        return {k: _resized(v, num_samples, batch, unwrap=unwrap) for k, v in value.items()}
+    if (container := opened(value)) is not None:
+        return container.like(
+            _resized(v, num_samples, batch, unwrap=unwrap) for v in container.children
+        )
+    return value.tensor if unwrap and isinstance(value, NoChunk) else value

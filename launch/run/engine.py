@@ -1,0 +1,197 @@
+"""torch's elastic agent, which does the work: rendezvous, starting, watching and restarting ranks.
+
+The one place that knows it. The agent runs in the main thread of the launcher; what it logs goes to
+a file, and where each rank's output goes is told by ``_LogFolders``, which the agent asks as it
+starts the ranks: so that is also how the launcher hears of an attempt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from procpipe.launch.run.ranks import Logs
+
+#: Hears of an attempt: the files of this host's ranks, the number of ranks of all hosts, and which
+#: restart after a failure it is.
+OnAttempt = Callable[[Sequence[Logs], int, int], object]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the agent is to run.
+
+    Attributes:
+        num_processes: how many on this host.
+        command: what to run in Python: ["train.py", …] or ["-m", "package.train", …].
+        run_id: names the run; the same on all hosts.
+        min_hosts: how many hosts there must be.
+        max_hosts: how many there may be.
+        endpoint: "host:port" where the hosts meet; "" for one host.
+        is_endpoint_host: whether the endpoint is on this host; None to find out from its name.
+        local_address: this host's address for the others; None to find out.
+        max_restarts: how often the ranks are started again after a failure.
+        grace_s: how long ranks may take to end when they are told to.
+        numa_binding: torch's own binding to NUMA nodes; "" for none.
+        folder: where the logs go.
+    """
+
+    num_processes: int
+    command: tuple[str, ...]
+    run_id: str
+    min_hosts: int
+    max_hosts: int
+    endpoint: str
+    is_endpoint_host: bool | None
+    local_address: str | None
+    max_restarts: int
+    grace_s: int
+    numa_binding: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the agent's run ended.
+
+    Attributes:
+        codes: exit codes by rank of this host's ranks that failed; none after success.
+        error: what kept the agent from running them, "" if nothing did.
+    """
+
+    codes: dict[int, int]
+    error: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all ranks ended well."""
+        return not self.codes and not self.error
+
+
+class Stopped(SignalException):
+    """A signal asks the launcher to end; the agent passes the signal on to the ranks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"the launcher got signal {number}", signal.Signals(number))
+
+
+def run_job(job: Job, on_attempt: OnAttempt) -> Outcome:
+    """Run a job to its end, in the main thread; its logs' folder exists.
+
+    Raises:
+        Stopped: a signal handler raised it; the ranks have been told, and given ``grace_s``.
+    """
+    _log_to(job.folder / "launcher.log")
+    if job.max_hosts > 1:
+        # Else a host that comes back never learns where the store is.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    try:
+        launch_agent(_config(job, on_attempt), sys.executable, ["-u", *job.command])
+    except ChildFailedError as error:
+        return Outcome({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except Stopped:
+        raise
+    except SignalException as error:  # the one signal that the agent takes itself
+        raise Stopped(error.sigval) from error
+    except Exception as error:  # no store, no room for logs, a host that does not come, …
+        logging.getLogger("torch.distributed.elastic").exception("the agent failed")
+        return Outcome({}, f"{type(error).__name__}: {error}")
+    return Outcome({})
+
+
+def can_bind_numa() -> bool:
+    """Say whether this torch can bind processes to NUMA nodes."""
+    return "numa_options" in _fields()
+
+
+def _config(job: Job, on_attempt: OnAttempt) -> LaunchConfig:
+    meeting: dict[str, Any] = {}
+    if job.is_endpoint_host is not None:
+        meeting["is_host"] = job.is_endpoint_host
+    arguments: dict[str, Any] = {
+        "min_nodes": job.min_hosts,
+        "max_nodes": job.max_hosts,
+        "nproc_per_node": job.num_processes,
+        "run_id": job.run_id,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": job.endpoint or "localhost:0",  # a free port
+        "rdzv_configs": meeting,
+        "max_restarts": job.max_restarts,
+        "monitor_interval": 0.1,
+        # Without it the agent asks the name service who this host is, which may take seconds.
+        "local_addr": job.local_address if job.endpoint else "127.0.0.1",
+        "logs_specs": _LogFolders(job.folder, on_attempt),
+        "shutdown_timeout": job.grace_s,
+        "signals_to_handle": "SIGQUIT",  # the launcher takes the others itself
+    }
+    if job.numa_binding:
+        from torch.numa.binding import AffinityMode, NumaOptions
+
+        arguments["numa_options"] = NumaOptions(AffinityMode(job.numa_binding))
+    known = _fields()  # older versions of torch have fewer
+    return LaunchConfig(**{name: value for name, value in arguments.items() if name in known})
+
+
+def _fields() -> set[str]:
+    return {field.name for field in dataclasses.fields(LaunchConfig)}
+
+
+class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
+    """Gives each rank of each attempt a folder: ``attempt_0/rank_2/stdout.log``."""
+
+    def __init__(self, folder: Path, on_attempt: OnAttempt) -> None:
+        super().__init__(str(folder))
+        self._folder = folder
+        self._on_attempt = on_attempt
+        self._num_attempts = 0
+
+    @property
+    def root_log_dir(self) -> str:
+        """The run's folder."""
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the folders of an attempt that begins.
+
+        Args:
+            envs: the environment of each local rank; what is put there the rank gets.
+        """
+        attempt = self._folder / f"attempt_{self._num_attempts}"
+        self._num_attempts += 1
+        logs = {
+            local: Logs(int(e["RANK"]), attempt / f"rank_{e['RANK']}") for local, e in envs.items()
+        }
+        for local, files in logs.items():
+            files.folder.mkdir(parents=True)
+            envs[local]["TORCHELASTIC_ERROR_FILE"] = str(files.error)
+        told = envs[0]
+        self._on_attempt(
+            list(logs.values()), int(told["WORLD_SIZE"]), int(told["TORCHELASTIC_RESTART_COUNT"])
+        )
+        return LogsDest(
+            stdouts={local: str(files.stdout) for local, files in logs.items()},
+            stderrs={local: str(files.stderr) for local, files in logs.items()},
+            error_files={local: str(files.error) for local, files in logs.items()},
+        )
+
+
+def _log_to(path: Path) -> None:
+    """Have what the agent logs written to a file only."""
+    handler = logging.FileHandler(path)  # opened now: a script may remove the folder
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("elastic", "launcher", "run"):
+        logger = logging.getLogger(f"torch.distributed.{name}")
+        logger.addHandler(handler)
+        logger.propagate = False

@@ -1,0 +1,277 @@
+"""What to say of a run that failed: one report, from how each rank ended.
+
+Which rank was first? Each failed one is of one of these kinds:
+
+    recorded    it left an exception of its own for torch's agent: at the time of that file
+    killed      by a signal: at the time of its end, unless the agent did that
+    ended       by an exit code, with no word of another rank: at the time of its end
+    victim      it ended because another rank failed, and says so: never the first
+
+The first of the first three is the one to tell of. If there are only victims, they name the rank:
+it left early, or is on another host. Pure, but for ``out_of_memory_kills``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from procpipe.launch.run.ranks import End
+from procpipe.launch.run.traceback_text import exception_line, folded, printed_traceback
+
+#: A victim's line, by procpipe.job.endings.
+_VICTIM = re.compile(r"^procpipe: rank \d+ ends, because (.*)$", re.MULTILINE)
+#: A victim that printed its traceback nevertheless.
+_REMOTE = re.compile(
+    r"^(?:procpipe\.errors\.)?(?:RemoteStageError|PeerLostError): (.*)", re.MULTILINE
+)
+_RANK = re.compile(r"\brank (\d+)")
+#: The note on an exception that says where it came from.
+_NOTE = re.compile(r"^procpipe: in (stage \d+ \(rank \d+\)), (.*)$", re.MULTILINE)
+#: Times that say nothing.
+_NO_TIME = re.compile(r", (?:for|last heard of) 0\.0 s(?: ago)?$")
+
+_NUM_LAST_WORDS = 12
+
+#: A rank that is killed so long after another failed was killed for that.
+_TOO_LATE_S = 1.0
+
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "out of memory (see `dmesg`), a limit of the batch system, or somebody's "
+    "`kill -9`",
+    signal.SIGSEGV: "native code crashed; PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGBUS: "native code crashed, often because shared memory is full: `df -h /dev/shm`",
+    signal.SIGABRT: "native code (CUDA, NCCL, gloo, an allocator) gave up",
+    signal.SIGFPE: "native code divided by zero; PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGILL: "native code was built for another CPU",
+    signal.SIGTERM: "the batch system, or somebody's `kill`",
+    signal.SIGINT: "somebody interrupted it",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a failed attempt.
+
+    Attributes:
+        headline: who failed first, and how, in one line.
+        body: the rest of the report: traceback, hints, what the others were doing, logs.
+        exit_code: for the launcher: the first failed rank's, 128 + n if signal n ended it.
+    """
+
+    headline: str
+    body: str
+    exit_code: int
+
+
+def explain(ends: Sequence[End], num_oom_kills: int = 0) -> Failure:
+    """Find out who failed first, and tell it.
+
+    Args:
+        ends: how each rank of this host ended.
+        num_oom_kills: how many processes of this control group the kernel has killed for memory.
+    """
+    failed = [end for end in ends if end.code != 0]
+    first_s = min((end.at_s for end in failed if end.at_s is not None), default=0.0)
+    origins = [end for end in failed if _is_origin(end, first_s)]
+    if not origins:
+        return _explain_victims(ends, failed)
+    first = min(origins, key=_time_of)
+    trace = _traceback_of(first)
+    same = [end for end in origins if end is not first and _is_same(trace, end)]
+    others = [end for end in ends if end is not first and end not in same]
+    numbers = ", ".join(str(end.rank) for end in same)
+    return Failure(
+        headline=_headline(first, trace),
+        body=_joined(
+            _indented(folded(trace)) if trace else _last_words(first),
+            f"The same on rank{'s' * (len(same) > 1)} {numbers}." if same else "",
+            _hint(first, num_oom_kills),
+            _meanwhile(others),
+            _where_logs(ends, first),
+        ),
+        exit_code=_exit_code(first.code),
+    )
+
+
+def signal_name(code: int) -> str:
+    """Return the name of the signal of a negative exit code: "SIGKILL"."""
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def short_path(path: Path) -> str:
+    """Return a path as seen from here, if it is below."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def out_of_memory_kills() -> int:
+    """Return how many processes of this process's control group died for want of memory.
+
+    Returns:
+        0 too if the kernel does not say.
+    """
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        folder = next(line.partition("::")[2] for line in lines if "::" in line)
+        events = Path("/sys/fs/cgroup", folder.lstrip("/"), "memory.events").read_text().split()
+        return int(events[events.index("oom_kill") + 1])
+    except (OSError, ValueError, StopIteration, IndexError):
+        return 0
+
+
+def _explain_victims(ends: Sequence[End], failed: Sequence[End]) -> Failure:
+    """Tell of a failure that all ranks of this host only heard of."""
+    told = next(filter(None, map(_victim_words, failed)), "a rank failed")
+    match = _RANK.search(told)
+    first = next((end for end in ends if match and end.rank == int(match.group(1))), None)
+    if first is None:
+        told += " (on another host, whose launcher tells more)" if match else ""
+    codes = [end.code for end in failed if end.code is not None and end.code > 0]
+    return Failure(
+        headline=told,
+        body=_joined(
+            f"{_name(first)} {_code_words(first.code)}."
+            if first and first.code is not None
+            else "",
+            _last_words(first) if first is not None else "",
+            _meanwhile([end for end in ends if end is not first]),
+            _where_logs(ends, first),
+        ),
+        exit_code=_exit_code(codes[0] if codes else 1),
+    )
+
+
+def _is_origin(end: End, first_s: float) -> bool:
+    """Tell whether a failed rank failed by itself, and not because another one did."""
+    if end.recorded is not None:
+        return True
+    if end.code is None or end.code >= 0:
+        return not _victim_words(end)
+    late_s = 0.0 if end.at_s is None else end.at_s - first_s
+    if end.code == -signal.SIGTERM:  # the agent ends all others so, within a tenth of a second
+        return late_s <= 0 and not _victim_words(end)
+    return late_s < _TOO_LATE_S
+
+
+def _victim_words(end: End) -> str:
+    """Return why a victim says that it ended; "" if it does not say so."""
+    for pattern in (_VICTIM, _REMOTE):
+        found = pattern.findall(end.stderr)
+        if found:
+            return str(found[-1])
+    return ""
+
+
+def _time_of(end: End) -> float:
+    if end.recorded is not None:
+        at_s: float = end.recorded.at_s
+        return at_s
+    return end.at_s if end.at_s is not None else float("inf")
+
+
+def _is_same(trace: str, other: End) -> bool:
+    """Tell whether another rank failed by the same error, by itself."""
+    ours = exception_line(trace)
+    return bool(ours) and ours == exception_line(_traceback_of(other))
+
+
+def _traceback_of(end: End) -> str:
+    """Return the traceback that ended a rank, causes included; "" if there is none.
+
+    That on standard error begins in the user's script; the recorded one is of the pipeline only.
+    """
+    printed: str = printed_traceback(end.stderr)
+    if end.recorded is None:
+        return printed
+    kind = end.recorded.message.partition(":")[0]
+    is_it = re.search(rf"^(?:[\w.]*\.)?{re.escape(kind)}\b", printed, re.MULTILINE)
+    recorded: str = end.recorded.traceback
+    return printed if is_it else recorded.rstrip()
+
+
+def _headline(first: End, trace: str) -> str:
+    code, reading = first.code, first.reading
+    if code is not None and code < 0 and first.recorded is None:
+        doing = f" {_where(first)}" if reading is not None else ""
+        return f"{_name(first)} was killed by {signal_name(code)}{doing}"
+    note = _NOTE.search(trace)
+    who = f"{note.group(1)} failed in {note.group(2)}" if note else f"{_name(first)} failed"
+    told = first.recorded.message.partition("\n")[0] if first.recorded else exception_line(trace)
+    if told:
+        return f"{who}: {told}"
+    return f"{_name(first)} {_code_words(code)}" if code is not None else who
+
+
+def _name(end: End) -> str:
+    return f"rank {end.rank}" if end.reading is None else f"stage {end.rank} (rank {end.rank})"
+
+
+def _where(end: End) -> str:
+    assert end.reading is not None
+    return _NO_TIME.sub("", end.reading.where())
+
+
+def _last_words(end: End) -> str:
+    lines = end.stderr.rstrip().splitlines()[-_NUM_LAST_WORDS:]
+    if not lines:
+        return ""
+    return "\n".join(["Its last words on standard error:", *(f"  {line}" for line in lines)])
+
+
+def _hint(first: End, num_oom_kills: int) -> str:
+    code = first.code
+    if code is None or code >= 0 or first.recorded is not None:
+        return ""
+    told = f"{signal_name(code)}: {_HINTS.get(-code, 'somebody sent it')}."
+    if first.rss_bytes:
+        told += f" It was last seen with {first.rss_bytes / 2**30:.1f} GiB of memory."
+    if code == -signal.SIGKILL and num_oom_kills:
+        told += (
+            f" The kernel has killed {num_oom_kills} of this control group's processes for want "
+            "of memory meanwhile."
+        )
+    return told
+
+
+def _meanwhile(others: Sequence[End]) -> str:
+    lines = [f"  {_name(end)} {_was(end)}" for end in others]
+    return "\n".join(["The others at that moment:", *lines]) if lines else ""
+
+
+def _was(end: End) -> str:
+    if end.code == 0:
+        return "ended well"
+    return "had made no Stage yet" if end.reading is None else f"was {_where(end)}"
+
+
+def _where_logs(ends: Sequence[End], first: End | None) -> str:
+    if not ends:
+        return ""
+    logs = (first or ends[0]).logs
+    name = os.path.join(logs.folder.name, logs.stderr.name)
+    return f"Logs: {short_path(logs.folder.parent)}{os.sep} ({name}, and the other ranks')"
+
+
+def _code_words(code: int) -> str:
+    return f"was killed by {signal_name(code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def _exit_code(code: int | None) -> int:
+    if not code:
+        return 1
+    return 128 - code if code < 0 else code
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def _joined(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part)

@@ -1,0 +1,242 @@
+"""One run from start to end: warden, ranks, view and agent together, and what is said of it.
+
+    1  the warden is started: from here on no process of the run can outlive the launcher
+    2  the agent runs the ranks; the view shows them
+    3  whatever is left of the run is ended
+    4  the view stops, and the last line or the report is written
+
+A first SIGINT, SIGTERM or SIGHUP has the agent tell the ranks to end and gives them a few seconds;
+a second one kills everything at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import TextIOWrapper
+from types import FrameType
+from typing import TextIO
+
+from rich.rule import Rule
+from rich.text import Text
+
+from procpipe.launch.run.engine import Job, Outcome, Stopped, run_job
+from procpipe.launch.run.failure import Failure, explain, out_of_memory_kills, short_path
+from procpipe.launch.run.ranks import Attempt, Logs, Ranks
+from procpipe.launch.run.rows import Summary
+from procpipe.launch.run.view import View, time_text
+from procpipe.launch.run.warden import TOKEN, Leftover, Warden, end_family
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+#: How long what ranks have left behind may take to end by SIGTERM.
+_LEFTOVER_GRACE_S = 2.0
+
+
+def run(job: Job, token: str, view_mode: str) -> int:
+    """Run a job to its end, in the main thread.
+
+    Args:
+        job: what to run.
+        token: unique to the run; in the environment of all its processes.
+        view_mode: "live", "plain", "off" or "auto".
+
+    Returns:
+        The exit code: 0, that of the rank that failed first, 128 + n if signal n ended that rank
+        or the launcher.
+    """
+    sys.stdout, sys.stderr = _writable(sys.stdout), _writable(sys.stderr)
+    os.environ[TOKEN] = ":".join(filter(None, (os.environ.get(TOKEN), token)))
+    _give_key(job)
+    _adopt_orphans()
+    num_oom_kills = out_of_memory_kills()
+    warden = Warden(token)
+    ranks = Ranks(job.grace_s)
+    view = View(ranks, view_mode, f"logs in {short_path(job.folder)}")
+    stopper = _Stopper(token, ranks, view, warden.pid)
+    outcome = Outcome({}, "it was stopped")
+    try:
+        with stopper.installed():
+            try:
+                outcome = run_job(job, functools.partial(_begin, job, ranks, view))
+            except Stopped as stopped:
+                stopper.signal = stopped.sigval
+            finally:
+                stopper.is_armed = False
+                grace_s = 0.0 if stopper.signal is not None else _LEFTOVER_GRACE_S
+                leftovers = end_family(token, grace_s, os.getpid(), {warden.pid})
+                ranks.stop()
+                view.stop(is_failed=not outcome.is_good)
+                warden.dismiss()
+    finally:
+        _reap()
+    run_ended = _End(job, ranks.attempt, view, leftovers)
+    if stopper.signal is not None:
+        return run_ended.by_signal(stopper.signal)
+    if outcome.is_good:
+        return run_ended.well()
+    return run_ended.badly(outcome, out_of_memory_kills() - num_oom_kills)
+
+
+def _begin(
+    job: Job, ranks: Ranks, view: View, logs: Sequence[Logs], num_ranks: int, number: int
+) -> None:
+    """Note that the agent begins an attempt; say why, if it is not the first."""
+    last = ranks.attempt
+    if last is not None:
+        if last.failed_s is not None and last.num_ranks == num_ranks:
+            why = f"restart {number} of {job.max_restarts}, because {explain(last.ends()).headline}"
+        else:
+            why = f"restart with {num_ranks} ranks, because the set of hosts has changed"
+        view.say(f"procpipe: {why}")
+    ranks.begin(logs, num_ranks)
+
+
+class _Stopper:
+    """Hears signals: the first ends the run, the second kills it.
+
+    Args:
+        token: the run's.
+        ranks: they are given a few seconds by the first.
+        view: what to say it by.
+        spared: a process that is not to be killed.
+    """
+
+    def __init__(self, token: str, ranks: Ranks, view: View, spared: int) -> None:
+        self.signal: signal.Signals | None = None
+        self.is_armed = True
+        self._token = token
+        self._ranks = ranks
+        self._view = view
+        self._spared = spared
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals meanwhile."""
+        previous = {signum: signal.signal(signum, self) for signum in _SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        del frame
+        if self.signal is None and self.is_armed:
+            self.signal = signal.Signals(number)
+            self._ranks.expect_end()
+            self._view.hush()
+            again = "; again to kill them" if self.signal is signal.SIGINT else ""
+            self._view.say(f"procpipe: {_name(self.signal)}: ending all processes{again}")
+            raise Stopped(number)
+        self._view.say("procpipe: killing all processes")
+        # The agent waits for them, and so ends its wait.
+        end_family(self._token, 0.0, os.getpid(), {self._spared})
+
+
+@dataclass(frozen=True)
+class _End:
+    """What is said at the end of a run."""
+
+    job: Job
+    attempt: Attempt | None
+    view: View
+    leftovers: Sequence[Leftover]
+
+    def well(self) -> int:
+        """Write one line."""
+        if self.leftovers:
+            names = ", ".join(map(str, self.leftovers))
+            self._print(f"procpipe: ended what the run had left behind: {names}")
+        if not self.view.is_off:
+            self._print(f"procpipe: done in {self._story()}")
+        return 0
+
+    def by_signal(self, number: signal.Signals) -> int:
+        """Write one line."""
+        self._print(f"procpipe: ended by {_name(number)} after {self._story()}")
+        return 128 + number
+
+    def badly(self, outcome: Outcome, num_oom_kills: int) -> int:
+        """Write the report, here and into the run's folder."""
+        if outcome.error or self.attempt is None:
+            failure = Failure(
+                f"torch's agent could not run the ranks: {outcome.error}",
+                f"Logs: {short_path(self.job.folder)}/launcher.log",
+                1,
+            )
+        else:
+            failure = explain(self.attempt.ends(outcome.codes), num_oom_kills)
+        with contextlib.suppress(OSError):
+            report = f"{failure.headline}\n\n{failure.body}\n"
+            (self.job.folder / "report.txt").write_text(report, encoding="utf-8")
+        if self.view.console.is_terminal:
+            self._print(Rule("procpipe: the run failed", style="red"))
+        self._print(Text(f"procpipe: {failure.headline}", style="bold red"))
+        self._print(f"\n{failure.body}")
+        self._print(f"\nExit code {failure.exit_code} after {self._time()}")
+        code: int = failure.exit_code
+        return code
+
+    def _story(self) -> str:
+        summary = str(Summary.of(self.attempt)) if self.attempt is not None else ""
+        parts = [self._time(), summary, f"logs in {short_path(self.job.folder)}"]
+        return ", ".join(part for part in parts if part)
+
+    def _time(self) -> str:
+        seconds = self.view.elapsed_s
+        return f"{seconds:.1f} s" if seconds < 60 else time_text(seconds)
+
+    def _print(self, text: str | Text | Rule) -> None:
+        """Write to the console, if it is still there: the exit code must be told in any case."""
+        with contextlib.suppress(OSError):
+            if self.view.console.is_terminal:
+                self.view.console.print(text, soft_wrap=True)
+            else:
+                print(text, file=sys.stderr, flush=True)
+
+
+def _writable(stream: TextIO | None) -> TextIO:
+    """Return a stream that takes any text; nowhere if it was closed before this process began."""
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
+
+
+def _name(number: signal.Signals) -> str:
+    return "Ctrl-C" if number is signal.SIGINT else number.name
+
+
+def _give_key(job: Job) -> None:
+    """Give the ranks a key of their own, which the launcher's store then need not hold.
+
+    Launchers on several hosts would each make another one: there the user's file has it, if any.
+    """
+    os.environ.pop("PROCPIPE_KEY", None)  # that of a run which has started this one
+    if job.max_hosts == 1 and not os.environ.get("PROCPIPE_KEY_FILE"):
+        os.environ["PROCPIPE_KEY"] = secrets.token_hex(32)
+
+
+def _adopt_orphans() -> None:
+    """Have orphaned descendants become children of this process, so that none gets lost."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _reap() -> None:
+    """Let the kernel forget the adopted ones that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -1,0 +1,369 @@
+"""The rank processes of this host: which there are, what their boards say, and how each ended.
+
+    main thread: torch's agent        Ranks' own thread                       the view's thread
+    begin(logs of an attempt) ──────> finds the agent's children by their
+    starts the processes              environment, maps their boards          readings()
+    …                                 waits for the end of any (pidfd), and
+    reaps them                        at the first bad end reads all boards
+
+The agent tells only at the very end which exit codes there were, in whole seconds, and nothing of
+an attempt that it restarts. The kernel tells this thread at once, before the agent has reaped: so
+the order of the ends is known, and what every other rank was doing at that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from procpipe.job.board import Board, Reading, Wait
+
+#: How often to look for new processes, as an attempt begins, and for boards.
+_LOOK_FAST_S = 0.01
+_LOOK_S = 0.25
+_LOOK_AGAIN_S = 2.0
+
+#: How much of the end of a rank's standard error is looked at.
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Logs:
+    """The files of one rank in one attempt.
+
+    Attributes:
+        rank: the rank.
+        folder: where they are.
+    """
+
+    rank: int
+    folder: Path
+
+    @property
+    def stdout(self) -> Path:
+        """What it wrote to standard output."""
+        return self.folder / "stdout.log"
+
+    @property
+    def stderr(self) -> Path:
+        """What it wrote to standard error."""
+        return self.folder / "stderr.log"
+
+    @property
+    def error(self) -> Path:
+        """The exception that it recorded for torch's agent, if it did."""
+        return self.folder / "error.json"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An exception that a rank recorded: it failed by itself, and not because another one did.
+
+    Attributes:
+        message: type and text.
+        traceback: all of it, notes included.
+        at_s: when, by the wall clock.
+    """
+
+    message: str
+    traceback: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class End:
+    """How one rank ended, or that it has not.
+
+    Attributes:
+        rank: the rank.
+        logs: its files.
+        code: its exit code; minus the number of the signal that ended it; None if it is unknown.
+        at_s: when it ended, by the wall clock; None if it is unknown.
+        reading: what its board said when the first rank failed; None if it had none.
+        recorded: its own exception.
+        stderr: the end of what it wrote to standard error.
+        rss_bytes: the memory it was last seen with.
+    """
+
+    rank: int
+    logs: Logs
+    code: int | None
+    at_s: float | None
+    reading: Reading | None
+    recorded: Recorded | None
+    stderr: str
+    rss_bytes: int = 0
+
+
+@dataclass
+class Rank:
+    """A rank process, as far as it is known."""
+
+    logs: Logs
+    pid: int | None = None
+    descriptor: int | None = None
+    board: Board | None = None
+    has_ended: bool = False
+    code: int | None = None
+    at_s: float | None = None
+    reading: Reading | None = None
+    rss_bytes: int = 0
+
+    @property
+    def number(self) -> int:
+        """Its rank."""
+        return self.logs.rank
+
+
+@dataclass
+class Attempt:
+    """One start of all ranks of this host.
+
+    Attributes:
+        number: counted from 0; torch's restarts and changes of the set of hosts make new ones.
+        num_ranks: the number of ranks on all hosts.
+        ranks: those of this host.
+        began_s: when, on the monotonic clock.
+        failed_s: when the first of them ended badly, likewise; None if none did.
+    """
+
+    number: int
+    num_ranks: int
+    ranks: tuple[Rank, ...]
+    began_s: float = field(default_factory=time.monotonic)
+    failed_s: float | None = None
+
+    def ends(self, codes: Mapping[int, int] | None = None) -> list[End]:
+        """Return how each rank ended.
+
+        Args:
+            codes: exit codes by rank that the agent has told, for those that are not known.
+        """
+        codes = codes or {}
+        return [
+            End(
+                rank=rank.number,
+                logs=rank.logs,
+                code=codes.get(rank.number) if rank.code is None else rank.code,
+                at_s=rank.at_s,
+                reading=rank.reading or _last_reading(rank),
+                recorded=_read_recorded(rank.logs.error),
+                stderr=_read_tail(rank.logs.stderr),
+                rss_bytes=rank.rss_bytes,
+            )
+            for rank in self.ranks
+        ]
+
+
+class Ranks:
+    """Looks after the rank processes of this host.
+
+    Args:
+        grace_s: how long ranks may take to end after another has ended badly, or after a signal.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._signalled_s = math.inf
+        self._attempt: Attempt | None = None
+        self._looked_s = 0.0
+        self._poller = select.poll()
+        self._wake_end, self._woken_end = os.pipe()
+        self._poller.register(self._wake_end, select.POLLIN)
+        self._is_stopped = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="procpipe ranks", daemon=True)
+        self._thread.start()
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest attempt; None before the first."""
+        return self._attempt
+
+    def begin(self, logs: Sequence[Logs], num_ranks: int) -> Attempt:
+        """Begin an attempt, whose processes are started next by this very thread."""
+        with self._lock:
+            self._look()
+            number = 0 if self._attempt is None else self._attempt.number + 1
+            self._attempt = Attempt(number, num_ranks, tuple(map(Rank, logs)))
+        self._wake()
+        return self._attempt
+
+    def expect_end(self) -> None:
+        """Begin the grace: the agent passes a signal on to all ranks. For signal handlers."""
+        self._signalled_s = time.monotonic()
+
+    def stop(self) -> None:
+        """Look once more, and no longer."""
+        self._is_stopped = True
+        self._wake()
+        self._thread.join()
+        for descriptor in (self._wake_end, self._woken_end):
+            os.close(descriptor)
+
+    def _wake(self) -> None:
+        os.write(self._woken_end, b".")
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            for descriptor, _ in self._poller.poll(1000 * self._pause_s()):
+                if descriptor == self._wake_end:
+                    os.read(self._wake_end, 64)
+            with self._lock, contextlib.suppress(OSError, psutil.Error):
+                self._look()
+        with self._lock:
+            self._look()
+
+    def _pause_s(self) -> float:
+        attempt = self._attempt
+        if attempt is None:
+            return _LOOK_AGAIN_S
+        age_s = time.monotonic() - attempt.began_s
+        is_complete = all(rank.pid is not None for rank in attempt.ranks)
+        return _LOOK_S if is_complete or age_s > 2.0 else _LOOK_FAST_S
+
+    def _look(self) -> None:
+        attempt = self._attempt
+        if attempt is None:
+            return
+        if any(rank.pid is None for rank in attempt.ranks):
+            self._find_processes(attempt)
+        for rank in attempt.ranks:
+            if rank.descriptor is not None and _has_ended(rank.descriptor):
+                self._note_end(attempt, rank)
+        self._find_boards(attempt)
+        self._end_laggards(attempt)
+
+    def _find_processes(self, attempt: Attempt) -> None:
+        missing = {str(rank.logs.error): rank for rank in attempt.ranks if rank.pid is None}
+        known = {rank.pid for rank in attempt.ranks}
+        for pid in _children():
+            if pid not in known:
+                rank = missing.get(_error_file_of(pid))
+                if rank is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        rank.descriptor = os.pidfd_open(pid)
+                        rank.pid = pid
+                        self._poller.register(rank.descriptor, select.POLLIN)
+
+    def _find_boards(self, attempt: Attempt) -> None:
+        """Map the boards of processes that have none yet; now and then look for newer ones."""
+        is_due = time.monotonic() > self._looked_s + _LOOK_AGAIN_S
+        for rank in attempt.ranks:
+            if rank.pid is not None and not rank.has_ended and (is_due or rank.board is None):
+                rank.board = Board.of_process(rank.pid) or rank.board
+                with contextlib.suppress(psutil.Error):
+                    rank.rss_bytes = psutil.Process(rank.pid).memory_info().rss
+        if is_due:
+            self._looked_s = time.monotonic()
+
+    def _note_end(self, attempt: Attempt, rank: Rank) -> None:
+        assert rank.descriptor is not None
+        rank.at_s = time.time()
+        rank.code = _exit_code(rank.descriptor)
+        rank.has_ended = True
+        self._poller.unregister(rank.descriptor)
+        os.close(rank.descriptor)
+        rank.descriptor = None
+        if rank.code != 0 and attempt.failed_s is None:
+            attempt.failed_s = time.monotonic()
+            for other in attempt.ranks:
+                other.reading = _last_reading(other)
+
+    def _end_laggards(self, attempt: Attempt) -> None:
+        """Kill ranks that do not end in time.
+
+        The agent would wait for 30 s: after a failure under any torch, after a signal under 2.11,
+        whose ``LaunchConfig`` has no ``shutdown_timeout``.
+        """
+        failed_s = math.inf if attempt.failed_s is None else attempt.failed_s
+        if time.monotonic() < min(failed_s, self._signalled_s) + self._grace_s:
+            return
+        for rank in attempt.ranks:
+            if rank.descriptor is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.descriptor, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    """Return this process's children."""
+    pid = os.getpid()
+    try:  # of the main thread, which starts them
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:  # a kernel without this file
+        return [child.pid for child in psutil.Process().children()]
+
+
+def _error_file_of(pid: int) -> str:
+    """Return what a process's environment says of where to record an exception."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        for variable in file.read().split(b"\0"):
+            name, _, value = variable.partition(b"=")
+            if name == b"TORCHELASTIC_ERROR_FILE":
+                return os.fsdecode(value)
+    return ""
+
+
+def _has_ended(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _exit_code(descriptor: int) -> int | None:
+    """Return how a child ended, without reaping it; None if the agent has done so already."""
+    try:
+        told = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if told is None:
+        return None
+    return told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
+
+
+def _last_reading(rank: Rank) -> Reading | None:
+    """Read a board; of a rank that had failed or ended, as of that moment."""
+    if rank.board is None:
+        return None
+    reading = rank.board.read()
+    since_s = reading.heard_s if reading.has_failed else 0.0
+    if rank.at_s is not None:
+        since_s = max(since_s, time.time() - rank.at_s)
+    wait = reading.wait
+    return replace(
+        reading,
+        heard_s=max(0.0, reading.heard_s - since_s),
+        task_s=max(0.0, reading.task_s - since_s),
+        wait=wait and Wait(wait.what, max(0.0, wait.seconds - since_s)),
+    )
+
+
+def _read_recorded(path: Path) -> Recorded | None:
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        told, trace = message["message"], message["extraInfo"]["py_callstack"]
+        return Recorded(str(told), str(trace), path.stat().st_mtime)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read_tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

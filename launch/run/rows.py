@@ -1,0 +1,242 @@
+"""What the live table and the plain lines show: one row a stage, worked out from its board.
+
+A board has counters that only grow. Rates come from two readings of them, taken where a step had
+just ended, about five seconds apart:
+
+    busy    seconds in tasks              of the seconds between the readings
+    bubble  seconds in steps, less busy   likewise; what is left is the user's own code
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import psutil
+
+from procpipe.job.board import Reading
+from procpipe.job.topology import cpus_text
+from procpipe.launch.run.ranks import Attempt, Rank
+
+_WINDOW_S = 5.0
+
+_RANK = re.compile(r" \(rank \d+\)")
+
+#: A wait, or a task, is told when it has lasted so long.
+_LONG_S = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage now.
+
+    Attributes:
+        rank: its rank.
+        device: what it computes on; "" before it has made a Stage.
+        cores: the logical CPUs its process may run on, as "0-3".
+        step: mini-batches done.
+        micro_batch: "3/8", or "" outside of mini-batches.
+        samples_per_s: over the last seconds; None before two steps.
+        busy: share of the time in tasks, likewise.
+        bubble: share of the time idle in steps, likewise.
+        rss_bytes: resident memory.
+        device_bytes: memory of the device in use by tensors.
+        now: what it does or waits for, in words.
+        is_stuck: whether it has been at that for long.
+    """
+
+    rank: int
+    device: str
+    cores: str
+    step: int
+    micro_batch: str
+    samples_per_s: float | None
+    busy: float | None
+    bubble: float | None
+    rss_bytes: int
+    device_bytes: int
+    now: str
+    is_stuck: bool
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A whole attempt so far: mini-batches, and samples a second while in them."""
+
+    num_steps: int
+    samples_per_s: float
+
+    @classmethod
+    def of(cls, attempt: Attempt) -> Summary:
+        """Sum up the first rank that has a board."""
+        for rank in attempt.ranks:
+            if rank.board is not None:
+                reading = rank.board.read()
+                rate = reading.num_samples / reading.step_s if reading.step_s else 0.0
+                return cls(reading.num_steps, rate)
+        return cls(0, 0.0)
+
+    def __str__(self) -> str:
+        if not self.num_steps:
+            return ""
+        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps:,} steps"
+        return f"{steps}, {rate_text(self.samples_per_s)} samples/s in steps"
+
+
+@dataclass(frozen=True)
+class _Sample:
+    at_s: float
+    steps: int
+    samples: int
+    busy_s: float
+    step_s: float
+
+
+class Meter:
+    """Turns the boards of an attempt into rows; keeps the readings that rates need.
+
+    Args:
+        attempt: whose ranks.
+        clock: seconds, from any start.
+    """
+
+    def __init__(self, attempt: Attempt, clock: Callable[[], float] = time.monotonic) -> None:
+        self._attempt = attempt
+        self._clock = clock
+        self._samples: dict[int, deque[_Sample]] = {rank.number: deque() for rank in attempt.ranks}
+        self._processes: dict[int, psutil.Process] = {}
+
+    def rows(self) -> list[Row]:
+        """Read all boards."""
+        return [self._row(rank) for rank in self._attempt.ranks]
+
+    def _row(self, rank: Rank) -> Row:
+        reading = rank.board.read() if rank.board is not None else None
+        rss_bytes, cores = self._of_process(rank)
+        device, step, micro_batch, device_bytes = "", 0, "", 0
+        rates: tuple[float | None, float | None, float | None] = (None, None, None)
+        if reading is not None:
+            rates = self._rates(rank.number, reading)
+            device, step = str(reading.facts.get("device", "")), reading.num_steps
+            device_bytes = reading.device_bytes
+            if reading.num_micro_batches:
+                micro_batch = f"{reading.micro_batch + 1}/{reading.num_micro_batches}"
+        now, is_stuck = _now(rank, reading)
+        return Row(
+            rank.number,
+            device,
+            cores,
+            step,
+            micro_batch,
+            *rates,
+            rss_bytes,
+            device_bytes,
+            now,
+            is_stuck,
+        )
+
+    def _of_process(self, rank: Rank) -> tuple[int, str]:
+        """Return a process's resident memory and the CPUs it may run on."""
+        if rank.pid is not None and not rank.has_ended:
+            with contextlib.suppress(psutil.Error):
+                process = self._processes.get(rank.pid) or psutil.Process(rank.pid)
+                self._processes[rank.pid] = process
+                return process.memory_info().rss, cpus_text(process.cpu_affinity())
+        return 0, ""
+
+    def _rates(
+        self, rank: int, reading: Reading
+    ) -> tuple[float | None, float | None, float | None]:
+        """Return samples a second, the busy share and the bubble's."""
+        samples = self._samples[rank]
+        if not reading.num_steps:  # the start is unlike what follows
+            return None, None, None
+        now = _Sample(
+            self._clock(),
+            reading.num_steps,
+            reading.num_samples,
+            reading.busy_s,
+            reading.step_s,
+        )
+        if not samples or now.step_s < samples[-1].step_s:  # another Stage, another board
+            samples.clear()
+            samples.append(now)
+        elif now.steps > samples[-1].steps:
+            samples.append(now)
+        while len(samples) > 2 and samples[1].at_s < now.at_s - _WINDOW_S:
+            samples.popleft()
+        first, last = samples[0], samples[-1]
+        time_s = last.at_s - first.at_s
+        if time_s <= 0:
+            return None, None, None
+        busy = min(1.0, (last.busy_s - first.busy_s) / time_s)
+        in_steps = min(1.0, (last.step_s - first.step_s) / time_s)
+        rate = (last.samples - first.samples) / time_s
+        return rate, busy, max(0.0, in_steps - busy)
+
+
+def size_text(num_bytes: float) -> str:
+    """Write a size in a few characters: "812 MiB" or "1.2 GiB"; "" for none."""
+    if not num_bytes:
+        return ""
+    mib = num_bytes / 2**20
+    return f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
+
+
+def rate_text(rate: float | None) -> str:
+    """Write a rate with the digits that mean something; "" if there is none."""
+    if rate is None:
+        return ""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def plain_line(rows: Iterable[Row], time_text: str) -> str:
+    """Write all rows in one line, for a log."""
+    rows = list(rows)
+    working = [row for row in rows if row.device]
+    if not working:
+        return f"{time_text}: no rank has begun its first step yet"
+    first = working[0]
+    parts = [f"{time_text}: step {first.step:,}"]
+    if first.samples_per_s is not None:
+        parts.append(f"{rate_text(first.samples_per_s)} samples/s")
+    if any(row.busy is not None for row in rows):
+        shares = " ".join(percent_text(row.busy) or "-" for row in rows)
+        bubbles = " ".join(percent_text(row.bubble) or "-" for row in rows)
+        parts += [f"busy {shares}", f"bubble {bubbles}"]
+    parts.append("memory " + " ".join(size_text(row.rss_bytes) or "-" for row in rows))
+    if any(row.device_bytes for row in rows):
+        parts.append("GPU " + " ".join(size_text(row.device_bytes) or "-" for row in rows))
+    line = ", ".join(parts)
+    stuck = [f"stage {row.rank} {row.now}" for row in rows if row.is_stuck]
+    return "; ".join([line, *stuck])
+
+
+def percent_text(share: float | None) -> str:
+    """Write a share as "87%"; "" if there is none."""
+    return "" if share is None else f"{share:.0%}"
+
+
+def _now(rank: Rank, reading: Reading | None) -> tuple[str, bool]:
+    """Say what a stage does, and whether it has been at that for long."""
+    if rank.has_ended:
+        return ("ended" if rank.code == 0 else f"ended ({rank.code})"), False
+    if rank.pid is None:
+        return "starts", False
+    if reading is None:
+        return "no Stage yet", False
+    if reading.wait is not None and reading.wait.seconds >= _LONG_S:
+        what = _RANK.sub("", reading.wait.what)  # it has the number of the stage
+        return f"waits {reading.wait.seconds:.0f} s for {what}", True
+    if reading.task and reading.wait is None:
+        lasts_long = reading.task_s >= _LONG_S
+        since = f" for {reading.task_s:.0f} s" if lasts_long else ""
+        layer = f" {reading.layer.removeprefix('layer ')}" if reading.layer else ""
+        return f"{reading.task}{layer}{since}", lasts_long
+    if not reading.call and reading.heard_s >= _LONG_S:
+        return f"user's code for {reading.heard_s:.0f} s", False
+    return (f"{reading.call}()" if reading.call else "user's code"), False

@@ -1,0 +1,118 @@
+"""Follows the ranks' log files: all of rank 0's, and what of the others must be seen.
+
+Rank 0's standard error has one difficulty: its traceback, should it fail, belongs into the report
+at the end and not on the screen twice. So text from the start of a traceback on is held back for a
+few seconds, in which the process either ends or goes on.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+_MAX_READ_BYTES = 1 << 20
+
+#: How long a traceback waits for the end of its process.
+_HOLD_S = 5.0
+
+_LAST_WORDS = re.compile(
+    rb'^(?:(?:  \+ Exception Group )?Traceback \(most recent call last\):|  File "|'
+    rb"procpipe: rank \d+ ends, because )",
+    re.MULTILINE,
+)
+_STARTS = (
+    b"Traceback (most recent call last):",
+    b"  + Exception Group Traceback (most recent call last):",
+    b'  File "',
+    b"procpipe: rank ",
+)
+
+_STALL = re.compile(rb"procpipe: (?:no progress for|stage \d+ \(rank \d+\) goes on)")
+
+
+class Tail:
+    """What is appended to a file that may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def read(self) -> bytes:
+        """Return what is new, up to 1 MiB."""
+        if self._file is None:
+            try:
+                self._file = self._path.open("rb")
+            except FileNotFoundError:
+                return b""
+        return self._file.read(_MAX_READ_BYTES)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class HeldBack:
+    """Passes text on, but for what may be the last words of a process.
+
+    Args:
+        hold_s: how long that is held back.
+    """
+
+    def __init__(self, hold_s: float = _HOLD_S) -> None:
+        self._hold_s = hold_s
+        self._kept = b""
+        self._since_s: float | None = None
+        self._is_line_start = True
+
+    def feed(self, data: bytes) -> bytes:
+        """Take text, and return what is to be shown now."""
+        if self._since_s is not None:
+            self._kept += data
+            return self.release() if time.monotonic() > self._since_s + self._hold_s else b""
+        data = self._kept + data
+        self._kept = b""
+        pad = b"" if self._is_line_start else b" "  # so that no line seems to start there
+        match = _LAST_WORDS.search(pad + data)
+        if match is not None:
+            self._since_s = time.monotonic()
+            split = match.start() - len(pad)
+        else:
+            split = len(data) - self._num_undecided(data)
+        self._kept = data[split:]
+        self._is_line_start = data[:split].endswith(b"\n") if split else self._is_line_start
+        return data[:split]
+
+    def release(self) -> bytes:
+        """Return what is held back: it was not the end."""
+        kept, self._kept, self._since_s = self._kept, b"", None
+        self._is_line_start = kept.endswith(b"\n") if kept else self._is_line_start
+        return kept
+
+    def _num_undecided(self, data: bytes) -> int:
+        """Return how long the unfinished last line is, if it may become the start of last words."""
+        line = data.rpartition(b"\n")[2]
+        if len(line) == len(data) and not self._is_line_start:
+            return 0
+        may_be = any(start.startswith(line) or line.startswith(start) for start in _STARTS)
+        return len(line) if may_be else 0
+
+
+class StallFilter:
+    """Lets only a rank's reports of a stall through: a line, and the indented ones after it."""
+
+    def __init__(self) -> None:
+        self._partial = b""
+        self._is_open = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Take text, and return the reports in it."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        found = []
+        for line in lines:
+            self._is_open = bool(_STALL.match(line)) or (self._is_open and line.startswith(b"  "))
+            if self._is_open:
+                found.append(line + b"\n")
+        return b"".join(found)

@@ -1,0 +1,330 @@
+"""What the user sees while a run goes on: rank 0's output, and how every stage is doing.
+
+    ranks' logs ── Tail ──┐
+    ranks' boards ─ Meter ┼─> the view's thread ──> rank 0's output, scrolling
+    launcher ──── say() ──┘                         the live table below it        (terminal)
+                                                    or a plain line now and then   (elsewhere)
+
+One thread writes everything, so nothing is mixed up, and the launcher's main thread and its signal
+handlers never wait for a slow terminal. Whatever goes wrong here ends the view, never the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from procpipe.launch.run.ranks import Attempt, Ranks
+from procpipe.launch.run.rows import Meter, Row, percent_text, plain_line, rate_text, size_text
+from procpipe.launch.run.tail import HeldBack, StallFilter, Tail
+
+_TICK_S = 0.1
+_REFRESH_S = 0.5
+
+#: When plain lines are written: often at first, to show that all is well, then every minute.
+_PLAIN_TIMES_S = (10, 30)
+_PLAIN_EVERY_S = 60
+
+#: The live table: between columns, the least of "now", and what goes first on a narrow terminal.
+_GAP = 2
+_MIN_NOW = 6
+_DISPENSABLE = ("cores", "m-batch", "device", "bubble", "memory", "GPU", "busy", "samples/s")
+
+
+@dataclass
+class _Feed:
+    """A log file on its way to the screen."""
+
+    tail: Tail
+    filter: HeldBack | StallFilter | None
+    to_stderr: bool
+    partial: bytes = b""
+
+
+class View:
+    """The screen of a run.
+
+    Args:
+        ranks: what to show.
+        mode: "live", "plain", "off", or "auto": live on a terminal and plain elsewhere.
+        caption: below the table.
+    """
+
+    def __init__(self, ranks: Ranks, mode: str, caption: str) -> None:
+        self._ranks = ranks
+        self._caption = caption
+        self._began_s = time.monotonic()
+        self._console = _console(mode == "live")
+        if mode == "auto":
+            can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
+            mode = "live" if can_draw else "plain"
+        self._mode = mode
+        self._live: Live | None = None
+        self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._attempt: Attempt | None = None
+        self._meter: Meter | None = None
+        self._feeds: list[_Feed] = []
+        self._drawn_s = 0.0
+        self._plain_times_s = itertools.chain(
+            _PLAIN_TIMES_S, itertools.count(_PLAIN_EVERY_S, _PLAIN_EVERY_S)
+        )
+        self._next_plain_s = next(self._plain_times_s)
+        self._is_quiet = False
+        self._is_failed = False
+        self._thread = threading.Thread(target=self._run, name="procpipe view", daemon=True)
+        self._thread.start()
+
+    @property
+    def console(self) -> Console:
+        """What it writes on; for others once it has stopped."""
+        return self._console
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began_s
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the user wants to see rank 0's output and failures only."""
+        return self._mode == "off"
+
+    def say(self, text: str) -> None:
+        """Show a line; safe in a signal handler."""
+        self._messages.put(text)
+
+    def hush(self) -> None:
+        """Show no more of what ranks write to standard error: they are being ended."""
+        self._is_quiet = True
+
+    def stop(self, *, is_failed: bool) -> None:
+        """Show what has come so far, and end.
+
+        Args:
+            is_failed: whether a report follows, which holds the last words of the ranks.
+        """
+        self._is_failed = is_failed
+        self._messages.put(None)
+        self._thread.join()
+
+    # -- the view's thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._show_messages():
+                self._follow()
+                self._copy_output()
+                self._draw()
+            self._copy_output(is_last=True)
+        except Exception as error:  # the terminal has gone, say, or a bug of ours: the run matters
+            self._stop_live()
+            with contextlib.suppress(Exception):
+                told = f"procpipe: nothing more is shown ({type(error).__name__}: {error})"
+                print(told, file=sys.stderr)
+        finally:
+            self._stop_live()
+            for feed in self._feeds:
+                feed.tail.close()
+
+    def _show_messages(self) -> bool:
+        """Show what is to be said; wait for it for a moment. Say whether to go on."""
+        timeout_s = _TICK_S
+        while True:
+            try:
+                text = self._messages.get(timeout=timeout_s)
+            except queue.Empty:
+                return True
+            if text is None:
+                return False
+            self._copy_output()
+            self._write_line(text)
+            timeout_s = 0.001
+
+    def _follow(self) -> None:
+        """Turn to a new attempt, if there is one."""
+        attempt = self._ranks.attempt
+        if attempt is self._attempt or attempt is None:
+            return
+        self._copy_output(is_last=True, is_failed=True)
+        for feed in self._feeds:
+            feed.tail.close()
+        self._attempt, self._meter = attempt, Meter(attempt)
+        self._feeds = []
+        for rank in attempt.ranks:
+            if rank.number == 0:
+                self._feeds.append(_Feed(Tail(rank.logs.stdout), None, to_stderr=False))
+                self._feeds.append(_Feed(Tail(rank.logs.stderr), HeldBack(), to_stderr=True))
+            else:
+                self._feeds.append(_Feed(Tail(rank.logs.stderr), StallFilter(), to_stderr=True))
+
+    def _copy_output(self, *, is_last: bool = False, is_failed: bool = False) -> None:
+        for feed in self._feeds:
+            if feed.to_stderr and self._is_quiet:
+                continue
+            data = feed.tail.read()
+            while data and is_last and (more := feed.tail.read()):
+                data += more
+            if feed.filter is not None:
+                data = feed.filter.feed(data)
+            is_good_end = is_last and not (is_failed or self._is_failed)
+            if is_good_end and isinstance(feed.filter, HeldBack):
+                data += feed.filter.release()
+            if data or is_last:
+                self._write(feed, data, is_last=is_last)
+
+    def _write(self, feed: _Feed, data: bytes, *, is_last: bool) -> None:
+        stream = sys.stderr if feed.to_stderr else sys.stdout
+        if self._live is None or not self._is_ours(stream):
+            _write_raw(stream, data)
+            return
+        *lines, feed.partial = (feed.partial + data).split(b"\n")
+        if is_last and feed.partial:
+            lines.append(feed.partial)
+            feed.partial = b""
+        if lines:
+            self._console.print(
+                Text("\n").join(Text.from_ansi(_last_state(line)) for line in lines),
+                soft_wrap=True,
+            )
+
+    def _is_ours(self, stream: TextIO) -> bool:
+        """Tell whether what is written to a stream comes to the terminal that has the table."""
+        return stream.isatty() or stream is self._console.file
+
+    def _write_line(self, text: str) -> None:
+        if self._live is not None:
+            self._console.print(Text(text), soft_wrap=True)
+        else:
+            _write_raw(sys.stderr, f"{text}\n".encode())
+
+    def _draw(self) -> None:
+        if self._meter is None or self._mode == "off":
+            return
+        now_s = time.monotonic()
+        if now_s < self._drawn_s + _REFRESH_S:
+            return
+        self._drawn_s = now_s
+        rows = self._meter.rows()
+        if self._mode == "live":
+            if self._live is None:
+                self._live = Live(
+                    console=self._console,
+                    auto_refresh=False,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                self._live.start()
+            self._live.update(self._frame(rows), refresh=True)
+        elif self.elapsed_s >= self._next_plain_s:
+            while self.elapsed_s >= self._next_plain_s:
+                self._next_plain_s = next(self._plain_times_s)
+            self._write_line(f"procpipe: {plain_line(rows, time_text(self.elapsed_s))}")
+
+    def _frame(self, rows: list[Row]) -> RenderableType:
+        unfinished = [_last_state(feed.partial) for feed in self._feeds if feed.partial]
+        return Group(
+            *(Text.from_ansi(line) for line in unfinished),
+            Rule(style="dim"),
+            table_of(rows, self._console.width),
+            Text(
+                f"{time_text(self.elapsed_s)}  {self._caption}",
+                style="dim",
+                no_wrap=True,
+                overflow="ellipsis",
+            ),
+        )
+
+    def _stop_live(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(Exception):
+                live.stop()
+
+
+def table_of(rows: list[Row], width: int) -> Table:
+    """Return the live table.
+
+    Args:
+        rows: the stages.
+        width: of the terminal; columns are left out where it has no room for all of them.
+    """
+    columns = {
+        "stage": [str(row.rank) for row in rows],
+        "device": [row.device for row in rows],
+        "cores": [row.cores for row in rows],
+        "step": [f"{row.step:,}" if row.device else "" for row in rows],
+        "m-batch": [row.micro_batch for row in rows],
+        "samples/s": [rate_text(row.samples_per_s) for row in rows],
+        "busy": [percent_text(row.busy) for row in rows],
+        "bubble": [percent_text(row.bubble) for row in rows],
+        "memory": [size_text(row.rss_bytes) for row in rows],
+    }
+    if any(row.device_bytes or row.device.startswith("cuda") for row in rows):
+        columns["GPU"] = [size_text(row.device_bytes) for row in rows]
+    widths = {name: max(map(len, [name, *cells])) + _GAP for name, cells in columns.items()}
+    for name in _DISPENSABLE:
+        if sum(widths.values()) + _MIN_NOW > width and name in columns:
+            del columns[name], widths[name]
+    table = Table(
+        box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", expand=True
+    )
+    for name in columns:
+        is_text = name in ("stage", "device", "cores")
+        table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
+    table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
+    for row, *cells in zip(rows, *columns.values(), strict=True):
+        style = "yellow" if row.is_stuck else ""
+        table.add_row(*cells, Text(row.now, style=style, overflow="ellipsis"))
+    return table
+
+
+def time_text(seconds: float) -> str:
+    """Write a time as a clock does: "2:05" or "1:02:05"."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _console(is_forced: bool) -> Console:
+    """Return a console on standard error, or on standard output if only that is a terminal."""
+    to_stdout = sys.stdout.isatty() and not sys.stderr.isatty()
+    return Console(
+        stderr=not to_stdout,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        force_terminal=True if is_forced else None,
+    )
+
+
+def _last_state(line: bytes) -> str:
+    """Return what a terminal would show of a line in which carriage returns overwrite."""
+    states = [state for state in line.decode(errors="replace").split("\r") if state]
+    return states[-1] if states else ""
+
+
+def _write_raw(stream: TextIO, data: bytes) -> None:
+    """Pass bytes on as they are; a stream that takes no more is given up."""
+    if data:
+        try:
+            stream.flush()
+            stream.buffer.write(data)
+            stream.buffer.flush()
+        except OSError:  # closed, or no space left: what waits in the buffer goes nowhere
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

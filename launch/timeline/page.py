@@ -1,0 +1,312 @@
+"""The timeline page: one HTML file with its picture, table and advice, and nothing to load.
+
+No script: what a box is shows when it is pointed at, and the switches are checkboxes. Light and
+dark follow the reader's system. Everything that comes from the file is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from statistics import fmean
+from typing import Any
+
+from procpipe.launch.timeline.drawing import draw, later_partitions, step_bars
+from procpipe.timeline.advice import basis
+from procpipe.timeline.idle import Split
+from procpipe.timeline.palette import LOOKS
+from procpipe.timeline.recording import Recording, Step
+from procpipe.words import seconds_text
+
+#: The parts of a stage's time: the field of Split, its name, and what it is.
+_PARTS = (
+    ("busy_s", "busy", "in tasks, as measured"),
+    (
+        "bubble_s",
+        "bubble",
+        "idle because of the plan: even equal stages without transfers would be",
+    ),
+    (
+        "imbalance_s",
+        "imbalance",
+        "idle because tasks take unequally long, from stage to stage or from one micro-batch to "
+        "the next",
+    ),
+    (
+        "communication_s",
+        "communication and overhead",
+        "the rest: messages on their way, and what the hosts do between tasks",
+    ),
+)
+
+
+def page(
+    name: str, recording: Recording, step: Step, splits: Sequence[Split], advice: Sequence[str]
+) -> str:
+    """Make the page.
+
+    Args:
+        name: of the file, for the title.
+        recording: what the step is from.
+        step: the step to show.
+        splits: how its stages spent it.
+        advice: sentences.
+    """
+    drawing = draw(recording, step)
+    title = escape(f"{name}: step {step.number}")
+    parts = [
+        "<!DOCTYPE html>",
+        "<html lang='en'>",
+        "<head>",
+        "<meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        "<link rel='icon' href='data:,'>",
+        f"<title>{title}</title>",
+        f"<style>{_STYLE}{_task_style()}</style>",
+        "</head>",
+        "<body>",
+        "<main>",
+        f"<h1>{title}</h1>",
+        f"<p class='lead'>{_lead(step, splits)}</p>",
+        f"<p class='facts'>{escape(_facts_text(recording, step))}</p>",
+        *_warnings(recording),
+        "<input type='checkbox' id='messages'>",
+        f"<input type='checkbox' id='fit'{' checked' if drawing.fits else ''}>",
+        f"<div class='legend'>{''.join(_legend(step))}</div>",
+        f"<div class='picture'>{drawing.names}<div class='scroll'>{drawing.lanes}</div></div>",
+        "<p class='note'>The plan is the stages' tasks in the order in which they ran, with the "
+        "median seconds of each kind on each stage and messages that take no time. Point at a box "
+        "for its numbers.</p>",
+        "<h2>Where the time went</h2>",
+        _table(recording, splits),
+        *_explained(),
+        "<h2>What would help</h2>",
+        _advice(recording, step, advice),
+        "<h2>All steps</h2>",
+        f"<div class='scroll'>{step_bars(recording, step)}</div>",
+        f"<p class='note'>{escape(_steps_text(recording))}</p>",
+        "<h2>How it was measured</h2>",
+        f"<p class='note'>{escape(_clock_text(recording))}</p>",
+        "</main>",
+        "</body>",
+        "</html>",
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _lead(step: Step, splits: Sequence[Split]) -> str:
+    shares = [
+        f"<span class='key {name.split()[0]}'></span>"
+        f"{_percent(_mean(splits, field), step.seconds)} {name}"
+        for field, name, _ in _PARTS
+    ]
+    return f"<b>{seconds_text(step.seconds)}</b> a step; on average {', '.join(shares)}."
+
+
+def _facts_text(recording: Recording, step: Step) -> str:
+    facts = recording.facts
+    sizes = sorted(set(step.sizes))
+    samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}" if sizes else "?"
+    told = [
+        _counted(step.num_stages, "stage"),
+        f"balance {facts.get('balance')}",
+        f"{_counted(len(step.sizes), 'micro-batch', 'es')} of {samples} "
+        f"sample{'' if samples == '1' else 's'}",
+        f"checkpoint {facts.get('checkpoint')}",
+        f"schedule {recording.schedule_of(step)}",
+        f"on {facts.get('the type of devices')}",
+        f"procpipe {facts.get('procpipe')}",
+        f"torch {facts.get('torch')}",
+        f"written {str(facts.get('written'))[:16].replace('T', ' ')} UTC",
+    ]
+    return " · ".join(told)
+
+
+def _warnings(recording: Recording) -> Iterator[str]:
+    if not recording.is_closed:
+        last = recording.steps[-1].number
+        yield (
+            "<p class='warning'>The run did not close its stages: it failed, or was ended, after "
+            f"step {last}. What it was doing then is not in the file.</p>"
+        )
+
+
+def _legend(step: Step) -> Iterator[str]:
+    kinds = {ran.task.kind for ran in step.tasks}
+    for kind, look in LOOKS.items():
+        if kind in kinds:
+            yield f"<span><i class='swatch {kind}'></i>{look.name}</span>"
+    if later_partitions(step):
+        yield "<span><i class='swatch F later'></i>paler: not the stage's first partition</span>"
+    yield "<span><i class='swatch wait'></i>waiting for a message</span>"
+    yield "<span><i class='swatch lane'></i>idle</span>"
+    yield "<span class='switches'><label for='fit'>fit to the page</label>"
+    yield "<label for='messages'>messages</label></span>"
+
+
+def _table(recording: Recording, splits: Sequence[Split]) -> str:
+    balance: Sequence[Any] = recording.facts.get("balance", ())
+    has_layers = len(balance) == len(splits)
+    heads = ["stage", *(["layers"] if has_layers else []), *(name for _, name, _ in _PARTS), "step"]
+    lines = [
+        "<div class='scroll'><table>",
+        f"<thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}<th></th></tr></thead>",
+        "<tbody>",
+    ]
+    for one in splits:
+        cells = [str(one.stage), *([str(balance[one.stage])] if has_layers else [])]
+        cells += [_cell(getattr(one, field), one.step_s) for field, _, _ in _PARTS]
+        cells.append(_ms(one.step_s))
+        lines.append(f"<tr>{_cells(cells)}<td class='bar'>{_bar(one)}</td></tr>")
+    step_s = splits[0].step_s
+    mean = Split(-1, step_s, *(_mean(splits, field) for field, _, _ in _PARTS))
+    cells = ["mean", *([f"{fmean(balance):.3g}"] if has_layers else [])]
+    cells += [_cell(getattr(mean, field), step_s) for field, _, _ in _PARTS]
+    cells.append(_ms(step_s))
+    lines += [
+        "</tbody>",
+        f"<tfoot><tr>{_cells(cells)}<td class='bar'>{_bar(mean)}</td></tr></tfoot>",
+    ]
+    return "\n".join([*lines, "</table></div>"])
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return f"<th>{cells[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in cells[1:])
+
+
+def _cell(part_s: float, whole_s: float) -> str:
+    return f"{_ms(part_s)} <small>{_percent(part_s, whole_s)}</small>"
+
+
+def _bar(one: Split) -> str:
+    pieces = []
+    for field, name, _ in _PARTS:
+        share = getattr(one, field) / one.step_s if one.step_s else 0.0
+        pieces.append(
+            f"<span class='{name.split()[0]}' style='width:{share:.2%}' title='{name} {share:.1%}'>"
+            "</span>"
+        )
+    return f"<div class='stack'>{''.join(pieces)}</div>"
+
+
+def _explained() -> Iterator[str]:
+    yield "<dl class='note'>"
+    for _, name, what in _PARTS:
+        yield f"<dt><span class='key {name.split()[0]}'></span>{name}</dt><dd>{what}</dd>"
+    yield "</dl>"
+
+
+def _advice(recording: Recording, step: Step, advice: Sequence[str]) -> str:
+    source = basis(recording, step)
+    if not advice:
+        return f"<p>Nothing that the numbers of {source} support.</p>"
+    items = "".join(f"<li>{escape(told)}</li>" for told in advice)
+    return f"<ul>{items}</ul><p class='note'>Worked out from {source}.</p>"
+
+
+def _steps_text(recording: Recording) -> str:
+    kept = recording.kept_text()
+    told = f"The file has {kept} of {recording.num_steps}; --step N shows another."
+    if len(recording.steps) < recording.num_steps:
+        told += " Of a long run the first steps and the last are kept."
+    return told
+
+
+def _clock_text(recording: Recording) -> str:
+    error = seconds_text(recording.clock_error_s)
+    drifts = [abs(clock.drift_ppm) for clock in recording.clocks if clock.drift_ppm is not None]
+    is_cuda = recording.facts.get("the type of devices") == "cuda"
+    told = f"Times of different stages are comparable to {error}: the ranks' clocks were compared "
+    if len(recording.clocks) == 1:
+        told = "There is one clock."
+    elif len(drifts) == len(recording.clocks):
+        told += "at both ends of the run"
+        drift_ppm = max(drifts)
+        told += f", and their drift (at most {drift_ppm:.2g} ppm) taken out." if drift_ppm else "."
+    else:
+        told += "at its beginning only, so that a drift since then is not taken out."
+    return f"{told} {'Tasks by the device, waits by the host.' if is_cuda else 'All by the hosts.'}"
+
+
+def _counted(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else ending}"
+
+
+def _mean(splits: Sequence[Split], field: str) -> float:
+    return fmean(getattr(one, field) for one in splits)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _percent(part_s: float, whole_s: float) -> str:
+    return f"{part_s / whole_s if whole_s else 0.0:.1%}"
+
+
+def _task_style() -> str:
+    return "".join(
+        f".{kind} rect,.swatch.{kind}{{fill:{look.fill};background:{look.fill}}}"
+        f".{kind} text{{fill:{look.ink}}}"
+        for kind, look in LOOKS.items()
+    )
+
+
+_STYLE = """
+:root{color-scheme:light dark;--paper:#fff;--ink:#1c2126;--faint:#5d6670;--line:#d9dde1;
+--lane:#eef0f2;--wait:#8a939c;--shade:#f6f7f8;
+--busy:#3f5468;--bubble:#b4bbc2;--imbalance:#f0e442;--communication:#cc79a7}
+@media (prefers-color-scheme:dark){:root{--paper:#15181b;--ink:#e4e7ea;--faint:#9aa4ad;
+--line:#343a40;--lane:#23282c;--wait:#78828b;--shade:#1c2023;
+--busy:#8fa9c0;--bubble:#5b646c;--imbalance:#f0e442;--communication:#cc79a7}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--paper);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:1340px;margin:0 auto;padding:28px 20px 60px}
+h1{font-size:22px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:17px;margin:34px 0 10px}
+.lead{font-size:17px;margin:0 0 4px}.facts,.note{color:var(--faint);font-size:13px}
+.facts{margin:0 0 18px}.note{margin:8px 0}
+.warning{border-left:4px solid #d55e00;background:var(--shade);padding:8px 12px}
+.picture{display:flex;border:1px solid var(--line);border-radius:6px;padding:8px 0 2px 10px}
+.scroll{overflow-x:auto;min-width:0}.picture svg{display:block;flex:none}
+svg text{font-size:12px;fill:var(--ink);font-family:inherit}
+svg .head{font-weight:600;font-size:13px}svg .faint{fill:var(--faint);font-size:11px}
+.task text{text-anchor:middle;font-size:11px;pointer-events:none}
+.task rect{stroke:var(--paper);stroke-width:.6}.task:hover rect{stroke:var(--ink);stroke-width:2}
+.lane{fill:var(--lane);background:var(--lane)}.wait{fill:var(--wait);background:var(--wait)}
+.later rect,.swatch.later{opacity:.7}.grid{stroke:var(--line);stroke-width:1}
+.end{stroke:var(--faint);stroke-width:1.5;stroke-dasharray:4 3}
+.hops{display:none}.hops line{stroke:var(--ink);stroke-width:1.2;opacity:.55}
+.hops line:hover{opacity:1;stroke-width:3}
+#messages,#fit{position:absolute;opacity:0}#messages:checked~.picture .hops{display:inline}
+.lanes{min-width:100%}.fitted,#fit:checked~.picture .scrolled{display:none}
+#fit:checked~.picture .lanes{width:100%}#fit:checked~.picture .fitted{display:inline}
+.picture .scroll{flex:1;margin-right:10px}
+@media (max-width:1000px){#fit:checked~.picture .number{display:none}}
+.legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 8px;font-size:13px;align-items:center}
+.swatch{display:inline-block;width:13px;height:13px;border-radius:2px;margin-right:6px;
+vertical-align:-2px}.swatch.lane{outline:1px solid var(--line)}
+.swatch.wait{height:6px;vertical-align:2px}
+.switches{margin-left:auto;display:flex;gap:8px}
+.legend label{border:1px solid var(--line);border-radius:6px;padding:2px 10px;cursor:pointer}
+#messages:checked~.legend [for=messages],#fit:checked~.legend [for=fit]{
+background:var(--ink);color:var(--paper)}
+#messages:focus-visible~.legend [for=messages],#fit:focus-visible~.legend [for=fit]{
+outline:2px solid #0072b2;outline-offset:2px}
+table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;width:100%}
+th,td{padding:6px 12px 6px 0;text-align:right;border-bottom:1px solid var(--line);
+white-space:nowrap}thead th{color:var(--faint);font-weight:500;white-space:normal}
+tbody th,tfoot th{font-weight:600}
+th:first-child{text-align:left}small{color:var(--faint);font-size:12px;margin-left:3px}
+tfoot td,tfoot th{border-bottom:0;color:var(--faint)}
+td.bar{width:22%;min-width:130px;padding-right:0}
+.stack{display:flex;height:14px;border-radius:3px;overflow:hidden}
+.busy{background:var(--busy)}.bubble{background:var(--bubble)}
+.imbalance{background:var(--imbalance)}.communication{background:var(--communication)}
+.key{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px}dd{margin:0}
+@media (max-width:600px){dl{grid-template-columns:1fr}dd{margin:0 0 6px 15px}}
+li{margin:6px 0}ul{padding-left:20px;max-width:90ch}
+.bars{display:block}.bar{fill:var(--bubble)}.bar.shown{fill:#0072b2}
+"""

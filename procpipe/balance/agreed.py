@@ -1,0 +1,60 @@
+"""A balance by name: rank 0 profiles the model, and every rank takes what it found.
+
+rank 0      sample ── first micro-batch ── profile ── optimal blocks ──> store
+others                                                                   store ──> balance
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from procpipe.balance import Inputs, balance_by_size, balance_by_time
+from procpipe.data.microbatch import scatter
+from procpipe.errors import BalanceError
+from procpipe.job.world import World
+
+
+def agreed_balance(
+    kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World, num_parts: int
+) -> list[int]:
+    """Find a balance on rank 0; every rank calls it, and the others wait.
+
+    Args:
+        kind: "time" or "size".
+        module: the full model.
+        sample: on rank 0, a mini-batch of the size that training will have: the model's input, or
+            ``balance.Inputs`` of several.
+        chunks: micro-batches in a mini-batch.
+        world: this process's place in the job.
+        num_parts: the number of partitions.
+
+    Raises:
+        BalanceError: another kind, no sample on rank 0, or fewer layers than partitions.
+    """
+    if kind not in ("time", "size"):
+        raise BalanceError(
+            f"balance is {kind!r}: give the number of layers in each stage, or 'time' or 'size' to "
+            "have it found from a sample"
+        )
+    if not world.is_launched:
+        return [len(module)]
+    found: list[int] = world.agreed(
+        "balance", lambda: _found(kind, module, sample, chunks, world, num_parts)
+    )
+    return found
+
+
+def _found(
+    kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World, num_parts: int
+) -> list[int]:
+    if sample is None:
+        raise BalanceError(
+            f"balance={kind!r} needs a sample on rank 0: Stage(model, balance={kind!r}, sample=x), "
+            "where x is an input as for training"
+        )
+    inputs = sample.values if isinstance(sample, Inputs) else (sample,)
+    first = Inputs(*scatter(inputs, chunks)[0][0])
+    find = balance_by_time if kind == "time" else balance_by_size
+    return find(num_parts, module, first, device=world.device)

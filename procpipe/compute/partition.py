@@ -1,0 +1,505 @@
+"""The tasks of one partition: forward, recompute and backward of one micro-batch on its layers.
+
+The autograd graph is cut at the partition's edges. What comes in is detached and enters the local
+graph through a node that catches its gradient; what goes out is detached and kept as a root:
+
+              F or R, left to right                B, right to left
+
+    inputs ──(1) Enter ───(2) layers ──(3) roots ──(4) detached, sent on
+                  ^                         |
+                  |                         v
+           (6) gradients  <──(5) torch.autograd.backward(roots, gradients received)
+
+(1) makes received tensors look as they do in the plain model: results of an earlier layer, which a
+layer may change in place, and not leaves, which it may not.
+
+A micro-batch that is recomputed runs (2) first without a graph, keeps its inputs and surroundings,
+and goes through (1), (2) and (3) in its recompute task.
+
+B may be two tasks, I and W: then ``compute.split`` has layers of (2) put off weight gradients.
+
+Knows neither other partitions nor micro-batch order: the executor calls the tasks as the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from procpipe.compute.buffers import BufferCopies, Buffers
+from procpipe.compute.digests import Digests, Look, difference, differs
+from procpipe.compute.generators import Generators
+from procpipe.compute.graph import Enter, Entry, check_shapes
+from procpipe.compute.outside import OutsideChanges
+from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
+from procpipe.compute.sharing import SharedInputs, Sharing
+from procpipe.compute.skips import SkipPorts
+from procpipe.compute.split.splitter import PutOff, Splitter
+from procpipe.compute.wrappers import check_not_data_parallel
+from procpipe.errors import BoundaryError, RecomputeError
+from procpipe.skip.layout import SkipLayout
+from procpipe.skip.tracker import tracking
+from procpipe.torch_internals import run_backward
+from procpipe.tree import Flat, Structure, flatten, in_words, is_plain, unflatten
+
+#: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
+Finish = Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One micro-batch between its forward and its backward task."""
+
+    inputs: Flat
+    finish: Finish | None
+    put_off: PutOff | None = None
+    requires_grad: tuple[bool, ...] = ()
+    roots: list[Tensor] = field(default_factory=list)
+    entry: Entry = field(default_factory=Entry)
+    ambient: Ambient | None = None
+    buffers: BufferCopies | None = None
+    look: Look | None = None
+    versions: list[int] = field(default_factory=list)
+
+
+class _Learned(NamedTuple):
+    """What a first forward with a graph told of all forwards of its kind of input."""
+
+    form: tuple[Structure, tuple[torch.dtype, ...]]
+    requires_grad: tuple[bool, ...]
+
+
+class Partition:
+    """The local layers, run task by task.
+
+    Args:
+        layers: the partition's layers by their names in the full model.
+        device: the stage's device, on which every tensor at the partition's edges must be.
+        is_first: whether the first layer is the model's, which takes several positional inputs.
+        is_last: whether the output leaves the pipeline, and need not travel.
+        skips: where skip tensors enter and leave. Where any do, an input is the tuple of what
+            comes from the partition before and of each source's skip tensors, and an output the
+            tuple of what goes to the next partition and of each destination's.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        device: torch.device,
+        *,
+        is_first: bool,
+        is_last: bool = True,
+        skips: SkipPorts | None = None,
+    ) -> None:
+        self.on_layer: Callable[[int], None] = lambda index: None
+        self._layers = tuple(layers.items())
+        self._current = -1
+        self.device = device
+        self._is_first = is_first
+        self._is_last = is_last
+        self.skips = skips or SkipPorts(SkipLayout(), 0)
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._buffers = Buffers(layers)
+        self._outside = OutsideChanges(self._layers, self._buffers)
+        self._generators = Generators(device)
+        self._digests = Digests()
+        self._splitter = Splitter(layers.values(), self._anchor)
+        self._sharing = Sharing()
+        self._passes: dict[int, _Pass] = {}
+        self._put_off: dict[int, PutOff] = {}
+        self._trainable: tuple[bool, ...] = ()
+        self._learned: dict[tuple[Structure, tuple[bool, ...], bool], _Learned] = {}
+        self._clone_inputs = bool(layers) and any(
+            getattr(module, "inplace", False) for module in self._layers[0][1].modules()
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a mini-batch; whatever an unfinished one left is let go."""
+        self._passes.clear()
+        self._put_off.clear()
+        self._digests.begin()
+        # Asked for anew, since a user may replace modules and parameters.
+        modules = check_not_data_parallel(self._layers)
+        self._generators.begin(modules)
+        trainable = self._outside.begin(modules)
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._learned.clear()
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter of the layers requires a gradient in this mini-batch."""
+        return any(self._trainable)
+
+    @property
+    def num_held(self) -> int:
+        """Micro-batches between their forward and their last backward task."""
+        return len(self._passes) + len(self._put_off)
+
+    # -- the tasks ------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        i: int,
+        inputs: Flat,
+        *,
+        keep: bool,
+        recompute: bool,
+        finish: Finish | None = None,
+        split: bool = False,
+        is_left_out: bool = False,
+    ) -> Flat:
+        """Run micro-batch ``i`` through the layers.
+
+        Args:
+            i: the micro-batch.
+            inputs: what came from the partition before; in the first a tuple of positional
+                inputs.
+            keep: whether a backward task will follow.
+            recompute: whether a recompute task will come before it, so that no graph is kept now.
+            finish: applied to the output, as a last layer.
+            split: whether its backward pass will be two tasks, I and W, instead of B.
+            is_left_out: whether ``finish`` leaves this micro-batch out, so that what requires a
+                gradient may differ from that of others.
+
+        Returns:
+            The output, detached; ``requires_grad`` tells which tensors want a gradient back.
+        """
+        if not keep:
+            with torch.no_grad():
+                tensors, structure = self._run(inputs, inputs.tensors, finish)
+            return Flat(tensors, structure, (False,) * len(tensors)).sharing(*self._sharing)
+        this = self._passes[i] = _Pass(inputs, finish, PutOff() if split else None)
+        if recompute:
+            output = self._forward_without_graph(this, is_left_out)
+            self._outside.note(is_repeated=True)
+            return output
+        with self._splitter.into(this.put_off):
+            tensors, structure = self._run_with_graph(this)
+        self._outside.note(is_repeated=False)
+        this.requires_grad = tuple(tensor.requires_grad for tensor in tensors)
+        detached = [tensor.detach() for tensor in tensors]
+        return Flat(detached, structure, this.requires_grad).sharing(*self._sharing)
+
+    def recompute(self, i: int) -> int:
+        """Run micro-batch ``i`` again, now with a graph, exactly as the first time.
+
+        Returns:
+            The bytes of the roots that are kept for the backward task.
+        """
+        this = self._passes[i]
+        assert this.ambient is not None and this.buffers is not None, "not to be recomputed"
+        if not any(this.requires_grad):
+            return 0
+        if this.versions != self._versions(this.inputs.tensors):
+            raise RecomputeError(
+                f"the input of micro-batch {i} was changed in place after its first forward, so "
+                "recomputing it would start from the wrong values: leave a mini-batch's input "
+                "alone until its backward() is over, or use checkpoint='never'"
+            )
+        if fault := self._outside.fault(this.buffers):
+            raise RecomputeError(
+                f"{fault} after the first forward of micro-batch {i} and before its recomputation, "
+                "whose gradients would be wrong: change parameters and buffers after backward() is "
+                "over (optimizer.step(), load_state_dict())"
+            )
+        self._digests.start_again(this.look)
+        with (
+            recomputing(this.ambient),
+            self._buffers.lent(this.buffers),
+            self._splitter.into(this.put_off),
+        ):
+            tensors, _ = self._run_with_graph(this)
+        self._outside.note(is_repeated=True)
+        self._compare(i, this)
+        this.ambient = this.buffers = None
+        flags = tuple(tensor.requires_grad for tensor in tensors)
+        if len(flags) != len(this.requires_grad) or any(
+            now and not before for now, before in zip(flags, this.requires_grad, strict=True)
+        ):
+            raise RecomputeError(
+                f"recomputing micro-batch {i} gave outputs that require gradients {flags}, but its "
+                f"first forward was taken to give {this.requires_grad}: either a layer takes "
+                "another way the second time (see is_recomputing()), or which outputs require "
+                "gradients differs between micro-batches of one form; use checkpoint='never'"
+            )
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def backward(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward pass of micro-batch ``i`` and add to the parameters' gradients.
+
+        Args:
+            i: the micro-batch.
+            gradients: one for each output tensor that wants a gradient, or None.
+
+        Returns:
+            One for each input tensor that wants a gradient, None where it had no influence.
+        """
+        assert self._passes[i].put_off is None, "split: its tasks are I and W"
+        return self._backward(i, gradients)
+
+    def backward_input(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Run task I of a split micro-batch: its backward pass but for what W will do.
+
+        Args:
+            i: the micro-batch.
+            gradients: as for ``backward``.
+
+        Returns:
+            As ``backward``.
+        """
+        this = self._passes[i]
+        assert this.put_off is not None, "not split: its task is B"
+        with self._splitter.into(this.put_off):
+            input_gradients = self._backward(i, gradients)
+        self._put_off[i] = this.put_off
+        return input_gradients
+
+    def backward_weight(self, i: int) -> None:
+        """Run task W of a split micro-batch: add the weight gradients that task I put off."""
+        put_off = self._put_off[i]
+        with without_autocast(self.device):
+            put_off.run()
+        del self._put_off[i]
+
+    def put_off_bytes(self, i: int) -> int:
+        """Return the bytes that are held from task I of a micro-batch to its task W."""
+        return self._put_off[i].num_bytes
+
+    # -- running the layers ---------------------------------------------------------------------
+
+    def _backward(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        this = self._passes.pop(i)
+        wanting = []
+        if any(this.requires_grad):  # else it may not have been recomputed, and have no roots
+            wanting = [r for r, wants in zip(this.roots, this.requires_grad, strict=True) if wants]
+        # A root predicted to want a gradient may turn out not to when it is recomputed.
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(wanting, gradients, strict=True)
+            if gradient is not None and root.requires_grad
+        ]
+        if pairs:
+            roots, given = zip(*pairs, strict=True)
+            check_shapes(i, roots, given)
+            with without_autocast(self.device):
+                run_backward(roots, given)
+        num_wanted = sum(this.inputs.requires_grad)
+        return list(this.entry.gradients) or [None] * num_wanted
+
+    def _forward_without_graph(self, this: _Pass, is_left_out: bool) -> Flat:
+        """Run a first forward that will be recomputed.
+
+        Whether an output will want a gradient shows only when there is a graph. So the first
+        forward of each kind of input builds one, looks, and drops it. It also looks whether the
+        input is still what it was: a change through ``x.data`` or NumPy raises no version.
+        """
+        inputs = this.inputs
+        this.look = self._digests.start()
+        generators = self._generators
+        this.ambient = Ambient.now(self.device, generators.sources(), generators.modules)
+        this.versions = self._versions(inputs.tensors)
+        this.buffers = self._buffers.before_forward()
+        kind = (inputs.structure, inputs.requires_grad, is_left_out)
+        learned = self._learned.get(kind)
+        with checkpointing():
+            if learned is None:
+                before = [tensor.clone() for tensor in inputs.tensors]
+                with torch.enable_grad():
+                    tensors, structure = self._run_with_graph(this)
+                if not all(map(_are_same, before, inputs.tensors)):
+                    raise RecomputeError(_CHANGED_PAST_AUTOGRAD)
+                this.roots, this.entry = [], Entry()
+                learned = _Learned(
+                    _form(tensors, structure), tuple(t.requires_grad for t in tensors)
+                )
+                self._learned[kind] = learned
+            else:
+                given = self._unshared(inputs.tensors)
+                tensors, structure = self._run(inputs, given, this.finish, inputs.tensors)
+        self._digests.stop()
+        self._buffers.after_forward()
+        this.requires_grad = learned.requires_grad
+        if learned.form != _form(tensors, structure):  # it depends on the data: be careful
+            this.requires_grad = tuple(tensor.is_floating_point() for tensor in tensors)
+        detached = [tensor.detach() for tensor in tensors]
+        return Flat(detached, structure, this.requires_grad).sharing(*self._sharing)
+
+    def _run_with_graph(self, this: _Pass) -> tuple[list[Tensor], Structure]:
+        tensors, flags = this.inputs.tensors, this.inputs.requires_grad
+        # The model's input is one tensor for all micro-batches, and so is its version.
+        is_kept = this.ambient is not None or self._is_first
+        inputs = self._unshared(tensors) if is_kept else list(tensors)
+        entering = [k for k, wants in enumerate(flags) if wants]
+        if entering:
+            entered = Enter.apply(  # type: ignore[no-untyped-call]
+                this.entry, self._anchor, *(inputs[k] for k in entering)
+            )
+            for k, tensor in zip(entering, entered, strict=True):
+                inputs[k] = tensor
+        untouched = tensors if this.ambient is not None else ()
+        this.roots, structure = self._run(this.inputs, inputs, this.finish, untouched)
+        return this.roots, structure
+
+    def _run(
+        self,
+        inputs: Flat,
+        tensors: list[Tensor],
+        finish: Finish | None,
+        untouched: Sequence[Tensor] = (),
+    ) -> tuple[list[Tensor], Structure]:
+        """Run the layers.
+
+        Args:
+            inputs: what came in.
+            tensors: its tensors, as the layers shall have them.
+            finish: applied to the output.
+            untouched: those that recomputation needs as they are now.
+        """
+        value = unflatten(tensors, inputs.structure)
+        watch = SharedInputs(tensors, Sharing(inputs.memories, inputs.changes))
+        entered: list[Any] = []
+        if self.skips.sources:
+            value, *entered = value
+        tracker = self.skips.tracker(entered)
+        tracker.on_stash = lambda tensor: self._digests.add(self._current, tensor)
+        with tracking(tracker):
+            value = self._run_layers(value, finish, untouched, watch)
+        self.skips.check(tracker)
+        if self.skips.destinations:
+            value = (value, *self.skips.messages(tracker))
+        outputs, structure = flatten(value)
+        for output in outputs:
+            if not (self._is_last or is_plain(output)):
+                raise self._not_plain(output)
+            if output.device != self.device or output.layout != torch.strided:
+                raise self._misplaced(output)
+        if not self._is_last:
+            self._sharing = watch.leaving(outputs, self._layers[0][0] if self._layers else "")
+        self._enter(-1)
+        return outputs, structure
+
+    def _run_layers(
+        self, value: Any, finish: Finish | None, untouched: Sequence[Tensor], watch: SharedInputs
+    ) -> Any:
+        versions = self._versions(untouched)
+        spread = self._is_first
+        must_look = watch.is_needed or self._digests.is_looking  # not in most: asked once
+        self._digests.add(-1, value)
+        for k, (_, layer) in enumerate(self._layers):
+            self._enter(k)
+            try:
+                value = layer(*value) if spread else layer(value)
+            except Exception as error:
+                error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
+                raise
+            spread = False
+            if must_look:
+                watch.look(self.where)
+                self._digests.add(self._current, value)
+            if versions and versions != self._versions(untouched):
+                raise self._changed_in_place()
+        if finish is not None:
+            self._enter(len(self._layers))
+            value = finish(value[0] if spread else value)
+            if must_look:
+                watch.look(self.where)
+                self._digests.add(self._current, value)
+            if versions and versions != self._versions(untouched):
+                raise self._changed_in_place()
+        elif spread:  # a partition without layers passes its inputs on
+            value = value[0] if len(value) == 1 else value
+        return value
+
+    def _versions(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return what rises when one of these inputs is changed in place.
+
+        Says nothing where the first layer may do so: it works on copies of what is recomputed, but
+        not of the last micro-batch, whose memory counts as that of its whole mini-batch.
+        """
+        return [] if self._clone_inputs else [tensor._version for tensor in tensors]
+
+    def _unshared(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return inputs that the first layer may change although they are kept."""
+        return [tensor.clone() for tensor in tensors] if self._clone_inputs else list(tensors)
+
+    def tensors_of(self, i: int) -> Iterator[Tensor]:
+        """Walk through the layers' own tensors and what a micro-batch enters and leaves with."""
+        for _, layer in self._layers:
+            yield from layer.parameters()
+            yield from layer.buffers()
+        if (this := self._passes.get(i)) is not None:
+            yield from this.inputs.tensors
+            yield from this.roots
+
+    # -- faults ---------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> list[str]:
+        """The layers in words, then the loss: what the indices of ``on_layer`` mean."""
+        layers = [f"layer {name!r} ({type(layer).__name__})" for name, layer in self._layers]
+        return [*layers, "loss_fn"]
+
+    def where(self) -> str:
+        """Say which layer is running, or was when an exception ended it."""
+        return self.places[self._current] if self._current >= 0 else "between layers"
+
+    def _enter(self, index: int) -> None:
+        self._current = index
+        self.on_layer(index)
+
+    def _compare(self, i: int, this: _Pass) -> None:
+        """Compare a recomputation with its first forward, if they were looked at."""
+        first, again = this.look, self._digests.stop()
+        this.look = None
+        if first is None or again is None:
+            return
+        assert this.ambient is not None
+        is_coarse = this.ambient.is_autocast or self.device.type != "cpu"
+        if found := difference(first, again, is_coarse=is_coarse):
+            self._current = found.place  # which the error's notes name, too
+            raise differs(found, self.where(), i)
+
+    def _changed_in_place(self) -> RecomputeError:
+        return RecomputeError(
+            f"{self.where()} changed its partition's input in place, so recomputing it would start "
+            "from the wrong values: make the change out of place (x = x + 1 for x.add_(1)), let "
+            "the partition begin at another layer, or use checkpoint='never'"
+        )
+
+    def _not_plain(self, output: Tensor) -> BoundaryError:
+        kind = type(output)
+        return BoundaryError(
+            f"{self.where()} returned, or a layer before it stashed, a {kind.__module__}."
+            f"{kind.__qualname__} of {output.dtype}, which would arrive in the next partition as a "
+            "plain tensor: return plain ones (MaskedTensor.get_data() and get_mask(), "
+            "DTensor.to_local(), x.dequantize(), x.as_subclass(torch.Tensor)), or let the "
+            "partition end after the layer that uses it"
+        )
+
+    def _misplaced(self, output: Tensor) -> BoundaryError:
+        return BoundaryError(
+            f"{self.where()} returned a tensor on {output.device} with layout {output.layout}, "
+            f"shape {tuple(output.shape)}: what leaves a stage must be a strided tensor on the "
+            f"stage's device, {self.device}"
+        )
+
+
+_CHANGED_PAST_AUTOGRAD = (
+    "a layer changed its partition's input past autograd (through x.data or NumPy), so "
+    "recomputing it would start from the wrong values: change a copy, or use checkpoint='never'"
+)
+
+
+def _form(tensors: list[Tensor], structure: Structure) -> tuple[Structure, tuple[torch.dtype, ...]]:
+    return structure, tuple(tensor.dtype for tensor in tensors)
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors hold the same values; NaN is as NaN."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,166 @@
+"""The arithmetic of the layers whose weight gradients can wait: linear layers and convolutions.
+
+For each the forward, the gradient of its input and those of its weight and bias, apart from each
+other and bit by bit what autograd computes for the stock layer, since they call the same kernels
+on the same layouts. Knows neither autograd's graph nor when anything runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Rule(Protocol):
+    """What a layer computes; ``gradient`` is that of its output.
+
+    Under autocast ``x`` and ``gradient`` have a shorter dtype than ``weight`` and ``bias``.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output; no view, so that a later layer may change it in place."""
+
+    def input_gradient(self, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of ``x``, whose values do not matter."""
+
+    def weight_gradients(
+        self, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of weight and bias, whose values do not matter."""
+
+
+class _Linear:
+    """``x @ weight.T + bias`` over the last dimension of ``x``, as ``nn.Linear``."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        output = F.linear(x, weight, bias)
+        return output.detach() if output._is_view() else output
+
+    def input_gradient(self, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.to(gradient.dtype)
+        if x.dim() != 2:
+            return _rows(gradient).mm(weight).reshape(x.shape)
+        if x.stride() == (1, x.shape[0]):  # by columns, and so is its gradient
+            return weight.t().mm(gradient.t()).t()
+        return gradient.mm(weight)
+
+    def weight_gradients(
+        self, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        rows_in, rows_out = _rows(x), _rows(gradient)
+        if weight.stride() == (weight.shape[1], 1):
+            of_weight = rows_out.t().mm(rows_in)
+        else:
+            of_weight = rows_in.t().mm(rows_out).t()
+        if bias is None:
+            return of_weight, None
+        if x.is_contiguous() or x.dim() <= 2:
+            return of_weight, rows_out.sum(0)
+        return of_weight, gradient.sum(tuple(range(gradient.dim() - 1)))  # added after a product
+
+
+#: The rule of every ``nn.Linear``.
+LINEAR = _Linear()
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d`` of a batch, padded with zeros on both sides."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def of(cls, layer: _ConvolutionLayer, x: Tensor) -> tuple[Convolution, Tensor]:
+        """Return the rule of a layer and its input, padded where zeros on both sides do not do."""
+        padding: tuple[int, ...] = (0,) * len(layer.stride)
+        if layer.padding_mode != "zeros":
+            x = F.pad(x, _pads(layer), mode=layer.padding_mode)
+        elif layer.padding == "same":
+            # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Convolution.cpp
+            # (_convolution_same): what the end has more than the beginning is padded first.
+            totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+            padding = tuple(total // 2 for total in totals)
+            if any(total % 2 for total in totals):
+                x = F.pad(x, [p for total in reversed(totals) for p in (0, total % 2)])
+        elif not isinstance(layer.padding, str):
+            padding = layer.padding
+        return cls(layer.stride, padding, layer.dilation, layer.groups), x
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output, ``(batch, channels, ...)``."""
+        convolve = _CONVOLVE[len(self.stride)]
+        output: Tensor = convolve(
+            x, weight, bias, self.stride, self.padding, self.dilation, self.groups
+        )
+        return output
+
+    def input_gradient(self, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of ``x``, whose values do not matter."""
+        of_x: Tensor = self._backward(x, gradient, weight, None, (True, False, False))[0]
+        return of_x
+
+    def weight_gradients(
+        self, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of weight and bias, whose values do not matter."""
+        mask = (False, True, bias is not None)
+        _, of_weight, of_bias = self._backward(x, gradient, weight, bias, mask)
+        return of_weight, of_bias if bias is not None else None
+
+    def _backward(
+        self,
+        x: Tensor,
+        gradient: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mask: tuple[bool, bool, bool],
+    ) -> Any:
+        # What torch.nn.grad computes convolutions' gradients with.
+        return torch.ops.aten.convolution_backward.default(
+            gradient,
+            x,
+            weight.to(gradient.dtype),
+            None if bias is None else bias.shape,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,  # not transposed
+            (0,) * len(self.stride),  # padding of the output, for transposed ones
+            self.groups,
+            mask,
+        )
+
+
+def _pads(layer: _ConvolutionLayer) -> list[int]:
+    """Return what both ends of each dimension are padded with, the last dimension first.
+
+    Of "same" padding the end gets what cannot be halved, as ``_ConvNd.__init__`` does:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/conv.py
+    """
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        ends = [(total // 2, total - total // 2) for total in totals]
+    elif isinstance(layer.padding, str):  # "valid"
+        ends = [(0, 0) for _ in layer.kernel_size]
+    else:
+        ends = [(int(pad), int(pad)) for pad in layer.padding]
+    return [pad for pair in reversed(ends) for pad in pair]
+
+
+_ConvolutionLayer = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+_CONVOLVE: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return a tensor as a matrix with its last dimension as columns."""
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.unsqueeze(0)

@@ -1,0 +1,404 @@
+"""A backward pass in two tasks: gradients of the inputs now (I), of the weights later (W).
+
+The next stage down waits for the inputs' gradients only, so the others can fill what would be idle
+time. What is put off are the weights and biases of ``nn.Linear``, ``nn.Conv1d/2d/3d`` and
+``nn.MultiheadAttention``, where the time goes; all other gradients are computed in I.
+
+    F or R   x ──(1) layer.forward = ours ──> y          (2) node: keeps x and weight
+    I        gradient of x <──(2) node.backward── gradient of y
+                                   └──(3) x, gradient of y ──> PutOff, all that outlives I
+    W        gradients of weight and bias <──(4) PutOff.run
+
+(1) is put into the layers for the time of a split task only, so that an unsplit micro-batch runs
+the stock layers. It falls back to them wherever it cannot tell that the outcome is the same: in
+compiled or transformed code, for tensors of other classes, for weights that depend on other
+layers. Layers called through functions (``F.linear(x, layer.weight)``) are in I.
+
+(4) starts the engine at the weights, so that hooks run and gradients are added up as always.
+
+A task may itself run a backward pass: a layer that calls ``autograd`` in its forward, or
+``torch.utils.checkpoint`` within I, whose repeated forward therefore finds (1) too.
+
+The walk over autograd's graph that ``torch.distributed.pipelining`` splits with was no choice: it
+keeps the whole graph until W, runs custom functions twice, and fails under checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from procpipe.compute.split.attention import attention_with, is_known
+from procpipe.compute.split.rules import LINEAR, Convolution, Rule
+from procpipe.torch_internals import (
+    are_functions_transformed,
+    can_split_backward,
+    conv_forward_of,
+    run_backward,
+    will_run,
+)
+
+_Forward = Callable[..., Any]
+
+
+class _Call(NamedTuple):
+    """One call of a layer."""
+
+    rule: Rule
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Waiting(NamedTuple):
+    """What the weight gradients of one call are computed from, as it was at task I."""
+
+    call: _Call
+    x: Tensor
+    gradient: Tensor
+    versions: tuple[int, int]
+
+
+class PutOff:
+    """The weight gradients of one micro-batch that wait for its task W."""
+
+    def __init__(self) -> None:
+        #: The task a node was made in, and the one it runs in, are told apart by this.
+        self.num_tasks = 0
+        self._waiting: deque[_Waiting] = deque()
+
+    def add(self, call: _Call, x: Tensor, gradient: Tensor) -> None:
+        """Keep what a layer's weight gradients are computed from."""
+        self._waiting.append(_Waiting(call, x, gradient, (x._version, gradient._version)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are kept; what several layers share counts once.
+
+        Of memory that others keep too, as a micro-batch does its whole mini-batch's, only the part.
+        """
+        parts: dict[int, dict[int, int]] = {}  # by memory and place in it
+        whole: dict[int, int] = {}
+        for waiting in self._waiting:
+            for tensor in (waiting.x, waiting.gradient):
+                memory = tensor.untyped_storage()
+                whole[memory.data_ptr()] = memory.nbytes()
+                parts.setdefault(memory.data_ptr(), {})[tensor.data_ptr()] = tensor.nbytes
+        return sum(min(whole[memory], sum(of.values())) for memory, of in parts.items())
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Add the gradients to the parameters, and let go of what they are computed from.
+
+        One call of a layer after the other, so that one weight's gradient is in memory at a time;
+        but those that meet in a parameter in one run, as in plain training, so that hooks run once.
+        """
+        waiting = self._waiting
+        uses = Counter(id(leaf) for call, *_ in waiting for leaf in _leaves_of(call))
+        to_come = uses.copy()
+        shared: list[tuple[Tensor, Tensor]] = []
+        met: set[int] = set()
+        while waiting:
+            call, x, gradient, versions = waiting.popleft()
+            if versions != (x._version, gradient._version):  # as autograd looks at I
+                raise _overwritten(call)
+            pairs = _weight_gradients(call, x, gradient)
+            leaves = [id(leaf) for leaf in _leaves_of(call)]
+            to_come.subtract(leaves)
+            if all(uses[leaf] == 1 for leaf in leaves):
+                _add(pairs)
+                continue
+            shared += pairs
+            met.update(leaves)
+            if not any(to_come[leaf] for leaf in met):
+                _add(shared)
+                shared.clear()
+
+
+class Splitter:
+    """Lets a partition's layers put off their weight gradients while a split task runs.
+
+    Args:
+        layers: the partition's.
+        anchor: a leaf that requires a gradient and gets none.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], anchor: Tensor) -> None:
+        self._layers = tuple(layers)
+        self._anchor = anchor
+        self._put_off: PutOff | None = None
+        self._found: list[tuple[nn.Module, _Forward]] | None = None
+
+    def into(self, put_off: PutOff | None) -> AbstractContextManager[None]:
+        """Let what runs within put off weight gradients, as one task of a split micro-batch."""
+        return _UNSPLIT if put_off is None else self._into(put_off)
+
+    @contextmanager
+    def _into(self, put_off: PutOff) -> Iterator[None]:
+        if self._found is None:  # once, as compiled code is compiled anew for other functions
+            self._found = [(layer, self._forward_of(layer)) for layer in _suited(self._layers)]
+        put_off.num_tasks += 1
+        self._put_off = put_off
+        # A user may have put a forward of their own into a layer since.
+        ours = [pair for pair in self._found if "forward" not in pair[0].__dict__]
+        for layer, forward in ours:
+            layer.__dict__["forward"] = forward  # past nn.Module's, which looks for parameters
+        try:
+            yield
+        finally:
+            self._put_off = None
+            for layer, _ in ours:
+                layer.__dict__.pop("forward", None)
+
+    def _forward_of(self, layer: nn.Module) -> _Forward:
+        if isinstance(layer, nn.MultiheadAttention):
+            return self._attention(layer)
+        forward = self._linear if isinstance(layer, nn.Linear) else self._convolution
+
+        def stand_in(input: Tensor) -> Tensor:
+            return forward(layer, input)
+
+        return stand_in
+
+    def _linear(self, layer: Any, input: Tensor) -> Tensor:
+        """Stand in for ``nn.Linear.forward``."""
+        return self._apply_linear(layer, input, layer.weight, layer.bias)
+
+    def _apply_linear(
+        self, layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Stand in for ``F.linear`` with a weight of a layer, or computed from its own."""
+        if not _can_be_put_off(layer, weight, bias, input):
+            return F.linear(input, weight, bias)
+        return self._apply(_Call(LINEAR, weight, bias), input)
+
+    def _attention(self, layer: nn.MultiheadAttention) -> _Forward:
+        """Return what stands in for ``nn.MultiheadAttention.forward``."""
+        split = attention_with(partial(self._apply_linear, layer))
+
+        def stand_in(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not _projects_alike(layer, query, key, value):
+                return type(layer).forward(layer, query, key, value, *args, **kwargs)
+            return split(layer, query, key, value, *args, **kwargs)
+
+        return stand_in
+
+    def _convolution(self, layer: Any, input: Tensor) -> Tensor:
+        """Stand in for the forward of ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``."""
+        weight, bias = layer.weight, layer.bias
+        if not _can_be_put_off(layer, weight, bias, input):
+            stock = conv_forward_of(type(layer))
+            assert stock is not None, "or it were not suited"
+            return stock(layer, input, weight, bias)
+        rule, x = Convolution.of(layer, input)
+        call = _Call(rule, weight, bias)
+        if x.dim() == len(rule.stride) + 1:  # one sample
+            return self._apply(call, x.unsqueeze(0)).squeeze(0)
+        return self._apply(call, x)
+
+    def _apply(self, call: _Call, x: Tensor) -> Tensor:
+        kind = x.device.type
+        is_autocast = torch.is_autocast_enabled(kind)
+        if is_autocast and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(kind))  # or it would be done out of sight, in forward
+        output: Tensor = _Node.apply(  # type: ignore[no-untyped-call]
+            call, self._put_off, self._anchor, x, is_autocast
+        )
+        return output
+
+
+class _Node(torch.autograd.Function):
+    """Step (2): the graph's node of one call of a layer, which computes its input's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, put_off: PutOff, anchor: Tensor, x: Tensor, is_autocast: bool
+    ) -> Tensor:
+        ctx.call, ctx.put_off, ctx.anchor, ctx.made_in = call, put_off, anchor, put_off.num_tasks
+        ctx.set_materialize_grads(False)
+        rule, weight, bias = call
+        ctx.save_for_backward(x, weight)
+        if is_autocast:
+            # Autocast remembers what it makes of a parameter, here without a graph, and would give
+            # that to unsplit micro-batches: https://github.com/pytorch/pytorch/issues/158232
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        return rule.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 5
+        x, weight = ctx.saved_tensors
+        call, put_off = ctx.call, ctx.put_off
+        if ctx.made_in != put_off.num_tasks or _adds_up(ctx.anchor):
+            # Detached, since the task's graph must not live on with x.
+            put_off.add(call, x.detach(), gradient)
+        of_x = None
+        if ctx.needs_input_grad[3]:
+            of_x = call.rule.input_gradient(x, gradient, weight)
+        return None, None, None, of_x, None
+
+
+def _adds_up(anchor: Tensor) -> bool:
+    """Tell, for a backward pass that a layer runs, whether it adds to the parameters' gradients.
+
+    ``backward()`` does, ``autograd.grad`` does not; the one reaches the anchor, the other does not.
+
+    Raises:
+        RuntimeError: it does, and asks for a graph of the gradients.
+    """
+    adds = will_run(get_gradient_edge(anchor).node)
+    if adds and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a layer calls backward(create_graph=True), which a backward pass in two tasks cannot "
+            "follow: use torch.autograd.grad, or a schedule that does not split backward"
+        )
+    return adds
+
+
+def _overwritten(call: _Call) -> RuntimeError:
+    return RuntimeError(
+        f"the input, or the gradient of the output, of a layer whose weight is "
+        f"{tuple(call.weight.shape)} was changed in place before its weight gradients were "
+        "computed, which a backward pass in two tasks puts off: let the layer have a tensor of its "
+        "own for each micro-batch, or use a schedule that does not split backward"
+    )
+
+
+def _weight_gradients(call: _Call, x: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the weight and the bias, as far as they want one, with their gradients."""
+    bias = call.bias if call.bias is not None and call.bias.requires_grad else None
+    of_weight, of_bias = call.rule.weight_gradients(x, gradient, call.weight, bias)
+    pairs = [(call.weight, of_weight)]
+    if bias is not None and of_bias is not None:
+        pairs.append((bias, of_bias))
+    return pairs
+
+
+def _add(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        targets, gradients = zip(*pairs, strict=True)
+        run_backward(targets, gradients)
+
+
+_CONVOLUTIONS = tuple(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if conv_forward_of(kind))
+
+#: The methods that a rule stands for, as torch made them.
+_STOCK = {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS, nn.MultiheadAttention)}
+_STOCK_INSIDE = {None} | {conv_forward_of(kind) for kind in _CONVOLUTIONS}
+
+#: What an attention projects query, key and value with.
+_PACKED = ("in_proj_weight",) * 3
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+_PLAIN = (Tensor, nn.Parameter)
+
+_UNSPLIT = nullcontext()
+
+
+def _can_be_put_off(layer: nn.Module, weight: Tensor, bias: Tensor | None, input: Tensor) -> bool:
+    """Tell whether this call has a weight gradient, and the rules give what autograd would."""
+    if torch.compiler.is_compiling():  # first, since what follows cannot be compiled
+        return False
+    return (
+        torch.is_grad_enabled()
+        and weight.requires_grad
+        and type(input) in _PLAIN
+        and type(weight) in _PLAIN
+        and input.is_floating_point()
+        and (weight.is_leaf or _is_own(layer, weight))
+        and (bias is None or bias.is_leaf or _is_own(layer, bias))
+        and not are_functions_transformed()
+    )
+
+
+def _is_own(layer: nn.Module, computed: Tensor) -> bool:
+    """Tell whether a weight is computed from its layer's own parameters only.
+
+    As ``torch.nn.utils.parametrize`` does. One that another layer computes needs its gradient in I.
+    """
+    own = set(map(id, layer.parameters()))
+    return all(id(leaf) in own for leaf in _leaves(computed))
+
+
+def _projects_alike(layer: nn.MultiheadAttention, *inputs: Tensor) -> bool:
+    """Tell whether an attention's three projections of its inputs are all put off, or none.
+
+    Or else the gradient of a parameter that they share would come in two parts.
+    """
+    own = layer._parameters  # where no computed weight is: to ask for one would compute it
+    names = _PACKED if own.get(_PACKED[0]) is not None else _SEPARATE
+    weights = [weight for name in names if (weight := own.get(name)) is not None]
+    if len(weights) < len(names) or "in_proj_bias" not in own:
+        return False
+    put_off = {
+        _can_be_put_off(layer, weight, own["in_proj_bias"], input)
+        for weight, input in zip(weights, inputs, strict=True)
+    }
+    return len(put_off) == 1
+
+
+def _leaves_of(call: _Call) -> list[Tensor]:
+    """Return the parameters that get gradients from a call, one as often as it gets a part."""
+    leaves = list(_leaves(call.weight))
+    return leaves if call.bias is None else [*leaves, *_leaves(call.bias)]
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the parameters that a tensor is computed from, or itself if it is one."""
+    if tensor.is_leaf and tensor.requires_grad:
+        yield tensor
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        nodes += [following for following, _ in node.next_functions]
+
+
+def _suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules with a stock forward whose parameters no module of another kind has.
+
+    Such a parameter (an embedding's that is the head's too) would get its gradient in two parts.
+    """
+    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+    suited = [module for module in modules if _is_stock(module)]
+    while True:  # since what shares with a module that is not suited is not suited either
+        others = modules.keys() - set(suited)
+        elsewhere = {id(p) for module in others for p in _applied_by(module)} - {id(None)}
+        still = [m for m in suited if elsewhere.isdisjoint(map(id, _applied_by(m)))]
+        if len(still) == len(suited):
+            return suited
+        suited = still
+
+
+def _applied_by(module: nn.Module) -> list[nn.Parameter | None]:
+    """Return the parameters that a module applies: its own, and of a part that it does not call."""
+    parameters = list(module._parameters.values())
+    if isinstance(module, nn.MultiheadAttention):
+        part = module._modules.get("out_proj")
+        parameters += part._parameters.values() if part is not None else ()
+    return parameters
+
+
+def _is_stock(module: nn.Module) -> bool:
+    """Tell whether calling a module runs a forward that a rule is known for."""
+    kind: Any = type(module)
+    return (
+        can_split_backward()
+        and kind.forward in _STOCK
+        and conv_forward_of(kind) in _STOCK_INSIDE
+        and (kind.forward is not nn.MultiheadAttention.forward or is_known())
+        and "forward" not in module.__dict__
+    )

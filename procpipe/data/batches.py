@@ -1,0 +1,209 @@
+"""Mini-batches from a loader that rank 0 alone reads.
+
+    rank 0                         between                        last stage
+    item of the loader      (input, target)          (Remote, target)
+                            ── order: form ──>       every other rank
+                            ── target ──────>        the last stage
+
+The target goes to the last stage with the item, so that loss code after ``stage(input)`` finds it
+there; ``step`` then need not send it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from procpipe.containers import opened
+from procpipe.data.minibatch import on_device
+from procpipe.data.remote import Remote
+from procpipe.errors import BoundaryError
+from procpipe.run.calls import Calls
+from procpipe.run.messages import Order
+from procpipe.tree import flatten, from_json, unflatten
+
+#: The order's detail when the loader has ended.
+_END = "end"
+
+_NOTHING: Any = object()
+
+#: A loader, or what makes one; on the ranks that do not read it anything, so None.
+Loader = Iterable[Any] | Callable[[], Iterable[Any]] | None
+
+
+class Batches:
+    """One rank's side of reading a loader together.
+
+    Args:
+        calls: the pipeline's calls.
+        order: issues an order on rank 0 and follows it elsewhere.
+        rank: this rank.
+        output_rank: the rank of the last stage, or of the one that has the last partition.
+        device: this stage's device.
+
+    Attributes:
+        delivered_target: the target that the last stage already has, as it is on this rank: the
+            second of two entries of the latest item. Something that is no target otherwise.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        order: Callable[..., Order],
+        rank: int,
+        output_rank: int,
+        device: torch.device,
+    ) -> None:
+        self.delivered_target: Any = _NOTHING
+        self._delivered_as: list[Any] = []
+        self._calls = calls
+        self._order = order
+        self._rank = rank
+        self._output_rank = output_rank
+        self._device = device
+
+    def read(self, loader: Loader) -> Iterator[Any]:
+        """Yield a loader's items, on rank 0, and tell the others of each."""
+        items: Iterator[Any] | None = None
+        while True:
+            with self._calls.together("batches") as pipeline:
+                if loader is None:
+                    raise TypeError("batches(None) on rank 0, which is the one to read a loader")
+                if items is None:
+                    items = iter(loader() if callable(loader) else loader)
+                item = next(items, _NOTHING)
+                if item is _NOTHING:
+                    self._order("batches", detail=_END)
+                    return
+                delivered = _deliverable(item)
+                self._order("batches", detail=[_form_of(item), delivered is not None])
+                if self._output_rank == 0 and delivered is not None:  # this stage will use it
+                    if self._device.type != "cpu":
+                        item = _with_rest_on(self._device, item, delivered)
+                    delivered = None
+                if delivered is not None:
+                    pipeline.send_value(self._output_rank, delivered)
+                self._note(delivered)
+            yield item
+
+    def follow(self) -> Iterator[Any]:
+        """Yield items of the form of rank 0's, elsewhere."""
+        while True:
+            with self._calls.together("batches") as pipeline:
+                detail = self._order("batches").detail
+                if detail == _END:
+                    return
+                form, is_delivered = detail
+                delivered = None
+                if is_delivered and self._rank == self._output_rank:
+                    delivered = pipeline.take_value(0)
+                self._note(delivered)
+                item = _placeholders(form, delivered)
+            yield item
+
+    def has_delivered(self, target: Any) -> bool:
+        """Tell, on rank 0, whether the last stage has this target as it is now."""
+        if target is not self.delivered_target:
+            return False
+        now = _contents(target)
+        return len(now) == len(self._delivered_as) and all(
+            one is other or (not isinstance(one, Tensor) and one == other)
+            for one, other in zip(now, self._delivered_as, strict=True)
+        )
+
+    def _note(self, delivered: tuple[Any, ...] | None) -> None:
+        is_target = delivered is not None and len(delivered) == 1
+        self.delivered_target = delivered[0] if delivered and is_target else _NOTHING
+        self._delivered_as = _contents(delivered[0]) if delivered and is_target else []
+
+
+def _form_of(item: Any) -> Any:
+    """Describe a loader's item as plain JSON: its outer form, or the whole of a container."""
+    form = _outer_form_of(item)
+    if not isinstance(item, Tensor) and type(item) not in (tuple, list, dict):
+        try:
+            if opened(item) is not None:
+                tensors, structure = flatten(item)
+                return ["container", [structure, len(tensors), form]]
+        except BoundaryError:
+            pass  # it need not travel: the outer form will do
+    return form
+
+
+def _outer_form_of(item: Any) -> Any:
+    if isinstance(item, (tuple, list)):
+        return ["tuple" if isinstance(item, tuple) else "list", len(item)]
+    if isinstance(item, dict):
+        return ["dict", list(item)]
+    return ["value", 1]
+
+
+def _deliverable(item: Any) -> tuple[Any, ...] | None:
+    """Return the part of an item that goes to the last stage, if it can."""
+    if not isinstance(item, (tuple, list)) or len(item) < 2:
+        return None
+    rest = tuple(item[1:])
+    try:
+        flatten(rest)
+    except BoundaryError:
+        return None
+    return rest
+
+
+def _with_rest_on(device: torch.device, item: Any, rest: tuple[Any, ...]) -> Any:
+    """Return an item of a loader with all but its first entry on a device."""
+    entries = [item[0], *(on_device(entry, device) for entry in rest)]
+    if hasattr(item, "_replace"):
+        return item._replace(**dict(zip(item._fields, entries, strict=True)))
+    return entries if isinstance(item, list) else tuple(entries)
+
+
+def _contents(value: Any) -> list[Any]:
+    """Return what shows whether a nested value was changed: structure, tensors, versions."""
+    tensors, structure = flatten(value)
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [structure, *tensors, *versions]
+
+
+def _placeholders(form: Any, delivered: tuple[Any, ...] | None) -> Any:
+    """Return an item of this form, with placeholders for all that was not delivered here."""
+    kind, content = form
+    if kind == "value":
+        return _placeholder("the mini-batch")
+    if kind == "container":
+        structure, num_tensors, outer_form = content
+        return _container_of_placeholders(structure, num_tensors, outer_form, delivered)
+    if kind == "dict":
+        return {key: _placeholder(f"{key!r} of the mini-batch") for key in content}
+    if delivered is not None:
+        entries = [_placeholder("entry 0 of the mini-batch"), *delivered]
+    else:
+        entries = [_placeholder(f"entry {k} of the mini-batch") for k in range(content)]
+    return tuple(entries) if kind == "tuple" else entries
+
+
+def _container_of_placeholders(
+    structure: Any, num_tensors: int, form: Any, delivered: tuple[Any, ...] | None
+) -> Any:
+    """Return a container with placeholders for its tensors; a named tuple's rest may be here.
+
+    A class that only rank 0 has imported, where it makes the loader, has its outer form instead.
+    """
+    tensors = [_placeholder("a tensor of the mini-batch") for _ in range(num_tensors)]
+    try:
+        item = unflatten(tensors, from_json(structure))
+    except BoundaryError:
+        return _placeholders(form, delivered)
+    if delivered is None:
+        return item
+    container = opened(item)
+    assert container is not None, "rank 0 has opened it"
+    first, *rest = container.children
+    return container.like([first, *delivered, *rest[len(delivered) :]])
+
+
+def _placeholder(what: str) -> Remote:
+    return Remote(0, what, None)

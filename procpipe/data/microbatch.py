@@ -1,0 +1,289 @@
+"""Splits a mini-batch into micro-batches, and puts the outputs of micro-batches together again.
+
+Splitting follows ``torch.chunk``: a batch of 10 in 4 chunks makes 3 + 3 + 3 + 1, and a batch
+smaller than ``chunks`` makes fewer micro-batches. So how many there are, and of what sizes, is
+known only when the mini-batch is there; everything else takes both from here.
+
+    (x, [mask, NoChunk(table)], 0.5)        x and mask of 10 rows, table of any shape
+        │ scatter, chunks=4
+        ├── (x[0:3], [mask[0:3], table], 0.5)
+        ├── (x[3:6], [mask[3:6], table], 0.5)
+        ├── (x[6:9], [mask[6:9], table], 0.5)
+        └── (x[9:],  [mask[9:],  table], 0.5)       sizes [3, 3, 3, 1]
+
+Knows nothing of stages, ranks or schedules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from procpipe.containers import USABLE, opened
+from procpipe.errors import BoundaryError
+from procpipe.tree import PLAIN_TYPES
+
+
+class NoChunk:
+    """Wraps a tensor that is not split: every micro-batch is given the whole of it.
+
+    Args:
+        tensor: of any shape and dtype; its dim 0 need not be the batch.
+
+    Raises:
+        TypeError: it is not a tensor (anything else is never split, so needs no wrapping).
+
+    Source:
+        ``NoChunk`` of ``torch.distributed.pipeline.sync``, the name its users know.
+    """
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"NoChunk wraps a tensor, not a {type(tensor).__qualname__}: pass the value as it "
+                "is, since only tensors are split"
+            )
+        self.tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"NoChunk({self.tensor!r})"
+
+
+def scatter(inputs: tuple[Any, ...], chunks: int) -> tuple[list[tuple[Any, ...]], list[int]]:
+    """Split the positional inputs of a mini-batch into those of its micro-batches.
+
+    Args:
+        inputs: nested tuples, lists, dicts and other containers of tensors ``(batch, ...)`` of any
+            dtype, ``NoChunk`` tensors and plain values; the last two are repeated.
+        chunks: how many micro-batches to make at most, from 1.
+
+    Returns:
+        The inputs of each micro-batch (tensors are views, so nothing is copied and gradients
+        reach ``inputs``), and the number of samples in each.
+
+    Raises:
+        TypeError: there is no tensor to split, or a value of another type
+            (:class:`~procpipe.errors.BoundaryError`).
+        ValueError: a tensor without dimensions, tensors of different batch size, or an empty batch.
+    """
+    if len(inputs) == 1 and isinstance(inputs[0], Tensor) and inputs[0].dim() and len(inputs[0]):
+        parts = inputs[0].chunk(chunks)
+        return [(part,) for part in parts], [len(part) for part in parts]
+    sizes = _sizes(_batch_size(inputs), chunks)
+    return _divide(inputs, sizes), sizes
+
+
+def scatter_like(value: Any, sizes: Sequence[int], what: str = "target") -> list[Any]:
+    """Split a value into parts of the sizes that :func:`scatter` found for the inputs.
+
+    Args:
+        value: a nested value as for :func:`scatter`; may hold no tensor at all, or be ``None``.
+        sizes: samples in each micro-batch.
+        what: what the value is, for messages.
+
+    Returns:
+        One part for each micro-batch.
+
+    Raises:
+        BoundaryError: the value holds an object of another type.
+        ValueError: a tensor without dimensions, or with another batch size than the inputs.
+    """
+    batch_size = sum(sizes)
+    for where, tensor in _tensors_to_split(value, what):
+        if _num_samples(tensor, where) != batch_size:
+            raise ValueError(
+                f"{where} has {len(tensor)} samples but the input has {batch_size}: give both the "
+                "same size of dim 0, or wrap a tensor that is not to be split in NoChunk"
+            )
+    return _divide(value, sizes)
+
+
+def gather(outputs: list[Any]) -> Any:
+    """Put the outputs of the micro-batches together, differentiably.
+
+    Args:
+        outputs: the nested output of each micro-batch, all built alike; at least one.
+
+    Returns:
+        The output of the one micro-batch as it is. Of several, the same nesting with tensors
+        ``(batch/m, ...)`` concatenated to ``(batch, ...)``, tensors ``()`` stacked to ``(m,)``,
+        ``None`` where all are ``None``, and other values as a list of ``m``.
+
+    Raises:
+        ValueError: the micro-batches' outputs are built differently.
+        BoundaryError: an output holds an object of another type.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    return _merge(outputs, "output")
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """Return each micro-batch's share of the mini-batch's loss.
+
+    Args:
+        weights: one a micro-batch, at least one: its samples, say, or its valid tokens.
+
+    Returns:
+        The shares, which add up to 1; all 0 if all weights are 0.
+
+    Raises:
+        ValueError: a weight, or the sum of all, is negative or not a finite number.
+    """
+    total = sum(weights) if weights else math.nan
+    if any(not weight >= 0 for weight in weights) or not total < math.inf:
+        raise ValueError(
+            f"the loss weights of the micro-batches are {list(weights)}, which add up to {total}: "
+            "each must be a finite number from 0, and so must be their sum"
+        )
+    total = math.fsum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
+
+
+def _batch_size(inputs: tuple[Any, ...]) -> int:
+    tensors = _tensors_to_split(inputs, "input")
+    first = next(tensors, None)
+    if first is None:
+        raise TypeError(
+            "the input holds no tensor that could be split into micro-batches: pass at least one "
+            "tensor with the batch in dim 0 that is not wrapped in NoChunk"
+        )
+    first_where, first_tensor = first
+    batch_size = _num_samples(first_tensor, first_where)
+    for where, tensor in tensors:
+        if _num_samples(tensor, where) != batch_size:
+            raise ValueError(
+                f"{first_where} has {batch_size} samples but {where} has {len(tensor)}: give both "
+                "the same size of dim 0, or wrap a tensor that is not to be split in NoChunk"
+            )
+    if batch_size == 0:
+        raise ValueError(
+            f"the batch is empty ({first_where} has shape {tuple(first_tensor.shape)}): pass at "
+            "least one sample, or skip this mini-batch on every rank"
+        )
+    return batch_size
+
+
+def _num_samples(tensor: Tensor, where: str) -> int:
+    if tensor.dim() == 0:
+        raise ValueError(
+            f"{where} is a tensor without dimensions, which cannot be split into micro-batches: "
+            "wrap it in NoChunk to give it whole to each"
+        )
+    return len(tensor)
+
+
+def _sizes(batch_size: int, chunks: int) -> list[int]:
+    """Return the sizes that ``torch.chunk`` gives: all equal but for the last."""
+    step = math.ceil(batch_size / chunks)
+    return [min(step, batch_size - start) for start in range(0, batch_size, step)]
+
+
+class _Inside(NamedTuple):
+    """What a tuple, list, dict or other container holds.
+
+    Attributes:
+        children: by label, as in ``[0]``, ``['x']`` and ``.loss``.
+        like: builds a container of the same class from other children, in the same order.
+        in_words: what must be the same in all micro-batches.
+    """
+
+    children: dict[str, Any]
+    like: Callable[[list[Any]], Any]
+    in_words: str
+
+
+def _inside(value: Any, where: str) -> _Inside | None:
+    """Return what a container holds, None for any other value."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        labels = [f"[{position}]" for position in range(len(value))]
+        told = f"a {kind.__name__} of {len(value)}"
+        return _Inside(dict(zip(labels, value, strict=True)), kind, told)
+    if kind is dict:
+        keys = tuple(value)
+        children = {f"[{key!r}]": child for key, child in value.items()}
+        told = f"a dict with the keys {', '.join(sorted(map(repr, keys)))}"
+        return _Inside(children, lambda parts: dict(zip(keys, parts, strict=True)), told)
+    if isinstance(value, Tensor) or kind in (NoChunk, *PLAIN_TYPES):
+        return None
+    container = opened(value, where)
+    if container is None:
+        raise _unknown_type(value, where)
+    children = dict(zip(container.labels, container.children, strict=True))
+    return _Inside(children, container.like, container.in_words)
+
+
+def _tensors_to_split(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield where, value
+    elif (inside := _inside(value, where)) is not None:
+        for label, child in inside.children.items():
+            yield from _tensors_to_split(child, where + label)
+
+
+def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return the part of ``value`` that each micro-batch gets."""
+    if isinstance(value, Tensor):
+        return list(torch.split(value, list(sizes)))
+    if (inside := _inside(value, "a value")) is not None:
+        children = [_divide(child, sizes) for child in inside.children.values()]
+        return [inside.like([parts[i] for parts in children]) for i in range(len(sizes))]
+    repeated = value.tensor if type(value) is NoChunk else value
+    return [repeated for _ in sizes]
+
+
+def _merge(values: list[Any], where: str) -> Any:
+    first = values[0]
+    _check_alike(values, where)
+    if isinstance(first, Tensor):
+        return torch.cat(values) if first.dim() else torch.stack(values)
+    if (inside := _inside(first, where)) is not None:
+        each = [_children(value, where) for value in values]
+        return inside.like(
+            [_merge([of_one[label] for of_one in each], where + label) for label in inside.children]
+        )
+    if all(value is None for value in values):
+        return None
+    return values
+
+
+def _children(value: Any, where: str) -> dict[str, Any]:
+    inside = _inside(value, where)
+    return inside.children if inside else {}
+
+
+def _check_alike(values: list[Any], where: str) -> None:
+    expected = _description(values[0], where)
+    for i, value in enumerate(values):
+        found = _description(value, where)
+        if found != expected:
+            raise ValueError(
+                f"{where} is {expected} in micro-batch 0 but {found} in micro-batch {i}: let the "
+                "last stage build its output alike for every micro-batch"
+            )
+
+
+def _description(value: Any, where: str) -> str:
+    if isinstance(value, Tensor):
+        return "a tensor"
+    if type(value) in PLAIN_TYPES:
+        return "a plain value"
+    if type(value) is NoChunk:
+        raise _unknown_type(value, where)
+    inside = _inside(value, where)
+    return inside.in_words if inside else ""
+
+
+def _unknown_type(value: Any, where: str) -> BoundaryError:
+    kind = type(value)
+    return BoundaryError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which micro-batches cannot carry: "
+        f"use NoChunk, {USABLE}"
+    )

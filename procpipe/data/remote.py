@@ -1,0 +1,275 @@
+"""The placeholder for a value that lives on another rank.
+
+``stage(input)`` returns the real output on the last stage and a :class:`Remote` elsewhere, so that
+one loss code, without a branch on the rank, does the right thing on every rank:
+
+    output = stage(input)                        rank 3: a tensor     rank 0: a Remote
+    loss = F.cross_entropy(output, target)               a tensor             a Remote
+    loss.backward()                                      autograd             this stage's part
+
+A Remote takes part in any torch operation, in any position, and the result is a Remote again. It
+has no value, and whatever would need one raises, as does what would leave a tensor of this rank
+without a value it was to get. Nothing is communicated here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from procpipe.errors import RemoteValueError
+from procpipe.notes import warn
+
+#: Attributes and methods of a tensor that tell something of its value or of its memory.
+VALUE_NAMES = frozenset(
+    [
+        *("item", "tolist", "numpy", "grad", "grad_fn", "dtype", "layout"),
+        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride"),
+        *("nbytes", "itemsize", "element_size", "data_ptr", "storage_offset", "untyped_storage"),
+        *("device", "get_device", "is_cuda", "is_contiguous"),
+    ]
+)
+
+#: The names torch gives ``tensor += remote`` and its kind. They rebind the name on the left to the
+#: result, so they are absorbed; ``tensor.add_(remote)`` looks the same from here.
+NAMES_OF_OPERATORS_IN_PLACE = frozenset(
+    ["add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "pow_"]
+)
+
+
+class Remote:
+    """Stands for a tensor, or a nested value of tensors, that lives on another rank.
+
+    Torch functions and operators, attributes (``output.logits``) and items (``output[0]``) give
+    another Remote of the same rank, whose :meth:`backward` is the same; under ``torch.no_grad()``,
+    and from :meth:`detach`, one that has none.
+
+    Args:
+        rank: the rank that holds the value.
+        what: what it is, for messages: "the output of stage(input)".
+        backward: runs this rank's part of the backward pass, and may block until the other ranks
+            have done theirs; ``None`` if nothing requires grad. It is called at most once, by
+            whichever of the values computed from this one is the first to have its backward called.
+    """
+
+    __slots__ = ("_passes", "_rank", "_what")
+
+    def __init__(self, rank: int, what: str, backward: Callable[[], None] | None) -> None:
+        self._rank = rank
+        self._what = what
+        self._passes: tuple[_BackwardPass, ...] = ()
+        if backward is not None:
+            self._passes = (_BackwardPass(backward),)
+
+    @property
+    def rank(self) -> int:
+        """The rank that holds the value."""
+        return self._rank
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether :meth:`backward` has anything to run."""
+        return bool(self._passes)
+
+    @property
+    def data(self) -> Remote:
+        """The same as :meth:`detach`."""
+        return self.detach()
+
+    def detach(self) -> Remote:
+        """Return a placeholder of the same value without a backward pass."""
+        return _placeholder(self, ())
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run this rank's part of the backward pass.
+
+        Every rank calls it; blocks as long as the pass does. What was computed from several
+        outputs runs the pass of each, the latest first, as autograd does on the rank of the value.
+
+        Args:
+            *args: taken and ignored, as it is the rank of the value that they matter to.
+            **kwargs: likewise.
+
+        Raises:
+            RuntimeError: nothing requires grad, or the pass was run before.
+        """
+        if not self._passes:
+            raise RuntimeError(
+                f"backward() of a value on rank {self._rank} ({self._what}): it does not require "
+                "grad; do not detach it, and call the stage with gradients enabled"
+            )
+        if any(backward_pass.is_done for backward_pass in self._passes):
+            raise RuntimeError(
+                f"backward() a second time for a value on rank {self._rank} ({self._what}): a "
+                "mini-batch goes backward once; add up its losses and call backward() on the sum"
+            )
+        for backward_pass in sorted(self._passes, key=lambda each: each.number, reverse=True):
+            backward_pass.run()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.autograd.backward:
+            return _backward_of_several(args[0])
+        kwargs = kwargs or {}
+        remote = _result(func, (args, kwargs))
+        name = getattr(func, "__name__", str(func))
+        if func is torch.autograd.grad:
+            raise remote._error("torch.autograd.grad returns gradients that are not known here, it")
+        if isinstance(kwargs.get("out"), Tensor) or (
+            args and isinstance(args[0], Tensor) and _only_writes_to_its_first(name)
+        ):
+            raise remote._error(f"{name} into a tensor of this rank")
+        return remote
+
+    def _absorb(self, *args: Any, **kwargs: Any) -> Remote:
+        return _result("this operation", (self, args, kwargs))
+
+    __call__ = __getitem__ = _absorb
+    __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __floordiv__ = __mod__ = _absorb
+    __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rfloordiv__ = _absorb
+    __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __invert__ = _absorb
+    __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = __lshift__ = __rshift__ = _absorb
+    __lt__ = __le__ = __gt__ = __ge__ = _absorb
+    __eq__ = __ne__ = _absorb  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
+    #: NumPy's scalars leave operators with a placeholder to the placeholder.
+    __array_ufunc__ = None
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Do nothing: the item is set where the value is."""
+
+    def __getattr__(self, name: str) -> Remote:
+        # Python, copy, pickle and NumPy probe for protocols by underscored names.
+        if name.startswith("_"):
+            raise AttributeError(f"a placeholder for a value of another rank has no {name!r}")
+        if name in VALUE_NAMES:
+            raise self._error(f".{name}")
+        return self._absorb()
+
+    def __bool__(self) -> bool:
+        raise self._error("the truth of it")
+
+    def __int__(self) -> int:
+        raise self._error("int()")
+
+    def __float__(self) -> float:
+        raise self._error("float()")
+
+    def __complex__(self) -> complex:
+        raise self._error("complex()")
+
+    def __index__(self) -> int:
+        raise self._error("its use as an index")
+
+    def __len__(self) -> int:
+        raise self._error("len()")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self._error("unpacking or iteration (name the items instead: value[0], value[1])")
+
+    def __contains__(self, item: Any) -> bool:
+        raise self._error("`in`")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._error("conversion to NumPy")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise self._error("copying or pickling")
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise self._error(f"formatting as {spec!r}")
+        return repr(self)
+
+    def __repr__(self) -> str:
+        grad = ", requires grad" if self._passes else ""
+        return f"<Remote: {self._what}, on rank {self._rank}{grad}>"
+
+    def _error(self, how: str) -> RemoteValueError:
+        return RemoteValueError(
+            f"{how} needs a value that lives on rank {self._rank} ({self._what}): call "
+            "stage.fetch(value) on all ranks and use what it returns"
+        )
+
+
+class _BackwardPass:
+    """The backward pass of one mini-batch, shared by all that was computed from its output."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.number = next(self._numbers)
+        self.is_done = False
+        self._function = function
+
+    def run(self) -> None:
+        self.is_done = True
+        self._function()
+
+
+def _placeholder(like: Remote, passes: tuple[_BackwardPass, ...]) -> Remote:
+    placeholder = Remote(like._rank, like._what, None)
+    placeholder._passes = passes
+    return placeholder
+
+
+def _joined(remotes: Sequence[Remote]) -> Remote:
+    """Return the placeholder for what is computed from these, one at least."""
+    passes = dict.fromkeys(each for remote in remotes for each in remote._passes)
+    return _placeholder(remotes[0], tuple(passes))
+
+
+def _result(func: Any, arguments: Any) -> Remote:
+    """Return the placeholder for what an operation computes, given all its nested arguments."""
+    operands = list(_operands(arguments))
+    joined = _joined([operand for operand in operands if isinstance(operand, Remote)])
+    if not torch.is_grad_enabled():
+        return joined.detach()
+    if any(isinstance(operand, Tensor) and operand.requires_grad for operand in operands):
+        warn(
+            f"{getattr(func, '__name__', func)} combines a tensor that requires grad on this rank "
+            f"with a value that lives on rank {joined._rank}, so the tensor gets no gradient "
+            "here; give such a term (a penalty on parameters, say) a backward() of its own",
+            stacklevel=3,
+        )
+    return joined
+
+
+def _backward_of_several(values: Sequence[Tensor | Remote]) -> None:
+    remotes = [value for value in values if isinstance(value, Remote)]
+    if len(remotes) < len(values):
+        raise RuntimeError(
+            f"torch.autograd.backward was given {len(values) - len(remotes)} tensors of this rank "
+            f"beside {len(remotes)} values that live on other ranks: call backward() on each"
+        )
+    _joined(remotes).backward()
+
+
+def _operands(value: Any) -> Iterator[Any]:
+    """Yield the placeholders and tensors in the nested arguments of a call."""
+    if isinstance(value, (Remote, Tensor)):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for child in value:
+            yield from _operands(child)
+    elif isinstance(value, dict):
+        for child in value.values():
+            yield from _operands(child)
+
+
+def _only_writes_to_its_first(name: str) -> bool:
+    """Tell whether a torch function of this name is called to change its first argument."""
+    if name in NAMES_OF_OPERATORS_IN_PLACE or name.endswith("__"):
+        return name == "__setitem__"
+    return name.endswith("_")

@@ -1,0 +1,146 @@
+"""Which processes are there before they are connected, so that the end of one is noticed.
+
+Without a launcher nobody else would notice it. From the moment its first stage is built, each
+process notes who it is in rank 0's store, and watches those of its host by their pidfd:
+
+    process/<rank>    {"boot": …, "namespace": …, "pid": 4711, "started": 123456}
+
+The process numbers mean the same in two processes of one boot and one PID namespace only, so those
+on other hosts, and in containers of their own, are not watched.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+from procpipe.errors import PeerLostError
+from procpipe.job.rollcall import KeyValues
+
+#: How often to look who has come.
+_LOOK_EVERY_S = 0.1
+
+
+def _own_process() -> dict[str, str | int] | None:
+    """Return what tells this process from all others; None where the system does not say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        pid = os.getpid()
+        return {"boot": boot, "namespace": namespace, "pid": pid, "started": _started(pid)}
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _started(pid: int) -> int:
+    """Return when a process was started, in the kernel's ticks: its number may be used again."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # After the name, which may hold anything; the first field there is the third of all.
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+class Announcement:
+    """Notes this process in the store, in the background where the store is not there yet.
+
+    Args:
+        rank: this rank.
+        open_store: returns the store; given a function that says whether to give up waiting.
+    """
+
+    def __init__(self, rank: int, open_store: Callable[[Callable[[], bool]], KeyValues]) -> None:
+        self._rank = rank
+        self._open_store = open_store
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        if rank == 0:  # it holds the store
+            self._note()
+        else:
+            self._thread = threading.Thread(
+                target=self._note, name="procpipe-announcement", daemon=True
+            )
+            self._thread.start()
+            atexit.register(self.end)
+
+    def end(self) -> None:
+        """Wait for the end of the thread; not for the store."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _note(self) -> None:
+        with contextlib.suppress(RuntimeError, OSError, ValueError):  # the first call meets it too
+            store = self._open_store(self._is_over.is_set)
+            store.set(f"process/{self._rank}", json.dumps(_own_process()))
+
+
+class Attendance:
+    """Watches the processes of the other ranks, as far as they are of this host.
+
+    Args:
+        store: where they have noted who they are.
+        rank: this rank.
+        num_ranks: the number of ranks.
+    """
+
+    def __init__(self, store: KeyValues, rank: int, num_ranks: int) -> None:
+        self._store = store
+        self._ours = _own_process()
+        self._unknown = set(range(num_ranks)) - {rank}
+        self._ranks: dict[int, int] = {}
+        self._poller = select.poll()
+        self._looked_s = 0.0
+
+    def check(self) -> None:
+        """Raise ``PeerLostError`` if one of them has ended."""
+        now_s = time.monotonic()
+        if self._unknown and now_s > self._looked_s + _LOOK_EVERY_S:
+            self._looked_s = now_s
+            for rank in sorted(self._unknown):
+                if self._store.check([f"process/{rank}"]):
+                    self._unknown.discard(rank)
+                    self._watch(rank, self._store.get(f"process/{rank}"))
+        ended = sorted(self._ranks[descriptor] for descriptor, _ in self._poller.poll(0))
+        if ended:
+            raise _lost(ended[0])
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for descriptor in self._ranks:
+            os.close(descriptor)
+        self._ranks.clear()
+        self._poller = select.poll()
+        self._unknown.clear()
+
+    def _watch(self, rank: int, told: bytes) -> None:
+        process = json.loads(told)
+        if self._ours is None or process is None or not hasattr(os, "pidfd_open"):
+            return
+        if any(process[name] != self._ours[name] for name in ("boot", "namespace")):
+            return
+        try:
+            descriptor = os.pidfd_open(process["pid"])
+        except ProcessLookupError:
+            raise _lost(rank) from None
+        except OSError:  # no descriptor is left, say
+            return
+        self._ranks[descriptor] = rank
+        self._poller.register(descriptor, select.POLLIN)
+        with contextlib.suppress(OSError):
+            if _started(process["pid"]) != process["started"]:
+                raise _lost(rank)
+
+
+def _lost(rank: int) -> PeerLostError:
+    return PeerLostError(
+        rank,
+        f"rank {rank} ended without a word before all ranks were connected: it was killed (out of "
+        "memory?), crashed, or its script ended; its own output and exit code tell more",
+    )

@@ -1,0 +1,306 @@
+"""How a launched process ends: with its launcher, and without a second, misleading traceback.
+
+When one rank fails, all the others raise ``RemoteStageError`` with its story. Each of them would
+print that story once more, and a traceback of its own that leads nowhere; so a rank that ends by
+another's failure prints one line instead, and so does one that is interrupted:
+
+    procpipe: rank 0 ends, because rank 1 failed in step(): KeyError: 'boom'; it was in B3, …
+    procpipe: rank 2 was interrupted in F4, layer 'conv1' (Conv2d), for 0.1 s
+
+The reason is there because the rank that failed may not print it: a ``SystemExit`` prints
+nothing, nor does an exception that its user catches.
+
+Threads of the user's may keep a process alive long after its main thread has ended:
+
+    main thread raises ─> sys.excepthook ─┐
+    main thread ends ─────────────────────┴> threading's exit functions ─> threads end ─> atexit
+                          here it is told    here a thread begins to wait for the end, too
+
+Once the job has failed, and its exception has ended the main thread, threads and children that
+Python waits for keep the process alive for a moment only.
+
+A forked child has these hooks too, and nothing to tell.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
+from procpipe.job.board import Board, Reading
+from procpipe.notes import write_note
+
+_PR_SET_PDEATHSIG = 1
+
+_CONNECT_TIMEOUT_S = 2.0
+
+#: How often it is looked whether threads still run after the main one.
+_LOOK_EVERY_S = 0.05
+
+#: How long threads and children may keep a process alive whose job has failed.
+_LIVE_ON_S = 1.0
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def end_with_launcher() -> None:
+    """Have the kernel kill this process when torchrun's agent dies, which started it.
+
+    A killed launcher cannot end its workers, and they would train on, or wait, for nobody. That of
+    ``procpipe run`` has a warden who ends them, and what they have started, which he finds by them;
+    so there the kernel leaves them to him.
+
+    Raises:
+        ConnectionRefusedError: it has died already, while this process was starting.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        if "PROCPIPE_RUN" not in os.environ:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _check_launcher()
+
+
+def _check_launcher() -> None:
+    """Check that the launcher's store, which was there before its workers, has not gone.
+
+    Else the first use of the store would wait for it for half an hour.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        raise ConnectionRefusedError(
+            f"rank {os.environ.get('RANK')} finds no launcher at {address[0]}:{address[1]}: it "
+            "ended while this process was starting"
+        ) from None
+    except OSError:
+        pass  # a network that is slow to start; whoever uses the store waits for it, and says so
+
+
+def print_victims_briefly(rank: int, board: Board) -> None:
+    """Print one line, and no traceback, for an uncaught error that is not this rank's to tell.
+
+    Args:
+        rank: this rank.
+        board: says where it was when the error came; the newest counts.
+    """
+    victims = _victims()
+    victims.rank, victims.board, victims.pid = rank, board, os.getpid()
+
+
+class _Victims:
+    """Takes the place of the hooks that print tracebacks."""
+
+    def __init__(self) -> None:
+        self.rank, self.pid = 0, 0
+        self.board: Board | None = None
+        self._previous: Hook = sys.excepthook
+        self._previous_of_threads = threading.excepthook
+        sys.excepthook = self._hook
+        threading.excepthook = self._hook_of_threads
+
+    def _hook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not self._has_line(error):
+            self._previous(kind, error, trace)
+
+    def _hook_of_threads(self, args: threading.ExceptHookArgs) -> None:
+        if not self._has_line(args.exc_value):
+            self._previous_of_threads(args)
+
+    def _has_line(self, error: BaseException | None) -> bool:
+        if error is None or self.board is None or os.getpid() != self.pid:
+            return False
+        line = line_of(self.rank, error, self.board.read())
+        if line:
+            write_note(line)
+        return bool(line)
+
+
+_victims = functools.cache(_Victims)  # once a process, whatever the number of its stages
+
+
+def error_of_script() -> BaseException | None:
+    """Return the exception that has ended the main thread, if one has and was not SystemExit."""
+    if _is_at_prompt():
+        return None
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def _is_at_prompt() -> bool:
+    """Tell whether Python reads from a prompt, where an exception ends nothing."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+@functools.cache  # once a process
+def watch_threads(
+    raised: Callable[[BaseException], None],
+    main_ended: Callable[[float], None],
+    has_failed: Callable[[], bool],
+) -> None:
+    """Have it told when a thread ends by an exception, or the main one while others run on.
+
+    Args:
+        raised: gets an exception that ends the main thread or another, in that thread.
+        main_ended: gets again and again the seconds since the main thread has ended, in a thread
+            of its own; not when no other thread keeps the process alive.
+        has_failed: says whether the job has failed; then nothing keeps a process alive for long
+            whose main thread an exception has ended.
+    """
+    previous: Hook = sys.excepthook
+    end = _EndAfterFailure(has_failed)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not _is_at_prompt():
+            raised(error)
+            end.start()
+        previous(kind, error, trace)
+
+    previous_of_threads = threading.excepthook
+
+    def hook_of_threads(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            raised(args.exc_value)
+        previous_of_threads(args)
+
+    def main_thread_ends() -> None:
+        error = error_of_script()
+        if error is not None:  # where another excepthook has taken the place of ours
+            raised(error)
+            end.start()
+            end.main_thread_ends.set()
+        if _others():
+            _report_until_exit(main_ended)
+
+    sys.excepthook = hook
+    threading.excepthook = hook_of_threads
+    # The last that is registered comes first: this one before threads of pools are joined.
+    importlib.import_module("concurrent.futures.thread")
+    with contextlib.suppress(AttributeError, RuntimeError):  # else atexit tells
+        threading._register_atexit(main_thread_ends)  # type: ignore[attr-defined]
+
+
+def _others() -> list[threading.Thread]:
+    """Return the threads that the interpreter waits for before it ends."""
+    main = threading.main_thread()
+    return [t for t in threading.enumerate() if t is not main and not t.daemon]
+
+
+def _report_until_exit(main_ended: Callable[[float], None]) -> None:
+    """Call ``main_ended`` in a thread until there are no other threads to wait for."""
+    started_s, is_exiting = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while _others() and not is_exiting.wait(_LOOK_EVERY_S):
+            main_ended(time.monotonic() - started_s)
+
+    def stop() -> None:
+        is_exiting.set()
+        thread.join()  # it may be in the middle of a farewell
+
+    thread = threading.Thread(target=report, name="procpipe end", daemon=True)
+    if _started(thread):
+        atexit.register(stop)
+
+
+class _EndAfterFailure:
+    """Ends the process in a thread, if its job has failed and Python waits for others too long.
+
+    Args:
+        has_failed: says whether the job has failed.
+    """
+
+    def __init__(self, has_failed: Callable[[], bool]) -> None:
+        self._has_failed = has_failed
+        self._thread: threading.Thread | None = None
+        self.main_thread_ends = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread, once; it waits until the main one ends."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._end, name="procpipe end", daemon=True)
+            _started(self._thread)
+
+    def _end(self) -> None:
+        self.main_thread_ends.wait()
+        deadline_s = time.monotonic() + _LIVE_ON_S
+        while True:
+            alive = _waited_for()
+            if alive and self._has_failed() and time.monotonic() >= deadline_s:
+                break
+            time.sleep(_LOOK_EVERY_S)
+        rank = os.environ.get("RANK")
+        end_at_once(f"process {os.getpid()} (rank {rank})", alive)
+
+
+def _started(thread: threading.Thread) -> bool:
+    """Start a thread; return False where Python 3.12.0 to 3.12.2 starts none as it ends.
+
+    https://github.com/python/cpython/issues/113964
+    """
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
+
+
+def end_at_once(who: str, waiting_for: str = "its device, which is stuck in transfers") -> NoReturn:
+    """End the process without the rest of Python's end, which would wait."""
+    write_note(f"procpipe: {who} ends without waiting for {waiting_for}")
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    os._exit(1)
+
+
+def _waited_for() -> str:
+    """Name the threads and the children for which the interpreter waits before it ends."""
+    alive = [f"thread {thread.name!r}" for thread in _others()]
+    if "multiprocessing" in sys.modules:
+        children = sys.modules["multiprocessing"].active_children()
+        alive += [f"child {child.pid}" for child in children if not child.daemon]
+    return ", ".join(alive)
+
+
+def line_of(rank: int, error: BaseException, reading: Reading | None = None) -> str:
+    """Return what to print instead of a traceback; "" to leave it as it is.
+
+    Args:
+        rank: this rank.
+        error: what ends it.
+        reading: where it was, if that is to be told.
+    """
+    if isinstance(error, KeyboardInterrupt) and reading is not None:
+        return f"procpipe: rank {rank} was interrupted {reading.where()}"
+    if isinstance(error, FOUND_BY_EACH) and rank != 0:
+        return f"procpipe: rank {rank} ends, because the ranks do not agree (rank 0 tells on what)"
+    if not isinstance(error, RemoteStageError):
+        return ""
+    meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""
+    if isinstance(error, PeerLostError):
+        return f"procpipe: rank {rank} ends, because {error.story}{meanwhile}"
+    return (
+        f"procpipe: rank {rank} ends, because rank {error.rank} failed{_reason(error)}{meanwhile}"
+    )
+
+
+def _reason(error: RemoteStageError) -> str:
+    """Return what a story's first line says beside who tells it: " in step(): KeyError: 'boom'"."""
+    first_line, _, _ = error.story.partition("\n")
+    _, _, reason = first_line.partition(f"(rank {error.rank}),")
+    return reason

@@ -1,0 +1,323 @@
+"""How the processes of a job find one another, before any of them is connected.
+
+    0  agree who takes part               (see rollcall.py)
+    1  say which host we are on           host/<rank>      (are TCP listeners needed?)
+    2  listen, and say where              address/<rank>
+    3  connect to every lower rank, accept every higher one; the job's key proves both sides
+
+All of it goes through the job's store, which the launcher holds, or rank 0 (``store.py``). A rank
+that cannot come leaves a note there, so that nobody waits for it; without a launcher the end of a
+process that left none is seen, too (``attendance.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from procpipe.channel.handshake import accept_peers, connect_to
+from procpipe.channel.wire import Address, address_towards, host_identity, listen, own_address
+from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.job.attendance import Announcement, Attendance
+from procpipe.job.keys import given_key
+from procpipe.job.rollcall import Notes, Pause, agree_on_round
+from procpipe.limits import check_file_limit
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from procpipe.job.store import JobStore
+
+#: What ranks usually connect for.
+FIRST_CALL = "first call"
+
+#: How long a rank that fails tries to reach the store, to say so.
+_LAST_WORDS_TIMEOUT_S = 3.0
+
+#: How long the store is held by a rank that ends, for the others to read why.
+_HOLD_STORE_S = 0.7
+
+#: Files that a rank opens for each peer: a socket, its board, its process, its shared memory or
+#: gloo's socket, the store's socket on rank 0; and besides: its own shared memory, listeners, the
+#: store, and what is open for a moment only.
+_FILES_PER_PEER, _MORE_FILES = 5, 12
+
+#: Every rank first calls its pipelines in the same order: so these numbers agree.
+_connected = itertools.count()
+
+
+class Start:
+    """One pipeline's start on one rank.
+
+    Args:
+        rank: this rank.
+        num_ranks: the number of ranks.
+        store: a store all ranks share, or None to open the launcher's when it is needed.
+        timeout_s: how long to wait for the others.
+
+    Attributes:
+        network_address: where this rank listens for ranks on other hosts, once that is known;
+            None if there are none.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, store: Store | None, timeout_s: float) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.network_address: str | None = None
+        self._store = store
+        self._timeout_s = timeout_s
+        self._opened: _Opened | None = None
+        self._round: JobStore | None = None
+        self._serves_store = False
+
+    def connect(self, purpose: str) -> dict[int, socket.socket]:
+        """Return a proven connection to every other rank; waits for all of them.
+
+        Args:
+            purpose: what the ranks connect for, the same on every rank.
+        """
+        try:
+            return self._connect_sockets(purpose)
+        except RemoteStageError:
+            self._hold_store()
+            raise
+        finally:
+            if self._opened is not None:
+                self._opened.attendance.close()
+
+    def leave_note(self, story: str) -> None:
+        """Leave a note for the others that this rank failed.
+
+        Raises:
+            RuntimeError, OSError, ValueError: the store cannot be reached.
+        """
+        if self._opened is None:
+            try:
+                key = given_key()
+            except ValueError:  # that may be why it failed; the others show what they cannot trust
+                key = None
+            self._opened = self._newly_opened(key, _LAST_WORDS_TIMEOUT_S)
+        self._opened.notes.leave(self.rank, story)
+        self._hold_store()
+
+    def close(self) -> None:
+        """Let go of the store."""
+        if self._opened is not None:
+            self._opened.attendance.close()
+        self._store = self._opened = self._round = None
+
+    def shared_store(self) -> JobStore:
+        """Return the store of this round of the job; the first call waits for all ranks."""
+        from torch.distributed import DistError
+
+        if self._round is None:
+            num_files = (self.num_ranks - 1) * _FILES_PER_PEER + _MORE_FILES
+            check_file_limit(num_files, f"the connections of one of {self.num_ranks} ranks")
+            try:
+                store = self._open_store().store
+                name = agree_on_round(
+                    store,
+                    self.rank,
+                    self.num_ranks,
+                    timeout_s=self._timeout_s,
+                    check=self._check_for_failure,
+                )
+            except DistError as error:
+                raise self._lost_store(error) from error
+            self._round = store.under(f"{name}/")
+        return self._round
+
+    def _connect_sockets(self, purpose: str) -> dict[int, socket.socket]:
+        store = self.shared_store()
+        deadline_s = time.monotonic() + self._timeout_s
+        ranks = range(self.num_ranks)
+        if self.rank == 0 and store.key is None:
+            store.set("key", secrets.token_hex(32))
+        store.set(f"host/{self.rank}", json.dumps([host_identity(), own_address(), purpose]))  # 1
+        told = [json.loads(self._wait_for_key(f"host/{rank}", rank, deadline_s)) for rank in ranks]
+        _check_purpose(self.rank, [theirs for _, _, theirs in told])
+        hosts = [(host, address) for host, address, _ in told]
+        _check_hosts([host for host, _ in hosts])
+        self.network_address = address_towards(self.rank, hosts)
+        listeners, ours = listen(self.network_address)  # 2
+        store.set(f"address/{self.rank}", json.dumps([ours.host, ours.unix, *ours.tcp]))
+        key = store.key_for("sockets")
+        if key is None:
+            key = bytes.fromhex(self._wait_for_key("key", 0, deadline_s))
+        sockets: dict[int, socket.socket] = {}
+        try:
+            for peer in range(self.rank):  # 3
+                where = self._wait_for_key(f"address/{peer}", peer, deadline_s)
+                host, unix, tcp_host, tcp_port = json.loads(where)
+                sockets[peer] = connect_to(
+                    peer,
+                    Address(host, unix, (tcp_host, tcp_port)),
+                    rank=self.rank,
+                    key=key,
+                    deadline_s=deadline_s,
+                    check=self._check_for_failure,
+                )
+            sockets |= accept_peers(
+                listeners,
+                set(range(self.rank + 1, self.num_ranks)),
+                rank=self.rank,
+                key=key,
+                deadline_s=deadline_s,
+                check=self._check_for_failure,
+            )
+        except BaseException:
+            for sock in sockets.values():
+                sock.close()
+            raise
+        finally:
+            for listener in listeners:
+                listener.close()
+        return sockets
+
+    def _open_store(self) -> _Opened:
+        """Return the launcher's store, which may be older than this round, and what is in it."""
+        if self._opened is None:
+            self._opened = self._newly_opened(given_key(), self._timeout_s)
+        return self._opened
+
+    def _newly_opened(self, key: bytes | None, timeout_s: float) -> _Opened:
+        from procpipe.job.store import JobStore, launchers_store
+
+        def part_of(store: Store, prefix: str) -> JobStore:
+            return JobStore(store, prefix, key=key, timeout_s=self._timeout_s)
+
+        if self._store is not None:
+            ours = part_of(self._store, "")
+            return _Opened(ours, Notes(ours, outlives_rounds=False), Attendance(ours, 0, 1))
+        launchers, is_older = launchers_store(timeout_s), _has_launchers_store()
+        self._serves_store = self.rank == 0 and not is_older
+        ours = part_of(launchers, f"procpipe/{next(_connected)}/")
+        num_ranks = 1 if is_older else self.num_ranks  # the launcher sees to them
+        return _Opened(
+            ours,
+            Notes(ours, outlives_rounds=is_older),
+            Attendance(part_of(launchers, "procpipe/"), self.rank, num_ranks),
+        )
+
+    def _hold_store(self) -> None:
+        """Let the others read in the store why this process ends, if the store ends with it."""
+        if self._serves_store:
+            time.sleep(_HOLD_STORE_S)
+
+    def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
+        from torch.distributed import DistError
+
+        store, pause = self.shared_store(), Pause()
+        try:
+            while not store.check([key]):
+                self._check_for_failure()
+                if time.monotonic() > deadline_s:
+                    raise WaitTimeoutError(
+                        f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} "
+                        "to start: did every process reach its first step?"
+                    )
+                pause()
+            return str(store.get(key).decode())
+        except DistError as error:
+            raise self._lost_store(error) from error
+
+    def _check_for_failure(self) -> None:
+        """Raise if another rank has left a note, or its process has ended."""
+        from torch.distributed import DistError
+
+        opened = self._open_store()
+        try:
+            opened.notes.check()
+            try:
+                opened.attendance.check()
+            except PeerLostError as error:
+                opened.notes.check()  # it may have said why before it ended
+                opened.notes.leave(error.rank, error.story, is_lost=True)
+                raise
+        except DistError as error:
+            raise self._lost_store(error) from error
+
+    def _lost_store(self, error: Exception) -> PeerLostError:
+        """Return what to raise when the store has gone before all ranks were connected."""
+        holder = "the launcher of rank 0" if _has_launchers_store() else "rank 0"
+        where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+        reason = str(error).partition("\n")[0]
+        return PeerLostError(
+            0,
+            f"{holder}, which holds the job's store at {where}, ended while rank {self.rank} "
+            f"waited for the others to start ({reason})",
+        )
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """This pipeline's part of the store, and what is looked at there while ranks start."""
+
+    store: JobStore
+    notes: Notes
+    attendance: Attendance
+
+
+def _has_launchers_store() -> bool:
+    """Say whether torchrun's agent holds the store, for as long as it lives."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@functools.cache
+def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
+    """Have this process noted in the store that rank 0 holds, once."""
+
+    def open_store(is_given_up: Callable[[], bool]) -> JobStore:
+        from procpipe.job.store import JobStore, launchers_store
+
+        store = launchers_store(timeout_s, is_given_up)
+        return JobStore(store, "procpipe/", key=given_key(), timeout_s=timeout_s)
+
+    del pid  # a forked process has another
+    return Announcement(rank, open_store)
+
+
+def _check_purpose(rank: int, purposes: list[str]) -> None:
+    """Check that this rank connects to find what rank 0 finds, or for its first call, as rank 0."""
+    ours, first = purposes[rank], purposes[0]
+    if ours != first:
+        finding, found, other = (0, first, rank) if ours == FIRST_CALL else (rank, ours, 0)
+        raise ValueError(
+            f"rank {finding} was told that rank 0 finds the {found}, but rank {other} was not: "
+            "give every rank the same arguments"
+        )
+
+
+def _check_hosts(hosts: list[str]) -> None:
+    """Check that ranks which one launcher has started on one host are there.
+
+    Else whoever can write into the store could have them speak over the network.
+    """
+    local, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    if local != size or size != str(len(hosts)) or len(set(hosts)) == 1:
+        return
+    other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
+    raise ValueError(
+        f"LOCAL_WORLD_SIZE={local} says that all ranks are on one host, but rank {other} is not "
+        "where rank 0 is (another network namespace, or PROCPIPE_ADDRESS): set LOCAL_WORLD_SIZE "
+        "to the number of ranks on each host"
+    )
+
+
+def announce(rank: int, timeout_s: float) -> None:
+    """Note in the store which process this is, unless a launcher sees to it; never blocks.
+
+    Args:
+        rank: this rank.
+        timeout_s: how long to wait for the store, in the background.
+    """
+    if not _has_launchers_store():
+        _announced(os.getpid(), rank, timeout_s)

@@ -1,0 +1,294 @@
+"""Which process of a host runs on which cores: worked out from its topology, then set.
+
+Left alone, the kernel moves a stage's threads between cores, and away from the memory that they
+filled first and from the GPU they feed; stages that run at the same time push one another about. So
+each process gets physical cores of its own, contiguous and next to its GPU:
+
+    node 0                                  node 1
+    cores 0 1 2 3 4 5 6 7                   cores 8 9 10 11 12 13 14 15
+          └─ 0 ─┘ └─ 1 ─┘                         └─ 2 ──┘  └─── 3 ───┘      process
+
+1  A process goes to its GPU's node, if that has a core for it. All others are spread so that who
+   finds fewest cores finds as many as can be, neighbouring processes on one node.
+2  The processes of a node divide its cores, the first ones getting one more where it does not come
+   out even. On a host with several kinds of cores each kind is divided.
+3  With fewer cores than processes nobody is pinned: the kernel does that better.
+
+``places`` works that out, the same on every process; ``pin_this_process`` is what a process calls
+as it starts. Memory needs no binding: a page is on the node of the core that first writes to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from procpipe.job.topology import (
+    Core,
+    Device,
+    Topology,
+    cpus_text,
+    read_device,
+    read_topology,
+)
+from procpipe.notes import write_note
+
+#: Set it to 0, and no process is pinned.
+SWITCH = "PROCPIPE_PIN"
+
+#: Torchrun's engine gives it to the processes it starts.
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process of this host runs.
+
+    Attributes:
+        local_rank: which process of the host.
+        cpus: the logical CPUs it is pinned to; none if it is not pinned.
+        num_cores: the physical cores these are; 0 if it is not pinned.
+        node: their NUMA node; None if they are in several, or it is not pinned.
+        device: what it computes on: "CPU" or "GPU 0000:3b:00.0".
+        why: why there, in words.
+    """
+
+    local_rank: int
+    cpus: tuple[int, ...]
+    num_cores: int
+    node: int | None
+    device: str
+    why: str
+
+
+def places(
+    topology: Topology, num_processes: int, devices: Sequence[Device | None] = ()
+) -> list[Place]:
+    """Divide a host's cores among its processes; pure.
+
+    Args:
+        topology: what the host has.
+        num_processes: how many processes it runs.
+        devices: each process's GPU; None, or a shorter list, where there is none or it is unknown.
+    """
+    devices = [*devices, *[None] * num_processes][:num_processes]
+    names = ["CPU" if device is None else f"GPU {device.pci}" for device in devices]
+    if len(topology.cores) < num_processes:
+        why = f"not pinned: {num_processes} processes, and {topology.summary()}"
+        return [_unpinned(rank, name, why) for rank, name in enumerate(names)]
+    wanted = [device.node if device is not None else None for device in devices]
+    domains = _domains(topology, wanted)
+    chosen = _choose_domains(domains, wanted)
+    found: dict[int, Place] = {}
+    for index, domain in enumerate(domains):
+        ranks = [rank for rank in range(num_processes) if chosen[rank] == index]
+        for rank, cores in zip(ranks, _divide(domain, len(ranks)), strict=True):
+            nodes = {core.node for core in cores}
+            found[rank] = Place(
+                local_rank=rank,
+                cpus=tuple(sorted(cpu for core in cores for cpu in core.cpus)),
+                num_cores=len(cores),
+                node=nodes.pop() if len(nodes) == 1 else None,
+                device=names[rank],
+                why=_reason(devices[rank], domain, len(ranks), topology),
+            )
+    return [found[rank] for rank in range(num_processes)]
+
+
+def places_of_host(num_processes: int, device_pcis: Sequence[str | None] = ()) -> list[Place]:
+    """Divide this host's cores, those this process may use, among ``num_processes`` processes.
+
+    Args:
+        num_processes: how many processes the host runs.
+        device_pcis: the PCI address of each process's GPU; None, or a shorter list, for none.
+
+    Raises:
+        ValueError: something that is no PCI address.
+    """
+    devices = [None if pci is None else read_device(pci) for pci in device_pcis]
+    found = places(read_topology(), num_processes, devices)
+    if os.environ.get(SWITCH) == "0":
+        found = [
+            _unpinned(k, place.device, f"not pinned: {SWITCH}=0") for k, place in enumerate(found)
+        ]
+    return found
+
+
+def pin(place: Place) -> None:
+    """Let all threads of this process, and those they start, run on a place's CPUs only.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    done: set[str] = set()
+    # A thread that another starts meanwhile has that one's old CPUs: look until there is no new.
+    while place.cpus and (threads := set(os.listdir("/proc/self/task")) - done):
+        for thread in threads:
+            try:
+                os.sched_setaffinity(int(thread), place.cpus)
+            except ProcessLookupError:  # it has ended
+                continue
+        done |= threads
+
+
+def pin_this_process(device_pcis: Sequence[str | None] = ()) -> Place | None:
+    """Pin this process to its share of the host's cores.
+
+    ``World.from_environment`` calls it once in each process that a launcher has started, before
+    much memory is touched. It costs a few milliseconds at most and never raises: what goes wrong
+    is one line on standard error.
+
+    It leaves alone a process that was not started by torchrun's engine (Slurm and MPI bind their
+    processes themselves), one that was pinned by somebody already, so that it may not run where
+    its launcher may (``torchrun --numa-binding``, ``numactl``), and all if PROCPIPE_PIN is 0.
+
+    Args:
+        device_pcis: the PCI address of the GPU of each process of this host, in the order of local
+            ranks; None, or a shorter list, where there is none or it is unknown.
+
+    Returns:
+        Where it runs, or would if there were enough cores; None if it was left alone.
+    """
+    try:
+        run_id = os.environ.get(_RUN_ID)
+        if run_id is None or os.environ.get(SWITCH) == "0" or _was_pinned_already(run_id):
+            return None
+        local_rank = int(os.environ["LOCAL_RANK"])
+        num_processes = int(os.environ["LOCAL_WORLD_SIZE"])
+        if not 0 <= local_rank < num_processes:
+            told = f"LOCAL_RANK is {local_rank} and LOCAL_WORLD_SIZE {num_processes}"
+            raise ValueError(told)
+        place = places_of_host(num_processes, device_pcis)[local_rank]
+        pin(place)
+    except Exception as error:  # a host may be odd in any way, and pinning is not worth a run
+        told = f"{type(error).__name__}: {error}"
+        write_note(
+            f"procpipe: this process is not pinned to cores ({told}); {SWITCH}=0 turns it off"
+        )
+        return None
+    return place
+
+
+def table(found: Sequence[Place]) -> str:
+    """Return the places as a table, a line a process."""
+    rows = [("process", "device", "cores", "CPUs", "NUMA node", "why")]
+    for place in found:
+        node = "-" if place.node is None else str(place.node)
+        cores, cpus = (str(place.num_cores), cpus_text(place.cpus)) if place.cpus else ("-", "any")
+        rows.append((str(place.local_rank), place.device, cores, cpus, node, place.why))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _unpinned(local_rank: int, device: str, why: str) -> Place:
+    return Place(local_rank, (), 0, None, device, why)
+
+
+def _was_pinned_already(run_id: str) -> bool:
+    """Tell whether this process may not run where its launcher may.
+
+    The launcher need not be the parent: in ``torchrun --no-python start.sh``, where the script says
+    ``taskset -p … $$; python train.py``, it is the first one above that is not of the run itself.
+    """
+    pid = os.getppid()
+    while pid > 1 and _is_of_run(pid, run_id):
+        pid = _parent_of(pid)
+    return pid > 0 and os.sched_getaffinity(pid) != os.sched_getaffinity(0)
+
+
+def _is_of_run(pid: int, run_id: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as environ:
+            return f"\0{_RUN_ID}={run_id}\0".encode() in b"\0" + environ.read()
+    except PermissionError:  # of another user
+        return False
+
+
+def _parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", "rb") as stat:
+        return int(stat.read().rpartition(b")")[2].split()[1])  # the name may hold anything
+
+
+def _domains(topology: Topology, wanted: Sequence[int | None]) -> list[tuple[Core, ...]]:
+    """Return the groups of cores that are divided: NUMA nodes, or runs of whole ones.
+
+    Fewer processes than nodes, and none of them bound to one, take all nodes between them.
+    """
+    nodes = topology.nodes
+    num_domains = len(nodes)
+    if not any(node in nodes for node in wanted):
+        num_domains = min(num_domains, len(wanted))
+    return [
+        tuple(core for node in nodes[run] for core in topology.cores_of(node))
+        for run in _runs(_shares(len(nodes), num_domains))
+    ]
+
+
+def _choose_domains(domains: Sequence[Sequence[Core]], wanted: Sequence[int | None]) -> list[int]:
+    """Return the index of each process's domain (step 1 above)."""
+    counts = [0] * len(domains)
+    chosen: dict[int, int] = {}
+    of_node = {core.node: index for index, domain in enumerate(domains) for core in domain}
+    for rank, node in enumerate(wanted):
+        index = None if node is None else of_node.get(node)
+        if index is not None and counts[index] < len(domains[index]):
+            chosen[rank] = index
+            counts[index] += 1
+    others = [rank for rank in range(len(wanted)) if rank not in chosen]
+    taken: list[int] = []
+    for _ in others:
+        # Where one more process finds most cores; of several, where fewest are.
+        index = max(
+            range(len(domains)), key=lambda k: (len(domains[k]) // (counts[k] + 1), -counts[k])
+        )
+        counts[index] += 1
+        taken.append(index)
+    chosen |= dict(zip(others, sorted(taken), strict=True))
+    return [chosen[rank] for rank in range(len(wanted))]
+
+
+def _divide(cores: Sequence[Core], num_processes: int) -> list[list[Core]]:
+    """Return each process's cores (step 2 above)."""
+    parts: list[list[Core]] = [[] for _ in range(num_processes)]
+    if not parts:
+        return parts
+    for kind in sorted({core.kind for core in cores}):
+        of_kind = [core for core in cores if core.kind == kind]
+        shares = _shares(len(of_kind), num_processes, by=lambda k: len(parts[k]))
+        for part, run in zip(parts, _runs(shares), strict=True):
+            part.extend(of_kind[run])
+    return parts
+
+
+def _shares(
+    total: int, num_parts: int, by: Callable[[int], int] = lambda part: part
+) -> tuple[int, ...]:
+    """Return ``num_parts`` equal numbers; what is left over goes to those lowest in ``by``."""
+    least, left_over = divmod(total, num_parts)
+    favoured = set(sorted(range(num_parts), key=by)[:left_over])
+    return tuple(least + (part in favoured) for part in range(num_parts))
+
+
+def _runs(shares: Sequence[int]) -> list[slice]:
+    """Return the contiguous runs of these lengths."""
+    ends = list(itertools.accumulate(shares))
+    return [slice(end - share, end) for end, share in zip(ends, shares, strict=True)]
+
+
+def _reason(
+    device: Device | None, domain: Sequence[Core], num_sharing: int, topology: Topology
+) -> str:
+    share = "all of" if num_sharing == 1 else f"1/{num_sharing} of"
+    nodes = {core.node for core in domain}
+    if len(domain) == len(topology.cores):
+        where = "the host's cores"
+    else:
+        where = f"node{'s' if len(nodes) > 1 else ''} {cpus_text(nodes)}"
+    if device is not None and device.node in nodes:
+        where += ", next to its GPU"
+    elif device is not None and device.node is not None:
+        where += f": node {device.node}, next to its GPU, has no core left"
+    return f"{share} {where}"

@@ -1,0 +1,124 @@
+"""Who waits for what: told to all by each rank's board, and printed when nothing goes on.
+
+    procpipe: no progress for 30.0 s, says rank 0
+      stage 0 (rank 0): in B3, waiting 30.0 s for gradient from stage 1 (rank 1)
+      stage 1 (rank 1): in F5, layer 'conv4' (Conv2d), for 30.1 s; its process 4711 is stopped …
+
+A rank that is stopped or deep in a layer cannot answer, so nobody asks: each rank reads the boards
+of its host. All who wait come to the end of their patience at about the same time; who is first
+prints, and notes it on its board, and the others leave it at that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+
+import psutil
+
+from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.job.board import Board
+from procpipe.notes import write_note
+
+#: A rank lets each lower one be the first to print.
+_TURN_S = 0.02
+
+#: The credentials of a unix socket's peer: process, user, group.
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Watch(Onlooker):
+    """One rank's eyes on the others.
+
+    Args:
+        board: this rank's own.
+        rank: this rank.
+    """
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board = board
+        self._rank = rank
+        self._boards: dict[int, Board] = {rank: board}
+        self._pids: dict[int, int] = {}
+        self._peers: tuple[int, ...] = ()
+        self._has_reported = False
+
+    def look_at(self, mesh: Mesh) -> None:
+        """Find the boards of the peers on this host; called once they are connected."""
+        self._peers = mesh.peers
+        for peer in mesh.peers:
+            sock = mesh.socket_of(peer)
+            if sock.family == socket.AF_UNIX:
+                told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                pid, _, _ = _CREDENTIALS.unpack(told)
+                board = Board.of_process(pid)
+                if board is not None:
+                    self._boards[peer], self._pids[peer] = board, pid
+
+    def close(self) -> None:
+        """Let go of the boards of the peers, each of which takes a descriptor."""
+        self._boards = {self._rank: self._board}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes of those peers whose open files this process may open too."""
+        return dict(self._pids)
+
+    def start_wait(self, what: str, since_s: float) -> None:
+        """Tell what this rank waits for."""
+        self._board.start_wait(what, int(since_s * 1e9))
+
+    def end_wait(self) -> None:
+        """Tell that the wait is over, on the screen too if a stall was reported there."""
+        if self._has_reported:
+            self._has_reported = False
+            reading = self._board.read()
+            waited_s = reading.wait.seconds if reading.wait else 0.0
+            write_note(
+                f"procpipe: stage {self._rank} (rank {self._rank}) goes on after {waited_s:.1f} s"
+            )
+        self._board.end_wait()
+
+    def stalled(self, what: str, waited_s: float) -> None:
+        """Print what every stage is doing, unless another has just done so."""
+        time.sleep(_TURN_S * self._rank)
+        readings = {rank: board.read() for rank, board in self._boards.items()}
+        if any(
+            reading.reported_s is not None and reading.reported_s < waited_s / 2
+            for rank, reading in readings.items()
+            if rank != self._rank
+        ):
+            return
+        self._has_reported = True
+        self._board.note_report()
+        lines = [f"procpipe: no progress for {waited_s:.1f} s, says rank {self._rank}"]
+        for rank in sorted({self._rank, *self._peers}):
+            who = f"  stage {rank} (rank {rank}):"
+            if rank in readings:
+                reading = readings[rank]
+                lines.append(f"{who} {reading.where()}{_state_of(reading.pid)}")
+            else:
+                lines.append(f"{who} on another host")
+        write_note("\n".join(lines))
+
+    def last_seen(self, peer: int) -> str:
+        """Say what a peer of this host was doing when it ended."""
+        if peer not in self._boards:
+            return ""
+        return f"it was last seen {self._boards[peer].read().where()}"
+
+
+def _state_of(pid: int) -> str:
+    """Say what is to be said of a process that does not run, as the end of a sentence."""
+    with contextlib.suppress(psutil.Error):
+        status = psutil.Process(pid).status()
+        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return f"; its process {pid} is stopped (kill -CONT {pid} lets it go on)"
+        if status == psutil.STATUS_ZOMBIE:
+            return f"; its process {pid} has ended"
+        if status == psutil.STATUS_DISK_SLEEP:
+            return f"; its process {pid} waits for a disk or a driver"
+        return ""
+    return f"; its process {pid} has ended"

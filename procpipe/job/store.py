@@ -1,0 +1,293 @@
+"""The job's store, as one part of the job sees it: with a prefix, sealed by the key, and watched.
+
+The launcher's store, or rank 0's, is torch's, and asks nobody who they are: whoever reaches its
+port can read and write it. Where the job has a key that is not in the store, each value is stored
+with a proof (HMAC-SHA256 over its name and itself), and a value without one is an error. Without
+such a key values are stored as they are.
+
+    launchers_store()                      torch's; one a process, for as long as that lives
+      └─ JobStore("procpipe/0/")           of a pipeline
+           └─ .under("<round>/")           of a round, see rollcall.py
+                └─ .under("transport/")    what gloo's processes tell one another
+
+A wait for a value looks whether the start was given up, also one inside of gloo.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore
+
+from procpipe.errors import WaitTimeoutError
+from procpipe.forks import give_up_in_children, keep_for_ever
+from procpipe.job.rollcall import Pause
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_SEAL = b"sealed1:"
+_PROOF_DIGITS = 64
+
+#: Of what nobody vouches for, so much is shown.
+_SHOWN_BYTES = 300
+
+#: How long it may take until it is known who has ended, when the store has.
+_STORY_TIMEOUT_S = 1.0
+
+#: How long a host may take to answer on the store's port, and the wait between two attempts.
+_CONNECT_TIMEOUT_S = 2.0
+_RETRY_S = 0.05
+
+
+class JobStore(Store):  # type: ignore[misc, unused-ignore]
+    """A part of the job's store; also for torch's own use, which calls it from C++.
+
+    Args:
+        store: any of torch's.
+        prefix: begins the names of all values.
+        key: the job's key, if it is not in the store itself.
+        timeout_s: how long to wait for a value.
+        check: called while waiting for a value; raises if the start was given up.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        *,
+        key: bytes | None,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self.underlying_store = store
+        self._prefix = prefix
+        self._key = key
+        self._check_start = check
+        self._timeout_s = timeout_s
+
+    def under(self, prefix: str, check: Callable[[], None] | None = None) -> JobStore:
+        """Return a part of this part."""
+        return JobStore(
+            self.underlying_store,
+            self._prefix + prefix,
+            key=self._key,
+            check=check or self._check_start,
+            timeout_s=self._timeout_s,
+        )
+
+    @property
+    def key(self) -> bytes | None:
+        """The key by which values are sealed, if there is one."""
+        return self._key
+
+    def key_for(self, purpose: str) -> bytes | None:
+        """Return a key for another purpose in this part of the store, if there is one at all."""
+        if self._key is None:
+            return None
+        said = b"key\0" + self._prefix.encode() + b"\0" + purpose.encode()
+        return hmac.new(self._key, said, hashlib.sha256).digest()
+
+    def bare(self) -> Store:
+        """Return this part as torch's own store: unsealed, and for any thread of torch's."""
+        return PrefixStore(self._prefix.rstrip("/"), self.underlying_store)
+
+    def set(self, name: str, value: str | bytes) -> None:
+        """Set a value."""
+        self.underlying_store.set(self._prefix + name, self._sealed(name, value))
+
+    def get(self, name: str) -> bytes:
+        """Return a value, waiting for it to be set.
+
+        Raises:
+            ValueError: it was not set by a process with this one's key.
+        """
+        self.wait([name])
+        return self._opened(name, self.underlying_store.get(self._prefix + name))
+
+    def check(self, names: Iterable[str]) -> bool:
+        """Say whether all of these are set."""
+        return bool(self.underlying_store.check([self._prefix + name for name in names]))
+
+    def multi_get(self, names: Iterable[str]) -> list[bytes]:
+        """Return several values, waiting for all of them."""
+        return [self.get(name) for name in names]
+
+    def compare_set(self, name: str, expected: str, desired: str) -> bytes:
+        """Replace the expected value; where there is none, expect ""."""
+        return bytes(
+            self.underlying_store.compare_set(
+                self._prefix + name,
+                self._sealed(name, expected) if expected else "",
+                self._sealed(name, desired),
+            )
+        )
+
+    def wait(self, names: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all of these are set.
+
+        Raises:
+            DistStoreError: nobody has set them in time.
+        """
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline_s, pause = time.monotonic() + timeout_s, Pause()
+        while not self._has(names):
+            self._check_start()
+            if time.monotonic() > deadline_s:
+                raise DistStoreError(f"nobody has set {', '.join(names)} in {timeout_s:.1f} s")
+            pause()
+
+    def _has(self, names: Iterable[str]) -> bool:
+        """Say whether these are set; if the store has ended, say why, if that is known soon."""
+        try:
+            return self.check(names)
+        except DistError:
+            deadline_s = time.monotonic() + _STORY_TIMEOUT_S
+            while time.monotonic() < deadline_s:
+                self._check_start()
+                time.sleep(_RETRY_S)
+            raise
+
+    def has_extended_api(self) -> bool:
+        """Return False: torch then uses what is above only."""
+        return False
+
+    def _sealed(self, name: str, value: str | bytes) -> Any:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        if self._key is None:
+            return data
+        return _SEAL + self._proof(self._key, name, data) + data
+
+    def _opened(self, name: str, stored: bytes) -> bytes:
+        if self._key is None and not stored.startswith(_SEAL):
+            return stored
+        data = stored.removeprefix(_SEAL)
+        proof, data = data[:_PROOF_DIGITS], data[_PROOF_DIGITS:]
+        if (
+            self._key is not None
+            and stored.startswith(_SEAL)
+            and hmac.compare_digest(proof, self._proof(self._key, name, data))
+        ):
+            return data
+        told = data if stored.startswith(_SEAL) else stored
+        who = "has another key" if self._key is not None else "has a key, and this rank has none"
+        raise ValueError(
+            f"in the job's store, whoever wrote {name!r} {who}: give every rank of the job the "
+            "same PROCPIPE_KEY_FILE, or none of them; if they have it, somebody else writes into "
+            f"the store. What is there, unproven: {told[:_SHOWN_BYTES].decode(errors='replace')!r}"
+        )
+
+    def _proof(self, key: bytes, name: str, data: bytes) -> bytes:
+        # No name holds a zero byte, so no two pairs of name and data look alike.
+        said = b"store\0" + (self._prefix + name).encode() + b"\0" + data
+        return hmac.new(key, said, hashlib.sha256).hexdigest().encode()
+
+
+def launchers_store(timeout_s: float, is_given_up: Callable[[], bool] = lambda: False) -> Store:
+    """Return this process's connection to the store, which stays; the first call opens it.
+
+    Without a launcher rank 0 holds the store, and the others wait for rank 0 here. It stays for
+    as long as the process: another rank may already connect for the next pipeline.
+
+    Args:
+        timeout_s: how long to wait for the store.
+        is_given_up: asked while waiting.
+
+    Raises:
+        WaitTimeoutError: nothing answered where the store should be.
+        DistError: it has ended.
+        ValueError: the environment does not say where it is.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: start the ranks with "
+            "torchrun or procpipe run, or give each the address and a free port of rank 0's host"
+        )
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return _connection(os.getpid(), address).get(timeout_s, is_given_up)
+
+
+@functools.cache
+def _connection(pid: int, address: tuple[str, int]) -> _Connection:
+    """Return the one connection of a process; a forked one has none of its parent's."""
+    del pid
+    return _Connection(address)
+
+
+class _Connection:
+    """A process's end of the store; on rank 0, without a launcher, the store itself."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+        give_up_in_children(self)
+
+    def give_up_in_child(self) -> None:
+        """Leave a forked child's parent its store."""
+        keep_for_ever(self._store)
+
+    def get(self, timeout_s: float, is_given_up: Callable[[], bool]) -> Store:
+        """Return torch's store."""
+        is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        holds = os.environ["RANK"] == "0" and not is_launchers
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            if not holds and self._store is None:
+                _wait_listening(self._address, deadline_s, is_given_up)
+            with self._lock:
+                if self._store is None:
+                    try:
+                        self._store = self._opened(holds, is_launchers)
+                        self._store.set_timeout(timedelta(seconds=timeout_s))
+                    except DistError:
+                        if holds or not _is_listening(self._address):  # it has ended
+                            raise
+                        continue
+                return self._store
+
+    def _opened(self, holds: bool, is_launchers: bool) -> Store:
+        host, port = self._address
+        return TCPStore(
+            host_name=host,
+            port=port,
+            is_master=holds,
+            timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),  # it does listen, or did just now
+            wait_for_workers=False,  # they may come late; the roll call waits for them
+            multi_tenant=not is_launchers,  # the user's process group may have it too
+        )
+
+
+def _wait_listening(
+    address: tuple[str, int], deadline_s: float, is_given_up: Callable[[], bool]
+) -> None:
+    """Wait until the store's port is open; torch's own wait heeds no signal and prints a lot."""
+    begun_s = time.monotonic()
+    while not _is_listening(address):
+        now_s = time.monotonic()
+        if is_given_up() or now_s > deadline_s:
+            raise WaitTimeoutError(
+                f"rank {os.environ.get('RANK')} waited {now_s - begun_s:.1f} s in vain for rank 0 "
+                f"to start: nothing listens at {address[0]} port {address[1]}, where the job's "
+                "store should be; did every process reach its first step?"
+            )
+        time.sleep(_RETRY_S)
+
+
+def _is_listening(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

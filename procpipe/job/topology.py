@@ -1,0 +1,297 @@
+"""What a host has: physical cores, the NUMA nodes they are in, and which of these is next to a GPU.
+
+    /sys/devices/system/cpu/cpu<k>/topology/   which logical CPUs are one core, which a package
+    /sys/devices/system/cpu/cpu<k>/cpu_capacity, /sys/devices/cpu_atom/     which are slower
+    /sys/devices/system/node/node<k>/cpulist   the CPUs of a NUMA node
+    /sys/bus/pci/devices/<id>/                 the NUMA node of a GPU, and its CPUs
+
+Only CPUs that this process may run on count: a container or a batch system may have left it a few.
+Parts of /sys may be missing (containers, other systems); then each CPU is a core of its own, all in
+one node. Read with few system calls, since every process does it as it starts: one file a core.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_NODE_FOLDER = re.compile(r"node(\d+)")
+_PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?")
+
+
+@dataclass(frozen=True)
+class Core:
+    """A physical core.
+
+    Attributes:
+        cpus: its logical CPUs that may be used; two with SMT.
+        package: the package (socket) it is in.
+        node: its NUMA node.
+        kind: 0 for a host's fastest cores, 1 for the next slower kind, …
+    """
+
+    cpus: tuple[int, ...]
+    package: int = 0
+    node: int = 0
+    kind: int = 0
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU.
+
+    Attributes:
+        pci: its address on the PCI bus: "0000:3b:00.0".
+        node: the NUMA node it is next to, None if the host does not say.
+    """
+
+    pci: str
+    node: int | None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The cores that may be used, in the order of node, then of logical CPUs.
+
+    Attributes:
+        cores: the cores.
+    """
+
+    cores: tuple[Core, ...]
+
+    @property
+    def num_cpus(self) -> int:
+        """The number of logical CPUs."""
+        return sum(len(core.cpus) for core in self.cores)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The NUMA nodes that have cores, in order."""
+        return tuple(sorted({core.node for core in self.cores}))
+
+    def cores_of(self, node: int) -> tuple[Core, ...]:
+        """Return the cores of a node."""
+        return tuple(core for core in self.cores if core.node == node)
+
+    def summary(self) -> str:
+        """Say it in words: "64 cores (128 logical CPUs), 2 packages, 2 NUMA nodes"."""
+        told = _counted(len(self.cores), "core")
+        if self.num_cpus != len(self.cores):
+            told += f" ({self.num_cpus} logical CPUs)"
+        kinds = Counter(core.kind for core in self.cores)
+        if len(kinds) > 1:
+            told += f", {kinds[0]} of them faster than the others"
+        packages = {core.package for core in self.cores}
+        return (
+            f"{told}, {_counted(len(packages), 'package')}, "
+            f"{_counted(len(self.nodes), 'NUMA node')}"
+        )
+
+
+def read_topology(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Topology:
+    """Read what this host has; about 20 us a core.
+
+    Args:
+        root: where ``sys`` is.
+        allowed: the logical CPUs that count; by default those this process may run on.
+    """
+    cpu_folder = f"{root}/sys/devices/system/cpu"
+    cpus = set(os.sched_getaffinity(0) if allowed is None else allowed)
+    online = _read_cpus(f"{cpu_folder}/online")
+    cpus = (cpus & online) or cpus  # an offline CPU may stay in a mask that was set before
+    groups = _cores(cpu_folder, sorted(cpus))
+    packages = _packages(cpu_folder, groups)
+    nodes = _nodes(f"{root}/sys/devices/system/node")
+    kinds = _kinds(root, groups)
+    cores = [
+        Core(group, package, nodes.get(group[0], 0), kind)
+        for group, package, kind in zip(groups, packages, kinds, strict=True)
+    ]
+    return Topology(tuple(sorted(cores, key=lambda core: (core.node, core.cpus))))
+
+
+def read_device(pci: str, root: Path = Path("/")) -> Device:
+    """Read where a GPU is.
+
+    Args:
+        pci: its address on the PCI bus, in any of the usual spellings.
+        root: where ``sys`` is.
+
+    Raises:
+        ValueError: that is no such address.
+    """
+    pci = normal_pci(pci)
+    folder = f"{root}/sys/bus/pci/devices/{pci}"
+    node = _read_number(f"{folder}/numa_node")
+    if node is None or node < 0:  # a virtual machine, often; what CPUs are near may yet be told
+        cpus = _read_cpus(f"{folder}/local_cpulist")
+        of_cpu = _nodes(f"{root}/sys/devices/system/node")
+        near = {of_cpu.get(cpu) for cpu in cpus}
+        node = near.pop() if len(near) == 1 else None
+    return Device(pci, node)
+
+
+def gpu_pcis() -> list[str | None]:
+    """Return the PCI address of each GPU that torch can use here, by its index; imports torch.
+
+    An address is None with a torch that does not tell (before 2.8).
+    """
+    import torch
+
+    return [
+        pci_of(torch.cuda.get_device_properties(index))
+        for index in range(torch.cuda.device_count())
+    ]
+
+
+def normal_pci(text: str) -> str:
+    """Return a PCI address as /sys spells it: "00000000:3B:00.0" is "0000:3b:00.0".
+
+    Raises:
+        ValueError: that is no such address.
+    """
+    match = _PCI.fullmatch(text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is no PCI address like '0000:3b:00.0'")
+    domain, bus, device, function = match.groups()
+    return f"{int(domain or '0', 16):04x}:{bus:0>2}:{device:0>2}.{function or 0}"
+
+
+def parse_cpus(text: str) -> set[int]:
+    """Return the CPUs of a list as the kernel writes it: "0-2,8" is 0, 1, 2 and 8.
+
+    Raises:
+        ValueError: that is no such list.
+    """
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def cpus_text(cpus: Iterable[int]) -> str:
+    """Write CPUs as the kernel does: 0, 1, 2 and 8 are "0-2,8"."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
+
+
+def pci_of(properties: object) -> str | None:
+    """Return the PCI address that torch's properties of a GPU hold; None if torch is too old."""
+    try:
+        domain, bus, device = (
+            int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device")
+        )
+    except AttributeError:
+        return None
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def _cores(folder: str, cpus: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the CPUs grouped by physical core, reading one file a core."""
+    groups: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for cpu in cpus:
+        if cpu not in seen:
+            siblings = _first_cpus(
+                f"{folder}/cpu{cpu}/topology/core_cpus_list",
+                f"{folder}/cpu{cpu}/topology/thread_siblings_list",  # before Linux 5.5
+            )
+            group = (siblings.intersection(cpus) - seen) | {cpu}
+            seen |= group
+            groups.append(tuple(sorted(group)))
+    return groups
+
+
+def _packages(folder: str, groups: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return each core's package, counted from 0, reading one file a package."""
+    package_of: dict[int, int] = {}
+    num_packages = 0
+    for group in groups:
+        if group[0] not in package_of:
+            members = _first_cpus(
+                f"{folder}/cpu{group[0]}/topology/package_cpus_list",
+                f"{folder}/cpu{group[0]}/topology/core_siblings_list",  # before Linux 5.5
+            )
+            if not members and num_packages:  # the host does not say: all are in one
+                num_packages -= 1
+            package_of |= dict.fromkeys({*members, *group}, num_packages)
+            num_packages += 1
+    return [package_of[group[0]] for group in groups]
+
+
+def _nodes(folder: str) -> dict[int, int]:
+    """Return the NUMA node of each CPU; nothing where the host does not say."""
+    node_of: dict[int, int] = {}
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return {}
+    for name in names:
+        match = _NODE_FOLDER.fullmatch(name)
+        if match is not None:
+            cpus = _read_cpus(f"{folder}/{name}/cpulist")
+            node_of |= dict.fromkeys(cpus, int(match[1]))
+    return node_of
+
+
+def _kinds(root: Path, groups: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return each core's kind, 0 the fastest."""
+    folder = f"{root}/sys/devices/system/cpu"
+    capacities: list[int] = [0] * len(groups)
+    if groups and _read_number(f"{folder}/cpu{groups[0][0]}/cpu_capacity") is not None:
+        paths = (f"{folder}/cpu{group[0]}/cpu_capacity" for group in groups)
+        capacities = [_read_number(path) or 0 for path in paths]
+    elif slower := _read_cpus(f"{root}/sys/devices/cpu_atom/cpus"):
+        capacities = [-1 if group[0] in slower else 0 for group in groups]
+    fastest_first = sorted(set(capacities), reverse=True)
+    return [fastest_first.index(capacity) for capacity in capacities]
+
+
+def _first_cpus(*paths: str) -> set[int]:
+    for path in paths:
+        if cpus := _read_cpus(path):
+            return cpus
+    return set()
+
+
+def _read_cpus(path: str) -> set[int]:
+    try:
+        return parse_cpus(_read(path))
+    except ValueError:
+        return set()
+
+
+def _read_number(path: str) -> int | None:
+    try:
+        return int(_read(path))
+    except ValueError:
+        return None
+
+
+def _read(path: str) -> str:
+    """Return a small file's text, "" if there is none; a third of the time ``open`` takes."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        return os.read(descriptor, 1 << 16).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -1,0 +1,160 @@
+"""From a plan to the program of each stage: what it runs, sends and receives, in order.
+
+The clock of a plan is logical and nobody waits for a cycle to end. What the cycles give is one
+total order that every stage shares: after cycle ``k`` comes its fence, a list of the transfers of
+all tensors made in the cycle, the same list for everybody.
+
+    cycle 0   F0@0
+              ─── fence 0:  activation 0: 0->1
+    cycle 1   F1@0   F0@1
+              ─── fence 1:  activation 1: 0->1,  activation 0: 1->2
+    cycle 2   F2@0   F1@1   F0@2
+              ─── fence 2:  …
+
+**Why fences.** Let a send block until its receive has been posted (a rendezvous: gloo is like
+that, and every other transport is when its buffers are full). Two stages that both send first, or
+that post a receive no sooner than they come to need the tensor, can then wait for each other in a
+ring. With fences they cannot. Take the first transfer, in the total order, that has not been made:
+each of its ends has done all that it has to do before, so both stand at it.
+
+**Why receives are hoisted.** A receive that is posted no sooner than its fence leaves the sender
+waiting and the link idle while the receiver computes. So it moves up, past ``ahead`` tasks of its
+own stage, and the tensor arrives while the task before its use is running:
+
+    ahead = 0    run F0@1   receive activation 1: 0->1   send activation 0: 1->2   run F1@1
+    ahead = 1    receive activation 1: 0->1   run F0@1   send activation 0: 1->2   run F1@1
+
+Posting blocks nobody, so that doing it sooner cannot make anybody wait who did not wait before:
+the argument above still holds. It costs one more buffer, and no more than that; a receive
+further ahead would hold memory (and, on a GPU, the cores that a waiting receive occupies) for
+nothing. All receives move up by the same number of tasks, so each channel keeps its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from procpipe.plan.routes import Routes, Transfer
+from procpipe.plan.task import Plan, Row, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Take in what the task needs, waiting for it if it must, and run the task."""
+
+    task: Task
+
+    def __str__(self) -> str:
+        return f"run {self.task}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send what the stage has made."""
+
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return f"send {self.transfer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """From here on a buffer may be posted for this message; does not wait for it.
+
+    The message is taken when the task that needs it runs; the loss, at the end of the program.
+    """
+
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return f"receive {self.transfer}"
+
+
+Step = Run | Send | Receive
+Program = tuple[Step, ...]
+
+#: A transfer with the cycle that made it.
+_Fenced = tuple[int, Transfer]
+
+
+def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
+    """List the transfers after each cycle: by the stage that sends, then as its task sends them."""
+    return [
+        tuple(
+            transfer
+            for task in sorted(cycle, key=lambda task: plan.placement[task.j])
+            for transfer in routes.leaving(task, plan)
+        )
+        for cycle in plan.cycles
+    ]
+
+
+def program(plan: Plan, routes: Routes, stage: int, *, ahead: int = 1) -> Program:
+    """Make the program of one stage.
+
+    Looks only at the stages that speak to this one, so it stays quick with thousands of others.
+
+    Args:
+        plan: what is to be run.
+        routes: where its tensors go.
+        stage: whose program.
+        ahead: how many tasks of this stage a receive is moved up by; 0 leaves it at its fence.
+    """
+    makers = sorted([stage, *routes.sources(stage)])
+    touching = [
+        (k, transfer)
+        for maker in makers
+        for k, task in plan.row(maker)
+        for transfer in routes.leaving(task, plan)
+        if stage in routes.stages_of(transfer)
+    ]
+    touching.sort(key=lambda fenced: fenced[0])  # stable: within a fence by maker, as in fences()
+    return _arranged(plan.row(stage), _split(stage, touching, routes), ahead)
+
+
+def programs(plan: Plan, routes: Routes, *, ahead: int = 1) -> tuple[Program, ...]:
+    """Make the programs of all stages; ``programs(…)[j]`` equals ``program(…, j)``."""
+    touching: list[list[_Fenced]] = [[] for _ in range(plan.num_stages)]
+    for k, fence in enumerate(fences(plan, routes)):
+        for transfer in fence:
+            for stage in routes.stages_of(transfer):
+                touching[stage].append((k, transfer))
+    return tuple(
+        _arranged(plan.row(stage), _split(stage, touching[stage], routes), ahead)
+        for stage in range(plan.num_stages)
+    )
+
+
+def _split(stage: int, touching: Iterable[_Fenced], routes: Routes) -> Iterator[tuple[int, Step]]:
+    """Make the steps of one stage's transfers, each with its cycle."""
+    for k, transfer in touching:
+        is_sender = routes.placement[transfer.source] == stage
+        yield k, Send(transfer) if is_sender else Receive(transfer)
+
+
+def _arranged(row: Row, transfers: Iterable[tuple[int, Step]], ahead: int) -> Program:
+    """Put one stage's tasks, and its transfers in fence order, into a program.
+
+    Each step gets a place ``(p, rank)`` and a stable sort does the rest. For the p-th task:
+
+        rank 0     receives that were hoisted to this task
+        rank 1     the task
+        rank 2     its fence, and the fences up to the stage's next task
+
+    What would be hoisted past the first task comes to stand at the start of the program.
+    """
+    if ahead < 0:
+        raise ValueError(f"a receive can be posted 0 or more tasks ahead, not {ahead}")
+    placed: list[tuple[tuple[int, int], Step]] = [
+        ((p, 1), Run(task)) for p, (_, task) in enumerate(row)
+    ]
+    num_done = 0  # tasks of this stage in the cycles up to the fence
+    for k, step in transfers:
+        while num_done < len(row) and row[num_done][0] <= k:
+            num_done += 1
+        is_hoisted = isinstance(step, Receive) and ahead > 0
+        placed.append(((num_done - ahead, 0) if is_hoisted else (num_done - 1, 2), step))
+    placed.sort(key=lambda step: step[0])
+    return tuple(step for _, step in placed)

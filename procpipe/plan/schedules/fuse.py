@@ -1,0 +1,62 @@
+"""Backward in one where it need not be in two.
+
+A split costs something: two tasks for one, and tensors that are kept between them. It gains
+something only where another stage waits for the gradient while the weights' are still to come.
+Where ``W`` follows right after its ``I``, and whoever uses the gradient starts no sooner than ``W``
+ends, both are one ``B`` and nobody starts later:
+
+    stage 0   ······[I0][W0]            stage 0   ······[I0][W0]
+    stage 1   [I0][W0]                  stage 1   [──B0──]          and likewise B0 on stage 0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from procpipe.plan.costs import Costs
+from procpipe.plan.schedules.rows import plan_of_rows
+from procpipe.plan.simulate import Timeline, simulate
+from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, Task
+
+
+def fused(plan: Plan, costs: Costs) -> Plan:
+    """Join halves of backward tasks that nobody needs apart; nothing starts later for it.
+
+    Args:
+        plan: a plan that verifies.
+        costs: what its tasks and transfers cost.
+    """
+    timeline = simulate(plan, costs)
+    hops_s = (0.0, *costs.hops_s(plan.placement))
+    rows = [
+        list(_joined(plan.tasks_of(stage), timeline, hops_s)) for stage in range(plan.num_stages)
+    ]
+    return plan_of_rows(plan.num_micro_batches, rows, plan.placement)
+
+
+def _joined(row: Sequence[Task], timeline: Timeline, hops_s: Sequence[float]) -> Iterator[Task]:
+    follows = dict(pairwise(row))
+    joined: set[Task] = set()
+    for task in row:
+        kind, i, j = task
+        second = Task(WEIGHT_GRADIENT, i, j)
+        is_pair = kind == INPUT_GRADIENT and follows.get(task) == second
+        if is_pair and timeline.end_s(second) + hops_s[j] <= _needed_s(i, j, timeline):
+            joined.add(second)
+            yield Task(BACKWARD, i, j)
+        elif task not in joined:
+            yield task
+
+
+def _needed_s(i: int, j: int, timeline: Timeline) -> float:
+    """Tell when the partition before starts to use the gradient that partition ``j`` makes."""
+    if j == 0:
+        return math.inf
+    for kind in (INPUT_GRADIENT, BACKWARD):
+        try:
+            return timeline.start_s(Task(kind, i, j - 1))
+        except KeyError:
+            continue
+    raise ValueError(f"micro-batch {i} does not go backward in partition {j - 1}")

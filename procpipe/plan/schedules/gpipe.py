@@ -1,0 +1,175 @@
+"""GPipe's schedule, fill and drain: every micro-batch forward, then every micro-batch backward.
+
+A cycle holds at most one task a stage, and a micro-batch moves on by one stage a cycle. The
+backward pass mirrors the forward pass with the micro-batches in reverse order, so the micro-batch
+whose activations are the youngest is the first to free them.
+
+    k   stage 0   stage 1   stage 2          (m = 3, n = 3, recompute = {0, 1}: 'except_last')
+    0   F0
+    1   F1        F0                         fill
+    2   F2        F1        F0
+    3             F2        F1
+    4                       F2               drain
+    5                       B2
+    6             B2        R1
+    7   B2        R1        B1
+    8   R1        B1        R0
+    9   B1        R0        B0
+    10  R0        B0
+    11  B0
+
+A recomputation sits in the cycle before its backward, which is the one in which the next stage
+makes the gradient: R1 of stage 1 runs beside B1 of stage 2, and only B1 of stage 1 waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from procpipe.plan.placement import partitions_of
+from procpipe.plan.schedules.rows import plan_of_rows
+from procpipe.plan.schedules.waves import Wave, Waves
+from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Cycle, Plan, Task
+
+
+def clock_cycles(m: int, n: int) -> Iterator[Cycle]:
+    """Make the forward cycles: cycle ``k`` holds every ``F(i,j)`` with ``i + j = k``.
+
+    m: number of micro-batches    i: index of a micro-batch
+    n: number of stages           j: index of a stage
+    k: clock cycle
+
+    k   (i,j) (i,j) (i,j)
+    -   ----- ----- -----
+    0   (0,0)
+    1   (1,0) (0,1)
+    2   (2,0) (1,1) (0,2)
+    3         (2,1) (1,2)
+    4               (2,2)
+    """
+    return iter(Waves(_forward(m, n)))
+
+
+def backward_cycles(m: int, n: int, recompute: Collection[int] = ()) -> Iterator[Cycle]:
+    """Make the backward cycles: micro-batches in reverse, from the last stage to stage 0.
+
+        d: distance from the last stage, n - 1 - j
+        p: place of a task in the work that every stage does in turn, (R(i)) B(i) for i = m-1 … 0
+        k: clock cycle, p + d
+
+        k   stage 0   stage 1   stage 2          (m = 2, n = 3, recompute = {0, 1})
+        0                       R1
+        1             R1        B1
+        2   R1        B1        R0
+        3   B1        R0        B0
+        4   R0        B0
+        5   B0
+
+    Args:
+        m: the number of micro-batches.
+        n: the number of stages.
+        recompute: the micro-batches to recompute right before their backward.
+    """
+    return iter(Waves(_backward(m, n, recompute)))
+
+
+def gpipe(
+    m: int,
+    n: int,
+    *,
+    recompute: Collection[int] = (),
+    backward: bool = True,
+    placement: tuple[int, ...] = (),
+) -> Plan:
+    """Plan a whole mini-batch, forward and then backward.
+
+    Args:
+        m: the number of micro-batches.
+        n: the number of stages.
+        recompute: the micro-batches to recompute; ``recomputed`` makes them from a mode.
+        backward: whether to plan the backward pass, too.
+        placement: the stage of each partition. Where a stage runs several, it takes all
+            micro-batches through one before the next.
+    """
+    if placement not in ((), tuple(range(n))):
+        return _of_partitions(m, n, placement, recompute, forward=True, backward=backward)
+    waves = [_forward(m, n)]
+    if backward:
+        waves.append(_backward(m, n, recompute))
+    return Plan(m, n, Waves(*waves))
+
+
+def forward_plan(m: int, n: int, placement: tuple[int, ...] = ()) -> Plan:
+    """Plan the forward pass alone, for evaluation or a backward pass that the user will call."""
+    return gpipe(m, n, backward=False, placement=placement)
+
+
+def backward_plan(
+    m: int, n: int, recompute: Collection[int] = (), placement: tuple[int, ...] = ()
+) -> Plan:
+    """Plan the backward pass alone, after a forward pass that has a plan of its own."""
+    if placement not in ((), tuple(range(n))):
+        return _of_partitions(m, n, placement, recompute, forward=False, backward=True)
+    return Plan(m, n, Waves(_backward(m, n, recompute)))
+
+
+def _of_partitions(
+    m: int,
+    n: int,
+    placement: tuple[int, ...],
+    recompute: Collection[int],
+    *,
+    forward: bool,
+    backward: bool,
+) -> Plan:
+    rows: list[list[Task]] = []
+    for stage in range(n):
+        ours = partitions_of(placement, stage)
+        row = [Task(FORWARD, i, j) for j in ours for i in range(m)] if forward else []
+        if backward:
+            work = list(zip(*_backward_work(m, recompute), strict=True))
+            row += [Task(kind, i, j) for j in reversed(ours) for kind, i in work]
+        rows.append(row)
+    return plan_of_rows(m, rows, placement)
+
+
+def recomputed(mode: str, m: int) -> frozenset[int]:
+    """Choose the micro-batches to recompute.
+
+    Args:
+        mode: ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none.
+        m: how many micro-batches there really are, which may be fewer than the user's ``chunks``;
+            the last of *these* is the one that ``"except_last"`` spares.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    counts = {"always": m, "except_last": m - 1, "never": 0}
+    if mode not in counts:
+        raise ValueError(
+            f"the checkpoint mode is {mode!r}; it must be one of 'always', 'except_last', 'never'"
+        )
+    return frozenset(range(counts[mode]))
+
+
+def _forward(m: int, n: int) -> Wave:
+    return Wave((FORWARD,) * m, range(m), n)
+
+
+def _backward(m: int, n: int, recompute: Collection[int]) -> Wave:
+    kinds, micro_batches = _backward_work(m, recompute)
+    return Wave(tuple(kinds), tuple(micro_batches), n, upwards=True)
+
+
+def _backward_work(m: int, recompute: Collection[int]) -> tuple[list[str], list[int]]:
+    """List the kinds and micro-batches of what takes a partition's micro-batches backward."""
+    strangers = sorted(set(recompute) - set(range(m)))
+    if strangers:
+        raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
+    kinds: list[str] = []
+    micro_batches: list[int] = []
+    for i in reversed(range(m)):
+        work = (RECOMPUTE, BACKWARD) if i in recompute else (BACKWARD,)
+        kinds.extend(work)
+        micro_batches.extend([i] * len(work))
+    return kinds, micro_batches

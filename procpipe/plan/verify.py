@@ -1,0 +1,259 @@
+"""Proof that a plan can run, before it does: every fault at once, or none.
+
+    1. tasks        each task once, for a partition and a micro-batch that there are, one a stage
+                    and cycle; every forward has its backward, whole or in two, so that nothing
+                    stays held when the plan ends (unless the plan holds no backward at all)
+    2. order        what a task uses was made in an earlier cycle
+    3. transfers    the programs run the plan's tasks; every tensor that leaves is sent once and
+                    received once, in the same order at both ends of its channel
+    4. deadlock     the programs come to their end on channels without any buffer
+
+A plan that holds only backward follows one that held only forward: its forward tasks count as
+done. A deadlock is looked for only where the rest is sound, because any other fault would stall
+the run as well and be told twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from procpipe.errors import PlanError
+from procpipe.plan.placement import placement_faults
+from procpipe.plan.program import Program, Receive, Run, Send, fences
+from procpipe.plan.program import programs as make_programs
+from procpipe.plan.rendezvous import deadlocks
+from procpipe.plan.routes import Channel, Routes, Transfer
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    KINDS,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Plan,
+    Task,
+)
+
+#: The cycles that hold a task, ascending; one, if all is well.
+_Cycles = Mapping[Task, Sequence[int]]
+
+
+def verify(
+    plan: Plan, routes: Routes, programs: Sequence[Program] | None = None, *, ahead: int = 1
+) -> None:
+    """Prove that a plan runs to its end on any transport.
+
+    Args:
+        plan: what is to be run.
+        routes: where its tensors go.
+        programs: the program of each stage, if not those that the plan makes.
+        ahead: how many tasks ahead those post a receive.
+
+    Raises:
+        PlanError: the plan or its programs have faults; lists all of them.
+    """
+    if routes.num_stages != plan.num_stages:
+        counts = f"{plan.num_stages} stages and the routes {routes.num_stages}"
+        raise PlanError([f"the plan has {counts}; both must be of the same model"])
+    if routes.placement != plan.placement:
+        places = f"{list(plan.placement)} and the routes of {list(routes.placement)}"
+        raise PlanError([f"the plan has the placement {places}; both must be of the same model"])
+    if misplaced := list(placement_faults(plan.placement, plan.num_stages)):
+        raise PlanError(misplaced)
+    cycles = _cycles_of(plan)
+    faults = [*_task_faults(plan, cycles), *_order_faults(routes, cycles)]
+    if programs is None and not faults:
+        programs = make_programs(plan, routes, ahead=ahead)
+    if programs is not None:
+        faults += _program_faults(plan, routes, programs)
+        faults = faults or deadlocks(programs, routes)
+    if faults:
+        raise PlanError(faults)
+
+
+def _cycles_of(plan: Plan) -> _Cycles:
+    cycles: defaultdict[Task, list[int]] = defaultdict(list)
+    for k, cycle in enumerate(plan.cycles):
+        for task in cycle:
+            cycles[task].append(k)
+    return dict(cycles)
+
+
+# 1. Tasks -----------------------------------------------------------------------------------
+
+
+def _task_faults(plan: Plan, cycles: _Cycles) -> Iterator[str]:
+    for task, when in cycles.items():
+        if task.kind not in KINDS:
+            yield f"{task} is of the unknown kind {task.kind!r}; known: {', '.join(KINDS)}"
+        if not 0 <= task.i < plan.num_micro_batches:
+            yield f"{task} is of a micro-batch that is not there: {plan.num_micro_batches}, from 0"
+        if not 0 <= task.j < plan.num_partitions:
+            yield f"{task} is of a partition that is not there: {plan.num_partitions}, from 0"
+        if len(when) > 1:
+            yield f"{task} comes {len(when)} times, in cycles {', '.join(map(str, when))}"
+    yield from _crowded(plan)
+    yield from _missing(plan, cycles)
+
+
+def _crowded(plan: Plan) -> Iterator[str]:
+    stages = dict(enumerate(plan.placement))
+    for k, cycle in enumerate(plan.cycles):
+        busy = [stages.get(task.j) for task in cycle]
+        if len(set(busy)) == len(cycle):
+            continue
+        for stage in sorted({stage for stage in busy if stage is not None}):
+            if (count := busy.count(stage)) > 1:
+                tasks = " and ".join(str(task) for task in cycle if stages.get(task.j) == stage)
+                yield f"stage {stage} has {count} tasks in cycle {k}: {tasks}"
+
+
+def _missing(plan: Plan, cycles: _Cycles) -> Iterator[str]:
+    kinds = {task.kind for task in cycles}
+    backward = kinds & {BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT}
+    if not backward and FORWARD not in kinds:
+        yield "the plan takes nothing forward and nothing backward"
+    for i in range(plan.num_micro_batches):
+        for j in range(plan.num_partitions):
+            if FORWARD in kinds and (FORWARD, i, j) not in cycles:
+                yield f"{Task(FORWARD, i, j)} is missing"
+            if backward:
+                yield from _backward_faults(i, j, cycles)
+    for task in cycles:
+        if task.kind == RECOMPUTE and not {t for t in _backwards(task.i, task.j) if t in cycles}:
+            yield f"{task} recomputes for {Task(BACKWARD, task.i, task.j)}, which is missing"
+
+
+def _backwards(i: int, j: int) -> tuple[Task, Task]:
+    return Task(BACKWARD, i, j), Task(INPUT_GRADIENT, i, j)
+
+
+def _backward_faults(i: int, j: int, cycles: _Cycles) -> Iterator[str]:
+    """Find a micro-batch that goes backward not at all, by half, or twice."""
+    whole, first = _backwards(i, j)
+    second = Task(WEIGHT_GRADIENT, i, j)
+    if whole in cycles:
+        if halves := [task for task in (first, second) if task in cycles]:
+            yield f"{whole} and {' and '.join(map(str, halves))} are both there"
+    elif first not in cycles and second not in cycles:
+        yield f"{whole} is missing"
+    else:
+        for half, other in ((first, second), (second, first)):
+            if half not in cycles:
+                yield f"{half} is missing, but {other} is there"
+
+
+# 2. Order -----------------------------------------------------------------------------------
+
+
+def _order_faults(routes: Routes, cycles: _Cycles) -> Iterator[str]:
+    for task, (when, *_) in cycles.items():
+        for before in _local_needs(task):
+            if before in cycles and cycles[before][0] >= when:
+                yield f"{task} in cycle {when} needs {before}, in cycle {cycles[before][0]}"
+        for transfer in routes.used_by(task):
+            for maker in transfer.makers:
+                if maker in cycles and cycles[maker][0] >= when:
+                    yield (
+                        f"{task} in cycle {when} needs '{transfer}',"
+                        f" which {maker} makes in cycle {cycles[maker][0]}"
+                    )
+
+
+def _local_needs(task: Task) -> Sequence[Task]:
+    """List what must have run before on the same stage, if the plan holds it."""
+    _, i, j = task
+    if task.kind in (BACKWARD, INPUT_GRADIENT):
+        return Task(FORWARD, i, j), Task(RECOMPUTE, i, j)
+    if task.kind == RECOMPUTE:
+        return (Task(FORWARD, i, j),)
+    if task.kind == WEIGHT_GRADIENT:
+        return (Task(INPUT_GRADIENT, i, j),)
+    return ()
+
+
+# 3. Transfers -------------------------------------------------------------------------------
+
+
+def _program_faults(plan: Plan, routes: Routes, programs: Sequence[Program]) -> Iterator[str]:
+    if len(programs) != plan.num_stages:
+        yield f"there are {len(programs)} programs for {plan.num_stages} stages"
+        return
+    out, into = defaultdict(list), defaultdict(list)
+    for fence in fences(plan, routes):
+        for transfer in fence:
+            source, destination = routes.stages_of(transfer)
+            out[source].append(transfer)
+            into[destination].append(transfer)
+    for stage, program in enumerate(programs):
+        yield from _run_faults(stage, program, plan.tasks_of(stage))
+        yield from _differences(stage, "send", out[stage], _sends(program))
+        yield from _differences(stage, "receive", into[stage], _receives(program))
+        yield from _place_faults(stage, program, routes)
+    yield from _channel_faults(programs)
+
+
+def _run_faults(stage: int, program: Program, tasks: Sequence[Task]) -> Iterator[str]:
+    runs = [step.task for step in program if isinstance(step, Run)]
+    yield from _differences(stage, "run", tasks, runs)
+    if Counter(runs) == Counter(tasks):
+        for run, task in zip(runs, tasks, strict=True):
+            if run != task:
+                yield f"stage {stage} runs {run} where the plan has {task}"
+
+
+def _differences(
+    stage: int, verb: str, expected: Iterable[object], found: Iterable[object]
+) -> Iterator[str]:
+    """Say which steps a program lacks, and which it holds without reason or more than once."""
+    right, real = Counter(expected), Counter(found)
+    for thing in right | real:
+        if not real[thing]:
+            yield f"stage {stage} does not {verb} '{thing}'"
+        elif not right[thing]:
+            yield f"stage {stage} would {verb} '{thing}', which the plan does not hold there"
+        elif real[thing] != right[thing]:
+            yield f"stage {stage} would {verb} '{thing}' {real[thing]} times, not {right[thing]}"
+
+
+def _place_faults(stage: int, program: Program, routes: Routes) -> Iterator[str]:
+    """Find sends before the task that makes the tensor, and receives after the one that uses it."""
+    place = {step: index for index, step in reversed([*enumerate(program)])}  # the first place
+    for step, index in place.items():
+        if isinstance(step, Send):
+            for maker in step.transfer.makers:
+                if index < place.get(Run(maker), -1):
+                    yield f"stage {stage} sends '{step.transfer}' before {maker} has made it"
+        if isinstance(step, Run):
+            for transfer in routes.needed(step.task):
+                if index < place.get(Receive(transfer), -1):
+                    yield f"stage {stage} posts '{transfer}' only after {step.task}, which needs it"
+
+
+def _channel_faults(programs: Sequence[Program]) -> Iterator[str]:
+    sent = _by_channel(transfer for program in programs for transfer in _sends(program))
+    received = _by_channel(transfer for program in programs for transfer in _receives(program))
+    for channel in sorted(sent.keys() & received.keys()):
+        out, into = sent[channel], received[channel]
+        if out != into and sorted(out) == sorted(into):
+            kind, source, destination = channel
+            yield (
+                f"the channel {kind} {source}->{destination} carries micro-batches"
+                f" {' '.join(map(str, out))} as sent and {' '.join(map(str, into))} as received"
+            )
+
+
+def _by_channel(transfers: Iterable[Transfer]) -> Mapping[Channel, list[int]]:
+    channels: defaultdict[Channel, list[int]] = defaultdict(list)
+    for transfer in transfers:
+        channels[transfer.channel].append(transfer.i)
+    return channels
+
+
+def _sends(program: Program) -> list[Transfer]:
+    return [step.transfer for step in program if isinstance(step, Send)]
+
+
+def _receives(program: Program) -> list[Transfer]:
+    return [step.transfer for step in program if isinstance(step, Receive)]

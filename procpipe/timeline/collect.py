@@ -1,0 +1,223 @@
+"""Brings what every rank records to rank 0 as the run goes, and writes it as one file.
+
+    every rank     after each step ── its record, as JSON ──▶  rank 0 keeps the first and the last
+    connecting     rank 0 reads all clocks (clocks.py)
+    closing        each rank says so and stays a moment; rank 0 reads the clocks again and writes
+    failing        rank 0 writes what it has: all steps but the one that failed
+
+Nothing is gathered at the end, so a failure loses little and nobody waits for it. If it is rank 0
+that is killed there is no file. What is kept is bounded: the first ``FIRST`` steps and the last
+``LAST``. Disks are not shared; only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from procpipe.channel.mesh import Mesh
+from procpipe.errors import WaitTimeoutError
+from procpipe.notes import write_note
+from procpipe.run.messages import decode, encode
+from procpipe.timeline.chrome import to_chrome
+from procpipe.timeline.clocks import Clocks, Reading
+from procpipe.timeline.merging import merged
+from procpipe.timeline.recording import Recording
+
+#: How many steps are kept, from the beginning and from the end of a run.
+FIRST, LAST = 5, 100
+
+#: The mesh's kind for records, with what a frame is in its flags.
+TRACE = 49
+_RECORD, _CLOSING, _RELEASED = range(3)
+
+#: How long a rank that closes waits for rank 0 to close, too, and read its clock again.
+_LINGER_S = 10.0
+
+#: How often such a wait looks at what no socket tells.
+_LOOK_EVERY_S = 0.1
+
+#: The files that this process's stages write or have written.
+_claimed: set[Path] = set()
+
+
+def claimed(path: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """Check before a long run that its file will have a place, and keep that for one stage.
+
+    Raises:
+        ValueError: there is no such folder, or another stage of this process writes the file or
+            has written it, which would be lost.
+    """
+    if path is None:
+        return None
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"trace is {str(path)!r}, but must be a file in a folder that is there")
+    whole = Path(path).resolve()
+    if whole in _claimed:
+        raise ValueError(
+            f"trace is {str(path)!r}, but another stage of this process writes that file or has "
+            "written it: give each stage a file of its own"
+        )
+    _claimed.add(whole)
+    return path
+
+
+class Kept:
+    """The first and the last of many records."""
+
+    def __init__(self) -> None:
+        self.num_added = 0
+        self._first: list[bytes] = []
+        self._last: deque[bytes] = deque(maxlen=LAST)
+
+    def add(self, record: bytes) -> None:
+        """Add a record; one in the middle is let go for it."""
+        self.num_added += 1
+        if len(self._first) < FIRST:
+            self._first.append(record)
+        else:
+            self._last.append(record)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._first
+        yield from self._last
+
+
+class Tracing:
+    """One rank's part in the recording of a run; every rank makes one.
+
+    Args:
+        path: where rank 0 writes.
+        mesh: this rank's sockets.
+        clocks: this rank's part in comparing clocks.
+        facts: what the stages were made with; plain JSON, put into the file.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], mesh: Mesh, clocks: Clocks, facts: Mapping[str, Any]
+    ) -> None:
+        self._path = Path(path)
+        self._mesh = mesh
+        self._clocks = clocks
+        self._facts = dict(facts)
+        self._is_writer = mesh.rank == 0
+        self._plans: dict[str, str] = {}
+        self._readings: dict[int, list[Reading]] = {peer: [] for peer in mesh.peers}
+        self._kept = {rank: Kept() for rank in (0, *mesh.peers)} if self._is_writer else {}
+        self._closing: set[int] = set()
+        self._is_released = self._is_closed = self._is_written = False
+        for peer in mesh.peers if self._is_writer else (0,):
+            if peer != mesh.rank:
+                mesh.on(peer, TRACE, partial(self._heard, peer))
+
+    def read_clocks(self) -> None:
+        """Compare all clocks, on rank 0; all other ranks must be waiting."""
+        for peer, reading in self._clocks.read_all().items():
+            self._readings[peer].append(reading)
+
+    def note(self, record: dict[str, Any], plan: str, plan_text: str) -> None:
+        """Hand in what this rank recorded of a step that is over; never blocks.
+
+        Args:
+            record: see ``Recorder.last_record``, with the "call" and the "sizes" of the step, and
+                the "schedule" if one was chosen for it.
+            plan: the digest of the step's plan.
+            plan_text: the plan; rank 0's counts.
+        """
+        told = encode({**record, "plan": plan})
+        if self._is_writer:
+            self._kept[0].add(told)
+            self._plans.setdefault(plan, plan_text)
+        else:
+            self._mesh.send(0, TRACE, _RECORD, 0, told)
+
+    def finish(self) -> None:
+        """Compare the clocks once more before a good end; waits for the other ranks.
+
+        Rank 0 waits for the others to close, as long as for any peer. They wait for it for some
+        seconds only, as all their records are sent.
+
+        Raises:
+            RemoteStageError: another rank failed.
+        """
+        mesh = self._mesh
+        if self._is_writer:
+            for peer in mesh.peers:
+                self._finish_with(peer)
+            self._is_closed = True
+        elif mesh.is_connected(0):
+            mesh.send(0, TRACE, _CLOSING, 0)
+            deadline_s = time.monotonic() + _LINGER_S
+
+            def is_over() -> bool:
+                is_late = time.monotonic() > deadline_s
+                return self._is_released or is_late or not mesh.is_connected(0)
+
+            with suppress(WaitTimeoutError):  # the user's timeout_s is even shorter
+                mesh.wait(is_over, lambda: "rank 0 to close, too", every_s=_LOOK_EVERY_S)
+
+    def write(self) -> None:
+        """Write the file on rank 0, once; what cannot be written is told and is no error.
+
+        It is called while the error that ended a run is on its way, which must be the one told.
+        """
+        if not self._is_writer or self._is_written:
+            return
+        self._is_written = True
+        unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            data = to_chrome(self._recording())
+            unfinished.write_text(json.dumps(data, separators=(",", ":")))
+            unfinished.replace(self._path)  # a reader sees a whole file or none
+        except Exception as error:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            write_note(f"procpipe: the trace was not written: {error!r}")
+
+    def _recording(self) -> Recording:
+        return merged(
+            [[decode(told) for told in kept] for kept in self._kept.values()],
+            [(), *self._readings.values()],
+            plans=self._plans,
+            facts=self._all_facts(),
+            num_steps=min(kept.num_added for kept in self._kept.values()),
+            is_closed=self._is_closed,
+        )
+
+    def _all_facts(self) -> dict[str, Any]:
+        facts = {name: fact for name, fact in self._facts.items() if name != "trace"}
+        return {
+            **facts,
+            "python": platform.python_version(),
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+    def _finish_with(self, peer: int) -> None:
+        mesh = self._mesh
+        with suppress(WaitTimeoutError):  # then its clock was read once, which is good enough
+            mesh.wait(
+                lambda: peer in self._closing or not mesh.is_connected(peer),
+                lambda: f"rank {peer} to close its stage, too",
+            )
+        reading = self._clocks.read(peer) if peer in self._closing else None
+        if reading is not None:
+            self._readings[peer].append(reading)
+        if mesh.is_connected(peer):
+            mesh.send(peer, TRACE, _RELEASED, 0)
+
+    def _heard(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
+        if flags == _RECORD:
+            self._kept[peer].add(bytes(body))
+        elif flags == _CLOSING:
+            self._closing.add(peer)
+        else:
+            self._is_released = True

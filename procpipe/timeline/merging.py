@@ -1,0 +1,155 @@
+"""What the ranks recorded, each by its own clock, merged into one recording.
+
+    rank 0   {"step": 7, "begin": 1200…, "tasks": [["F", 0, 0, 310, 92000], …], "sends": …}
+    rank 1   {"step": 7, "begin": 8850…, …}                │
+                      └── less the clock's offset ──┐      │
+    Step(7, tasks=(Ran(0, F0@0, 0.0000003, …), …), hops=(…))
+
+A step counts only if every rank brought it to an end and told of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from procpipe.plan.task import Task
+from procpipe.timeline.clocks import Reading, drift_ppm, offset_at
+from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
+
+#: What a rank tells of a step; see ``Trace.last_record`` and ``Recorder.last_record``.
+Record = dict[str, Any]
+
+#: A rank's clock readings: one or two; none for rank 0, whose clock the others are compared with.
+Readings = Sequence[Reading]
+
+
+def merged(
+    records: Sequence[Sequence[Record]],
+    readings: Sequence[Readings],
+    *,
+    plans: Mapping[str, str],
+    facts: Mapping[str, Any],
+    num_steps: int,
+    is_closed: bool,
+) -> Recording:
+    """Merge what was kept of all ranks.
+
+    Args:
+        records: for each rank, what it told of the steps that are kept.
+        readings: for each rank, its clock compared with rank 0's.
+        plans: texts of the plans that were run.
+        facts: what the stages were made with.
+        num_steps: how many steps all ranks brought to an end.
+        is_closed: whether the run closed its stages.
+    """
+    by_step: defaultdict[int, list[Record]] = defaultdict(list)
+    for of_rank in records:
+        for record in of_rank:
+            by_step[record["step"]].append(record)
+    whole = [by_step[k] for k in sorted(by_step) if len(by_step[k]) == len(records)]
+    zero_ns = min(_begins_ns(whole[0], readings)) if whole else 0
+    return Recording(
+        steps=tuple(merged_step(of_all, readings, zero_ns) for of_all in whole),
+        num_steps=num_steps,
+        plans=plans,
+        facts=facts,
+        clocks=tuple(_clock(rank, of_rank) for rank, of_rank in enumerate(readings)),
+        layer_s=_layer_seconds(whole, facts.get("balance", ())),
+        is_closed=is_closed,
+    )
+
+
+def merged_step(
+    records: Sequence[Record], readings: Sequence[Readings], zero_ns: int | None = None
+) -> Step:
+    """Merge what all ranks told of one step.
+
+    Args:
+        records: by rank.
+        readings: for each rank, its clock compared with rank 0's.
+        zero_ns: what becomes 0, on rank 0's clock; by default the step's beginning.
+    """
+    begins_ns = _begins_ns(records, readings)
+    zero_ns = min(begins_ns) if zero_ns is None else zero_ns
+    ends_ns = [
+        begin_ns + record["end"] - record["begin"]
+        for begin_ns, record in zip(begins_ns, records, strict=True)
+    ]
+    bases_ns = [begin_ns - zero_ns for begin_ns in begins_ns]
+    first = records[0]
+    return Step(
+        number=first["step"],
+        call=first.get("call", ""),
+        plan=first.get("plan", ""),
+        sizes=tuple(first.get("sizes", ())),
+        begins_s=tuple(base_ns / 1e9 for base_ns in bases_ns),
+        ends_s=tuple((end_ns - zero_ns) / 1e9 for end_ns in ends_ns),
+        tasks=tuple(
+            Ran(rank, Task(kind, i, j), (base_ns + start_ns) / 1e9, (base_ns + end_ns) / 1e9)
+            for rank, (base_ns, record) in enumerate(zip(bases_ns, records, strict=True))
+            for kind, i, j, start_ns, end_ns in record["tasks"]
+        ),
+        hops=tuple(_hops(records, bases_ns)),
+        schedule=first.get("schedule", ""),
+    )
+
+
+def _begins_ns(records: Sequence[Record], readings: Sequence[Readings]) -> list[int]:
+    """Return when each rank began a step, on rank 0's clock."""
+    return [
+        record["begin"] - (offset_at(of_rank, record["begin"]) if of_rank else 0)
+        for record, of_rank in zip(records, readings, strict=True)
+    ]
+
+
+def _hops(records: Sequence[Record], bases_ns: Sequence[int]) -> list[Hop]:
+    """Bring both ends of each message together; what names it is (kind, from, to, micro-batch)."""
+    taken: defaultdict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
+    for rank, record in enumerate(records):
+        for *key, _, start_ns, end_ns in record.get("takes", ()):
+            times_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
+            taken[tuple(key)].append((rank, *times_s))
+    hops = []
+    for rank, record in enumerate(records):
+        for *key, size_bytes, start_ns, end_ns in record.get("sends", ()):
+            if not taken[tuple(key)]:
+                continue
+            destination, *taken_s = taken[tuple(key)].pop(0)
+            posted_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
+            hops.append(Hop(key[0], key[3], rank, destination, size_bytes, *posted_s, *taken_s))
+    return sorted(hops, key=lambda hop: hop.posted_s)
+
+
+def _clock(rank: int, readings: Readings) -> Clock:
+    if not readings:
+        return Clock(rank, 0.0, 0.0, 0.0)
+    last = readings[-1]
+    error_ns = max(reading.error_ns for reading in readings)
+    return Clock(rank, last.offset_ns / 1e9, error_ns / 1e9, drift_ppm(readings))
+
+
+def _layer_seconds(steps: Sequence[Sequence[Record]], balance: Sequence[int]) -> tuple[float, ...]:
+    """Return each layer's mean forward seconds; the loss counts with the last layer.
+
+    Nothing if a layer was not timed.
+    """
+    sums: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
+    for record in (record for of_all in steps for record in of_all):
+        for j, index, took_ns, count in record.get("layers", ()):
+            sums[j, index][0] += took_ns
+            sums[j, index][1] += count
+    seconds: list[float] = []
+    starts = [0, *accumulate(balance)]
+    for j, num_layers in enumerate(balance):
+        for index in range(num_layers):
+            took_ns, count = sums[j, index]
+            if not count:
+                return ()
+            seconds.append(took_ns / count / 1e9)
+        took_ns, count = sums[j, num_layers]
+        if count and starts[j + 1] > starts[j]:
+            seconds[-1] += took_ns / count / 1e9
+    return tuple(seconds)

@@ -1,0 +1,136 @@
+"""A trace that also keeps each wait, each message and the seconds of each layer.
+
+What ``Stage(trace=…)`` puts in the place of the plain ``Trace``, and on a GPU ``schedule="auto"``
+too. The executor tells both the same, and this one remembers it until the step is over and
+``tracing.py`` sends it to rank 0.
+
+On a GPU the host's times say when a task was launched. There a CUDA event is recorded at either end
+of a task, and the host waits for the last one when the step is over: so tracing keeps the host from
+running ahead into the next step. (Written, but not run on a GPU yet.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from procpipe.compute.ledger import num_bytes
+from procpipe.plan.task import FORWARD, RECOMPUTE, Task
+from procpipe.run.trace import Key, Trace
+
+
+class Recorder(Trace):
+    """Records all that happens on one stage, one step at a time.
+
+    Args:
+        device: the stage's device.
+    """
+
+    records_messages = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._takes: list[list[Any]] = []
+        self._sends: list[list[Any]] = []
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[torch.cuda.Event] = []
+        self._layer, self._layer_since_ns = -1, 0
+        self._passed: list[tuple[int, int]] = []
+        self._layers: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
+
+    def on_layer(self, tell: Callable[[int], None]) -> Callable[[int], None]:
+        """Time layers, too; on a GPU the host's times would tell nothing."""
+        if self._is_cuda:
+            return tell
+
+        def enter(index: int) -> None:
+            now_ns = time.perf_counter_ns()
+            if self._layer >= 0:
+                self._passed.append((self._layer, now_ns - self._layer_since_ns))
+            tell(index)
+            self._layer, self._layer_since_ns = index, time.perf_counter_ns()
+
+        return enter
+
+    def begin(self) -> None:
+        """Start timing a step; what a step that failed left is let go."""
+        for recorded in (self._takes, self._sends, self._marks, self._passed, self._layers):
+            recorded.clear()
+        self._layer = -1
+        super().begin()
+
+    def start(self) -> int:
+        """Note that a task starts."""
+        if self._is_cuda:
+            self._mark()
+        return super().start()
+
+    def ran(self, task: Task, start_ns: int) -> None:
+        """Note that a task has just ended, and the layers that it went through."""
+        if self._is_cuda:
+            self._mark()
+        super().ran(task, start_ns)
+        if task.kind in (FORWARD, RECOMPUTE):
+            for index, took_ns in self._passed:
+                sums = self._layers[task.j, index]
+                sums[0] += took_ns
+                sums[1] += 1
+        self._passed.clear()
+
+    def took(self, key: Key, tensors: Sequence[Tensor], start_ns: int) -> None:
+        """Note that a message that was waited for has just been taken."""
+        now_ns = time.perf_counter_ns()
+        super().took(key, tensors, start_ns)
+        self._takes.append([*key, num_bytes(tensors), start_ns, now_ns])
+
+    def sent(self, key: Key, tensors: Sequence[Tensor], start_ns: int) -> None:
+        """Note that a message has just been sent."""
+        now_ns = time.perf_counter_ns()
+        self._sends.append([*key, num_bytes(tensors), start_ns, now_ns])
+
+    def end(self) -> None:
+        """Add the step to the sums."""
+        if self._marks:
+            self._use_device_times()
+        super().end()
+
+    def last_record(self) -> dict[str, Any]:
+        """Return the last step as plain JSON, for ``merging.py``; times since its beginning."""
+        begun_ns = self._begun_ns
+        return {
+            **super().last_record(),
+            "takes": [_since(begun_ns, take) for take in self._takes],
+            "sends": [_since(begun_ns, send) for send in self._sends],
+            "layers": [[*key, *sums] for key, sums in self._layers.items()],
+        }
+
+    def _mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def _use_device_times(self) -> None:
+        """Put the device's times of tasks in the place of the host's.
+
+        Both clocks meet where the host sees the last event: all others were so long before it.
+        """
+        last = self._marks[-1]
+        last.synchronize()
+        now_ns = time.perf_counter_ns()
+        times_ns = [now_ns - round(mark.elapsed_time(last) * 1e6) for mark in self._marks]
+        self._events = [
+            (task, start_ns, end_ns)
+            for (task, _, _), start_ns, end_ns in zip(
+                self._events, times_ns[::2], times_ns[1::2], strict=True
+            )
+        ]
+
+
+def _since(begun_ns: int, message: list[Any]) -> list[Any]:
+    *what, start_ns, end_ns = message
+    return [*what, start_ns - begun_ns, end_ns - begun_ns]

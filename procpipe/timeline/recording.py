@@ -1,0 +1,223 @@
+"""What really happened in some steps of a run, on all stages, as data.
+
+    stage 0   [F0][F1]  ·····wait·····  [──B1──][──B0──]      Ran: a task, when and where
+                  └─ hop ─┐    ┌─ hop ─┘
+    stage 1   ··wait··  [F0][F1][──B1──][──B0──]              Hop: a message, at both its ends
+
+All times are seconds on one clock, from the beginning of the first step that is kept. A partition
+is not a stage: several may live on one, so the stage is that of the rank that ran the task.
+
+Made of what the ranks recorded (``timeline/merging.py``) or read from a file (``chrome.py``); taken
+apart in ``idle.py``. Knows nothing of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from procpipe.plan.task import Task
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A task that ran on a stage, from ``start_s`` to ``end_s``."""
+
+    stage: int
+    task: Task
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A message from one stage to another.
+
+    Attributes:
+        kind: of channel: "activation", "gradient", …
+        i: the micro-batch.
+        source: the stage that sent it.
+        destination: the stage that took it.
+        num_bytes: of its tensors.
+        posted_s: when the sender began to send it, and ``sent_s`` when it could go on.
+        sent_s: see above.
+        asked_s: when the receiver began to wait for it, and ``taken_s`` when it had it.
+        taken_s: see above.
+    """
+
+    kind: str
+    i: int
+    source: int
+    destination: int
+    num_bytes: int
+    posted_s: float
+    sent_s: float
+    asked_s: float
+    taken_s: float
+
+    @property
+    def waited_s(self) -> float:
+        """How long the receiver waited for it."""
+        return self.taken_s - self.asked_s
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.i}: {self.source}->{self.destination}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One run of a plan on all stages.
+
+    Attributes:
+        number: counted from 0 over all runs of a plan, evaluation included.
+        call: the method that ran it: "step", "forward" or "backward".
+        plan: the digest of its plan.
+        sizes: samples of each micro-batch.
+        begins_s: when each stage began.
+        ends_s: when each stage had done its part.
+        tasks: what ran, each stage's in the order in which it ran them.
+        hops: the messages, in the order in which they were sent.
+        schedule: which schedule was chosen for it, for people: "zb-h1", "trying zb-h1", …; "" if
+            the run has the same one throughout.
+    """
+
+    number: int
+    call: str
+    plan: str
+    sizes: tuple[int, ...]
+    begins_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+    tasks: tuple[Ran, ...]
+    hops: tuple[Hop, ...]
+    schedule: str = ""
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.begins_s)
+
+    @property
+    def start_s(self) -> float:
+        """When the first stage began."""
+        return min(self.begins_s)
+
+    @property
+    def seconds(self) -> float:
+        """From the first stage's beginning to the last one's end."""
+        return max(self.ends_s) - self.start_s
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has tasks of a backward pass."""
+        return any(ran.task.kind in "BIW" for ran in self.tasks)
+
+    def row(self, stage: int) -> list[Ran]:
+        """List what a stage ran, in order."""
+        return [ran for ran in self.tasks if ran.stage == stage]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How a stage's clock compares with that of stage 0.
+
+    Attributes:
+        stage: whose clock.
+        offset_s: how far it is ahead of stage 0's, as measured last; already taken out of all
+            times. 0 if it could not be told from 0.
+        error_s: how far off the offset may be: half of the shortest round trip.
+        drift_ppm: how much faster it runs, in millionths; None if it was measured once only.
+    """
+
+    stage: int
+    offset_s: float
+    error_s: float
+    drift_ppm: float | None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The steps of a run that were kept.
+
+    Attributes:
+        steps: in order; those in the middle of a long run are left out.
+        num_steps: how many steps every stage brought to an end.
+        plans: the plans' texts by digest.
+        facts: what the ``Stage`` was made with: "balance", "chunks", "checkpoint", "schedule",
+            "layers", versions.
+        clocks: one a stage.
+        layer_s: mean forward seconds of each layer of the model for one micro-batch; empty if they
+            are not known.
+        is_closed: whether the run closed its stages, rather than failed.
+    """
+
+    steps: tuple[Step, ...]
+    num_steps: int
+    plans: Mapping[str, str]
+    facts: Mapping[str, Any]
+    clocks: tuple[Clock, ...]
+    layer_s: tuple[float, ...] = ()
+    is_closed: bool = True
+    _by_number: dict[int, Step] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_number", {step.number: step for step in self.steps})
+
+    @property
+    def clock_error_s(self) -> float:
+        """How far apart two stages' times may be at most."""
+        errors = sorted(clock.error_s for clock in self.clocks)
+        return sum(errors[-2:])
+
+    def step(self, number: int | None = None) -> Step:
+        """Return a step by its number; by default the last that trained, else the last.
+
+        Raises:
+            KeyError: it is not there; says which are.
+        """
+        if number is None:
+            if not self.steps:
+                raise KeyError("no step was brought to an end on all stages")
+            return picked(self.steps)
+        if number not in self._by_number:
+            raise KeyError(
+                f"step {number} is not in it: it has {self.kept_text()} of {self.num_steps}"
+            )
+        return self._by_number[number]
+
+    def like(self, step: Step) -> list[Step]:
+        """Return the steps that did the same as one; not the first of a run if there are others."""
+        same = [
+            other
+            for other in self.steps
+            if (other.plan, other.call, other.sizes) == (step.plan, step.call, step.sizes)
+        ]
+        return same[1:] if len(same) > 1 and same[0].number == 0 else same
+
+    def schedule_of(self, step: Step) -> str:
+        """Say which schedule a step ran: "gpipe", or "auto: zb-h1"."""
+        name = str(self.facts.get("schedule"))
+        return f"{name}: {step.schedule}" if step.schedule else name
+
+    def kept_text(self) -> str:
+        """Say which steps are kept: "steps 0 to 4 and 20 to 119"."""
+        ranges: list[list[int]] = []
+        for step in self.steps:
+            if ranges and step.number == ranges[-1][1] + 1:
+                ranges[-1][1] = step.number
+            else:
+                ranges.append([step.number, step.number])
+        if not ranges:
+            return "no step"
+        words = [str(a) if a == b else f"{a} to {b}" for a, b in ranges]
+        return f"step{'' if len(self.steps) == 1 else 's'} {' and '.join(words)}"
+
+
+def picked(steps: Sequence[Step]) -> Step:
+    """Return the step to show when none is asked for: the last that trained, else the last."""
+    return next((step for step in reversed(steps) if step.trains), steps[-1])

@@ -1,0 +1,328 @@
+"""``schedule="auto"``: what rank 0 decides from one training step to the next.
+
+    steps      plan                                                   told afterwards by every rank
+    0, 1       a first plan with B, one with I and W                  bytes      (and warm up)
+    2 … 5      the same two in turns                                  seconds
+               costs ── candidates ── at most three finalists
+    6 … 14     the finalists in turns, each three times               the step's seconds
+    15 …       the one with the least measured time                   nothing
+
+The finalists are the first plan, the fastest as simulated and the fastest fixed schedule as
+simulated; what is not simulated to be faster than the first plan by ``MARGIN`` is none. So what
+stays has been measured to be no slower than the first plan, nor than the fixed schedule that is
+best as simulated; a fixed schedule that the simulation misjudges is not tried. Another number of
+micro-batches, later, is searched for with the same costs.
+
+Under a limit of memory the first plans take one micro-batch at a time and recompute all: less is
+not possible. Then those micro-batches that the user wants are recomputed, or all but the last, or
+all, whatever is the fastest: to recompute costs less than to wait for room.
+
+PURE: a state machine without sockets, clocks or torch. Only rank 0 has one; the others learn of
+its plans from the orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from procpipe.errors import MemoryLimitError
+from procpipe.plan.costs import Costs
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.gpipe import recomputed
+from procpipe.plan.simulate import simulate
+from procpipe.plan.task import RECOMPUTE, Plan
+from procpipe.tuning.list_schedule import Rule, list_schedule, one_at_a_time
+from procpipe.tuning.search import (
+    SEARCHED,
+    Candidate,
+    candidates,
+    fixed_plans,
+    least_bytes,
+    plans_in_two,
+)
+from procpipe.tuning.step_costs import Report, costs_of
+
+#: What ranks tell after a step.
+NOTHING, BYTES, SECONDS, WHOLE = "", "bytes", "seconds", "whole"
+
+#: How much faster than the first plan another must be, as simulated, to be tried.
+MARGIN = 0.02
+
+#: The steps that are measured: whether backward is in two, and what is told afterwards.
+_MEASURED = ((False, BYTES), (True, BYTES), *((False, SECONDS), (True, SECONDS)) * 2)
+
+#: How often each finalist runs.
+_NUM_ROUNDS = 3
+
+#: The name of the first plan under a limit.
+_ONE_AT_A_TIME = "one at a time"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the next step is.
+
+    Attributes:
+        plan: its plan.
+        schedule: the plan's name, for people.
+        tells: what every rank is to tell when the step has ended.
+    """
+
+    plan: Plan
+    schedule: str
+    tells: str = NOTHING
+
+
+class _Case(NamedTuple):
+    """What one plan can serve."""
+
+    m: int
+    input_bytes: int
+    recompute: frozenset[int]
+    routes: Routes
+
+
+@dataclass
+class _Contest:
+    """The finalists, in turns."""
+
+    case: _Case
+    finalists: Sequence[Candidate]
+    taken_s: list[float]
+
+    @property
+    def next(self) -> Candidate:
+        return self.finalists[len(self.taken_s) % len(self.finalists)]
+
+    @property
+    def is_over(self) -> bool:
+        num = len(self.finalists)
+        return num == 1 or len(self.taken_s) == _NUM_ROUNDS * num
+
+    @property
+    def winner(self) -> Candidate:
+        num = len(self.finalists)
+        if num == 1:
+            return self.finalists[0]
+        medians_s = [median(self.taken_s[place::num]) for place in range(num)]
+        return self.finalists[medians_s.index(min(medians_s))]
+
+
+def checked_limits(
+    limits: int | Sequence[int] | None, num_stages: int, *, is_auto: bool, is_launched: bool
+) -> list[int] | None:
+    """Return the limit of each stage, from what the user gave as ``memory_limit_bytes``.
+
+    Args:
+        limits: one for every stage, or one each.
+        num_stages: how many there are.
+        is_auto: whether the schedule can keep to limits.
+        is_launched: False for a script without a launcher, whose one stage is all of them.
+
+    Raises:
+        TypeError: no int, nor ints.
+        ValueError: not positive, not one each, or not with ``schedule="auto"``.
+    """
+    if limits is None:
+        return None
+    if not is_auto:
+        raise ValueError(
+            f"memory_limit_bytes is {limits!r}, but only schedule='auto' can keep to a limit"
+        )
+    wrong = f"memory_limit_bytes is {limits!r}, but must be an int, or a sequence of one each stage"
+    if not isinstance(limits, (int, Sequence)):
+        raise TypeError(wrong)
+    found = [limits] * num_stages if isinstance(limits, int) else list(limits)
+    if any(isinstance(limit, bool) or not isinstance(limit, int) for limit in found):
+        raise TypeError(wrong)
+    if any(limit < 1 for limit in found):
+        raise ValueError(f"memory_limit_bytes is {limits!r}, but a stage holds at least 1 byte")
+    if not is_launched and not isinstance(limits, int):
+        return [sum(found)]
+    if len(found) != num_stages:
+        raise ValueError(
+            f"memory_limit_bytes has {len(found)} limits, but there are {num_stages} stages: give "
+            "one each, or one for all"
+        )
+    return found
+
+
+class AutoSchedule:
+    """Measures, searches, tries and chooses.
+
+    Args:
+        limits_bytes: the most that each stage may hold for backward passes; None for no limit.
+
+    Attributes:
+        costs: what was measured; None so far.
+    """
+
+    def __init__(self, limits_bytes: Sequence[int] | None = None) -> None:
+        self.costs: Costs | None = None
+        self._limits_bytes = limits_bytes
+        self._input_bytes = 0  # of the largest micro-batch that was measured
+        self._reports: dict[str, list[Sequence[Report]]] = {BYTES: [], SECONDS: []}
+        self._found: dict[_Case, Sequence[Candidate]] = {}
+        self._contest: _Contest | None = None
+        self._asked: tuple[_Case, str] | None = None
+
+    def next(self, m: int, input_bytes: int, recompute: Collection[int], routes: Routes) -> Choice:
+        """Choose the plan of the next training step.
+
+        Args:
+            m: the number of micro-batches.
+            input_bytes: the model's input of the largest micro-batch. Where that has more than
+                those that were measured, all else is taken to have as much more.
+            recompute: the micro-batches that the user wants recomputed.
+            routes: where tensors go in this step.
+
+        Raises:
+            MemoryLimitError: no plan keeps the limits.
+        """
+        if self._limits_bytes is None:  # then one plan does for all sizes
+            input_bytes = 0
+        elif self.costs is not None:
+            input_bytes = max(input_bytes, self._input_bytes)
+        case = _Case(m, input_bytes, frozenset(recompute), routes)
+        choice = self._choose(case)
+        self._asked = case, choice.tells
+        return choice
+
+    def heard(self, reports: Sequence[Report]) -> None:
+        """Take what all ranks tell of the step that has just ended.
+
+        Args:
+            reports: by rank.
+
+        Raises:
+            MemoryLimitError: all is measured now, and no plan keeps the limits.
+        """
+        assert self._asked is not None, "reports follow a step"
+        case, tells = self._asked
+        if tells == WHOLE:
+            assert self._contest is not None, "only finalists are timed as a whole"
+            self._contest.taken_s.append(max(report.step_s for report in reports))
+            return
+        self._input_bytes = max(self._input_bytes, case.input_bytes)
+        self._reports[tells].append(reports)
+        if self._num_measured == len(_MEASURED):
+            self.costs = costs_of(self._reports[BYTES], self._reports[SECONDS], case.routes)
+            self._contest = _Contest(case, self._finalists(case), [])
+
+    @property
+    def _num_measured(self) -> int:
+        return sum(map(len, self._reports.values()))
+
+    def _choose(self, case: _Case) -> Choice:
+        if case.routes.num_stages == 1 and self._limits_bytes is None:
+            name, plan = self._first(case, in_two=False)
+            return Choice(plan, name)
+        if self.costs is None:
+            in_two, tells = _MEASURED[self._num_measured]
+            name, plan = self._first(case, in_two=in_two)
+            step = f"measuring, step {self._num_measured + 1} of {len(_MEASURED)}, {name}"
+            return Choice(plan, step, tells)
+        contest = self._contest
+        assert contest is not None, "whoever has costs has had them searched with"
+        best = contest.winner if contest.is_over else None
+        if contest.case == case:
+            if best is None:
+                tried = contest.next
+                return Choice(tried.plan, f"trying {_described(tried, case)}", WHOLE)
+            return Choice(best.plan, _described(best, case))
+        found = self._searched(case)
+        same = [candidate for candidate in found if best and candidate.name == best.name]
+        chosen = (*same, *found)[0]
+        return Choice(chosen.plan, _described(chosen, case))
+
+    def _first(self, case: _Case, *, in_two: bool) -> tuple[str, Plan]:
+        """Make a plan to measure with."""
+        m, routes = case.m, case.routes
+        if self._limits_bytes is not None:
+            return _ONE_AT_A_TIME, one_at_a_time(m, routes, recompute=range(m), in_two=in_two)
+        plans = plans_in_two if in_two else fixed_plans
+        found = dict(plans(m, routes, case.recompute))
+        for name in ("zb-h1", "zb-v") if in_two else ("1f1b", "interleaved"):
+            if name in found:
+                return name, found[name]
+        equal = Costs.uniform(len(routes.placement))
+        plan = list_schedule(m, equal, routes, recompute=case.recompute, rule=Rule(in_two))
+        assert plan is not None, "without limits there always is a plan"
+        return SEARCHED, plan
+
+    def _finalists(self, case: _Case) -> list[Candidate]:
+        """Choose what to try, the first plan at its head."""
+        assert self.costs is not None, "searched with what was measured"
+        found = self._searched(case)
+        name, plan = self._first(case, in_two=False)
+        costs = self._costs_for(case)
+        timeline = simulate(plan, costs, case.routes)
+        peaks = tuple(map(timeline.peak_bytes, range(case.routes.num_stages)))
+        finalists = [Candidate(name, plan, timeline.total_s, peaks)]
+        fixed = [candidate for candidate in found if candidate.name != SEARCHED]
+        for candidate in (*found[:1], *fixed[:1]):
+            is_faster = candidate.total_s < (1.0 - MARGIN) * timeline.total_s
+            if is_faster and candidate.plan not in [finalist.plan for finalist in finalists]:
+                finalists.append(candidate)
+        return finalists
+
+    def _searched(self, case: _Case) -> Sequence[Candidate]:
+        if case not in self._found:
+            self._found[case] = self._search(case)
+        return self._found[case]
+
+    def _search(self, case: _Case) -> Sequence[Candidate]:
+        costs, limits = self._costs_for(case), self._limits_bytes
+        m, _, wanted, routes = case
+        if limits is None:
+            return candidates(m, costs, routes, recompute=wanted)
+        modes = ("never", "except_last", "always")
+        found = [
+            candidate
+            for again in dict.fromkeys(wanted | recomputed(mode, m) for mode in modes)
+            for candidate in candidates(m, costs, routes, recompute=again, limits_bytes=limits)
+        ]
+        if found:
+            return sorted(found, key=lambda candidate: candidate.total_s)
+        least = least_bytes(m, costs, routes, recompute=range(m))
+        needs = enumerate(zip(least, limits, strict=True))
+        raise MemoryLimitError([(j, need, limit) for j, (need, limit) in needs if need > limit])
+
+    def _costs_for(self, case: _Case) -> Costs:
+        """Return the costs, with more bytes for larger micro-batches than were measured."""
+        assert self.costs is not None, "searched with what was measured"
+        if case.input_bytes <= self._input_bytes:
+            return self.costs
+        return _grown(self.costs, case.input_bytes / self._input_bytes)
+
+
+def _described(candidate: Candidate, case: _Case) -> str:
+    """Name a candidate, and say so if it recomputes more than the user wants."""
+    again = {task.i for task in candidate.plan.tasks_of(0) if task.kind == RECOMPUTE}
+    if again == case.recompute:
+        return candidate.name
+    return f"{candidate.name}, {len(again)} of {case.m} micro-batches recomputed"
+
+
+def _grown(costs: Costs, factor: float) -> Costs:
+    def grown(size: int) -> int:
+        return round(size * factor)
+
+    def all_grown(sizes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(map(grown, sizes))
+
+    def each_grown(sizes: Mapping[Any, int]) -> dict[Any, int]:
+        return {key: grown(size) for key, size in sizes.items()}
+
+    return replace(
+        costs,
+        input_bytes=grown(costs.input_bytes),
+        output_bytes=all_grown(costs.output_bytes),
+        skip_bytes=each_grown(costs.skip_bytes),
+        target_bytes=grown(costs.target_bytes),
+        saved_bytes=all_grown(costs.saved_bytes),
+        put_off_bytes=all_grown(costs.put_off_bytes),
+    )

@@ -1,0 +1,439 @@
+"""A plan made task by task, from what tasks cost and what stages may hold.
+
+Time runs from one event to the next: a task has ended, or a message has come. Whichever stage is
+idle then starts the best of the tasks that it can start:
+
+    1  I or B      what the partition before waits for, the oldest micro-batch first
+    2  R           so that it ends when the gradient comes, no sooner
+    3  F           where no more micro-batches than its partition's window are under way
+    4  W           what nobody waits for; not where something better comes before it would end
+
+    two stages, room for three micro-batches, F, I and W as long as each other, no time a hop
+
+    stage 0   F0 F1 F2 I0 W0 F3 I1 W1 …
+    stage 1      F0 I0 F1 I1 F2 I2 W0 …
+
+**Windows.** Partition ``j`` need not have more micro-batches under way than come to it while the
+first of them goes to the last partition and back: the *round trip* over the *period*, which is the
+work of the longest stage on a micro-batch. With equal tasks that is 1F1B's ``n - j``. A rule can
+make windows wider (to fill the start with forward tasks) or narrower (for less memory).
+
+**Memory.** A task starts only if all that it makes has room at its own stage and, message by
+message, at the others, counted as ``memory.py`` does. So that stages cannot fill up with
+micro-batches none of which can go on, a stage sets room for one whole micro-batch apart:
+
+    limit   |··· others ···|········ the oldest micro-batch ········|
+                            what it holds now, and room for the rest
+
+Only the oldest micro-batch that has not gone backward there may use that room. It is then the next
+micro-batch's. ``W`` needs no room and gives some back, so that what waits for one counts as room.
+
+A message counts from the start of the task that its receiver began last, since its buffer is
+posted there; that task's own bytes are given back only when the next one starts. So stages can
+still come to stand: then there is no plan by this rule. ``one_at_a_time`` needs the least.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from procpipe.plan.costs import Costs
+from procpipe.plan.memory import Holdings, message_bytes, peak_bytes
+from procpipe.plan.placement import partitions_of
+from procpipe.plan.routes import Routes
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Cycle,
+    Plan,
+    Task,
+)
+
+#: Times that differ by less are the same; sums in another order differ in their last digits.
+_SAME_S = 1e-12
+
+
+@dataclass(frozen=True)
+class Rule:
+    """By what the stages choose.
+
+    Attributes:
+        in_two: backward as I and W instead of B.
+        window: what is added to the windows; None for no windows.
+        patience: a ``W``, or an ``F``, does not start if a better task comes before this share of
+            its time is over.
+        deep_first: among tasks of a kind, those of later partitions first; else older micro-batches
+            first.
+    """
+
+    in_two: bool = False
+    window: int | None = 0
+    patience: float = 0.0
+    deep_first: bool = True
+
+
+def list_schedule(
+    m: int,
+    costs: Costs,
+    routes: Routes,
+    *,
+    recompute: Collection[int] = (),
+    limits_bytes: Sequence[int] | None = None,
+    rule: Rule = Rule(),
+) -> Plan | None:
+    """Plan a whole mini-batch.
+
+    Args:
+        m: the number of micro-batches.
+        costs: what its tasks and transfers cost.
+        routes: where its tensors go, and on which stages the partitions are.
+        recompute: the micro-batches to recompute.
+        limits_bytes: the most that each stage may hold.
+        rule: by what the stages choose.
+
+    Returns:
+        The plan; None if by this rule there is none within the limits.
+
+    Raises:
+        ValueError: a micro-batch to recompute is not there.
+    """
+    if strangers := sorted(set(recompute) - set(range(m))):
+        raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
+    maker = _Maker(m, costs, routes, frozenset(recompute), limits_bytes, rule)
+    order = maker.run()
+    return None if order is None else _plan(m, order, routes)
+
+
+def one_at_a_time(
+    m: int, routes: Routes, *, recompute: Collection[int] = (), in_two: bool = False
+) -> Plan:
+    """Plan a mini-batch whose micro-batches go forward and backward one after another.
+
+    It holds about as little as can be: where backward is in two, a plan that waits for a message
+    elsewhere may hold a little less on a stage.
+
+    Args:
+        m: the number of micro-batches.
+        routes: where its tensors go, and on which stages the partitions are.
+        recompute: the micro-batches to recompute.
+        in_two: backward as I and W instead of B.
+    """
+    partitions = range(len(routes.placement))
+    backward = (INPUT_GRADIENT, WEIGHT_GRADIENT) if in_two else (BACKWARD,)
+    order = []
+    for i in range(m):
+        kinds = (RECOMPUTE, *backward) if i in recompute else backward
+        order += [Task(FORWARD, i, j) for j in partitions]
+        order += [Task(kind, i, j) for j in reversed(partitions) for kind in kinds]
+    return _plan(m, order, routes)
+
+
+def _plan(m: int, order: Sequence[Task], routes: Routes) -> Plan:
+    return Plan(m, routes.num_stages, _cycles(order, routes.placement), routes.placement)
+
+
+def windows(m: int, costs: Costs, placement: Sequence[int], rule: Rule) -> list[int]:
+    """List how many micro-batches may be under way in each partition."""
+    p = len(placement)
+    if rule.window is None:
+        return [m] * p
+    gradient_s = costs.input_gradient_s if rule.in_two else costs.backward_s
+    whole_s = [sum(parts) for parts in zip(costs.forward_s, _backward_s(costs, rule), strict=True)]
+    period_s = max(
+        math.fsum(whole_s[j] for j in partitions_of(placement, stage))
+        for stage in range(max(placement) + 1)
+    )
+    hops_s = (*costs.hops_s(placement), 0.0)
+    found = [0] * p
+    trip_s = 0.0
+    for j in reversed(range(p)):
+        trip_s += costs.forward_s[j]
+        num = math.ceil(trip_s / period_s - 1e-9) if period_s else 1
+        found[j] = max(1, min(m, num + rule.window))
+        trip_s += gradient_s[j] + (2 * hops_s[j - 1] if j else 0.0)
+    return found
+
+
+def _backward_s(costs: Costs, rule: Rule) -> Sequence[float]:
+    if not rule.in_two:
+        return costs.backward_s
+    halves = zip(costs.input_gradient_s, costs.weight_gradient_s, strict=True)
+    return [sum(pair) for pair in halves]
+
+
+def _cycles(order: Sequence[Task], placement: Sequence[int]) -> tuple[Cycle, ...]:
+    """Put tasks, in the order of their starts, into as few clock cycles as keep that order."""
+    cycles: list[list[Task]] = []
+    busy: set[int] = set()
+    cycle_of: dict[tuple[bool, int, int], int] = {}
+    for task in order:
+        kind, i, j = task
+        is_forward = kind == FORWARD
+        k = len(cycles) - 1
+        maker = (True, i, j - 1) if is_forward else (False, i, j + 1)
+        waits = kind in (FORWARD, BACKWARD, INPUT_GRADIENT) and cycle_of.get(maker) == k
+        if placement[j] in busy or waits or not cycles:
+            cycles.append([])
+            busy.clear()
+            k += 1
+        cycles[-1].append(task)
+        busy.add(placement[j])
+        if kind in (FORWARD, BACKWARD, INPUT_GRADIENT):
+            cycle_of[is_forward, i, j] = k
+    return tuple(map(tuple, cycles))
+
+
+class _Effect:
+    """What a task does to the bytes held, for micro-batches that are, or are not, recomputed."""
+
+    __slots__ = ("given_back", "messages", "taken")
+
+    def __init__(self, taken: int, given_back: int, messages: tuple[tuple[int, int], ...]) -> None:
+        self.taken = taken
+        self.given_back = given_back
+        self.messages = messages  # each a stage and the bytes of all that it is sent
+
+
+class _Room:
+    """What the stages hold, and whether there is room for more."""
+
+    def __init__(
+        self, costs: Costs, routes: Routes, limits_bytes: Sequence[int], in_two: bool
+    ) -> None:
+        n = routes.num_stages
+        self._limits = limits_bytes
+        self._placement = routes.placement
+        self._effects: dict[tuple[bool, str, int], _Effect] = {}
+        self._apart = [0] * n
+        for again in (False, True):
+            plan = one_at_a_time(1, routes, recompute=range(again), in_two=in_two)
+            for stage in range(n):
+                peak = peak_bytes(plan, costs, routes, stage)
+                self._apart[stage] = max(self._apart[stage], peak)
+                self._note_effects(again, stage, plan, costs, routes)
+        self._held = [0] * n  # what each stage holds, that of its last task included
+        self._leaving = [(0, 0)] * n  # of that, what its last task gives back: micro-batch, bytes
+        self._of: list[dict[int, int]] = [{} for _ in range(n)]  # of that, by micro-batch
+        self._put_off = [0] * n  # of that, what W would give back
+        self._num_back = [0] * len(routes.placement)  # micro-batches that went backward
+        self._parts = [partitions_of(routes.placement, stage) for stage in range(n)]
+
+    def _note_effects(
+        self, again: bool, stage: int, plan: Plan, costs: Costs, routes: Routes
+    ) -> None:
+        holdings = Holdings(plan, costs, routes, stage)
+        for task in plan.tasks_of(stage):
+            messages: Counter[int] = Counter()
+            for transfer in routes.leaving(task, plan):
+                messages[routes.stages_of(transfer)[1]] += message_bytes(transfer, costs)
+            sizes = tuple((to, size) for to, size in messages.items() if size)
+            effect = _Effect(holdings.taken(task), holdings.given_back(task), sizes)
+            self._effects[again, task.kind, task.j] = effect
+
+    def lacking(self, task: Task, again: bool) -> int | None:
+        """Tell the stage that has no room for what a task makes; None if all have."""
+        effect = self._effects[again, task.kind, task.j]
+        here = self._placement[task.j]
+        if effect.taken and not self._has_room(here, task.i, effect.taken, is_start=True):
+            return here
+        for stage, size in effect.messages:
+            if not self._has_room(stage, task.i, size, is_start=False):
+                return stage
+        return None
+
+    def _has_room(self, stage: int, i: int, size: int, *, is_start: bool) -> bool:
+        limit, total = self._limits[stage], self._held[stage] + size
+        oldest = min([self._num_back[j] for j in self._parts[stage]])
+        of_oldest = self._of[stage].get(oldest, 0)
+        if is_start:
+            whose, leaving = self._leaving[stage]
+            total -= leaving
+            if whose == oldest:
+                of_oldest -= leaving
+        if total > limit:
+            return False
+        if i == oldest:
+            return True
+        return total - of_oldest - self._put_off[stage] <= limit - self._apart[stage]
+
+    def start(self, task: Task, again: bool) -> None:
+        """Count what a task takes, and what the one before it has given back."""
+        kind, i, j = task
+        effect = self._effects[again, kind, j]
+        stage = self._placement[j]
+        whose, leaving = self._leaving[stage]
+        self._add(stage, whose, -leaving)
+        self._add(stage, i, effect.taken)
+        self._leaving[stage] = i, effect.given_back
+        if kind in (BACKWARD, INPUT_GRADIENT):
+            self._num_back[j] += 1
+        if kind == INPUT_GRADIENT:
+            self._put_off[stage] += self._effects[again, WEIGHT_GRADIENT, j].given_back
+        elif kind == WEIGHT_GRADIENT:
+            self._put_off[stage] -= effect.given_back
+        for stage, size in effect.messages:
+            self._add(stage, i, size)
+
+    def _add(self, stage: int, i: int, size: int) -> None:
+        if size:
+            self._held[stage] += size
+            of = self._of[stage]
+            of[i] = of.get(i, 0) + size
+
+
+class _NoLimit(_Room):
+    """Room for everything."""
+
+    def __init__(self) -> None:
+        pass
+
+    def lacking(self, task: Task, again: bool) -> int | None:
+        return None
+
+    def start(self, task: Task, again: bool) -> None:
+        pass
+
+
+class _Maker:
+    """One run from the first event to the last."""
+
+    def __init__(
+        self,
+        m: int,
+        costs: Costs,
+        routes: Routes,
+        recompute: frozenset[int],
+        limits_bytes: Sequence[int] | None,
+        rule: Rule,
+    ) -> None:
+        self._m = m
+        self._rule = rule
+        self._recompute = recompute
+        self._placement = placement = routes.placement
+        n, p = routes.num_stages, len(placement)
+        self._parts = [partitions_of(placement, stage) for stage in range(n)]
+        self._windows = windows(m, costs, placement, rule)
+        self._gradient = INPUT_GRADIENT if rule.in_two else BACKWARD
+        self._seconds = {
+            FORWARD: costs.forward_s,
+            RECOMPUTE: costs.recompute_s,
+            BACKWARD: costs.backward_s,
+            INPUT_GRADIENT: costs.input_gradient_s,
+            WEIGHT_GRADIENT: costs.weight_gradient_s,
+        }
+        self._hops_s = (*costs.hops_s(placement), 0.0)
+        self._room = (
+            _NoLimit() if limits_bytes is None else _Room(costs, routes, limits_bytes, rule.in_two)
+        )
+        # By partition: when each micro-batch's task of the kind ends; how many there are.
+        self._ends_s: dict[str, list[list[float]]] = {
+            kind: [[] for _ in range(p)]
+            for kind in (FORWARD, RECOMPUTE, self._gradient, WEIGHT_GRADIENT)
+        }
+        self._free_s = [0.0] * n
+        self._waiting: list[set[int]] = [set() for _ in range(n)]  # for room at this stage
+        self._events: list[tuple[float, int]] = [(0.0, stage) for stage in range(n)]
+        self._order: list[Task] = []
+
+    def run(self) -> list[Task] | None:
+        """Return all tasks in the order of their starts; None if stages came to stand."""
+        num_kinds = 3 if self._rule.in_two else 2
+        num_tasks = (num_kinds * self._m + len(self._recompute)) * len(self._placement)
+        events = self._events
+        while events:
+            now_s, stage = heapq.heappop(events)
+            while events and events[0] == (now_s, stage):
+                heapq.heappop(events)
+            if self._free_s[stage] <= now_s:
+                self._look(stage, now_s)
+        return self._order if len(self._order) == num_tasks else None
+
+    def _look(self, stage: int, now_s: float) -> None:
+        """Start the best task that an idle stage can start."""
+        best: tuple[tuple[int, int, int], Task] | None = None
+        later: list[tuple[int, float]] = []
+        for urgency, task, ready_s in self._candidates(stage):
+            if ready_s > now_s + _SAME_S:
+                later.append((urgency, ready_s))
+                continue
+            _, i, j = task
+            key = (urgency, -j, i) if self._rule.deep_first else (urgency, i, -j)
+            if best is not None and best[0] <= key:
+                continue
+            lacking = self._room.lacking(task, task.i in self._recompute)
+            if lacking is None:
+                best = key, task
+            else:
+                self._waiting[lacking].add(stage)
+        wake_s = min((ready_s for _, ready_s in later), default=math.inf)
+        if best is not None:
+            (urgency, _, _), task = best
+            better_s = min((s for u, s in later if u < urgency), default=math.inf)
+            if better_s >= now_s + self._rule.patience * self._seconds[task.kind][task.j]:
+                self._start(stage, task, now_s)
+                return
+        if wake_s < math.inf:
+            heapq.heappush(self._events, (wake_s, stage))
+
+    def _candidates(self, stage: int) -> list[tuple[int, Task, float]]:
+        """List what a stage may come to start next: how urgent, what, and from when."""
+        found: list[tuple[int, Task, float]] = []
+        forward, gradient = self._ends_s[FORWARD], self._ends_s[self._gradient]
+        for j in self._parts[stage]:
+            f, b, w = len(forward[j]), len(gradient[j]), len(self._ends_s[WEIGHT_GRADIENT][j])
+            if b < f:
+                found += self._backward_candidate(b, j)
+            if f < self._m and f - b < self._windows[j]:
+                ready_s = 0.0
+                if j:
+                    made = forward[j - 1]
+                    ready_s = made[f] + self._hops_s[j - 1] if f < len(made) else math.inf
+                if ready_s < math.inf:
+                    found.append((2, Task(FORWARD, f, j), ready_s))
+            if self._rule.in_two and w < b:
+                found.append((3, Task(WEIGHT_GRADIENT, w, j), 0.0))
+        return found
+
+    def _backward_candidate(self, b: int, j: int) -> list[tuple[int, Task, float]]:
+        ready_s = 0.0
+        if j < len(self._placement) - 1:
+            made = self._ends_s[self._gradient][j + 1]
+            if b >= len(made):
+                return []
+            ready_s = made[b] + self._hops_s[j]
+        if b in self._recompute:
+            num_before = sum(1 for i in range(b) if i in self._recompute)
+            if len(self._ends_s[RECOMPUTE][j]) == num_before:
+                start_s = ready_s - self._seconds[RECOMPUTE][j]
+                return [(1, Task(RECOMPUTE, b, j), start_s)]
+        return [(0, Task(self._gradient, b, j), ready_s)]
+
+    def _start(self, stage: int, task: Task, now_s: float) -> None:
+        kind, i, j = task
+        end_s = now_s + self._seconds[kind][j]
+        self._room.start(task, i in self._recompute)
+        self._order.append(task)
+        self._ends_s[kind][j].append(end_s)
+        self._free_s[stage] = end_s
+        events = self._events
+        heapq.heappush(events, (end_s, stage))
+        for other in self._waiting[stage]:
+            heapq.heappush(events, (now_s, other))
+        self._waiting[stage].clear()
+        # The next partition may start when this has come, or its recomputation to be done by then.
+        if kind == FORWARD and j + 1 < len(self._placement):
+            heapq.heappush(events, (end_s + self._hops_s[j], self._placement[j + 1]))
+        elif kind == self._gradient and j > 0:
+            before = self._placement[j - 1]
+            come_s = end_s + self._hops_s[j - 1]
+            if i in self._recompute:
+                soon_s = max(now_s, come_s - self._seconds[RECOMPUTE][j - 1])
+                heapq.heappush(events, (soon_s, before))
+            heapq.heappush(events, (come_s, before))

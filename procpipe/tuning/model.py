@@ -1,0 +1,290 @@
+"""What each layer of a model costs, measured once, and what any balance of them costs.
+
+A profile measures layers one by one, on micro-batches of a few sizes. From these numbers follow
+the costs of every partition at every size, so that thousands of balances and numbers of chunks are
+compared without another measurement:
+
+    measured      seconds and bytes of a layer on 2, 8 and 32 samples
+    between       a straight line from one size to the next; the last line goes on beyond
+    a partition   the sum of its layers, and for bytes not quite the sum (below)
+
+What autograd keeps within a partition is what each layer keeps of its own, and the values between
+its layers that one of them keeps. A value is counted once, however many layers keep it; layers
+that work in place hand on the memory that they got, so all values of such a run are one:
+
+    Linear ──a── ReLU(inplace) ──a── Linear       a, kept by both: counted once
+    Linear ──a── Dropout ──b── Linear             b, kept by the second Linear; a by nobody
+
+The first and the last value of a partition are its input and its output, which the schedule's own
+count has (``memory.py``).
+
+Knows nothing of schedules, nor of how layers are measured.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from procpipe.plan.costs import Costs
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer costs; seconds and bytes of a micro-batch of each size in ``Model.samples``.
+
+    Attributes:
+        name: its name in the model.
+        forward_s: seconds of its forward, and of its recomputation.
+        backward_s: seconds of its backward.
+        output_bytes: what it returns.
+        input_gradient_s: seconds of the backward's first half; half of it if left out.
+        kept_bytes: what autograd keeps that is neither its input nor its output.
+        kept_input_bytes: what autograd keeps of its input.
+        kept_output_bytes: what autograd keeps of its output.
+        put_off_bytes: what is kept between the two halves of a backward.
+        is_in_place: whether its output lies in the memory of its input.
+        parameter_bytes: its parameters and buffers, whatever the micro-batch.
+        trained_bytes: those of them that get a gradient.
+        type: what it is, for people.
+
+    What is left out is nothing.
+    """
+
+    name: str
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+    input_gradient_s: tuple[float, ...] = ()
+    kept_bytes: tuple[float, ...] = ()
+    kept_input_bytes: tuple[float, ...] = ()
+    kept_output_bytes: tuple[float, ...] = ()
+    put_off_bytes: tuple[float, ...] = ()
+    is_in_place: bool = False
+    parameter_bytes: int = 0
+    trained_bytes: int = 0
+    type: str = ""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A skip tensor.
+
+    Attributes:
+        source: the layer that stashes it.
+        destinations: the layers that pop it.
+        tensor_bytes: its size, on a micro-batch of each size in ``Model.samples``.
+        kept_bytes: what autograd keeps of it where it is popped.
+    """
+
+    source: int
+    destinations: tuple[int, ...]
+    tensor_bytes: tuple[float, ...]
+    kept_bytes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a message gets from one device to the next: so many seconds, and so many a byte."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def seconds(self, num_bytes: float) -> float:
+        """Tell how long a message is under way."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, as far as its costs go.
+
+    Attributes:
+        samples: the sizes of the micro-batches that were measured, ascending, at least one.
+        layers: the layers, in order.
+        loss: what computes the loss from the last layer's output, if that was measured too. It
+            belongs to the last partition.
+        skips: the skip tensors.
+        input_bytes: the model's input, on a micro-batch of each size.
+        target_bytes: the target likewise; empty if there is none.
+        start_s: seconds that a forward task and a backward task take beside those of the layers.
+        shared: the first and the last of layers that share a parameter or buffer, each time that
+            some do; they must be in one partition.
+    """
+
+    samples: tuple[int, ...]
+    layers: tuple[Layer, ...]
+    loss: Layer | None = None
+    skips: tuple[Skip, ...] = ()
+    input_bytes: tuple[float, ...] = ()
+    target_bytes: tuple[float, ...] = ()
+    start_s: tuple[float, float] = (0.0, 0.0)
+    shared: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """How many layers there are from each place where the model may be cut to the next."""
+        within = {k for first, last in self.shared for k in range(first + 1, last + 1)}
+        cuts = [k for k in range(len(self.layers)) if k not in within]
+        return tuple(after - cut for cut, after in pairwise([*cuts, len(self.layers)]))
+
+    def costs(self, balance: Sequence[int], num_samples: int, link: Link) -> Costs:
+        """Work out the costs of each partition.
+
+        Args:
+            balance: the number of layers in each partition.
+            num_samples: samples in a micro-batch.
+            link: what carries messages between partitions.
+        """
+        parts = self._parts(balance)
+        output_bytes = tuple(self._count(part[-1].output_bytes, num_samples) for part in parts)
+        at = _Line(self.samples, num_samples)
+        start_f_s, start_b_s = self.start_s
+        forward_s = tuple(start_f_s + sum(at(layer.forward_s) for layer in p) for p in parts)
+        backward_s = tuple(start_b_s + sum(at(layer.backward_s) for layer in p) for p in parts)
+        halves_s = (start_b_s + sum(map(at, map(_first_half_s, part))) for part in parts)
+        kept_inside = self._kept_of_skips(balance, num_samples)
+        return Costs(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            recompute_s=forward_s,
+            input_gradient_s=tuple(map(min, halves_s, backward_s)),
+            transfer_s=tuple(map(link.seconds, output_bytes[:-1])),
+            input_bytes=self._count(self.input_bytes, num_samples),
+            output_bytes=output_bytes,
+            skip_bytes=self._crossing(balance, num_samples),
+            target_bytes=self._count(self.target_bytes, num_samples),
+            saved_bytes=tuple(
+                math.ceil(_kept_bytes(part, at) + kept_inside[j]) for j, part in enumerate(parts)
+            ),
+            put_off_bytes=tuple(
+                math.ceil(sum(at(layer.put_off_bytes) for layer in part)) for part in parts
+            ),
+        )
+
+    def skip_routes(self, balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """List the pairs of partitions between which skip tensors go."""
+        return tuple(self._crossing(balance, self.samples[0]))
+
+    def static_bytes(self, balance: Sequence[int], states: float) -> tuple[int, ...]:
+        """Tell what each partition's parameters, their gradients and the optimizer take.
+
+        Args:
+            balance: the number of layers in each partition.
+            states: bytes that the optimizer keeps for each byte of parameters that it trains.
+        """
+        return tuple(
+            sum(
+                layer.parameter_bytes + math.ceil((1 + states) * layer.trained_bytes) for layer in p
+            )
+            for p in self._parts(balance)
+        )
+
+    def layer_seconds(self, num_samples: int, *, is_recomputed: bool = False) -> list[float]:
+        """List the seconds of each layer's forward, backward and, if so asked, recomputation."""
+        at = _Line(self.samples, num_samples)
+        num_forwards = 2 if is_recomputed else 1
+        layers_s = [num_forwards * at(la.forward_s) + at(la.backward_s) for la in self.layers]
+        if self.loss is not None:
+            layers_s[-1] += num_forwards * at(self.loss.forward_s) + at(self.loss.backward_s)
+        return layers_s
+
+    def layer_bytes(self, num_samples: int, states: float, num_held: int) -> list[float]:
+        """List what each layer takes, roughly: for its parameters and some micro-batches held.
+
+        Args:
+            num_samples: samples in a micro-batch.
+            states: see ``static_bytes``.
+            num_held: how many micro-batches its device holds at a time.
+        """
+        at = _Line(self.samples, num_samples)
+        return [
+            layer.parameter_bytes
+            + (1 + states) * layer.trained_bytes
+            + num_held * (at(layer.kept_bytes) + at(layer.output_bytes))
+            for layer in self.layers
+        ]
+
+    def _parts(self, balance: Sequence[int]) -> list[tuple[Layer, ...]]:
+        if sum(balance) != len(self.layers) or min(balance, default=0) < 1:
+            raise ValueError(
+                f"the balance {list(balance)} is not one of {len(self.layers)} layers: give each "
+                "partition at least one, and all of them together all layers"
+            )
+        cuts = pairwise(accumulate(balance, initial=0))
+        parts = [self.layers[first:last] for first, last in cuts]
+        if self.loss is not None:
+            parts[-1] = (*parts[-1], self.loss)
+        return parts
+
+    def _count(self, measured: Sequence[float], num_samples: int) -> int:
+        return math.ceil(_Line(self.samples, num_samples)(measured))
+
+    def _crossing(self, balance: Sequence[int], num_samples: int) -> dict[tuple[int, int], int]:
+        """Add up the skip tensors between each pair of partitions, each once a partition."""
+        found: dict[tuple[int, int], int] = {}
+        for skip, source, destinations in self._placed_skips(balance):
+            for destination in destinations - {source}:
+                pair = source, destination
+                found[pair] = found.get(pair, 0) + self._count(skip.tensor_bytes, num_samples)
+        return dict(sorted(found.items()))
+
+    def _kept_of_skips(self, balance: Sequence[int], num_samples: int) -> list[int]:
+        """Add up what autograd keeps of skip tensors that stay in their partition."""
+        kept = [0] * len(balance)
+        for skip, source, destinations in self._placed_skips(balance):
+            if source in destinations:
+                kept[source] += self._count(skip.kept_bytes, num_samples)
+        return kept
+
+    def _placed_skips(self, balance: Sequence[int]) -> Iterator[tuple[Skip, int, set[int]]]:
+        partition_of = [j for j, count in enumerate(balance) for _ in range(count)]
+        for skip in self.skips:
+            yield skip, partition_of[skip.source], {partition_of[k] for k in skip.destinations}
+
+
+class _Line:
+    """Reads a number at a size from those measured at other sizes."""
+
+    def __init__(self, samples: Sequence[int], num_samples: int) -> None:
+        self._last = min(max(1, bisect_left(samples, num_samples)), len(samples) - 1)
+        if len(samples) == 1:
+            self._share = num_samples / samples[0]
+        else:
+            low, high = samples[self._last - 1], samples[self._last]
+            self._share = (num_samples - low) / (high - low)
+
+    def __call__(self, measured: Sequence[float]) -> float:
+        """Return the number; it is in proportion to the size if one size was measured."""
+        if not measured:
+            return 0.0
+        if len(measured) == 1:
+            return measured[0] * self._share
+        low, high = measured[self._last - 1], measured[self._last]
+        return max(0.0, low + (high - low) * self._share)
+
+
+def _first_half_s(layer: Layer) -> tuple[float, ...]:
+    return layer.input_gradient_s or tuple(seconds / 2 for seconds in layer.backward_s)
+
+
+def _kept_bytes(part: Sequence[Layer], at: _Line) -> float:
+    """Add up what autograd keeps between the ends of a partition."""
+    kept = [at(layer.kept_bytes) for layer in part]
+    # Value k is before layer k; a run is of values that lie in one memory.
+    runs: list[list[int]] = [[0]]
+    for k, layer in enumerate(part, start=1):
+        if layer.is_in_place:
+            runs[-1].append(k)
+        else:
+            runs.append([k])
+    for run in runs:
+        if 0 in run or len(part) in run:
+            continue
+        by_users = [at(part[k].kept_input_bytes) for k in run]
+        by_makers = [at(part[k - 1].kept_output_bytes) for k in run]
+        kept.append(max(by_users + by_makers))
+    return math.fsum(kept)

@@ -1,0 +1,364 @@
+"""Chooses how to run a model whose layers' costs are known: by simulating all there is.
+
+    for each number of chunks          so many micro-batches, of so many samples
+    for each checkpoint mode           which of them are recomputed
+    for each placement                 one partition a device; two, looped or folded
+    for each balance                   by seconds; where memory is short, more and more by bytes
+    for each schedule                  a plan: its seconds, and the bytes that each device holds
+
+For the best of these in each mode a plan is searched too, task by task (``search.py``), which takes
+too long to be done for all.
+
+Of what fits into memory the fastest is chosen. Predictions are not that exact, so whatever takes
+at most 2% longer counts as equally fast: of those, what needs the least memory, and a searched plan
+only if nothing else is there.
+
+    bytes of a device = parameters, gradients, optimizer     static
+                      + what it holds for backward passes    held
+
+Knows nothing of processes and devices but their number and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+
+from procpipe.plan.costs import Costs
+from procpipe.plan.memory import peak_bytes
+from procpipe.plan.placement import folded, looped, partitions_of
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.gpipe import recomputed
+from procpipe.plan.schedules.named import AUTO, SCHEDULES
+from procpipe.plan.simulate import Timeline, simulate
+from procpipe.plan.task import Plan
+from procpipe.tuning.model import Link, Model
+from procpipe.tuning.search import SEARCHED, fixed_plans, least_bytes, searched
+
+#: Divides layers with these costs into so many parts: ``procpipe.balance.blocks``.
+Divide = Callable[[Sequence[float], int], list[int]]
+
+#: The checkpoint modes, that which computes least first.
+MODES = ("never", "except_last", "always")
+
+#: Predictions that differ by less count as equal.
+_MARGIN = 0.02
+
+#: How much bytes count in a balance, and seconds for the rest.
+_SHARES_OF_BYTES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+#: In each mode, for so many numbers of chunks and balances a plan is searched.
+_NUM_SEARCHES = 2
+
+#: More micro-batches than so many a device shorten the bubble by next to nothing.
+_MOST_CHUNKS_A_DEVICE = 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a model is to be planned for.
+
+    Attributes:
+        num_devices: how many there are, one stage each.
+        batch: samples in a mini-batch.
+        memory_bytes: of each device; None if it does not matter.
+        states: bytes that the optimizer keeps for each byte of parameters that it trains.
+        chunks: the numbers of chunks to try; chosen if left out.
+        link: what carries messages between devices.
+    """
+
+    num_devices: int
+    batch: int
+    memory_bytes: int | None = None
+    states: float = 2.0
+    chunks: tuple[int, ...] = ()
+    link: Link = field(default_factory=Link)
+
+    def __post_init__(self) -> None:
+        for name, count in (("devices", self.num_devices), ("samples", self.batch)):
+            if count < 1:
+                raise ValueError(f"{count} {name} are asked for: give at least 1")
+        for chunks in self.chunks:
+            if not 1 <= chunks <= self.batch:
+                raise ValueError(
+                    f"{chunks} chunks are asked for, but a mini-batch of {self.batch} samples can "
+                    f"be split into 1 to {self.batch}"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """One way to run the model, and what is to be expected of it.
+
+    Attributes:
+        schedule: the schedule's name.
+        balance: the number of layers in each partition.
+        chunks: the number of chunks.
+        micro_batch: samples in each micro-batch; in the last there may be fewer.
+        checkpoint: the checkpoint mode.
+        plan: the plan.
+        costs: what its tasks cost.
+        routes: where tensors go.
+        total_s: seconds of a mini-batch.
+        held_bytes: the most that each stage holds for backward passes.
+        static_bytes: what each stage's parameters, their gradients and the optimizer take.
+    """
+
+    schedule: str
+    balance: tuple[int, ...]
+    chunks: int
+    micro_batch: int
+    checkpoint: str
+    plan: Plan = field(repr=False)
+    costs: Costs = field(repr=False)
+    routes: Routes = field(repr=False)
+    total_s: float
+    held_bytes: tuple[int, ...]
+    static_bytes: tuple[int, ...]
+
+    @property
+    def needed_bytes(self) -> tuple[int, ...]:
+        """What each stage takes."""
+        return tuple(map(sum, zip(self.static_bytes, self.held_bytes, strict=True)))
+
+    def fits(self, memory_bytes: int | None) -> bool:
+        """Say whether each stage has enough memory."""
+        return memory_bytes is None or max(self.needed_bytes) <= memory_bytes
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each task runs."""
+        return simulate(self.plan, self.costs, self.routes)
+
+    @property
+    def between_tasks_bytes(self) -> tuple[int, ...]:
+        """The most of ``held_bytes`` that each stage itself counts: not what is within layers."""
+        nothing = (0,) * self.costs.num_partitions
+        outside = replace(self.costs, saved_bytes=nothing, put_off_bytes=nothing)
+        stages = range(self.plan.num_stages)
+        return tuple(peak_bytes(self.plan, outside, self.routes, stage) for stage in stages)
+
+
+def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
+    """Simulate all ways to run a model, those that do not fit included.
+
+    Args:
+        model: what its layers cost.
+        question: what it is to be run on.
+        divide: divides costs of layers into contiguous parts, the largest as small as can be.
+
+    Raises:
+        ValueError: there are more devices than layers, or than groups of those that share
+            parameters.
+    """
+    n = question.num_devices
+    if n > len(model.layers):
+        raise ValueError(
+            f"{n} devices are asked for, but the model has {_counted(len(model.layers))}: ask for "
+            "at most that many, or divide the model into more layers"
+        )
+    if n > len(model.groups):
+        (first, last), *_ = model.shared
+        names = [model.layers[k].name for k in (first, last)]
+        raise ValueError(
+            f"{n} devices are asked for, but layers that share a parameter or buffer, as "
+            f"{names[0]!r} and {names[1]!r} do, must be in one partition, with all between: that "
+            f"makes {_counted(len(model.groups), 'partition')} at most; ask for no more, or give "
+            "each layer its own"
+        )
+    found = [
+        proposal
+        for setting in _settings(model, question)
+        for proposal in _of_setting(model, question, setting, divide)
+    ]
+    return [*found, *_searched(question, found)]
+
+
+def default_chunks(batch: int, num_devices: int) -> tuple[int, ...]:
+    """List the numbers of chunks that are worth a try: powers of two."""
+    most = min(batch, _MOST_CHUNKS_A_DEVICE * num_devices)
+    return tuple(2**k for k in range(most.bit_length()))
+
+
+def alone_s(model: Model, question: Question) -> float:
+    """Tell how long one device would take for a mini-batch, if it had the memory for it."""
+    chunks = question.chunks or default_chunks(question.batch, question.num_devices)
+    sizes = {-(-question.batch // count) for count in chunks}
+    return min(
+        -(-question.batch // size) * (sum(model.layer_seconds(size)) + sum(model.start_s))
+        for size in sizes
+    )
+
+
+def choose(proposals: Sequence[Proposal], memory_bytes: int | None) -> Proposal | None:
+    """Choose the fastest that fits; of those as fast the one that needs least, then the simplest.
+
+    Returns:
+        None if none fits.
+    """
+    fitting = [proposal for proposal in proposals if proposal.fits(memory_bytes)]
+    if not fitting:
+        return None
+    fastest_s = min(proposal.total_s for proposal in fitting)
+    as_fast = [p for p in fitting if p.total_s <= (1 + _MARGIN) * fastest_s]
+    # schedule="auto" has to measure before it finds its plan, which is worth it only for one that
+    # is faster than those that have a name.
+    as_fast = [p for p in as_fast if p.schedule in SCHEDULES] or as_fast
+    return min(as_fast, key=lambda p: (max(p.needed_bytes), _simplicity(p.schedule), p.chunks))
+
+
+def leanest(proposals: Sequence[Proposal]) -> Proposal:
+    """Return what needs the least memory on its largest stage; of equals what has a name."""
+    return min(
+        proposals, key=lambda p: (max(p.needed_bytes), p.schedule not in SCHEDULES, p.total_s)
+    )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What is decided before a balance.
+
+    Attributes:
+        chunks: the number of chunks.
+        micro_batch: samples in each micro-batch.
+        num_micro_batches: how many there really are.
+        checkpoint: the mode.
+        placement: the stage of each partition.
+    """
+
+    chunks: int
+    micro_batch: int
+    num_micro_batches: int
+    checkpoint: str
+    placement: tuple[int, ...]
+
+
+def _settings(model: Model, question: Question) -> Iterator[_Setting]:
+    n, batch = question.num_devices, question.batch
+    placements = [looped(n, n)]
+    if 1 < n and 2 * n <= len(model.groups):
+        placements += [looped(2 * n, n), folded(2 * n, n)]
+    seen = set()
+    for chunks in question.chunks or default_chunks(batch, n):
+        micro_batch = -(-batch // chunks)
+        m = -(-batch // micro_batch)
+        if m in seen:
+            continue
+        seen.add(m)
+        for mode in MODES:
+            if m == 1 and mode == "except_last":  # the same as never
+                continue
+            for placement in placements:
+                yield _Setting(chunks, micro_batch, m, mode, placement)
+
+
+def _of_setting(
+    model: Model, question: Question, setting: _Setting, divide: Divide
+) -> list[Proposal]:
+    """Simulate the balance by seconds, and others if it does not fit under every schedule."""
+    found: list[Proposal] = []
+    balances: set[tuple[int, ...]] = set()
+    for share in _SHARES_OF_BYTES:
+        weights = _weights(model, question, setting, share)
+        balance = _balance(model.groups, weights, len(setting.placement), divide)
+        if balance in balances:
+            continue
+        balances.add(balance)
+        found += _of_balance(model, question, setting, balance)
+        if all(proposal.fits(question.memory_bytes) for proposal in found):
+            break
+    return found
+
+
+def _balance(
+    groups: Sequence[int], weights: Sequence[float], num_parts: int, divide: Divide
+) -> tuple[int, ...]:
+    """Divide layers, but not those of a group."""
+    layers_left, groups_left = iter(weights), iter(groups)
+    of_groups = [sum(islice(layers_left, count)) for count in groups]
+    return tuple(sum(islice(groups_left, count)) for count in divide(of_groups, num_parts))
+
+
+def _weights(
+    model: Model, question: Question, setting: _Setting, share_of_bytes: float
+) -> list[float]:
+    """Weigh each layer by its part of all seconds and its part of all bytes."""
+    is_recomputed = setting.checkpoint != "never"
+    seconds = model.layer_seconds(setting.micro_batch, is_recomputed=is_recomputed)
+    num_held = 1 if is_recomputed else min(setting.num_micro_batches, question.num_devices)
+    num_bytes = model.layer_bytes(setting.micro_batch, question.states, num_held)
+    all_s, all_bytes = sum(seconds) or 1.0, sum(num_bytes) or 1.0
+    return [
+        (1 - share_of_bytes) * layer_s / all_s + share_of_bytes * layer_bytes / all_bytes
+        for layer_s, layer_bytes in zip(seconds, num_bytes, strict=True)
+    ]
+
+
+def _of_balance(
+    model: Model, question: Question, setting: _Setting, balance: tuple[int, ...]
+) -> Iterator[Proposal]:
+    """Simulate every schedule for a balance."""
+    n, placement = question.num_devices, setting.placement
+    costs = model.costs(balance, setting.micro_batch, question.link)
+    routes = Routes(
+        n, model.skip_routes(balance), bool(model.target_bytes), loss=True, placement=placement
+    )
+    of_partitions = model.static_bytes(balance, question.states)
+    static = tuple(
+        sum(of_partitions[j] for j in partitions_of(placement, stage)) for stage in range(n)
+    )
+    m = setting.num_micro_batches
+    for schedule, plan in fixed_plans(m, routes, recomputed(setting.checkpoint, m)):
+        if schedule == "interleaved" and len(placement) == n:  # 1F1B by another name
+            continue
+        held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
+        yield Proposal(
+            schedule, balance, setting.chunks, setting.micro_batch, setting.checkpoint,
+            plan, costs, routes, simulate(plan, costs, routes).total_s, held, static,
+        )  # fmt: skip
+
+
+def _searched(question: Question, found: Sequence[Proposal]) -> Iterator[Proposal]:
+    """Search plans where fixed schedules do best, on placements that ``"auto"`` has."""
+    n = question.num_devices
+
+    def key(proposal: Proposal) -> tuple[bool, float]:
+        fits = proposal.fits(question.memory_bytes)
+        return not fits, proposal.total_s if fits else max(proposal.needed_bytes)
+
+    for mode in MODES:
+        best: dict[tuple[int, tuple[int, ...]], Proposal] = {}
+        for p in sorted((p for p in found if p.checkpoint == mode), key=key):
+            if AUTO.place(len(p.balance), n) == p.plan.placement:
+                best.setdefault((p.chunks, p.balance), p)
+        for base in list(best.values())[:_NUM_SEARCHES]:
+            limits = None
+            if question.memory_bytes is not None:
+                limits = [max(0, question.memory_bytes - static) for static in base.static_bytes]
+            yield _with_searched(base, limits)
+
+
+def _with_searched(base: Proposal, limits_bytes: Sequence[int] | None) -> Proposal:
+    """Search a plan within limits, or within the least that there can be."""
+    m, n, costs, routes = base.plan.num_micro_batches, base.plan.num_stages, base.costs, base.routes
+    recompute = recomputed(base.checkpoint, m)
+    plan = searched(m, costs, routes, recompute=recompute, limits_bytes=limits_bytes)
+    if plan is None:
+        least = least_bytes(m, costs, routes, recompute=recompute)
+        plan = searched(m, costs, routes, recompute=recompute, limits_bytes=least)
+    assert plan is not None, "there is a plan that holds the least"
+    held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
+    total_s = simulate(plan, costs, routes).total_s
+    return replace(base, schedule=SEARCHED, plan=plan, total_s=total_s, held_bytes=held)
+
+
+def _counted(number: int, what: str = "layer") -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _simplicity(schedule: str) -> int:
+    """Return a schedule's place among those by name, the simplest first."""
+    names = list(SCHEDULES)
+    return names.index(schedule) if schedule in names else len(names)

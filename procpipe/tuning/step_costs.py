@@ -1,0 +1,144 @@
+r"""What ranks tell of a measured step, and the costs that follow from it.
+
+A message's way from one stage to the next cannot be timed with two clocks that do not agree. But
+there and back it can, as each stage looks at its own clock only:
+
+    stage j      [F i]········ gap above ········[B i]       from the end of F to the start of B
+                      \                         /
+    stage j+1          [F i]·· gap below ··[B i]             from the start of F to the end of B
+
+What the gap above is longer than the gap below is the way there, the way back, and whatever the
+messages waited for a stage that was busy. The least of all micro-batches is taken, in which they
+waited least: a pipeline's first micro-batch meets idle stages. Half of it is one way.
+
+PURE: no sockets, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from statistics import median
+
+from procpipe.plan.costs import Costs
+from procpipe.plan.routes import ACTIVATION, SKIP, TARGET, Routes
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Task,
+)
+
+#: The kind under which a partition's roots of a backward pass are told.
+ROOTS = "output"
+
+
+@dataclass
+class Report:
+    """What one rank tells of a step; plain JSON when taken apart.
+
+    Attributes:
+        step_s: seconds of the step.
+        seconds: for a kind of task and a partition, the median of its seconds.
+        gaps_s: for a partition and a micro-batch, the gaps above and below.
+        sizes: for a kind of message, its source and destination, the bytes of the largest.
+        saved: for a partition, what autograd keeps inside its layers; of each micro-batch.
+        put_off: for a partition, what is kept between the halves of a backward; of each one.
+    """
+
+    step_s: float = 0.0
+    seconds: list[tuple[str, int, float]] = field(default_factory=list)
+    gaps_s: list[tuple[int, int, float, float]] = field(default_factory=list)
+    sizes: list[tuple[str, int, int, int]] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=list)
+    put_off: list[tuple[int, int]] = field(default_factory=list)
+
+
+def report_of_times(tasks: Iterable[tuple[Task, float, float]], step_s: float) -> Report:
+    """Report a step's times.
+
+    Args:
+        tasks: what this stage ran, each from when to when, in seconds of its own clock.
+        step_s: seconds of the step.
+    """
+    times = {task: (start_s, end_s) for task, start_s, end_s in tasks}
+    by_kind: dict[tuple[str, int], list[float]] = {}
+    for (kind, _, j), (start_s, end_s) in times.items():
+        by_kind.setdefault((kind, j), []).append(end_s - start_s)
+    report = Report(step_s, [(kind, j, median(s)) for (kind, j), s in by_kind.items()])
+    for (kind, i, j), (start_s, end_s) in times.items():
+        if kind in (BACKWARD, INPUT_GRADIENT):
+            forward_start_s, forward_end_s = times[Task(FORWARD, i, j)]
+            report.gaps_s.append((j, i, start_s - forward_end_s, end_s - forward_start_s))
+    return report
+
+
+def costs_of(
+    of_bytes: Sequence[Sequence[Report]], of_seconds: Sequence[Sequence[Report]], routes: Routes
+) -> Costs:
+    """Make costs of what all ranks have told.
+
+    Args:
+        of_bytes: for each step whose bytes were told, the reports of all ranks.
+        of_seconds: the same of the steps that were timed.
+        routes: of those steps.
+    """
+    p = len(routes.placement)
+    sized, timed = list(chain(*of_bytes)), list(chain(*of_seconds))
+    sizes = _largest((key[:-1], key[-1]) for report in sized for key in report.sizes)
+    skips = {(a, b): sizes.get((SKIP, a, b), 0) for a, b in routes.skips}
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for report in timed:
+        for kind, j, of_task_s in report.seconds:
+            seconds.setdefault((kind, j), []).append(of_task_s)
+
+    def all_seconds(kind: str) -> tuple[float, ...]:
+        return tuple(median(seconds.get((kind, j), [0.0])) for j in range(p))
+
+    def output_bytes(j: int) -> int:
+        stashed = sum(skips[a, b] for a, b in routes.skips if a == j)
+        roots = sizes.get((ROOTS, j, j), 0) - stashed
+        return max(roots, sizes.get((ACTIVATION, j, j + 1), 0))
+
+    saved = _largest(((j,), size) for report in sized for j, size in report.saved)
+    put_off = _largest(((j,), size) for report in sized for j, size in report.put_off)
+    forward_s, recompute_s = all_seconds(FORWARD), all_seconds(RECOMPUTE)
+    return Costs(
+        forward_s=forward_s,
+        backward_s=all_seconds(BACKWARD),
+        recompute_s=recompute_s if any(recompute_s) else forward_s,
+        input_gradient_s=all_seconds(INPUT_GRADIENT),
+        weight_gradient_s=all_seconds(WEIGHT_GRADIENT),
+        transfer_s=tuple(_hops_s(of_seconds, routes)),
+        input_bytes=sizes.get((ACTIVATION, -1, 0), 0),
+        output_bytes=tuple(map(output_bytes, range(p))),
+        skip_bytes=skips,
+        target_bytes=sizes.get((TARGET, 0, p - 1), 0),
+        saved_bytes=tuple(saved.get((j,), 0) for j in range(p)),
+        put_off_bytes=tuple(put_off.get((j,), 0) for j in range(p)),
+    )
+
+
+def _largest(
+    pairs: Iterable[tuple[Sequence[str | int], int]],
+) -> Mapping[tuple[str | int, ...], int]:
+    largest: dict[tuple[str | int, ...], int] = {}
+    for key, size in pairs:
+        largest[tuple(key)] = max(size, largest.get(tuple(key), 0))
+    return largest
+
+
+def _hops_s(steps: Sequence[Sequence[Report]], routes: Routes) -> list[float]:
+    """Work out the seconds over each boundary; see the drawing above."""
+    p = len(routes.placement)
+    both_ways: list[list[float]] = [[] for _ in range(p - 1)]
+    for reports in steps:
+        above = {(j, i): s for report in reports for j, i, s, _ in report.gaps_s}
+        below = {(j, i): s for report in reports for j, i, _, s in report.gaps_s}
+        for (j, i), gap_s in above.items():
+            if (j + 1, i) in below:
+                both_ways[j].append(gap_s - below[j + 1, i])
+    return [max(0.0, min(ways, default=0.0)) / 2 for ways in both_ways]

@@ -1,0 +1,310 @@
+"""What a profile for planning counts, against what can be counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from procpipe.balance import Inputs, Profile, profile_layers
+from procpipe.compute.partition import Partition
+from procpipe.skip import pop, skippable, stash
+from procpipe.tree import Flat
+from tests.balance.test_profile import Calling, Clock, Taking, float32
+
+
+def profiled(*layers: nn.Module, sample: object, **more: Any) -> Profile:
+    return profile_layers(nn.Sequential(*layers), sample, timeout=0, **more)
+
+
+def test_linear_and_relu_counted_by_hand() -> None:
+    linear, relu = profiled(nn.Linear(10, 20), nn.ReLU(), sample=torch.rand(8, 10)).layers
+
+    assert (linear.name, linear.type) == ("0", "Linear")
+    assert linear.output_bytes == relu.output_bytes == float32(8, 20)
+    # A linear layer keeps its input for the weight's gradient, a ReLU its output.
+    assert (linear.kept_input_bytes, linear.kept_output_bytes, linear.kept_bytes) == (
+        float32(8, 10), 0, 0,
+    )  # fmt: skip
+    assert (relu.kept_input_bytes, relu.kept_output_bytes, relu.kept_bytes) == (
+        0, float32(8, 20), 0,
+    )  # fmt: skip
+    # The weight's gradient needs the input, and the gradient of the output.
+    assert linear.put_off_bytes == float32(8, 10) + float32(8, 20)
+    assert relu.put_off_bytes == 0
+    assert linear.parameter_bytes == linear.trained_bytes == float32(11, 20)
+    assert relu.parameter_bytes == 0
+    assert not linear.is_in_place
+    assert not relu.is_in_place
+
+
+def test_what_is_kept_inside_a_layer() -> None:
+    block = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
+
+    (layer,) = profiled(block, sample=torch.rand(8, 10)).layers
+
+    assert layer.kept_bytes == float32(8, 20)  # the ReLU and the second linear layer keep the same
+    assert layer.kept_input_bytes == float32(8, 10)
+    assert layer.put_off_bytes == float32(8, 10) + 2 * float32(8, 20) + float32(8, 5)
+
+
+def test_what_a_transformer_puts_off_is_what_a_partition_does() -> None:
+    block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.rand(3, 4, 8)
+
+    (layer,) = profiled(block, sample=x).layers
+
+    partition = Partition({"0": block}, torch.device("cpu"), is_first=False)
+    partition.begin()
+    output = partition.forward(0, Flat([x], "*", (True,)), keep=True, recompute=False, split=True)
+    partition.backward_input(0, [torch.ones_like(output.tensors[0])])
+    assert layer.put_off_bytes == partition.put_off_bytes(0)
+    assert layer.input_gradient_s < layer.backward_s
+
+
+def test_layers_that_work_in_place_or_hand_on_a_view() -> None:
+    sample = torch.rand(8, 4, 5)
+    layers = profiled(nn.Linear(5, 5), nn.ReLU(inplace=True), nn.Flatten(), sample=sample).layers
+
+    assert [layer.is_in_place for layer in layers] == [False, True, True]
+    assert layers[1].kept_output_bytes == float32(8, 4, 5)
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    linear = nn.Linear(10, 20)
+    linear.weight.requires_grad_(False)
+
+    (layer,) = profiled(linear, sample=torch.rand(8, 10)).layers
+
+    assert layer.parameter_bytes == float32(11, 20)
+    assert layer.trained_bytes == float32(20)
+    assert layer.put_off_bytes == 0
+
+
+def test_the_loss_is_a_last_layer() -> None:
+    target = torch.rand(8, 20)
+    profile = profiled(
+        nn.Linear(10, 20), sample=torch.rand(8, 10), target=target, loss_fn=F.mse_loss
+    )
+
+    assert profile.loss is not None
+    assert profile.loss.output_bytes == float32()
+    assert profile.loss.kept_input_bytes == float32(8, 20)
+    assert profile.loss.kept_bytes == 0  # it keeps the target, which is there anyway
+    assert (profile.input_bytes, profile.target_bytes) == (float32(8, 10), float32(8, 20))
+    assert len(profile.layers) == 1
+
+
+def test_a_loss_of_the_output_alone() -> None:
+    profile = profiled(nn.Linear(2, 2), sample=torch.rand(1, 2), loss_fn=Tensor.mean)
+
+    assert profile.loss is not None
+    assert profile.target_bytes == 0
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x):
+        hidden = x * 2
+        yield stash("skip", hidden)
+        return hidden.sin()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x * skip
+
+
+def test_skip_tensors() -> None:
+    sample = torch.rand(8, 10, requires_grad=True)
+    profile = profiled(nn.Identity(), Stash(), nn.Identity(), Pop(), sample=sample)
+
+    (skip,) = profile.skips
+    assert (skip.source, skip.destinations) == (1, (3,))
+    assert skip.tensor_bytes == skip.kept_bytes == float32(8, 10)
+    stashing, popping = profile.layers[1], profile.layers[3]
+    assert stashing.kept_bytes == 0  # the sine keeps what is stashed, which counts as that
+    assert (popping.kept_bytes, popping.kept_input_bytes) == (0, float32(8, 10))
+
+
+def test_seconds_of_forward_and_backward() -> None:
+    clock = Clock()
+    layers = [Taking(clock, [1.0] * 9, 2.0), Taking(clock, [0.5] * 9, 4.0)]
+    sample = torch.ones(1, requires_grad=True)
+
+    found = profiled(*layers, sample=sample, clock=clock).layers
+
+    assert [(layer.forward_s, layer.backward_s) for layer in found] == [(1.0, 2.0), (0.5, 4.0)]
+    # Nothing that could be put off: all of the backward is for the gradient of the input.
+    assert [layer.input_gradient_s for layer in found] == [2.0, 4.0]
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def for_one(clock: Clock, seconds: float):
+        return lambda tensor: Slow.apply(tensor, clock, seconds)
+
+    @staticmethod
+    def forward(ctx, tensor, clock, seconds):
+        ctx.clock, ctx.seconds = clock, seconds
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock.now += ctx.seconds
+        return gradient, None, None
+
+
+class Linear(nn.Linear):
+    """A linear layer whose input's gradient takes 1 s and whose weight's takes 2 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(2, 2)
+        self.clock = clock
+        self.register_forward_pre_hook(lambda _, x: Slow.for_one(clock, 1.0)(x[0]))
+        parametrize.register_parametrization(self, "weight", Calling(Slow.for_one(clock, 2.0)))
+
+    def __deepcopy__(self, memo: object) -> Linear:
+        return self
+
+
+class Scale(nn.Module):
+    """Scales by a parameter whose gradient takes 4 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(2))
+        self.clock = clock
+
+    def __deepcopy__(self, memo: object) -> Scale:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = x * Slow.for_one(self.clock, 4.0)(self.factor)
+        return scaled
+
+
+def test_seconds_of_the_input_gradient() -> None:
+    clock = Clock()
+    sample = torch.ones(1, 2, requires_grad=True)
+
+    (layer,) = profiled(Linear(clock), sample=sample, clock=clock).layers
+
+    assert (layer.backward_s, layer.input_gradient_s) == (3.0, 1.0)
+
+
+def test_only_weights_of_stock_layers_are_put_off() -> None:
+    clock = Clock()
+    sample = torch.ones(1, 2, requires_grad=True)
+    block = nn.Sequential(Linear(clock), Scale(clock))
+
+    (layer,) = profiled(block, sample=sample, clock=clock).layers
+
+    assert (layer.backward_s, layer.input_gradient_s) == (7.0, 5.0)
+
+
+def test_the_first_layer_has_no_gradient_of_its_input() -> None:
+    clock = Clock()
+
+    (layer,) = profiled(Linear(clock), sample=torch.ones(1, 2), clock=clock).layers
+
+    assert (layer.backward_s, layer.input_gradient_s) == (2.0, 0.0)
+
+
+def test_the_first_layer_has_gradients_within() -> None:
+    clock = Clock()
+    block = nn.Sequential(Linear(clock), nn.ReLU(inplace=True), Linear(clock), Scale(clock))
+
+    (layer,) = profiled(block, sample=torch.ones(1, 2), clock=clock).layers
+
+    assert (layer.backward_s, layer.input_gradient_s) == (9.0, 5.0)
+
+
+def test_the_first_half_of_an_attention_without_a_gradient_of_its_input() -> None:
+    clock = Clock()
+
+    class Attention(nn.MultiheadAttention):
+        forward = nn.MultiheadAttention.forward
+
+        def __deepcopy__(self, memo: object) -> Attention:
+            return self
+
+    attention = Attention(2, 1)
+    parametrize.register_parametrization(
+        attention.out_proj, "weight", Calling(Slow.for_one(clock, 2.0))
+    )
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def __deepcopy__(self, memo: object) -> First:
+            return self
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = Slow.for_one(clock, 1.0)(self.attention(x, x, x)[0])
+            return output
+
+    (layer,) = profiled(First(), sample=torch.ones(3, 1, 2), clock=clock).layers
+
+    assert (layer.backward_s, layer.input_gradient_s) == (3.0, 1.0)
+
+
+@skippable(pop=["skip"])
+class SlowPop(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.clock = clock
+
+    def __deepcopy__(self, memo: object) -> SlowPop:
+        return self
+
+    def forward(self, x):
+        skip = yield pop("skip")
+        return self.linear(x) + Slow.for_one(self.clock, 1.0)(skip)
+
+
+def test_the_first_half_has_the_gradients_of_skip_tensors() -> None:
+    clock = Clock()
+    sample = torch.ones(1, 2, requires_grad=True)
+
+    popping = profiled(Stash(), SlowPop(clock), sample=sample, clock=clock).layers[1]
+
+    assert (popping.backward_s, popping.input_gradient_s) == (1.0, 1.0)
+
+
+def test_the_model_and_the_sample_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout())
+    sample = torch.rand(8, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sample_before, random_before = sample.clone(), torch.get_rng_state()
+
+    profile_layers(model.eval(), sample, loss_fn=Tensor.sum, timeout=0)
+
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(sample, sample_before)
+    assert torch.equal(torch.get_rng_state(), random_before)
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_several_inputs() -> None:
+    profile = profiled(nn.Bilinear(3, 4, 5), sample=Inputs(torch.rand(2, 3), torch.rand(2, 4)))
+
+    assert profile.input_bytes == float32(2, 7)
+
+
+def test_what_is_no_chain_of_layers_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"the model is a Linear: pass an nn\.Sequential"):
+        profile_layers(nn.Linear(1, 1), torch.ones(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on the meta device nothing is computed"):
+        profile_layers(nn.Sequential(nn.Linear(1, 1)), torch.ones(1, 1, device="meta"))

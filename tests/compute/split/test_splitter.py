@@ -1,0 +1,776 @@
+"""A backward pass in two tasks, I and W, gives what the plain layers give, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from procpipe.compute.partition import Partition
+from procpipe.compute.split.rules import LINEAR
+from procpipe.tree import Flat
+
+CPU = torch.device("cpu")
+
+
+class Do(nn.Module):
+    """A layer from a function of its modules and its input."""
+
+    def __init__(self, function: Callable[..., Tensor], *modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, x):
+        return self.function(*self.parts, x)
+
+
+class Own(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def partition_of(model: nn.Sequential) -> Partition:
+    return Partition(dict(model.named_children()), CPU, is_first=False)
+
+
+def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return values that sums depend on the order of."""
+    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
+    return torch.sin(numbers * 1.7 + 0.3).reshape(shape).to(dtype)
+
+
+def in_plain_training(
+    model: nn.Sequential, xs: list[Tensor], autocast: Callable[[], AbstractContextManager[Any]]
+) -> list[Tensor | None]:
+    gradients = []
+    with autocast():
+        outputs = []
+        for x in xs:
+            x = x.detach().requires_grad_(x.requires_grad)
+            outputs.append((x, model(x)))
+    for x, output in outputs:
+        torch.autograd.backward(output, ramp(*output.shape, dtype=output.dtype))
+        gradients.append(x.grad)
+    return gradients
+
+
+def in_tasks(
+    model: nn.Sequential,
+    xs: list[Tensor],
+    autocast: Callable[[], AbstractContextManager[Any]],
+    recompute: bool,
+    num_split: int,
+) -> list[Tensor | None]:
+    """Run micro-batches, the first ``num_split`` with I and W, the others with B."""
+    partition = partition_of(model)
+    partition.begin()
+    gradients: list[Tensor | None] = []
+    with autocast():
+        outputs = []
+        for i, x in enumerate(xs):
+            inputs = Flat([x.detach()], Flat.of(x).structure, (x.requires_grad,))
+            is_split = i < num_split
+            made = partition.forward(i, inputs, keep=True, recompute=recompute, split=is_split)
+            outputs.append(made.tensors[0])
+        for i, output in enumerate(outputs):
+            if recompute:
+                partition.recompute(i)
+            task = partition.backward_input if i < num_split else partition.backward
+            given = task(i, [ramp(*output.shape, dtype=output.dtype)])
+            gradients += given or [None]
+        assert partition.num_held == num_split
+        for i in range(num_split):
+            partition.backward_weight(i)
+    assert partition.num_held == 0
+    return gradients
+
+
+def num_put_off(model: nn.Sequential, x: Tensor) -> int:
+    """Return how many parameters have no gradient, or not all of it, between I and W."""
+    model = copy.deepcopy(model)
+    partition = partition_of(model)
+    inputs = Flat([x.detach()], Flat.of(x).structure, (x.requires_grad,))
+    output = partition.forward(0, inputs, keep=True, recompute=False, split=True).tensors[0]
+    partition.backward_input(0, [ramp(*output.shape, dtype=output.dtype)])
+    before = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
+    partition.backward_weight(0)
+    after = [parameter.grad for parameter in model.parameters()]
+    return sum(
+        not equal(old, new) for old, new in zip(before, after, strict=True) if new is not None
+    )
+
+
+def equal(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+
+
+def check(
+    model: nn.Module,
+    x: Tensor,
+    *,
+    put_off: int,
+    wants: bool = True,
+    recompute: bool = False,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Check that two steps of three micro-batches, one unsplit, give what plain training gives."""
+    model = model if isinstance(model, nn.Sequential) else nn.Sequential(model)
+    x = x.requires_grad_(wants)
+    xs = [x, x + 0.25, x - 0.125]
+    plain, split = copy.deepcopy(model), copy.deepcopy(model)
+    for _ in range(2):
+        expected = in_plain_training(plain, xs, autocast)
+        found = in_tasks(split, xs, autocast, recompute, num_split=2)
+        # An unsplit micro-batch adds its weight gradients before those that are put off.
+        for a, b in zip(found, expected, strict=True):
+            assert a is b if a is None or b is None else torch.equal(a, b)
+    assert not any("forward" in module.__dict__ for module in split.modules())
+    with autocast():
+        assert num_put_off(model, x) == put_off
+
+    plain, split = copy.deepcopy(model), copy.deepcopy(model)
+    for _ in range(2):
+        in_plain_training(plain, xs, autocast)
+        in_tasks(split, xs, autocast, recompute, num_split=3)
+    for (name, p), q in zip(split.named_parameters(), plain.parameters(), strict=True):
+        assert equal(p.grad, q.grad), name
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(1)
+
+
+# -- linear layers -------------------------------------------------------------------------------
+
+FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+
+
+@FLOATS
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("shape", [(7,), (33, 7), (0, 7), (1, 7), (5, 9, 7), (2, 3, 5, 7)])
+def test_linear_layers(shape, bias, dtype):
+    layer = nn.Linear(7, 12, bias=bias, dtype=dtype)
+    check(layer, ramp(*shape, dtype=dtype), put_off=1 + bias)
+
+
+@FLOATS
+@pytest.mark.parametrize("wants", [True, False])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias")])
+def test_frozen_parameters_and_inputs(frozen, wants, dtype):
+    layer = nn.Linear(7, 12, dtype=dtype)
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(12, 3, dtype=dtype))
+    expected = 2 + (0 if "weight" in frozen else 2 - len(frozen))
+    check(model, ramp(9, 7, dtype=dtype), put_off=expected, wants=wants)
+
+
+@FLOATS
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda t: t.t(),
+        lambda t: t.reshape(3, 11, 7).transpose(0, 1),
+        lambda t: t.reshape(3, 7, 11).transpose(1, 2),
+        lambda t: t[::2],
+        lambda t: t[:, :1].expand(33, 7),
+    ],
+)
+def test_layouts_of_what_a_linear_layer_receives(turn, bias, dtype):
+    def forward(layer, x):
+        return layer(turn(x)).transpose(0, 1)  # so is the gradient of the layer's output
+
+    x = ramp(33, 7, dtype=dtype)
+    layer = nn.Linear(turn(x).shape[-1], 12, bias=bias, dtype=dtype)
+    check(Do(forward, layer), x, put_off=1 + bias)
+
+
+@FLOATS
+def test_a_weight_by_columns(dtype):
+    layer = nn.Linear(7, 12, dtype=dtype)
+    layer.weight = nn.Parameter(ramp(7, 12, dtype=dtype).t())
+    check(layer, ramp(33, 7, dtype=dtype), put_off=2)
+
+
+@pytest.mark.parametrize("weight", [ramp(12, 33), ramp(33, 12).t()])
+@pytest.mark.parametrize("x", [ramp(33, 7).t(), ramp(7, 33), ramp(3, 7, 33)])
+def test_the_layouts_of_gradients_are_autograds(x, weight):
+    output = F.linear(x.requires_grad_(), weight.requires_grad_())
+    given = x.detach(), ramp(*output.shape), weight.detach()
+    of_x, of_weight = torch.autograd.grad(output, (x, weight), given[1])
+    assert equal(LINEAR.input_gradient(*given), of_x)
+    assert equal(LINEAR.weight_gradients(*given, None)[0], of_weight)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 1)])
+def test_the_models_first_layer_does_nothing_in_the_first_task(layer):
+    ran: list[str] = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            ran.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    partition = partition_of(nn.Sequential(layer))
+    inputs = Flat([ramp(3, 6)], Flat.of(ramp(3, 6)).structure, (False,))
+    partition.forward(0, inputs, keep=True, recompute=False, split=True)
+    gradient = ramp(3, 6)
+    with Listen():
+        partition.backward_input(0, [gradient])
+        assert set(ran) <= {"aten.detach.default", "aten.unsqueeze.default"}
+        ran.clear()
+        partition.backward_weight(0)
+    assert {"aten.mm.default", "aten.convolution_backward.default"} & set(ran)
+
+
+# -- convolutions --------------------------------------------------------------------------------
+
+CONVOLUTIONS = {
+    "1d": (nn.Conv1d(4, 6, 3), (2, 4, 9)),
+    "1d circular": (nn.Conv1d(4, 6, 3, padding=2, padding_mode="circular"), (2, 4, 9)),
+    "1d same, even": (nn.Conv1d(4, 6, 4, padding="same", dilation=3), (2, 4, 19)),
+    "1d unbatched": (nn.Conv1d(4, 6, 3), (4, 9)),
+    "2d": (nn.Conv2d(4, 6, 3, padding=1), (2, 4, 9, 8)),
+    "2d 1x1 strided": (nn.Conv2d(4, 6, 1, stride=2, bias=False), (2, 4, 9, 8)),
+    "2d stride, dilation": (nn.Conv2d(4, 6, (3, 2), (2, 1), (1, 2), (2, 1)), (2, 4, 9, 8)),
+    "2d groups": (nn.Conv2d(4, 6, 3, groups=2), (2, 4, 9, 8)),
+    "2d depthwise": (nn.Conv2d(4, 4, 3, groups=4, bias=False), (2, 4, 9, 8)),
+    "2d same": (nn.Conv2d(4, 6, (3, 5), padding="same"), (2, 4, 9, 8)),
+    "2d same, even": (nn.Conv2d(4, 6, (2, 3), padding="same", bias=False), (2, 4, 9, 8)),
+    "2d valid": (nn.Conv2d(4, 6, 3, padding="valid"), (2, 4, 9, 8)),
+    "2d reflect": (nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"), (2, 4, 9, 8)),
+    "2d replicate": (nn.Conv2d(4, 6, 3, padding="same", padding_mode="replicate"), (2, 4, 9, 8)),
+    "2d unbatched": (nn.Conv2d(4, 6, 3), (4, 9, 8)),
+    "2d empty batch": (nn.Conv2d(4, 6, 3), (0, 4, 9, 8)),
+    "3d": (nn.Conv3d(2, 3, (1, 2, 3), stride=(1, 2, 1), padding=1), (2, 2, 4, 5, 6)),
+    "3d unbatched": (nn.Conv3d(2, 3, 2), (2, 4, 5, 6)),
+}
+
+
+@FLOATS
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("wants", [True, False], ids=["", "first"])
+@pytest.mark.parametrize(("layer", "shape"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolutions(layer, shape, wants, dtype):
+    layer = copy.deepcopy(layer).to(dtype)
+    check(layer, ramp(*shape, dtype=dtype), put_off=1 + (layer.bias is not None), wants=wants)
+
+
+@FLOATS
+@pytest.mark.parametrize("is_weight_too", [True, False])
+def test_channels_last(is_weight_too, dtype):
+    model = nn.Sequential(
+        nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(6, 4, 3, bias=False)
+    ).to(dtype)
+    if is_weight_too:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = ramp(2, 4, 9, 8, dtype=dtype).to(memory_format=torch.channels_last)
+    check(model, x, put_off=3)
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_what_is_not_put_off_is_in_the_first_task(recompute):
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.0), Own(8, 8), nn.Conv1d(5, 5, 3, padding=1)
+    )
+    check(model, ramp(3, 5, 6), put_off=4, recompute=recompute)
+
+
+@BOTH
+def test_dropout(recompute):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6))
+    gradients = []
+    for run in (in_plain_training, in_tasks):
+        torch.manual_seed(3)
+        one = copy.deepcopy(model)
+        kwargs = {} if run is in_plain_training else {"recompute": recompute, "num_split": 2}
+        xs = [ramp(4, 6).requires_grad_(), ramp(4, 6).requires_grad_()]
+        gradients.append(run(one, xs, nullcontext, **kwargs) + [p.grad for p in one.parameters()])
+    assert all(map(equal, *gradients))
+
+
+@BOTH
+def test_nothing_to_put_off(recompute):
+    check(nn.Sequential(nn.LayerNorm(6), Own(6, 4)), ramp(3, 6), put_off=0, recompute=recompute)
+    check(nn.Sequential(nn.Tanh()), ramp(3, 6), put_off=0, recompute=recompute)
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6), (6,)])
+def test_the_output_may_be_changed_in_place(shape):
+    def forward(first, second, x):
+        y = first(x)
+        y[..., 0] += 1
+        return second(y.relu_())
+
+    check(Do(forward, nn.Linear(6, 8), nn.Linear(8, 6)), ramp(*shape), put_off=4)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 1)])
+def test_a_change_in_place_of_what_is_kept_is_told(layer):
+    def forward(layer, x):
+        x = x * 1
+        y = layer(x)
+        x.add_(1)
+        return y
+
+    partition = partition_of(nn.Sequential(Do(forward, layer)))
+    partition.forward(0, received(ramp(3, 6)), keep=True, recompute=False, split=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        partition.backward_input(0, [torch.ones(3, 6)])
+    assert partition.num_held == 0
+
+
+def received(x: Tensor) -> Flat:
+    return Flat([x], Flat.of(x).structure, (True,))
+
+
+@BOTH
+def test_a_layer_called_three_times(recompute):
+    model = nn.Sequential(
+        Do(lambda layer, x: layer(layer(layer(x).tanh()).tanh()), nn.Linear(6, 6))
+    )
+    check(model, ramp(4, 6), put_off=2, recompute=recompute)
+
+
+def test_a_weight_of_two_linear_layers():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    check(model, ramp(4, 6), put_off=3)
+
+
+def test_a_weight_that_is_an_embedding_too_is_not_put_off():
+    def forward(embedding, head, x):
+        return head(x + embedding(torch.arange(4)))
+
+    embedding, head = nn.Embedding(9, 6), nn.Linear(6, 9)
+    head.weight = embedding.weight
+    check(nn.Sequential(nn.Linear(6, 6), Do(forward, embedding, head)), ramp(4, 6), put_off=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    "parametrized", [parametrizations.weight_norm, nn.utils.weight_norm], ids=["new", "old"]
+)
+@BOTH
+def test_weights_that_are_computed_from_parameters(parametrized, recompute):
+    model = nn.Sequential(parametrized(nn.Linear(6, 8)), nn.Tanh(), parametrized(nn.Linear(8, 3)))
+    x = ramp(4, 6)
+    if parametrized is nn.utils.weight_norm:  # its weights cannot be copied
+        model(x)
+        with torch.no_grad():
+            model(x)
+    check(model, x, put_off=6, recompute=recompute)
+
+
+def test_a_computed_weight_that_several_calls_share():
+    def forward(layer, x):
+        with parametrize.cached():
+            return layer(layer(x).tanh())
+
+    layer = parametrizations.weight_norm(nn.Linear(6, 6))
+    check(Do(forward, layer), ramp(4, 6), put_off=3)
+
+
+def test_a_weight_that_another_layer_computes_is_not_put_off():
+    def forward(maker, layer, x):
+        weight = maker(x.mean(0)).reshape(6, 6)
+        return torch.func.functional_call(layer, {"weight": weight}, (x,))
+
+    check(Do(forward, nn.Linear(6, 36), nn.Linear(6, 6)), ramp(4, 6), put_off=2)
+
+
+def test_other_tensors_than_real_ones():
+    complex_layer = nn.Linear(6, 6, dtype=torch.complex64)
+    check(Do(lambda layer, x: layer(x + 0j).real, complex_layer), ramp(4, 6), put_off=0)
+    vmapped = Do(lambda layer, x: torch.func.vmap(layer)(x), nn.Linear(6, 6))
+    check(vmapped, ramp(4, 6), put_off=0)
+
+
+@BOTH
+def test_autocast(recompute):
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.LayerNorm(8), nn.Conv1d(4, 4, 3, padding=1), nn.Linear(8, 6)
+    )
+    x = ramp(3, 4, 6)
+    check(model, x, put_off=6, recompute=recompute, autocast=lambda: torch.autocast("cpu"))
+    model, x = model.double(), x.double().detach()
+    check(model, x, put_off=6, recompute=recompute, autocast=lambda: torch.autocast("cpu"))
+
+
+def test_a_layer_that_turns_autocast_off():
+    def forward(layer, x):
+        with torch.autocast("cpu", enabled=False):
+            return layer(x)
+
+    model = Do(forward, nn.Linear(6, 6))
+    check(model, ramp(4, 6), put_off=2, autocast=lambda: torch.autocast("cpu"))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_layer_without_a_graph(mode):
+    def forward(first, second, x):
+        with mode():
+            y = first(x)
+        return second(x) + y
+
+    check(Do(forward, nn.Linear(6, 6), nn.Linear(6, 6)), ramp(4, 6), put_off=2)
+
+
+# -- layers that run autograd themselves ---------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_inside_a_layer(use_reentrant, recompute):
+    def inside(first, second, x):
+        return second(F.relu_(first(x)))
+
+    def forward(first, second, x):
+        return checkpoint(inside, first, second, x, use_reentrant=use_reentrant)
+
+    block = Do(forward, nn.Linear(6, 8), nn.Linear(8, 6))
+    model = nn.Sequential(nn.Linear(6, 6), block, nn.Linear(6, 6))
+    check(model, ramp(4, 6), put_off=8, recompute=recompute)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradients_that_a_layer_asks_for(use_reentrant):
+    def forward(first, second, x):
+        with torch.enable_grad():
+            x = x * 1
+            (slope,) = torch.autograd.grad(second(first(x)).square().sum(), x)
+        return first(x) * slope
+
+    def checkpointed(first, second, x):
+        return checkpoint(forward, first, second, x, use_reentrant=use_reentrant)
+
+    for function in (forward, checkpointed):
+        x = ramp(4, 6).requires_grad_()
+        check(Do(function, nn.Linear(6, 6), nn.Linear(6, 6)), x, put_off=2)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 1)])
+def test_a_gradient_of_a_gradient(layer):
+    def forward(layer, x):
+        x = x * 1
+        (slope,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        return layer(x) + slope
+
+    def gradients(run, **kwargs):
+        model = nn.Sequential(Do(forward, copy.deepcopy(layer)))
+        return [
+            *run(model, [ramp(3, 6).requires_grad_()], nullcontext, **kwargs),
+            *(parameter.grad for parameter in model.parameters()),
+        ]
+
+    expected = gradients(in_plain_training)
+    found = gradients(in_tasks, recompute=False, num_split=1)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_backward_pass_inside_a_layer():
+    def forward(layer, x):
+        layer(x.detach()).square().sum().backward()
+        return layer(x)
+
+    def gradients(run, **kwargs):
+        torch.manual_seed(2)
+        model = nn.Sequential(Do(forward, nn.Linear(6, 6, dtype=torch.float64)))
+        run(model, [ramp(3, 6, dtype=torch.float64).requires_grad_()], nullcontext, **kwargs)
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients(in_plain_training)
+    found = gradients(in_tasks, recompute=False, num_split=1)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_backward_pass_inside_a_layer_that_keeps_its_graph_is_refused():
+    def forward(layer, x):
+        layer(x.detach()).sum().backward(create_graph=True)
+        return layer(x)
+
+    partition = partition_of(nn.Sequential(Do(forward, nn.Linear(6, 6))))
+    with pytest.raises(
+        RuntimeError, match=r"use torch\.autograd\.grad, or a schedule that does not"
+    ):
+        partition.forward(0, received(ramp(3, 6)), keep=True, recompute=False, split=True)
+
+
+# -- hooks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def linear() -> nn.Linear:
+    return nn.Linear(6, 6)
+
+
+def run_split(partition: Partition, x: Tensor, i: int = 0) -> Iterator[None]:
+    """Run the tasks of a micro-batch, each when asked for."""
+    output = partition.forward(i, received(x), keep=True, recompute=False, split=True)
+    yield
+    partition.backward_input(i, [torch.ones_like(output.tensors[0])])
+    yield
+    partition.backward_weight(i)
+    yield
+
+
+def test_hooks_run_once_a_micro_batch(linear):
+    calls: list[str] = []
+    model = nn.Sequential(nn.Linear(6, 6), Do(lambda layer, x: layer(layer(x)), linear))
+    linear.weight.register_hook(lambda g: calls.append("weight"))
+    linear.bias.register_post_accumulate_grad_hook(lambda p: calls.append("bias"))
+    model[0].register_forward_pre_hook(lambda *_: calls.append("before"))
+    model[0].register_forward_hook(lambda *_: calls.append("after"))
+    model[0].register_full_backward_hook(lambda *_: calls.append("module"))
+    partition = partition_of(model)
+    for i in range(2):
+        tasks = run_split(partition, ramp(3, 6), i)
+        next(tasks)
+        assert calls == ["before", "after"]
+        next(tasks)
+        assert calls == ["before", "after", "module"]
+        next(tasks)
+        assert sorted(calls[3:]) == ["bias", "weight"]
+        calls.clear()
+
+
+def test_hooks_of_a_parameter_that_weights_are_computed_from():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, weight):
+            return weight * self.scale
+
+    calls: list[float] = []
+    scale = Scale()
+    scale.scale.register_hook(lambda g: calls.append(g.item()))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for layer in model:
+        parametrize.register_parametrization(layer, "weight", scale)
+    model(ramp(3, 6)).sum().backward()
+    list(run_split(partition_of(model), ramp(3, 6)))
+    assert len(calls) == 2
+    assert calls[0] == calls[1]
+
+
+def test_a_hook_may_change_a_gradient(linear):
+    linear.weight.register_hook(lambda g: g * 2)
+    gradients = in_tasks(nn.Sequential(linear), [ramp(3, 6)], nullcontext, False, 1)
+    assert gradients == [None]
+    assert linear.weight.grad is not None
+    assert torch.equal(linear.weight.grad, 2 * ramp(3, 6).t().mm(ramp(3, 6)))
+
+
+def test_a_layer_may_be_called_with_its_parameters_name(linear):
+    check(Do(lambda layer, x: layer(input=x) + layer.forward(x), linear), ramp(3, 6), put_off=2)
+
+
+# -- layers that are left alone ------------------------------------------------------------------
+
+
+def test_a_layer_whose_forward_someone_replaced(linear):
+    linear.forward = lambda x: F.linear(x, linear.weight) * 3
+    partition = partition_of(nn.Sequential(linear))
+    tasks = run_split(partition, ramp(3, 6))
+    next(tasks)
+    next(tasks)
+    assert linear.weight.grad is not None
+    assert "forward" in linear.__dict__
+
+
+def test_a_convolution_with_its_own_inside():
+    class Scaled(nn.Conv1d):
+        def _conv_forward(self, input, weight, bias):
+            return super()._conv_forward(input, weight * 2, bias)
+
+    check(Scaled(3, 3, 1), ramp(2, 3, 6), put_off=0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("how", ["module", "method", "function"])
+def test_compiled_layers(how, linear):
+    num_compiled = 0
+
+    def backend(graph, _):
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph.forward
+
+    expected = nn.Linear(6, 6)
+    expected.load_state_dict(linear.state_dict())
+    layer: Any = linear
+    if how == "module":
+        layer = torch.compile(linear, backend=backend)
+    elif how == "method":
+        linear.compile(backend=backend)
+    else:
+
+        def forward(layer, x):
+            return layer(x) * 2
+
+        layer = Do(torch.compile(forward, backend=backend), linear)
+    partition = partition_of(nn.Sequential(layer))
+    for _ in range(2):
+        partition.begin()
+        for i in range(2):
+            tasks = run_split(partition, ramp(3, 6), i)
+            next(tasks)
+            next(tasks)  # in which a compiled layer does it all
+            output = expected(ramp(3, 6))
+            (output * 2 if how == "function" else output).backward(torch.ones(3, 6))
+            assert equal(linear.weight.grad, expected.weight.grad)
+            next(tasks)
+    assert equal(linear.weight.grad, expected.weight.grad)
+    assert num_compiled == 1
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+class _Something:
+    """Lives as long as what holds it."""
+
+
+class Seen(torch.autograd.Function):
+    """Copies a tensor, and its gradient, to where the end of their memory is seen."""
+
+    @staticmethod
+    def forward(ctx, name, alive, x):
+        ctx.name, ctx.alive = name, alive
+        ctx.itself = _Something()
+        alive.add(f"node of {name}")
+        weakref.finalize(ctx.itself, alive.discard, f"node of {name}")
+        return seen(name, alive, x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None, seen(f"gradient of {ctx.name}", ctx.alive, gradient)
+
+
+def seen(name: str, alive: set[str], x: Tensor) -> Tensor:
+    memory = x.numpy().copy()
+    alive.add(name)
+    weakref.finalize(memory, alive.discard, name)
+    return torch.from_numpy(memory)
+
+
+def model_that_is_seen(alive: set[str]) -> nn.Sequential:
+    def forward(layer, x):
+        x = Seen.apply("x", alive, x.sin())
+        y = Seen.apply("y", alive, layer(x))
+        z = Seen.apply("z", alive, y.sin()).cos()
+        return Seen.apply("output", alive, z)
+
+    return nn.Sequential(Do(forward, nn.Linear(6, 5)))
+
+
+def test_between_the_tasks_only_two_tensors_a_layer_are_held():
+    alive: set[str] = set()
+    partition = partition_of(model_that_is_seen(alive))
+    inputs = received(seen("input", alive, ramp(3, 6)))
+    output = partition.forward(0, inputs, keep=True, recompute=False, split=True)
+    names = {"x", "y", "z", "output"}
+    assert alive == names | {f"node of {name}" for name in names} | {"input"}
+    del inputs, output
+    partition.backward_input(0, [torch.ones(3, 5)])
+    assert alive == {"x", "gradient of y"}
+    assert partition.put_off_bytes(0) == 3 * 6 * 4 + 3 * 5 * 4
+    assert partition.num_held == 1
+    partition.backward_weight(0)
+    assert alive == set()
+    assert partition.num_held == 0
+
+
+def test_a_new_mini_batch_drops_what_waited():
+    alive: set[str] = set()
+    partition = partition_of(model_that_is_seen(alive))
+    for i in range(2):
+        partition.forward(i, received(ramp(3, 6)), keep=True, recompute=False, split=True)
+    partition.backward_input(0, [torch.ones(3, 5)])
+    assert partition.num_held == 2
+    partition.begin()
+    assert partition.num_held == 0
+    assert alive == set()
+
+
+def test_what_layers_share_is_held_once():
+    def forward(first, second, x):
+        return first(x) + second(x)
+
+    partition = partition_of(nn.Sequential(Do(forward, nn.Linear(6, 5), nn.Linear(6, 5))))
+    tasks = run_split(partition, ramp(3, 6))
+    next(tasks)
+    next(tasks)
+    assert partition.put_off_bytes(0) == 3 * 6 * 4 + 3 * 5 * 4
+
+
+class Workspace(nn.Module):
+    """Writes what a layer gets into the same memory for every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.buffer = torch.empty(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.mul(x, 2, out=self.buffer)
+        output: Tensor = self.linear(self.buffer) + x[:, :3]
+        return output
+
+
+def test_an_input_that_is_overwritten_before_task_w_is_told() -> None:
+    """Autograd looks whether it was before task I, which is over by then."""
+    partition = Partition({"0": Workspace()}, torch.device("cpu"), is_first=False)
+    partition.begin()
+    for i in range(2):
+        x = Flat([torch.randn(2, 4)], "*", (True,))
+        partition.forward(i, x, keep=True, recompute=False, split=True)
+        partition.backward_input(i, [torch.ones(2, 3)])
+    with pytest.raises(RuntimeError, match=r"layer whose weight is \(3, 4\) was changed in place"):
+        partition.backward_weight(0)
+    partition.backward_weight(1)
+
+
+def test_a_forward_that_a_user_puts_in_later_is_run_and_stays() -> None:
+    layer = nn.Linear(3, 3)
+    partition = Partition({"0": layer}, torch.device("cpu"), is_first=False)
+    for forward in (None, lambda x: 5 * x):
+        if forward is not None:
+            layer.forward = forward  # type: ignore[method-assign]
+        partition.begin()
+        x = torch.ones(1, 3)
+        output = partition.forward(
+            0, Flat([x], "*", (True,)), keep=True, recompute=False, split=True
+        )
+        expected = layer(x) if forward is None else 5 * x
+        assert torch.equal(output.tensors[0], expected)
+        partition.backward_input(0, [torch.ones(1, 3)])
+        partition.backward_weight(0)
+    assert layer.forward is forward

@@ -1,0 +1,476 @@
+"""The tasks of one partition, in one process: the graph is cut at its edges and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from procpipe.compute.partition import Partition
+from procpipe.compute.recompute import is_recomputing
+from procpipe.errors import BoundaryError, RecomputeError
+from procpipe.torch_internals import run_backward
+from procpipe.tree import Flat, is_plain
+
+CPU = torch.device("cpu")
+
+
+class Do(nn.Module):
+    """A layer from a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+def make_layers() -> dict[str, nn.Module]:
+    torch.manual_seed(1)
+    return {"a": nn.Linear(3, 4), "b": nn.Tanh(), "c": nn.Linear(4, 2)}
+
+
+def partition_of(*layers: Any, is_first: bool = False) -> Partition:
+    is_named = len(layers) == 1 and isinstance(layers[0], dict)
+    named = layers[0] if is_named else {str(k): layer for k, layer in enumerate(layers)}
+    return Partition(named, CPU, is_first=is_first)
+
+
+def received(value: Any, wants: bool = True) -> Flat:
+    """Return a value as it comes from the stage before."""
+    tensors, structure, _ = Flat.of(value)
+    flags = tuple(wants and tensor.is_floating_point() for tensor in tensors)
+    return Flat([tensor.clone() for tensor in tensors], structure, flags)
+
+
+def run(partition, inputs, gradient=1.0, recompute=False, i=0):
+    """Run all tasks of one micro-batch; return its output and its inputs' gradients."""
+    output = partition.forward(i, inputs, keep=True, recompute=recompute)
+    if recompute:
+        partition.recompute(i)
+    given = [
+        torch.full_like(tensor, gradient)
+        for tensor, wants in zip(output.tensors, output.requires_grad, strict=True)
+        if wants
+    ]
+    return output, partition.backward(i, given)
+
+
+BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+
+
+@BOTH
+def test_outputs_and_gradients_are_those_of_the_layers(recompute):
+    layers = make_layers()
+    plain = nn.Sequential(*copy.deepcopy(list(layers.values())))
+    x = torch.randn(5, 3)
+    leaf = x.clone().requires_grad_()
+    expected = plain(leaf)
+    expected.backward(torch.ones_like(expected))
+
+    partition = partition_of(layers)
+    output, (gradient,) = run(partition, received(x), recompute=recompute)
+
+    assert torch.equal(output.tensors[0], expected)
+    assert not output.tensors[0].requires_grad
+    assert output.requires_grad == (True,)
+    assert gradient is not None
+    assert leaf.grad is not None
+    assert torch.equal(gradient, leaf.grad)
+    for found, parameter in zip(
+        nn.ModuleDict(layers).parameters(), plain.parameters(), strict=True
+    ):
+        assert found.grad is not None
+        assert parameter.grad is not None
+        assert torch.equal(found.grad, parameter.grad)
+    assert partition.num_held == 0
+
+
+@BOTH
+def test_micro_batches_run_backward_in_any_order(recompute):
+    partition = partition_of(make_layers())
+    xs = [torch.randn(2, 3) for _ in range(4)]
+    expected = [run(partition_of(make_layers()), received(x))[1][0] for x in xs]
+    outputs = [
+        partition.forward(i, received(x), keep=True, recompute=recompute) for i, x in enumerate(xs)
+    ]
+    assert partition.num_held == 4
+    for i in (2, 0, 3, 1):
+        if recompute:
+            partition.recompute(i)
+        (gradient,) = partition.backward(i, [torch.ones_like(outputs[i].tensors[0])])
+        assert gradient is not None
+        wanted = expected[i]
+        assert wanted is not None
+        assert torch.equal(gradient, wanted)
+    assert partition.num_held == 0
+
+
+def test_without_backward_nothing_is_kept():
+    partition = partition_of(make_layers())
+    output = partition.forward(0, received(torch.randn(5, 3)), keep=False, recompute=False)
+    assert output.requires_grad == (False,)
+    assert output.tensors[0].grad_fn is None
+    assert partition.num_held == 0
+
+
+@BOTH
+def test_gradients_are_wanted_for_what_depends_on_parameters_or_on_wanting_inputs(recompute):
+    def case(layer, value, wants_inputs=True):
+        output, gradients = run(
+            partition_of(layer), received(value, wants_inputs), recompute=recompute
+        )
+        return output.requires_grad, [gradient is not None for gradient in gradients]
+
+    x, ids = torch.randn(4, 3), torch.arange(4)
+    linear, frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+    assert case(linear, x) == ((True,), [True])
+    assert case(linear, x, wants_inputs=False) == ((True,), [])
+    assert case(frozen, x) == ((True,), [True])
+    assert case(frozen, x, wants_inputs=False) == ((False,), [])
+    assert case(Do(lambda t: (t[0], t[1] > 2)), (x, ids)) == ((True, False), [True])
+    assert case(nn.Embedding(4, 2), ids) == ((True,), [])
+    assert case(Do(lambda t: t.detach()), x) == ((False,), [False])
+    assert case(Do(lambda t: t[1] * 2.0), (x, x)) == ((True,), [False, True])
+    assert case(Do(lambda t: torch.ones(2, requires_grad=True)), x) == ((True,), [False])
+
+
+@BOTH
+def test_gradients_may_be_missing(recompute):
+    partition = partition_of(Do(lambda t: (t * 2, t * 3)))
+    output = partition.forward(0, received(torch.ones(2)), keep=True, recompute=recompute)
+    if recompute:
+        assert partition.recompute(0) == 16
+    assert output.requires_grad == (True, True)
+    (gradient,) = partition.backward(0, [None, torch.ones(2)])
+    assert gradient is not None
+    assert gradient.tolist() == [3.0, 3.0]
+
+
+def test_recomputation_tells_the_bytes_of_its_roots():
+    partition = partition_of(nn.Linear(3, 4, dtype=torch.float64))
+    partition.forward(0, received(torch.randn(5, 3).double()), keep=True, recompute=True)
+    assert partition.recompute(0) == 5 * 4 * 8
+    frozen = partition_of(nn.Linear(3, 4).requires_grad_(False))
+    frozen.forward(0, received(torch.randn(5, 3), wants=False), keep=True, recompute=True)
+    assert frozen.recompute(0) == 0
+    assert frozen.backward(0, []) == []
+
+
+@BOTH
+def test_a_layer_may_change_what_it_receives_in_place(recompute):
+    x = torch.tensor([-1.0, 2.0])
+    partition = partition_of(nn.Sequential(nn.ReLU(inplace=True)))
+    inputs = received(x)
+    output, (gradient,) = run(partition, inputs, recompute=recompute)
+    assert output.tensors[0].tolist() == [0.0, 2.0]
+    assert gradient is not None
+    assert gradient.tolist() == [0.0, 1.0]
+    if recompute:
+        assert inputs.tensors[0].tolist() == [-1.0, 2.0]
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_change_in_place_of_what_is_kept_is_told(wants):
+    partition = partition_of({"view": Do(lambda t: t[:]), "add": Do(lambda t: t.add_(1))})
+    with pytest.raises(RecomputeError, match=r"layer 'add' \(Do\) changed its partition's input"):
+        partition.forward(0, received(torch.ones(2), wants), keep=True, recompute=True)
+    assert partition.where() == "layer 'add' (Do)"
+
+
+def test_a_change_between_forward_and_recomputation_is_told():
+    partition = partition_of(nn.Linear(2, 2))
+    inputs = received(torch.ones(3, 2))
+    partition.forward(4, inputs, keep=True, recompute=True)
+    inputs.tensors[0].zero_()
+    with pytest.raises(RecomputeError, match="the input of micro-batch 4 was changed in place"):
+        partition.recompute(4)
+
+
+def test_views_of_one_tensor_do_not_count_as_changed_by_each_other():
+    partition = partition_of(nn.Linear(2, 2), is_first=True)
+    whole = torch.ones(6, 2)
+    parts = [Flat([part], ("t", ("*",)), (True,)) for part in whole.chunk(3)]
+    for i, part in enumerate(parts):
+        partition.forward(i, part, keep=True, recompute=i < 2)
+    partition.backward(2, [torch.ones(2, 2)])
+    for i in (1, 0):
+        partition.recompute(i)
+        assert partition.backward(i, [torch.ones(2, 2)]) != [None]
+
+
+def test_recomputation_that_goes_another_way_is_told():
+    calls: list[int] = []
+
+    def another_way(t: Tensor) -> Any:
+        calls.append(1)
+        return (t, t) if len(calls) > 1 else (t, t.detach())
+
+    partition = partition_of(Do(another_way))
+    partition.forward(0, received(torch.ones(2)), keep=True, recompute=True)
+    with pytest.raises(
+        RecomputeError, match=r"\(True, True\), but its first forward was taken to give \(True, F"
+    ):
+        partition.recompute(0)
+
+
+class AnotherShape(nn.Module):
+    """Gives fewer rows when it is recomputed, once it is told to."""
+
+    is_on = False
+
+    def forward(self, t: Tensor) -> Tensor:
+        return t[:1] if self.is_on and is_recomputing() else t
+
+
+def test_a_recomputed_output_of_another_shape_is_told():
+    layer = AnotherShape()
+    partition = partition_of({"a": nn.Identity(), "b": layer, "c": nn.Identity()})
+    layer.is_on = True
+    partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
+    with pytest.raises(
+        RecomputeError,
+        match=r"layer 'b' \(AnotherShape\) gave float32 \(1, 3\) instead of float32 \(4, 3\) when "
+        "micro-batch 0 was recomputed",
+    ):
+        partition.recompute(0)
+    assert partition.where() == "layer 'b' (AnotherShape)"
+
+
+def test_another_shape_is_told_where_outputs_are_not_looked_at_too():
+    layer = AnotherShape()
+    partition = partition_of(layer)
+    for _ in range(2):
+        partition.begin()
+        run(partition, received(torch.ones(4, 3)), recompute=True)
+    layer.is_on = True
+    partition.begin()
+    partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
+    partition.recompute(0)
+    with pytest.raises(RecomputeError, match=r"shape \(4, 3\), .*recomputing it gave \(1, 3\)"):
+        partition.backward(0, [torch.ones(4, 3)])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_first_forward_takes_the_path_that_has_a_graph(autocast):
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    partition = partition_of(layer)
+    x = torch.randn(3, 5, 16)
+    for mini_batch in range(2):  # the very first forward has a graph
+        partition.begin()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            expected = layer(x.clone().requires_grad_())
+            output, _ = run(partition, received(x), recompute=True)
+        assert output.tensors[0].dtype == expected.dtype, mini_batch
+        assert torch.equal(output.tensors[0], expected), mini_batch
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_modules_are_in_the_mode_of_their_first_forward():
+    gradients = []
+    for evaluates_between in (False, True):
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3), nn.Dropout().eval())
+        partition = partition_of(*layers)
+        output = partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
+        if evaluates_between:
+            layers.eval()
+        modes = [module.training for module in layers]
+        partition.recompute(0)
+        assert [module.training for module in layers] == modes
+        gradients += partition.backward(0, [torch.rand_like(output.tensors[0])])
+    first, second = gradients
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("mini_batch", [1, 2, 16, 128])
+def test_what_begins_to_differ_later_is_told_in_the_next_mini_batch_that_is_looked_at(mini_batch):
+    differs = False
+    partition = partition_of(Do(lambda t: t * (1 + differs * is_recomputing())))
+    for _ in range(mini_batch - 1):
+        partition.begin()
+        run(partition, received(torch.ones(2)), recompute=True)
+    differs = True
+    partition.begin()
+    with pytest.raises(RecomputeError, match=r"layer '0' \(Do\) gave values that differ"):
+        run(partition, received(torch.ones(2)), recompute=True)
+
+
+def test_backward_is_that_of_torch():
+    """The engine is called past torch.autograd.backward: it must do the same, hooks included."""
+    found = []
+    for run in (torch.autograd.backward, run_backward):
+        torch.manual_seed(1)
+        layer = nn.Linear(3, 2)
+        heard: list[Tensor] = []
+        layer.weight.register_hook(heard.append)
+        x = torch.ones(4, 3, requires_grad=True)
+        y = layer(x)
+        roots, gradients = (y, y.exp()), (torch.ones(4, 2), torch.rand(4, 2))
+        run(roots, gradients)
+        found.append((x.grad, layer.weight.grad, layer.bias.grad, len(heard)))
+        with pytest.raises(RuntimeError, match="second time"):
+            run(roots[1:], gradients[1:])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+
+
+def test_what_leaves_must_be_of_tensors_on_the_device():
+    with pytest.raises(BoundaryError, match=r"layer '0' \(Do\) returned a tensor on meta"):
+        run(partition_of(Do(lambda t: t.to("meta"))), received(torch.ones(2)))
+    with pytest.raises(BoundaryError, match=r"layout torch\.sparse_coo"):
+        run(partition_of(Do(lambda t: t.to_sparse())), received(torch.ones(2)))
+    with pytest.raises(BoundaryError, match=r"type builtins.set at \[1\] cannot travel"):
+        run(partition_of(Do(lambda t: (t, {1}))), received(torch.ones(2)))
+
+
+def test_the_first_layer_takes_several_inputs_and_the_others_one():
+    first = partition_of(Do(lambda a, b: (a + b, b)), Do(lambda pair: pair[0]), is_first=True)
+    output, _ = run(first, received((torch.ones(2), torch.ones(2))))
+    assert output.tensors[0].tolist() == [2.0, 2.0]
+    later = partition_of(Do(lambda pair: pair[0] * pair[1]))
+    assert run(later, received((torch.ones(2), torch.ones(2))))[0].structure == "*"
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2])
+def test_no_layers_pass_their_input_on(num_inputs):
+    value = tuple(torch.full((2,), float(k)) for k in range(num_inputs))
+    output, _ = run(partition_of({}, is_first=True), received(value))
+    assert len(output.tensors) == num_inputs
+    assert output.structure == ("*" if num_inputs == 1 else ("t", ("*", "*")))
+
+
+@BOTH
+def test_finish_is_a_last_layer(recompute):
+    partition = partition_of(nn.Linear(2, 2))
+    output = partition.forward(
+        0, received(torch.ones(3, 2)), keep=True, recompute=recompute, finish=torch.mean
+    )
+    assert output.tensors[0].shape == ()
+    if recompute:
+        assert partition.recompute(0) == 4
+    assert partition.backward(0, [torch.tensor(1.0)]) != [None]
+
+
+def test_a_failing_layer_is_named():
+    partition = partition_of({"fine": nn.ReLU(), "wrong": nn.Linear(3, 3)})
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        partition.forward(0, received(torch.ones(2, 2)), keep=True, recompute=False)
+    assert partition.where() == "layer 'wrong' (Linear)"
+
+    def fail(output):
+        raise ZeroDivisionError
+
+    partition = partition_of(nn.ReLU())
+    with pytest.raises(ZeroDivisionError):
+        partition.forward(0, received(torch.ones(2)), keep=True, recompute=False, finish=fail)
+    assert partition.where() == "loss_fn"
+    partition.begin()
+    assert partition.num_held == 0
+
+
+def test_freezing_and_unfreezing_is_seen_at_the_next_mini_batch():
+    layer = nn.Linear(2, 2)
+    partition = partition_of(layer)
+    for wants in (True, False, True):
+        layer.requires_grad_(wants)
+        partition.begin()
+        inputs = received(torch.ones(2, 2), wants=False)
+        assert partition.forward(0, inputs, keep=True, recompute=True).requires_grad == (wants,)
+
+
+# -- what is changed from outside, and what cannot travel ----------------------------------------
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer that no forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+OUTSIDE = {
+    "parameter 'a.weight' was changed": lambda layers: torch.optim.SGD(
+        layers["a"].parameters(), lr=0.1
+    ).step(),
+    "parameter 'a.bias' was changed": lambda layers: layers["a"].bias.requires_grad_(False),
+    "a parameter was replaced by another": lambda layers: setattr(
+        layers["a"], "weight", nn.Parameter(torch.ones(4, 3))
+    ),
+    "buffer 'b.scale' was changed": lambda layers: layers["b"].scale.fill_(2),
+}
+
+
+@pytest.mark.parametrize("told", OUTSIDE)
+def test_what_changes_between_a_forward_and_its_recomputation_is_named(told):
+    layers = {"a": nn.Linear(3, 4), "b": Scaled(), "c": nn.BatchNorm1d(4)}
+    partition = partition_of(layers)
+    for _ in range(2):
+        partition.begin()
+        for parameter in layers["a"].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for i in (0, 1):
+            partition.forward(i, received(torch.randn(5, 3)), keep=True, recompute=True)
+        for i in (1, 0):
+            partition.recompute(i)
+            partition.backward(i, [torch.ones(5, 4)])
+
+    partition.begin()
+    for i in (0, 1):
+        partition.forward(i, received(torch.randn(5, 3)), keep=True, recompute=True)
+    OUTSIDE[told](layers)
+    with pytest.raises(RecomputeError, match=rf"^{re.escape(told)} after the first forward of"):
+        partition.recompute(1)
+
+
+def test_what_a_layer_changes_in_its_own_forward_is_its_own():
+    partition = partition_of(nn.Embedding(9, 4, max_norm=1.0, _weight=torch.randn(9, 4)))
+    for i in (0, 1):
+        partition.forward(i, received(torch.tensor([i, 5])), keep=True, recompute=True)
+    for i in (1, 0):
+        partition.recompute(i)
+        partition.backward(i, [torch.ones(2, 4)])
+
+
+class Marked(Tensor):
+    """A class of a user's own."""
+
+
+def test_a_tensor_of_another_class_does_not_leave_a_partition():
+    layers = {"0": nn.Linear(3, 3), "1": Do(lambda x: x.as_subclass(Marked))}
+    with torch.no_grad():
+        output = Partition(layers, CPU, is_first=False).forward(
+            0, received(torch.randn(2, 3)), keep=False, recompute=False
+        )
+    assert not is_plain(output.tensors[0])  # as in the plain model, since nothing comes after
+    partition = Partition(layers, CPU, is_first=False, is_last=False)
+    with pytest.raises(BoundaryError, match=r"^layer '1' \(Do\) returned.*\.Marked of"):
+        partition.forward(0, received(torch.randn(2, 3)), keep=False, recompute=False)
+
+
+def test_a_parameter_leaves_as_a_tensor():
+    partition = Partition({"0": ReturnsWeight()}, CPU, is_first=False, is_last=False)
+    output = partition.forward(0, received(torch.randn(2, 3)), keep=True, recompute=False)
+    assert type(output.tensors[0]) is Tensor
+    assert output.requires_grad == (True,)
+
+
+class ReturnsWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return self.weight

@@ -1,0 +1,104 @@
+"""The examples that write a picture, run as a user would with little to do: is it a picture?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.dist.script import run_forked, run_script
+
+ROOT = Path(__file__).parents[2]
+UNET = ROOT / "examples/unet_segmentation.py"
+RESNET = ROOT / "examples/resnet_split_size.py"
+
+UNET_ARGS = ["--steps", "36", "--evaluate-every", "12", "--batch-size", "4", "--chunks", "2"]
+RESNET_ARGS = ["--image-size", "32", "--batch-size", "4", "--split-size", "2", "--sweep", "4"]
+RESNET_ARGS += ["--repeats", "2"]
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+def lines_of(done, picture):
+    """Return the lines that an example printed; it ran in another folder than the project's."""
+    done.check()
+    assert [*picture.parent.iterdir()] == [picture], "nothing unfinished stays"
+    return done.stdout.splitlines()
+
+
+def pixels(picture):
+    """Read a picture as numbers, ``(height, width, 3)``."""
+    with Image.open(picture) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def progress(lines):
+    return [line for line in lines if "IoU" in line]
+
+
+def test_a_unet_learns_and_shows_it(tmp_path):
+    picture = tmp_path / "unet.png"
+
+    args = [*UNET_ARGS, "--picture", str(picture)]
+    lines = lines_of(run_forked(UNET, num_ranks=2, args=args), picture)
+
+    losses = [float(line.split()[3]) for line in lines if line.startswith("step")]
+    assert len(losses) == 3
+    assert losses[2] < 0.9 * losses[0]
+    image = pixels(picture)
+    assert image.shape == (540, 1400, 3)
+    seen, _, before, after = np.array_split(image, 4, axis=1)
+    assert min(panel.std() for panel in (seen, before, after)) > 10
+    assert np.abs(before - after).mean() > 10
+
+
+def test_a_unet_in_one_stage_prints_and_draws_the_same(tmp_path):
+    in_one, in_two = tmp_path / "one/unet.png", tmp_path / "two/unet.png"
+    for picture in (in_one, in_two):
+        picture.parent.mkdir()
+
+    args = [*UNET_ARGS, "--picture", str(in_one)]
+    lines_of_one = lines_of(run_forked(UNET, args=args), in_one)
+    args = [*UNET_ARGS, "--picture", str(in_two), "--balance", "9", "32"]
+    lines_of_two = lines_of(run_forked(UNET, num_ranks=2, args=args), in_two)
+
+    assert progress(lines_of_one) == progress(lines_of_two)
+    assert len(progress(lines_of_one)) == 5
+    assert np.abs(pixels(in_one) - pixels(in_two)).max() <= 1
+
+
+def test_the_split_size_is_swept_and_drawn(tmp_path):
+    picture = tmp_path / "resnet.png"
+
+    args = [*RESNET_ARGS, "--picture", str(picture)]
+    lines = lines_of(run_script(RESNET, nproc=2, args=args), picture)
+
+    start = next(k for k, line in enumerate(lines) if "speed-up" in line)
+    rows = [line.rsplit(maxsplit=4) for line in lines[start + 1 : start + 5]]
+    assert [(name, size) for name, size, *_ in rows] == [
+        ("one device", "4"),
+        ("model parallel", "4"),
+        ("pipelined", "2"),
+        ("pipelined", "4"),
+    ]
+    assert all(float(mean) > 0 and float(deviation) > 0 for _, _, mean, deviation, _ in rows)
+    image = pixels(picture)
+    assert image.shape == (500, 1200, 3)
+    assert image.std() > 10
+
+
+@pytest.mark.parametrize(
+    ("args", "fault"),
+    [
+        (["--batch-size", "6", "--split-size", "4"], "4 does not divide the 6 images"),
+        (["--repeats", "1"], "2 repeats or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(args, fault):
+    done = run_forked(RESNET, args=args)
+
+    assert done.returncode == 2
+    assert fault in done.stderr

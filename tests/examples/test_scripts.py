@@ -1,0 +1,115 @@
+"""The examples, run as a user would: any number of stages and any balance give the same losses.
+
+That is why no example may have a branch on the rank, which is read from its source.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.dist.script import run_forked, run_script
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ROOT / "examples/train_digits.py"
+LM = ROOT / "examples/train_lm.py"
+
+#: Also cut elsewhere than by default. The first is under the launcher.
+WAYS = [
+    pytest.param(2, {DIGITS: [], LM: []}, id="2"),
+    pytest.param(2, {DIGITS: [3, 13], LM: [5, 2]}, id="2-uneven", marks=pytest.mark.on_gpus(2)),
+    pytest.param(3, {DIGITS: [7, 8, 1], LM: [1, 5, 1]}, id="3", marks=pytest.mark.on_gpus(3)),
+]
+
+FEW_STEPS = {
+    DIGITS: ["--epochs", "1"],
+    LM: ["--steps", "6", "--evaluate-every", "4", "--batch-size", "4", "--generate", "12"],
+}
+
+
+def results(stdout):
+    """Return all lines but the first, which tells the balance, and the tables of the stages."""
+    found = []
+    is_table = False
+    for line in stdout.splitlines()[1:]:
+        is_table = bool(line.strip()) and (is_table or line.startswith(("stage", "the last step")))
+        if line.strip() and not is_table:
+            found.append(line)
+    return found
+
+
+def run(example, *, nproc=None, balance=(), args=None, launcher=False):
+    options = [*(FEW_STEPS[example] if args is None else args)]
+    if balance:
+        options += ["--balance", *map(str, balance)]
+    if launcher:
+        return run_script(example, nproc=nproc, args=options).check()
+    return run_forked(example, num_ranks=nproc, args=options).check()
+
+
+@pytest.fixture(scope="module")
+def in_one_stage():
+    """Give each example's results without a launcher."""
+    return {example: results(run(example).stdout) for example in (DIGITS, LM)}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [DIGITS, LM], ids=lambda path: path.stem)
+@pytest.mark.parametrize(("nproc", "balance"), WAYS)
+def test_any_number_of_stages_prints_the_same(example, nproc, balance, in_one_stage):
+    balance = balance[example]
+    done = run(example, nproc=nproc, balance=balance, launcher=not balance)
+
+    assert results(done.stdout) == in_one_stage[example]
+    assert in_one_stage[example]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_digits_are_recognised():
+    done = run(DIGITS, nproc=2, args=[])
+
+    last = results(done.stdout)[-1]
+    assert last.startswith("epoch  8")
+    assert float(last.rsplit(maxsplit=1)[1].rstrip("%")) >= 97.0
+
+
+@pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.stem)
+def test_no_example_knows_its_rank(example):
+    assert mentions_of_rank(example.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("if stage.rank == 0: pass", [1]),
+        ("x = 1\ny = 2 if int(os.environ['RANK']) else 3", [2]),
+        ("from torch.distributed import get_rank", [1]),
+        ("def f(local_rank): pass", [1]),
+        ('"""Says that every rank runs this."""\nprint(1)', []),
+    ],
+)
+def test_a_rank_is_found_in_code_but_may_be_told_of(code, lines):
+    assert mentions_of_rank(code) == lines
+
+
+def mentions_of_rank(code):
+    """Return the lines of code, docstrings apart, that mention a rank in a name or a string."""
+    tree = ast.parse(code)
+    scopes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {
+        node.body[0]
+        for node in ast.walk(tree)
+        if isinstance(node, scopes) and ast.get_docstring(node) is not None
+    }
+    nodes: list[ast.AST] = [tree]
+    mentions: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        if any(isinstance(text, str) and "rank" in text.lower() for text in vars(node).values()):
+            mentions.add(vars(node).get("lineno", 0))
+        nodes += [child for child in ast.iter_child_nodes(node) if child not in docstrings]
+    return sorted(mentions)

@@ -1,0 +1,286 @@
+"""A process's board as another process of the host reads it, whatever becomes of its writer."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from procpipe.job import board as board_module
+from procpipe.job.board import Board
+from tests.test_forks import in_child
+
+#: Runs lines of code that it is sent, each a JSON string, and answers with what `answer` is then.
+#: It loads the one file, not procpipe, and so starts in no time.
+WRITER = """
+import importlib.util, json, os, signal, sys
+spec = importlib.util.spec_from_file_location("board", sys.argv[1])
+board_module = sys.modules["board"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(board_module)
+Board = board_module.Board
+for line in sys.stdin:
+    answer = None
+    exec(json.loads(line))
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Writer:
+    """A process that runs what it is told."""
+
+    def __init__(self):
+        command = [sys.executable, "-S", "-c", WRITER, str(Path(board_module.__file__))]
+        self._process: Any = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.pid = self._process.pid
+
+    def run(self, code):
+        self.start(code)
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, code):
+        self._process.stdin.write(json.dumps(code) + "\n")
+        self._process.stdin.flush()
+
+    def end(self):
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+
+def board_of(writer):
+    board = Board.of_process(writer.pid)
+    assert board is not None
+    return board
+
+
+@pytest.fixture
+def writer():
+    process = Writer()
+    yield process
+    process.end()
+
+
+def test_another_process_reads_what_is_written(writer):
+    writer.run(
+        "board = Board.create(2, 4); board.tell_facts({'device': 'cpu', 'layers': ['a', 'b']})"
+    )
+    board = board_of(writer)
+    new = board.read()
+    writer.run("board.start_call('step'); board.start_mini_batch(8)")
+    in_step = board.read()
+    writer.run("board.start_task('F', 3); board.enter_layer(1); board.tell_device_bytes(5)")
+    in_layer = board.read()
+    writer.run("import time; board.start_wait('activation 3', time.monotonic_ns() - 2 * 10**9)")
+    waiting = board.read()
+    writer.run("board.end_wait(); board.end_task(); board.end_call()")
+    writer.run("board.end_program(16, busy_ns=3 * 10**9, step_ns=4 * 10**9, held_bytes=7)")
+    writer.run("board.note_report(); board.fail()")
+    done = board.read()
+
+    assert (new.pid, new.rank, new.num_ranks) == (writer.pid, 2, 4)
+    assert new.facts == {"device": "cpu", "layers": ["a", "b"]}
+    assert (new.call, new.task, new.layer, new.wait, new.reported_s) == ("", "", "", None, None)
+    assert new.where().startswith("between calls, in the user's code, for 0.")
+    assert in_step.where().startswith("in step(), last heard of 0.")
+    assert (in_layer.task, in_layer.layer, in_layer.micro_batch) == ("F3", "b", 3)
+    assert in_layer.where().startswith("in F3, b, for 0.")
+    assert waiting.wait is not None
+    assert 2 <= waiting.wait.seconds < 60
+    assert waiting.where().startswith("in F3, waiting ")
+    assert waiting.where().endswith(" s for activation 3")
+    assert (done.wait, done.task, done.call) == (None, "", "")
+    assert (done.num_steps, done.num_samples, done.num_micro_batches) == (1, 16, 8)
+    assert (done.busy_s, done.step_s, done.held_bytes, done.device_bytes) == (3, 4, 7, 5)
+    assert done.has_failed
+    assert done.reported_s is not None
+
+
+def test_a_reader_keeps_what_a_killed_process_wrote_last(writer):
+    writer.run("board = Board.create(0, 1); board.start_call('step'); board.start_task('B', 5)")
+    board = board_of(writer)
+
+    writer.end()
+
+    assert (board.read().call, board.read().task) == ("step", "B5")
+    assert Board.of_process(writer.pid) is None
+
+
+def test_a_stopped_process_can_be_read(writer):
+    writer.run("board = Board.create(0, 1); board.start_task('R', 2)")
+    os.kill(writer.pid, signal.SIGSTOP)
+
+    assert board_of(writer).read().task == "R2"
+
+
+def test_a_forked_child_is_not_taken_for_its_parent(writer):
+    """A loader's worker has its parent's board open."""
+    child = writer.run(
+        "board = Board.create(0, 1)\n"
+        "answer = os.fork()\n"
+        "if answer == 0:\n"
+        "    os.close(1)\n"
+        "    signal.pause()"
+    )
+    try:
+        assert Board.of_process(child) is None
+        assert Board.of_process(writer.pid) is not None
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_the_board_that_was_written_last_counts(writer):
+    writer.run("boards = [Board.create(0, 1) for _ in range(3)]; boards[1].start_call('step')")
+
+    assert board_of(writer).read().call == "step"
+
+
+def test_a_process_without_a_board(writer):
+    assert Board.of_process(writer.pid) is None
+    assert Board.of_process(2**22 + 1) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "b''",
+        "b'x' * 4096",
+        "os.urandom(board_module._SIZE_BYTES)",
+        "bytes(board_module._SIZE_BYTES)",
+    ],
+)
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_file_of_that_name_with_other_content_is_no_board(writer, content, is_sealed):
+    writer.run(
+        "file = os.memfd_create('procpipe-board', os.MFD_ALLOW_SEALING)\n"
+        f"os.write(file, {content})\n"
+        f"if {is_sealed}: board_module.fcntl.fcntl(file, 1033, board_module._SEALS)"
+    )
+
+    assert Board.of_process(writer.pid) is None
+
+
+def test_a_board_that_could_become_shorter_is_not_read(writer):
+    """A reader of what is gone would be ended by a signal."""
+    writer.run(
+        "file = os.memfd_create('procpipe-board', os.MFD_ALLOW_SEALING)\n"
+        "os.write(file, bytes(Board.create(0, 1)._page))"
+    )
+
+    assert Board.of_process(writer.pid) is None
+
+
+def test_nobody_can_make_a_board_shorter(writer):
+    told = writer.run(
+        "board = Board.create(0, 1)\n"
+        "for file in range(3, 10):\n"
+        "    path = f'/proc/self/fd/{file}'\n"
+        "    if os.path.exists(path) and 'procpipe-board' in os.readlink(path):\n"
+        "        try: os.ftruncate(file, 0)\n"
+        "        except OSError as error: answer = type(error).__name__"
+    )
+
+    assert told == "PermissionError"
+
+
+def test_texts_that_are_too_long_are_cut_at_a_character(writer):
+    writer.run("board = Board.create(0, 1); board.start_call('x' + 'ä' * 1000)")
+    writer.run("board.start_wait('ä' * 1000 + 'x', 1)")
+
+    reading = board_of(writer).read()
+
+    assert reading.wait.what == "ä" * 316
+    assert reading.call == "x" + "ä" * 59
+
+
+def test_facts_that_are_too_long_lose_their_longest(writer):
+    writer.run(
+        "board = Board.create(0, 1)\n"
+        "board.tell_facts({'layers': ['ä' * 100] * 10_000, 'device': 'cpu', 'model': 'x' * 1000})"
+    )
+
+    reading = board_of(writer).read()
+
+    assert reading.facts == {"device": "cpu", "model": "x" * 1000}
+
+
+def test_a_text_that_cannot_be_encoded_is_written_all_the_same(writer):
+    writer.run("board = Board.create(0, 1); board.start_call('\\udcff')")
+
+    assert board_of(writer).read().call == "?"
+
+
+def test_texts_that_are_being_written_are_whole_or_missing(writer):
+    """Long ones, all alike in length, so that a reader does meet them half written."""
+    writer.run(
+        "board = Board.create(0, 1)\n"
+        "texts = [json.dumps({'layers': [letter * 500_000]}) for letter in 'abc']\n"
+        "board.start_wait('a' * 600, 1)"
+    )
+    board = board_of(writer)
+    writer.start(
+        "while True:\n"
+        "    for letter, text in zip('abc', texts):\n"
+        "        board._write(board_module._WAIT, letter * 600)\n"
+        "        board._write(board_module._FACTS, text)\n"
+    )
+
+    whole = {json.dumps({"layers": [letter * 500_000]}) for letter in "abc"}
+    seen = Counter[str]()
+    deadline = time.monotonic() + 60
+    while seen.total() < 2000 or len(seen) < 2:
+        seen[board._text(board_module._FACTS)] += 1
+        assert time.monotonic() < deadline
+    reading = board.read()
+
+    assert seen.keys() <= {*whole, ""}
+    assert reading.wait is not None
+    assert reading.wait.what in {"a" * 600, "b" * 600, "c" * 600, "something"}
+    assert reading.facts == {} or json.dumps(reading.facts) in whole
+
+
+def test_a_text_whose_writer_ended_in_the_middle_is_missing(writer):
+    writer.run("board = Board.create(0, 1); board.start_call('step'); board.tell_facts({'a': 1})")
+    writer.run("for start in (256, 1024): board._words[start // 8] = -1")
+    board = board_of(writer)
+
+    assert (board.read().call, board.read().facts) == ("", {})
+    writer.run("board.start_call('step')")
+    assert board.read().call == "step"
+
+
+def test_a_forked_child_writes_on_a_page_of_its_own():
+    board = Board.create(0, 1)
+    board.start_call("step")
+
+    def write():
+        board.give_up_in_child()
+        board.start_call("a child's")
+        board.start_task("F", 3)
+        return board.read().call
+
+    assert in_child(write) == "a child's"
+    assert (board.read().call, board.read().task) == ("step", "")
+
+
+def test_numbers_that_make_no_sense_are_no_error():
+    """Whoever runs as the same user could write anything."""
+    page = mmap.mmap(-1, board_module._SIZE_BYTES)
+    page[:] = b"\x7f" * len(page)
+
+    reading = Board(page).read()
+
+    assert reading.task == ""
+    assert reading.layer == ""
+    assert reading.facts == {}

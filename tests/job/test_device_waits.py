@@ -1,0 +1,211 @@
+"""Waits in native code that only a device could end, ended when a peer has failed.
+
+The device is a lock: whoever waits for it is in native code, and aborting releases it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh, Onlooker
+from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.job import device_waits as device_watch
+from procpipe.job.device_waits import DeviceWatch, abort_all
+
+
+class Device:
+    """A device that waits for transfers with rank 1, until they are aborted."""
+
+    def __init__(self):
+        self.peers = [1]
+        self._free = threading.Lock()
+        self._free.acquire()
+
+    def synchronize(self):
+        assert self._free.acquire(timeout=20.0), "nobody has ended the wait"
+
+    def busy_with(self):
+        return self.peers
+
+    def abort(self):
+        self._free.release()
+        return True
+
+
+class Lines(Onlooker):
+    def __init__(self):
+        self.told: list[str] = []
+
+    def start_wait(self, what, since_s):
+        self.told.append(f"waits for {what}")
+
+    def end_wait(self):
+        self.told.append("goes on")
+
+    def stalled(self, what, waited_s):
+        self.told.append("stalls")
+
+
+@pytest.fixture
+def watched():
+    """Make a mesh of rank 0, a device and their watch; the peer, rank 1, is a bare socket."""
+    with contextlib.ExitStack() as stack:
+
+        def make(timeout_s=60.0, stall_timeout_s=60.0, onlooker=None):
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            limits = {"timeout_s": timeout_s, "stall_timeout_s": stall_timeout_s}
+            onlooker = onlooker or Onlooker()
+            mesh, device = Mesh(0, {1: ours}, onlooker=onlooker, **limits), Device()
+            watch = DeviceWatch(mesh, [device], threading.main_thread, onlooker, **limits)
+            stack.callback(theirs.close)
+            stack.callback(mesh.close)
+            stack.callback(watch.close)
+            return mesh, device, theirs
+
+        yield make
+
+
+def frame(kind, body=b""):
+    return len(body).to_bytes(8, "little") + bytes(4) + bytes([kind, 0]) + body
+
+
+def failure(story, *, is_lost=False):
+    return frame(FAILURE, json.dumps({"rank": 1, "story": story, "is_lost": is_lost}).encode())
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "words"),
+    [
+        (failure("boom"), RemoteStageError, r"^rank 1 failed:\nboom$"),
+        (frame(3, b"x" * 1000) + failure("boom"), RemoteStageError, r"^rank 1 failed:\nboom$"),
+        (failure("it is gone", is_lost=True), PeerLostError, r"^rank 1 failed:\nit is gone$"),
+        (None, PeerLostError, r"rank 1 ended without a word"),
+        (frame(GOODBYE), PeerLostError, r"rank 1 has left the pipeline .* its device, in transfer"),
+    ],
+)
+def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, said, kind, words, monkeypatch):
+    monkeypatch.setattr(device_watch, "_LEFT_AFTER_S", 2.0)
+    _, device, peer = watched()
+    if said is None:
+        peer.close()
+    else:
+        peer.sendall(said)
+    start_s = time.monotonic()
+
+    with pytest.raises(kind, match=words) as caught:
+        device.synchronize()
+
+    assert time.monotonic() < start_s + 10.0
+    assert caught.type.__name__ == kind.__name__
+    assert caught.value.rank == 1
+
+
+def test_the_first_thing_that_python_does_after_the_wait_is_to_raise(watched):
+    """What comes out of the device is made of transfers that were cut off."""
+    _, device, peer = watched()
+    peer.close()
+    values = []
+
+    with pytest.raises(PeerLostError):
+        values.append(device.synchronize())
+
+    assert values == []
+
+
+def test_a_peer_may_leave_while_this_device_has_seconds_to_compute(watched):
+    _, device, peer = watched()
+    peer.sendall(frame(GOODBYE))
+    threading.Timer(3.5, device.abort).start()
+
+    device.synchronize()
+
+
+def test_what_was_read_ahead_is_still_there_to_be_read(watched):
+    mesh, device, peer = watched()
+    peer.sendall(failure("boom"))
+
+    with pytest.raises(RemoteStageError):
+        device.synchronize()
+
+    with pytest.raises(RemoteStageError, match="boom"):
+        mesh.poll()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_failure_that_came_with_what_was_waited_for_ends_the_next_wait(watched, closes):
+    mesh, device, peer = watched()
+    read: list[int] = []
+    mesh.on(1, 3, lambda sequence, flags, body: read.append(sequence))
+    peer.sendall(frame(3) + failure("boom"))
+    if closes:
+        peer.close()
+    mesh.wait(lambda: read, lambda: "a frame")
+
+    with pytest.raises(RemoteStageError, match="boom"):
+        device.synchronize()
+
+
+def test_a_wait_that_no_transfer_causes_is_left_alone(watched):
+    _, device, peer = watched()
+    device.peers = []
+    peer.close()
+
+    time.sleep(1.0)  # in native code, for longer than the watch needs
+
+    assert not device._free.acquire(blocking=False)
+
+
+def test_stalls_are_told_and_end_after_the_timeout(watched):
+    lines = Lines()
+    _, device, _ = watched(timeout_s=1.2, stall_timeout_s=0.2, onlooker=lines)
+
+    with pytest.raises(
+        WaitTimeoutError, match=r"rank 0 has waited 1\.\d s for its device, in tran"
+    ):
+        device.synchronize()
+
+    waits = "waits for its device, in transfers with ranks [1]"
+    assert lines.told[:4] == [waits, "stalls", waits, "stalls"]
+
+
+def test_after_its_end_the_watch_raises_nothing(watched):
+    mesh, device, peer = watched()
+    mesh.close()
+    peer.close()
+
+    time.sleep(1.0)  # as above
+
+    assert not device._free.acquire(blocking=False)
+
+
+def test_transfers_of_several_transports_are_ended_together():
+    """One that synchronises the device waits for the transfers of the other."""
+    both = threading.Barrier(2, timeout=20.0)
+
+    class Waiting(Device):
+        def abort(self):
+            both.wait()
+            return True
+
+    assert abort_all([Waiting(), Waiting()])
+    assert abort_all([])
+
+
+def test_transfers_are_ended_whose_transports_are_let_go_of_meanwhile():
+    transports: list[Device] = []
+
+    class Closed(Device):
+        def abort(self):
+            transports.clear()
+            return True
+
+    transports.append(Closed())
+
+    assert abort_all(transports)

@@ -1,0 +1,191 @@
+"""How a launched process ends: what it prints, and that it does not outlive its launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from procpipe.errors import DisagreementError, PeerLostError, RemoteStageError
+from procpipe.job import endings
+from procpipe.job.board import Board
+from procpipe.job.endings import print_victims_briefly
+from tests.test_forks import in_child
+
+DEADLINE_S = 30.0
+
+STORY = "stage 1 (rank 1), in step(): KeyError: 'boom'\nTraceback (most recent call last):\n  …"
+
+
+@pytest.fixture
+def board(monkeypatch):
+    for module in (sys, threading):
+        monkeypatch.setattr(module, "excepthook", module.excepthook)  # to be put back
+    endings._victims.cache_clear()  # which takes their place once a process
+    return Board.create(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            RemoteStageError(1, STORY),
+            "procpipe: rank 2 ends, because rank 1 failed in step(): KeyError: 'boom'",
+        ),
+        (RemoteStageError(1, ""), "procpipe: rank 2 ends, because rank 1 failed"),
+        (
+            PeerLostError(1, "rank 1 ended without a word"),
+            "procpipe: rank 2 ends, because rank 1 ended without a word",
+        ),
+        (
+            DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"]),
+            "procpipe: rank 2 ends, because the ranks do not agree (rank 0 tells on what)",
+        ),
+    ],
+    ids=["a failure", "a failure without a story", "a loss", "a disagreement"],
+)
+def test_a_victim_prints_one_line(board, monkeypatch, capfd, error, line):
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: told.append(args))
+    print_victims_briefly(2, board)
+    sys.excepthook(type(error), error, None)
+
+    assert capfd.readouterr().err == f"{line}\n"
+    assert told == []
+
+
+def test_a_victim_says_what_it_waited_for(board, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "excepthook", lambda *args: None)
+    print_victims_briefly(2, board)
+    board.start_call("step")
+    board.start_task("B", 3)
+    board.start_wait("gradient from stage 3 (rank 3)", time.monotonic_ns())
+    error = RemoteStageError(1, STORY)
+    sys.excepthook(type(error), error, None)
+
+    told = capfd.readouterr().err
+    assert "KeyError: 'boom'; it was in B3, waiting 0." in told
+    assert told.endswith(" s for gradient from stage 3 (rank 3)\n")
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("rank", "error"),
+    [(2, ValueError("mine")), (0, DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"]))],
+)
+def test_who_tells_the_story_prints_all_of_it(board, monkeypatch, capfd, rank, error):
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: told.append(args))
+    print_victims_briefly(rank, board)
+    sys.excepthook(type(error), error, None)
+
+    assert told == [(type(error), error, None)]
+    assert capfd.readouterr().err == ""
+
+
+def test_an_interrupt_is_told_with_where_it_came(board, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "excepthook", lambda *args: None)
+    print_victims_briefly(2, board)
+    board.start_call("step")
+    board.start_task("F", 1)
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+    assert capfd.readouterr().err.startswith("procpipe: rank 2 was interrupted in F1, for 0.")
+
+
+def test_a_victim_that_trains_in_a_thread_prints_one_line(board, monkeypatch, capfd):
+    told: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: None)
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    print_victims_briefly(2, board)
+    of_another, its_own = RemoteStageError(1, STORY), KeyError("mine")
+    for error in (of_another, its_own):
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
+
+    line = "procpipe: rank 2 ends, because rank 1 failed in step(): KeyError: 'boom'\n"
+    assert capfd.readouterr().err == line
+    assert [args.exc_value for args in told] == [its_own]
+
+
+def test_a_forked_child_is_no_victim(board, monkeypatch, capfd):
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: told.append(args))
+    print_victims_briefly(2, board)
+    error = RemoteStageError(1, STORY)
+
+    assert in_child(lambda: sys.excepthook(type(error), error, None) or len(told)) == "1"
+    assert capfd.readouterr().err == ""
+
+
+# -- with the launcher ---------------------------------------------------------------------------
+
+#: A launcher with a store starts a worker that would stay for ever.
+LAUNCHER = """
+import os, socket, subprocess, sys
+store = socket.create_server(("127.0.0.1", 0))
+environment = dict(
+    os.environ, RANK="0", TORCHELASTIC_RUN_ID="x", TORCHELASTIC_USE_AGENT_STORE="True",
+    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.getsockname()[1]),
+)
+code = '''
+import signal
+from procpipe.job.endings import end_with_launcher
+end_with_launcher()
+print("ready", flush=True)
+signal.alarm(60)
+signal.pause()
+'''
+subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True).wait()
+"""
+
+
+def test_a_worker_ends_with_its_launcher():
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "ready\n"
+    (worker,) = psutil.Process(launcher.pid).children()
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    launcher.stdout.close()
+
+    deadline_s = time.monotonic() + DEADLINE_S
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("uses_agent_store", [True, False])
+def test_only_a_store_of_the_launcher_must_be_there(monkeypatch, uses_agent_store):
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(uses_agent_store))
+        endings._check_launcher()
+    if uses_agent_store:
+        with pytest.raises(ConnectionRefusedError, match=f"no launcher at 127.0.0.1:{port}"):
+            endings._check_launcher()
+    else:
+        endings._check_launcher()
+
+
+def test_without_torchrun_nobody_is_asked(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr("ctypes.CDLL", None)
+
+    endings.end_with_launcher()
+
+
+def test_many_stages_have_one_hook(board, capfd):
+    for _ in range(2 * sys.getrecursionlimit()):
+        print_victims_briefly(2, board)
+    error = RemoteStageError(1, STORY)
+    sys.excepthook(type(error), error, None)
+    assert capfd.readouterr().err.count("rank 2 ends") == 1

@@ -1,0 +1,195 @@
+"""Who takes part in a round, in a store that may hold what rounds before have left."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import psutil
+import pytest
+from torch.distributed import HashStore
+
+from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.job.rollcall import Notes, agree_on_round, process_start_s
+
+
+class Rank:
+    """One rank's roll call, in a thread."""
+
+    def __init__(self, store, rank, num_ranks, timeout_s=20.0, check=lambda: None):
+        self.name = None
+        self.error = None
+        self._arguments = (store, rank, num_ranks, timeout_s, check)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        store, rank, num_ranks, timeout_s, check = self._arguments
+        try:
+            self.name = agree_on_round(store, rank, num_ranks, timeout_s=timeout_s, check=check)
+        except BaseException as error:
+            self.error = error
+
+    def wait_end(self):
+        self._thread.join(30.0)
+        assert not self._thread.is_alive()
+        return self
+
+
+class StillSeated:
+    """Wait until a rank sits, by what is in the store."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def wait(self, rank, word=None):
+        deadline_s = time.monotonic() + 20.0
+        while not self._store.check([f"seat/{rank}"]) or self._store.get(f"seat/{rank}") == word:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+
+
+def play_round(store, num_ranks, order):
+    """Start the ranks one after the other, each once the one before has been seen by rank 0."""
+    ranks = {}
+    for rank in order:
+        old = store.get(f"seat/{rank}") if store.check([f"seat/{rank}"]) else None
+        ranks[rank] = Rank(store, rank, num_ranks)
+        StillSeated(store).wait(rank, old)
+        if 0 in ranks and all(store.check([f"seat/{seat}"]) for seat in range(num_ranks)):
+            wait_list(store, num_ranks)
+    names = {ranks[rank].wait_end().name for rank in order}
+    assert len(names) == 1, [(rank, one.name, one.error) for rank, one in ranks.items()]
+    return names.pop()
+
+
+def wait_list(store, num_ranks):
+    """Wait until rank 0 has posted who sits where, be it an old word."""
+    deadline_s = time.monotonic() + 20.0
+    while True:
+        seats = ",".join(store.get(f"seat/{seat}").decode() for seat in range(num_ranks))
+        if store.check(["list"]) and store.get("list").decode() == seats:
+            return
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 3, 2, 3), (4, 2, 4)])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_each_round_has_a_name_of_its_own_whatever_the_store_still_holds(sizes, backwards):
+    store = HashStore()
+    names = []
+    for num_ranks in sizes:
+        order = range(num_ranks)
+        names.append(play_round(store, num_ranks, order[::-1] if backwards else order))
+
+    assert None not in names
+    assert len(set(names)) == len(sizes)
+
+
+def test_a_round_that_never_came_together_is_no_matter():
+    store = HashStore()
+    alone = Rank(store, 0, 2, timeout_s=0.0).wait_end()
+    late = Rank(store, 1, 2, timeout_s=0.0).wait_end()
+
+    assert isinstance(alone.error, WaitTimeoutError)
+    assert isinstance(late.error, WaitTimeoutError)
+    assert play_round(store, 2, (0, 1))
+
+
+def test_waiting_ends_and_names_who_did_not_come():
+    missing = Rank(HashStore(), 1, 4, timeout_s=0.1).wait_end()
+
+    assert isinstance(missing.error, WaitTimeoutError)
+    assert str(missing.error) == (
+        "rank 1 waited 0.1 s in vain for ranks 0, 2, 3 to start: did every process reach its first "
+        "step?"
+    )
+
+
+def test_those_whose_words_are_old_are_named():
+    store = HashStore()
+    play_round(store, 3, (0, 1, 2))
+    ranks = [Rank(store, rank, 3, timeout_s=0.5) for rank in (0, 1)]
+
+    for rank in ranks:
+        assert "in vain for rank 2 to start" in str(rank.wait_end().error)
+
+
+def test_a_process_whose_rank_another_has_taken_is_told():
+    store = HashStore()
+    left_over = Rank(store, 1, 2)
+    StillSeated(store).wait(1)
+    old = store.get("seat/1")
+    new = Rank(store, 1, 2)
+    StillSeated(store).wait(1, old)
+    error = left_over.wait_end().error
+    first = Rank(store, 0, 2)
+
+    assert first.wait_end().name == new.wait_end().name
+    assert first.name is not None
+    assert isinstance(error, PeerLostError)
+    assert "another process has started as rank 1" in error.story
+
+
+def test_waiting_is_given_up_when_the_start_is():
+    def check():
+        raise KeyError("another rank failed")
+
+    assert isinstance(Rank(HashStore(), 0, 2, check=check).wait_end().error, KeyError)
+
+
+# -- notes ---------------------------------------------------------------------------------------
+
+
+def leave(store, story, age_s):
+    """Leave a note as a process did that wrote it so long before this one was started."""
+    written_s = process_start_s() - age_s
+    store.set("failure", json.dumps({"rank": 1, "story": story, "written_s": written_s}))
+
+
+def test_a_note_is_read_by_those_who_wait():
+    store = HashStore()
+    notes = Notes(store, outlives_rounds=True)
+    notes.check()
+    Notes(store, outlives_rounds=True).leave(2, "boom")
+    Notes(store, outlives_rounds=True).leave(3, "later")
+
+    for one in (notes, Notes(store, outlives_rounds=True)):
+        with pytest.raises(RemoteStageError, match="rank 2 failed:\nboom"):
+            one.check()
+
+
+def test_a_note_of_a_round_before_is_not():
+    store = HashStore()
+    leave(store, "old", age_s=0.5)
+    notes = Notes(store, outlives_rounds=True)
+    notes.check()
+    notes.leave(0, "new")
+
+    with pytest.raises(RemoteStageError, match="rank 0 failed:\nnew"):
+        notes.check()
+
+
+def test_a_note_that_comes_while_one_waits_is_new_whatever_the_hosts_clock():
+    store = HashStore()
+    notes = Notes(store, outlives_rounds=True)
+    leave(store, "an hour behind", age_s=3600)
+
+    with pytest.raises(RemoteStageError, match="an hour behind"):
+        notes.check()
+
+
+def test_a_store_of_this_round_holds_no_old_notes():
+    store = HashStore()
+    leave(store, "started by hand, long before", age_s=60)
+
+    with pytest.raises(RemoteStageError, match="by hand"):
+        Notes(store, outlives_rounds=False).check()
+
+
+def test_a_process_knows_when_it_was_started():
+    assert process_start_s() == pytest.approx(process_start_s(), abs=0.1)
+    # psutil's is off by the fraction of a second at which the system was started.
+    assert process_start_s() == pytest.approx(psutil.Process().create_time(), abs=1.5)

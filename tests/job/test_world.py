@@ -1,0 +1,208 @@
+"""What a process reads of its environment: rank, devices, and what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from procpipe.job.devices import pci_addresses
+from procpipe.job.world import World
+from procpipe.run.transports import Choice
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Set torchrun's variables, all others unset; and a number of GPUs."""
+
+    def set_all(num_gpus=0, **variables):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    return set_all
+
+
+def test_without_a_launcher_the_job_is_this_process(environment):
+    environment()
+
+    world = World.from_environment()
+
+    assert (world.rank, world.num_ranks, world.is_launched) == (0, 1, False)
+    assert (world.device, world.devices) == (CPU, (CPU,))
+    assert world.connect().peers == ()
+    assert world.open_transports(Choice("gloo", [""]), []) == {}
+    world.give_up("nobody hears it")
+    world.close()
+
+
+def test_pipelines_are_numbered_as_they_are_made(environment):
+    environment()
+
+    numbers = [World.from_environment().number for _ in range(3)]
+
+    assert numbers == [numbers[0], numbers[0] + 1, numbers[0] + 2]
+
+
+def test_the_launcher_says_which_rank_this_is(environment):
+    environment(RANK=2, WORLD_SIZE=3, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+
+    world = World.from_environment()
+
+    assert (world.rank, world.num_ranks, world.is_launched) == (2, 3, True)
+    assert world.devices == (CPU,) * 3
+
+
+def test_each_process_takes_the_gpu_of_its_local_rank(environment):
+    environment(num_gpus=2, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+
+    world = World.from_environment()
+
+    assert str(world.device) == "cuda:1"
+    assert list(map(str, world.devices)) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+
+
+def test_given_devices_come_before_gpus(environment):
+    environment(num_gpus=2, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+
+    assert World.from_environment(["cpu", "cpu", "cpu"]).devices == (CPU, CPU)
+    assert str(World.from_environment(["cuda:1", "cuda:0"]).device) == "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("devices", "error", "words"),
+    [
+        (["cpu"], IndexError, r"2 processes but 1 devices \['cpu'\]"),
+        (["cpu", "cuda:0"], ValueError, r"list one device a process, all CPUs"),
+        (["meta", "meta"], ValueError, r"devices=\['meta', 'meta'\]: list one"),
+    ],
+)
+def test_devices_that_cannot_be_used_are_refused(environment, devices, error, words):
+    environment(RANK=0, WORLD_SIZE=2)
+
+    with pytest.raises(error, match=words):
+        World.from_environment(devices)
+
+
+def test_a_job_without_an_address_says_so_at_once(environment, monkeypatch):
+    environment(RANK=1, WORLD_SIZE=2)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+    with pytest.raises(ValueError, match="are set, but not MASTER_ADDR: start the ranks with"):
+        World.from_environment(timeout_s=60.0).connect()
+
+
+def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
+    environment(num_gpus=2, RANK=2, WORLD_SIZE=3, LOCAL_RANK=2, LOCAL_WORLD_SIZE=3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+
+    with pytest.raises(IndexError, match="rank 2 is process 2 of this host, which ha") as caught:
+        World.from_environment()
+    assert "only 2 GPUs (CUDA_VISIBLE_DEVICES=4,5): start fewer processes" in str(caught.value)
+    assert "devices=['cuda:0', 'cuda:0', …] to share GPUs" in str(caught.value)
+
+
+def test_a_process_that_sees_one_gpu_takes_it(environment):
+    """As Slurm starts it with --gpus-per-task=1; whether ranks share it shows when they connect."""
+    environment(num_gpus=1, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+
+    world = World.from_environment()
+
+    assert str(world.device) == "cuda:0"
+
+
+def test_where_the_gpus_of_others_are_is_not_guessed(environment, monkeypatch):
+    """Each process that sees one GPU names it cuda:0: cores would be chosen by the wrong one."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: Properties(device.index)
+    )
+    gpus = [torch.device("cuda", index) for index in (0, 1)]
+
+    environment(num_gpus=2)
+    assert pci_addresses([*gpus, torch.device("cuda:2"), CPU]) == [
+        *("0000:07:00.0", "0000:08:00.0"),
+        *(None, None),
+    ]
+    environment(num_gpus=1)
+    assert pci_addresses([gpus[0]] * 2) == [None, None]
+    assert pci_addresses(gpus[:1]) == ["0000:07:00.0"]
+
+
+class Properties:
+    def __init__(self, index):
+        self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, 7 + index, 0
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "words"),
+    [
+        (1, "7", r"gives rank 1 cuda:1, but it sees only cuda:0 \(CUDA_VISIBLE_DEVICES=7\): leave"),
+        (
+            2,
+            None,
+            r"^devices gives rank 1 cuda:2, but it sees only cuda:0 to cuda:1: leave devices",
+        ),
+    ],
+)
+def test_a_gpu_that_a_process_does_not_see_is_refused(
+    environment, monkeypatch, num_gpus, visible, words
+):
+    environment(num_gpus=num_gpus, RANK=1, WORLD_SIZE=2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    with pytest.raises(IndexError, match=words):
+        World.from_environment(["cuda:0", f"cuda:{num_gpus}"])
+
+
+def test_several_ranks_may_share_a_gpu(environment):
+    environment(num_gpus=1, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+
+    world = World.from_environment(["cuda:0", 0])
+
+    assert list(map(str, world.devices)) == ["cuda:0", "cuda:0"]
+
+
+def test_hosts_of_different_sizes(environment):
+    environment(num_gpus=4, RANK=2, WORLD_SIZE=6, LOCAL_RANK=0, LOCAL_WORLD_SIZE=4)
+
+    assert str(World.from_environment().device) == "cuda:0"
+
+
+class Stuck:
+    """A transport whose transfers cannot be ended, which takes as long as it may."""
+
+    num_aborts = 0
+
+    def abort(self):
+        self.num_aborts += 1
+        return False
+
+    def close(self):
+        self.abort()
+
+    def busy_with(self):
+        return [1]
+
+
+def test_a_device_that_is_stuck_is_waited_for_once(environment):
+    environment()
+    world = World.from_environment()
+    world.connect()
+    transport: Any = Stuck()
+    world._added_of_device(transport)
+
+    world.close()
+    world.close()
+
+    assert world.is_device_stuck
+    assert transport.num_aborts == 1

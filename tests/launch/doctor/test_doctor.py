@@ -1,0 +1,527 @@
+"""What the doctor finds, says of it and measures: checks on made-up facts, the rest for real."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import replace
+
+import psutil
+import pytest
+from rich.console import Console
+
+from procpipe.job import board
+from procpipe.job.pinning import Place, places_of_host
+from procpipe.launch.doctor import command as doctor
+from procpipe.launch.doctor import measuring, probe
+from procpipe.launch.doctor.checks import Check, Status, check_host
+from procpipe.launch.doctor.facts import Facts, Gpu, Limits, Torch, limits_of
+
+GIB = 1 << 30
+
+GOOD = Facts(
+    num_processes=2,
+    python="3.12.1",
+    torch=Torch("2.13.0+cpu"),
+    num_nvidia_devices=0,
+    gpus=(),
+    gpu_error="",
+    topology="8 cores, 1 package, 1 NUMA node",
+    places=tuple(Place(rank, (rank,), 4, 0, "CPU", "") for rank in range(2)),
+    limits=Limits(),
+    available_bytes=16 * GIB,
+    swapped_bytes=0,
+    shm_bytes=8 * GIB,
+    shm_free_bytes=8 * GIB,
+    max_files=65536,
+    max_files_hard=65536,
+    max_address_bytes=None,
+    memfd_error="",
+    unix_error="",
+    loopback_error="",
+    host_name="node-7",
+    name_error="",
+    name_s=0.01,
+    interfaces=("lo", "eth0"),
+    environment={},
+)
+
+
+def gpus(num_gpus, free_bytes=80 * GIB, peers=None):
+    return tuple(
+        Gpu("H200", None, free_bytes, 80 * GIB, tuple(range(num_gpus)) if peers is None else peers)
+        for _ in range(num_gpus)
+    )
+
+
+WITH_GPUS = {"torch": Torch("2.13.0+cu130", True, "13.0", (2, 28, 9)), "num_nvidia_devices": 2}
+UNPINNED = tuple(Place(rank, (), 0, None, "CPU", "") for rank in range(2))
+
+
+def test_all_is_well():
+    assert {check.status for check in check_host(GOOD)} == {Status.OK}
+    assert not any(check.mend for check in check_host(GOOD))
+
+
+def test_all_is_well_with_gpus():
+    checks = {check.name: check for check in check_host(replace(GOOD, gpus=gpus(2), **WITH_GPUS))}
+
+    assert {check.status for check in checks.values()} == {Status.OK}
+    assert checks["torch"].told == "2.13.0+cu130, for CUDA 13.0, NCCL 2.28.9"
+    assert checks["GPUs"].told == "2 GPUs (H200), at least 80.0 GiB free on each"
+    assert checks["peer access"].told == "between all neighbours"
+
+
+BAD = [
+    ({"python": "3.10.9"}, "Python: failure", "3.10.9", "needs Python 3.11 or newer"),
+    ({"torch": Torch("2.11.0", False)}, "torch: failure", "without torch.distributed", "build"),
+    ({"torch": Torch("2.11.0", True, "12.4")}, "torch: failure", "without NCCL", "GPUs need NCCL"),
+    ({"gpu_error": "E 999"}, "GPUs: failure", "cannot be asked for them: E 999", "nvidia-smi"),
+    (
+        {"num_nvidia_devices": 4},
+        "GPUs: warning",
+        "4 GPUs in this host, none that torch can use",
+        "this torch is built for CPUs only: install one that is built for CUDA",
+    ),
+    (
+        {**WITH_GPUS, "environment": {"CUDA_VISIBLE_DEVICES": ""}},
+        "GPUs: warning",
+        "2 GPUs in this host, none",
+        "CUDA_VISIBLE_DEVICES='' hides them: unset it",
+    ),
+    (WITH_GPUS, "GPUs: warning", "none that torch can use", "may be too old for CUDA 13.0"),
+    (
+        {**WITH_GPUS, "gpus": gpus(2, free_bytes=GIB)},
+        "GPUs: warning",
+        "in use already: GPU 0, 1.0 GiB of 80.0 GiB free, GPU 1",
+        "choose others by CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        {**WITH_GPUS, "gpus": gpus(1)},
+        "sharing GPUs: warning",
+        "2 processes for 1 GPU",
+        "start 1 process, or say which GPU each one uses: Stage(..., devices=['cuda:0', ",
+    ),
+    (
+        {**WITH_GPUS, "gpus": gpus(2, peers=())},
+        "peer access: warning",
+        "cannot reach one another's memory: GPUs 0-1",
+        "nvidia-smi topo -p2p r",
+    ),
+    (
+        {**WITH_GPUS, "gpus": gpus(2), "environment": {"NCCL_P2P_DISABLE": "1"}},
+        "peer access: warning",
+        "turned off by NCCL_P2P_DISABLE",
+        "unset NCCL_P2P_DISABLE",
+    ),
+    (
+        {"limits": Limits(num_cpus=1.5)},
+        "cores: warning",
+        "8 cores, 1 package, 1 NUMA node, but CPU time of 1.5 CPUs only, for 2 processes",
+        "docker run --cpus",
+    ),
+    ({"places": UNPINNED}, "cores: warning", "for 2 processes: nobody is", "start fewer processes"),
+    (
+        {"environment": {"OMP_NUM_THREADS": "16"}},
+        "threads: warning",
+        "OMP_NUM_THREADS=16, and 4 cores a process",
+        "set it to 4",
+    ),
+    ({"environment": {"OMP_NUM_THREADS": "all"}}, "threads: warning", "=all, and", "unset it"),
+    (
+        {"available_bytes": GIB // 2},
+        "memory: warning",
+        "0.5 GiB available, for 2 processes",
+        "one that finds none is killed",
+    ),
+    (
+        {"limits": Limits(None, 4 * GIB, 7 * GIB // 2)},
+        "memory: warning",
+        "0.5 GiB left of the 4.0 GiB that this control group may use",
+        "raise the container's limit",
+    ),
+    ({"swapped_bytes": 3 * GIB}, "memory: warning", "3.0 GiB swapped out", "holds up all others"),
+    ({"shm_bytes": None}, "shared memory: warning", "there is no /dev/shm", "--shm-size"),
+    (
+        {"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20},
+        "shared memory: warning",
+        "64 MiB of 64 MiB free in /dev/shm",
+        "docker run --shm-size=1g",
+    ),
+    (
+        {"shm_free_bytes": 1 << 20},
+        "shared memory: warning",
+        "1 MiB of 8 GiB free",
+        "left in /dev/shm by programs that have ended",
+    ),
+    ({"max_files": 40}, "open files: failure", "40 a process, of which 48 are", "ulimit -n 65536"),
+    (
+        {"max_files": 256, "max_files_hard": 4096},
+        "open files: warning",
+        "256 a process, which a loader's workers may use up",
+        "ulimit -n 4096, or have root allow more (limits.conf,",
+    ),
+    (
+        {"max_files": 256, "max_files_hard": 256},
+        "open files: warning",
+        "256 a process",
+        "have root allow more",
+    ),
+    ({"max_address_bytes": GIB}, "address space: warning", "may have 1.0 GiB", "ulimit -v unlim"),
+    (
+        {**WITH_GPUS, "gpus": gpus(2), "max_address_bytes": GIB},
+        "address space: failure",
+        "may have 1.0 GiB",
+        "CUDA reserves far more than it uses",
+    ),
+    ({"loopback_error": "EPERM: no"}, "sockets: failure", "127.0.0.1 (EPERM: no)", "ip link set"),
+    ({"unix_error": "EPERM: no"}, "sockets: failure", "abstract unix sockets cannot", "on Linux"),
+    ({"memfd_error": "ENOSYS: no"}, "sockets: failure", "memfd_create (ENOSYS: no)", "on Linux"),
+    (
+        {"environment": {"GLOO_SOCKET_IFNAME": "ib0"}},
+        "sockets: failure",
+        "GLOO_SOCKET_IFNAME names ib0, and this host has lo, eth0",
+        "unset it, or name an interface",
+    ),
+    (
+        {"environment": {"NCCL_SOCKET_IFNAME": "=ib0,bond"}},
+        "sockets: failure",
+        "NCCL_SOCKET_IFNAME names =ib0,bond, and",
+        "unset it",
+    ),
+    (
+        {"name_error": "gaierror: -2"},
+        "host name: warning",
+        "no address is found for node-7 (gaierror: -2)",
+        "put node-7 into /etc/hosts",
+    ),
+    ({"name_s": 5.04}, "host name: warning", "took 5.0 s", "torchrun --local-addr=127.0.0.1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "what", "told", "mend"), BAD, ids=[case[1] for case in BAD])
+def test_what_is_not_well_is_told_with_what_to_do(changes, what, told, mend):
+    faults = [check for check in check_host(replace(GOOD, **changes)) if check.status != "ok"]
+
+    (fault,) = faults
+    assert f"{fault.name}: {fault.status}" == what
+    assert told in fault.told
+    assert mend in fault.mend
+
+
+@pytest.mark.parametrize("named", ["eth0", "eth", "=eth0", "^docker0", "ib0,eth0", "eth0:23", ""])
+def test_an_interface_is_named_as_nccl_reads_it(named):
+    facts = replace(GOOD, environment={"NCCL_SOCKET_IFNAME": named})
+
+    assert {check.status for check in check_host(facts)} == {Status.OK}
+
+
+def test_several_faults_of_one_kind_are_all_told():
+    facts = replace(GOOD, loopback_error="a", unix_error="b", memfd_error="c")
+
+    assert [check.name for check in check_host(facts)].count("sockets") == 3
+
+
+def test_who_turned_pinning_off_is_not_warned():
+    facts = replace(GOOD, places=UNPINNED, environment={"PROCPIPE_PIN": "0"})
+
+    (cores,) = (check for check in check_host(facts) if check.name == "cores")
+    assert (cores.status, cores.told.endswith("nobody is pinned, by PROCPIPE_PIN=0")) == (
+        "ok",
+        True,
+    )
+
+
+# -- what is measured ----------------------------------------------------------------------------
+
+
+def measured(*gb_per_s, small_s=4e-5, device="cpu"):
+    pairs = [
+        {
+            "lower": lower,
+            "small_latency_s": small_s,
+            "middle_latency_s": small_s,
+            "down_bytes_per_s": speed * 1e9,
+            "up_bytes_per_s": 2 * speed * 1e9,
+        }
+        for lower, speed in enumerate(gb_per_s)
+    ]
+    return {"ranks": [{"device": device}] * (len(pairs) + 1), "pairs": pairs}
+
+
+@pytest.mark.parametrize(
+    ("report", "what", "told", "mend"),
+    [
+        (measured(), "channels: ok", "nothing to measure", ""),
+        (measured(2, 1.5), "channels: ok", "1.50 GB/s and more", ""),
+        (measured(2, 0.1), "bandwidth: warning", "0.10 GB/s between stages 1 and 2, ", "top"),
+        (
+            measured(2, 2, device="cuda:0"),
+            "bandwidth: warning",
+            "2.00 GB/s between stages 0 and 1, where 5.00 GB/s",
+            "NCCL_DEBUG=INFO",
+        ),
+        (
+            measured(100, 20, 100, device="cuda:0"),
+            "bandwidth: warning",
+            "20.00 GB/s between stages 1 and 2, 100.00 GB/s between others",
+            "nvidia-smi topo -m",
+        ),
+        (
+            measured(2, small_s=0.004),
+            "latency: warning",
+            "a message of 8 bytes takes 4.0 ms between stages 0 and 1",
+            "a core of its own",
+        ),
+    ],
+)
+def test_what_is_measured_is_judged(report, what, told, mend):
+    _, check = measuring.check_measured(measuring.Measured(report, "", 4.0), 2)
+
+    assert f"{check.name}: {check.status}" == what
+    assert told in check.told
+    assert mend in check.mend
+
+
+def probed(world):
+    return probe.probe(world)
+
+
+def test_the_probe_measures_every_pair(ranks):
+    told, *others = ranks(3).run(probed).values()
+
+    assert others == [told, told]
+    assert [(rank["rank"], rank["device"]) for rank in told["ranks"]] == [
+        (0, "cpu"),
+        (1, "cpu"),
+        (2, "cpu"),
+    ]
+    assert [pair["lower"] for pair in told["pairs"]] == [0, 1]
+    for pair in told["pairs"]:
+        assert 1e-6 < pair["small_latency_s"] < 1
+        assert 1e-6 < pair["middle_latency_s"] < 1
+        assert 1e6 < pair["down_bytes_per_s"] < 1e12
+        assert 1e6 < pair["up_bytes_per_s"] < 1e12
+
+
+# -- how it is told ------------------------------------------------------------------------------
+
+CHECKS = [
+    Check("torch", Status.OK, "2.13"),
+    Check("memory", Status.WARNING, "0.1 GiB available", "free some"),
+    Check("start", Status.FAILURE, "exit code 1\n  rank 1: ValueError: [no markup]", "mend it"),
+]
+
+
+def test_plain_text_has_a_line_a_check_and_what_to_do():
+    assert doctor.plain_text(CHECKS, measured(2)).splitlines() == [
+        "ok       torch   2.13",
+        "warning  memory  0.1 GiB available",
+        "                 -> free some",
+        "failure  start   exit code 1",
+        "                   rank 1: ValueError: [no markup]",
+        "                 -> mend it",
+        "",
+        "stages    8 B  64 KiB  16 MiB down  16 MiB up",
+        " 0 - 1  40 us   40 us    2.00 GB/s  4.00 GB/s",
+    ]
+
+
+def test_without_a_measurement_there_is_no_table():
+    assert doctor.plain_text(CHECKS, None).endswith("-> mend it")
+
+
+def test_a_terminal_gets_all_of_it():
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=60, color_system=None)
+
+    doctor._tell_terminal(console, CHECKS, measured(2))
+
+    for words in ("ok", "free some", "[no markup]", "4.00 GB/s"):
+        assert words in written.getvalue()
+    assert all(len(line) <= 60 for line in written.getvalue().splitlines())
+
+
+def test_with_fewer_gpus_than_processes_nothing_is_measured(capsys):
+    facts = replace(GOOD, gpus=gpus(1), **WITH_GPUS)
+
+    code = doctor._examine(facts, Console(), doctor._parser().parse_args([]))
+
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert lines[-2].startswith("warning  start          not tried: there are fewer GPUs than")
+    assert lines[-1].endswith("-> procpipe doctor -n 1 measures")
+
+
+# -- for real ------------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_the_doctor_of_this_host(capsys):
+    code = doctor.main(["-n", "2", "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    by_name = {check["name"]: check for check in told["checks"]}
+    assert by_name["start"]["status"] == "ok", by_name["start"]["told"]
+    assert by_name["start"]["told"].startswith("2 processes started, connected and ended in ")
+    assert [pair["lower"] for pair in told["pairs"]] == [0]
+    assert told["is_good"] == (code == 0)
+    assert {"Python", "torch", "GPUs", "cores", "memory", "open files", "sockets"} <= set(by_name)
+    if places_of_host(2)[0].cpus:
+        assert "of its own" in by_name["cores"]["told"] or "CPU time" in by_name["cores"]["told"]
+
+
+@pytest.fixture
+def token(monkeypatch):
+    """Mark what is started; at the end nothing of it may be left."""
+    token = uuid.uuid4().hex
+    monkeypatch.setenv("PROCPIPE_DOCTOR_TEST", token)
+    yield token
+    deadline_s = time.monotonic() + 30
+    while left := marked_processes(token):  # the kernel takes a moment to end what is killed
+        if time.monotonic() > deadline_s:
+            for process in left:
+                process.kill()
+            raise AssertionError(f"left behind: {left}")
+
+
+def marked_processes(token):
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # one that has ended has no environment
+            if token in process.environ().values() and process.pid != os.getpid():
+                found.append(process)
+    return found
+
+
+def python(code):
+    """Return what has torchrun run some code that needs nothing."""
+    return ["--no-python", sys.executable, "-S", "-c", code]
+
+
+@pytest.mark.dist
+@pytest.mark.usefixtures("token")
+def test_a_probe_that_dies_is_told_with_its_last_words():
+    code = "import os\nif os.environ['RANK'] == '1': raise ValueError('a bad day')"
+
+    outcome = measuring.measure(2, program=python(code))
+
+    assert outcome.report is None
+    assert outcome.story.startswith("exit code 1\n")
+    assert outcome.story.splitlines()[-1] == "  rank 1: ValueError: a bad day"
+    (check,) = measuring.check_measured(outcome, 2)
+    assert check.status == Status.FAILURE
+    assert check.told.startswith("2 processes could not measure the channels between them: exit")
+
+
+@pytest.mark.dist
+@pytest.mark.usefixtures("token")
+def test_a_probe_that_hangs_is_ended():
+    outcome = measuring.measure(1, timeout_s=1.5, program=python("import signal; signal.pause()"))
+
+    assert outcome.report is None
+    assert outcome.story.startswith("no end within 1.5 s")
+
+
+#: Starts a process that writes on its board and then waits for ever.
+HANG = """
+import importlib.util, os, signal, sys
+if os.fork() == 0:
+    spec = importlib.util.spec_from_file_location("board", sys.argv[1])
+    sys.modules["board"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["board"])
+    board = sys.modules["board"].Board.create(3, 4)
+    board.start_call("step")
+    board.start_wait("activation 2", 1)
+signal.pause()
+"""
+
+
+@pytest.mark.usefixtures("token")
+def test_who_hangs_is_told_with_where_it_is():
+    launcher = subprocess.Popen([sys.executable, "-S", "-c", HANG, board.__file__])
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (where := measuring._whereabouts(launcher)) or "activation" not in where[0]:
+            assert time.monotonic() < deadline_s
+    finally:
+        measuring._end(launcher)
+
+    assert len(where) == 1
+    assert where[0].startswith("  rank 3: in step(), waiting ")
+    assert where[0].endswith(" s for activation 2")
+
+
+# -- limits --------------------------------------------------------------------------------------
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, Limits()),
+        (
+            {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"},
+            Limits(),
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/",
+                "sys/fs/cgroup/cpu.max": "150000 100000",
+                "sys/fs/cgroup/memory.max": "1000",
+                "sys/fs/cgroup/memory.current": "700",
+                "sys/fs/cgroup/memory.stat": "anon 400\ninactive_file 200\nslab 3",
+            },
+            Limits(1.5, 1000, 500),
+        ),
+        (
+            {  # the narrowest of the groups around this process
+                "proc/self/cgroup": "0::/jobs/job-1/task",
+                "sys/fs/cgroup/jobs/cpu.max": "200000 100000",
+                "sys/fs/cgroup/jobs/job-1/cpu.max": "400000 100000",
+                "sys/fs/cgroup/jobs/job-1/task/cpu.max": "max 100000",
+                "sys/fs/cgroup/jobs/memory.max": "9000",
+                "sys/fs/cgroup/jobs/memory.current": "8500",
+                "sys/fs/cgroup/jobs/job-1/memory.max": "2000",
+                "sys/fs/cgroup/jobs/job-1/memory.current": "10",
+            },
+            Limits(2.0, 9000, 8500),
+        ),
+        (
+            {  # version 1, in a container that sees its own group as the root
+                "proc/self/cgroup": "4:cpu,cpuacct:/docker/1\n3:memory:/docker/1\n1:name=x:/",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000",
+                "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 1000",
+            },
+            Limits(0.5, 4000, 2000),
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/\n3:memory:/",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+            },
+            Limits(),
+        ),
+    ],
+    ids=["nothing", "none", "version 2", "nested", "version 1", "version 1 without"],
+)
+def test_the_limits_of_control_groups(tmp_path, files, expected):
+    assert limits_of(write(tmp_path, files)) == expected

@@ -1,0 +1,398 @@
+"""``procpipe plan`` as a user types it, without processes; docs/planning.md is run with them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from procpipe.balance import divide
+from procpipe.launch.main import main
+from procpipe.launch.plan.check import Rehearsal
+from procpipe.launch.plan.measure import measure_model
+from procpipe.launch.plan.report import Table, check_table, has_run, parse_bytes, show
+from procpipe.launch.plan.subject import Subject, stand_in_loss
+from procpipe.tuning.costs_file import from_text
+from procpipe.tuning.model import Link
+from procpipe.tuning.propose import Proposal, Question, propose
+from procpipe.words import bytes_text, seconds_text
+
+MYMODEL = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+from procpipe.balance import Inputs
+
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+build = lambda: model
+sample = torch.rand(8, 4), torch.rand(8, 2)
+loss = F.mse_loss
+linear = nn.Linear(4, 4)
+three = 1, 2, 3
+unequal = torch.rand(8, 4), torch.rand(7, 2)
+number = 3
+wide = torch.rand(8, 5)
+two = nn.Sequential(nn.Bilinear(4, 3, 2), nn.ReLU())
+two_inputs = Inputs(torch.rand(8, 4), torch.rand(8, 3)), torch.rand(8, 2)
+
+twice = nn.Sequential(linear, nn.ReLU(), linear)
+normed = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+tied = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+tied[2].weight = tied[0].weight
+each = lambda output, target: F.mse_loss(output, target, reduction="none")
+
+def broken():
+    raise RuntimeError("no data here")
+
+def leaves():
+    sys.exit("bye")
+"""
+
+#: Two even layers that keep 3 MB a sample each, on 8 samples.
+COSTS = {
+    "procpipe layer costs": 1,
+    "batch": 8,
+    "samples": [1],
+    "layers": [
+        {
+            "name": name,
+            "forward_s": [0.001],
+            "backward_s": [0.002],
+            "output_bytes": [1000],
+            "kept_bytes": [3_000_000],
+            "parameter_bytes": 1_000_000,
+            "trained_bytes": 1_000_000,
+        }
+        for name in ("first", "second")
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mymodel", raising=False)
+    (tmp_path / "mymodel.py").write_text(MYMODEL)
+    (tmp_path / "costs.json").write_text(json.dumps(COSTS))
+    return tmp_path
+
+
+def plan(*words: str) -> int:
+    code: int = main(["plan", "--device", "cpu", *words])
+    return code
+
+
+def test_from_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--costs", "costs.json", "-n", "2", "--optimizer", "sgd", "--chunks", "8") == 0
+
+    told = capsys.readouterr().out
+    # 8 micro-batches of 1 + 1 + 1 ms (forward and both halves) on each stage, and 1 ms at the ends
+    # as the first one comes down and the last one goes up: zb-h1. On one device, 8 * 6 ms.
+    assert "one alone, if it had the memory, would take 48 ms" in told
+    assert re.search(r"zb-h1 \* +never +8 +25 ms +1\.92x", told), told
+    assert re.search(r"gpipe +never +8 +27 ms +1\.78x", told), told
+    assert re.search(r"0 +first +24 ms +1\.91 MiB", told), told
+    assert told.rstrip().endswith(
+        'stage = Stage(model, balance=[1, 1], chunks=8, checkpoint="never", schedule="zb-h1", '
+        "loss_fn=loss_fn)"
+    )
+
+
+def test_little_memory_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
+    # Parameters and gradients take 2 MB, a micro-batch 3 MB: room for one, which no fixed schedule
+    # does with, unless all are recomputed.
+    words = ("--costs", "costs.json", "-n", "2", "--optimizer", "none", "--chunks", "8")
+
+    assert plan(*words, "--memory", "5.5MB") == 0
+
+    told = capsys.readouterr().out
+    assert re.search(r"gpipe +never +8 .* no\n", told), told
+    assert re.search(r"1f1b +always +8 .* yes\n", told), told
+    assert re.search(r"1f1b +except_last +8 .* no\n", told), told
+    assert told.rstrip().endswith(
+        'checkpoint="except_last", schedule="auto", memory_limit_bytes=[3500000, 3500000], '
+        "loss_fn=loss_fn)"
+    )
+
+
+def test_nothing_fits_but_what_is_said_to_be_the_least_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--costs", "costs.json", "-n", "2", "--optimizer", "none", "--chunks", "8")
+
+    assert plan(*words, "--memory", "2MB") == 1
+    told = capsys.readouterr().out
+    found = re.search(r"nothing fits into 1\.91 MiB: the least is 4\.77 MiB \((\d+) bytes\)", told)
+    assert found, told
+    assert "    stage = Stage(model, balance=[1, 1], chunks=8, " in told
+    least = int(found[1])
+
+    assert plan(*words, "--memory", f"{least}B") == 0
+    assert plan(*words, "--memory", f"{least - 1}B") == 1
+
+
+def test_measured_and_saved_it_says_the_same(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-n", "2", "--chunks", "4", "--bandwidth", "10GB/s")
+    model = ("mymodel:build", "--sample", "mymodel:sample", "--loss", "mymodel:loss")
+
+    assert plan(*model, *words, "--save", "mine.json") == 0
+    measured = capsys.readouterr().out
+    assert plan("--costs", "mine.json", *words) == 0
+    read = capsys.readouterr().out
+
+    saved = json.loads((folder / "mine.json").read_text())
+    assert [layer["type"] for layer in saved["layers"]] == ["Linear", "ReLU", "Linear"]
+    assert (saved["batch"], saved["samples"]) == (8, [2])
+    assert "stands in" not in measured
+    assert measured[measured.index("a mini-batch") :].replace("=loss)", "=loss_fn)") == read
+
+
+def test_a_sample_of_several_inputs_is_repeated_for_a_larger_batch(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-n", "2", "--chunks", "2", "--batch", "20", "--save", "mine.json")
+
+    assert plan("mymodel:two", "--sample", "mymodel:two_inputs", *words) == 0
+    saved = json.loads((folder / "mine.json").read_text())
+
+    assert (saved["batch"], saved["samples"], saved["input_bytes"]) == (20, [10], [280.0])
+    assert "no --loss is given: the mean of squares of the output stands in" in (
+        capsys.readouterr().out
+    )
+
+
+def test_what_autograd_keeps_in_partitions_is_what_it_keeps_there() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(27, 8), nn.GELU(), nn.Dropout(), nn.Linear(8, 4), nn.Sigmoid(),
+    )  # fmt: skip
+    sample = torch.rand(6, 2, 8, 8)
+    subject = Subject(model, (sample,), None, stand_in_loss, batch=6)
+    measured = replace(measure_model(subject, [6], torch.device("cpu")), loss=None)
+
+    for balance in ([10], [1, 9], [2, 8], [3, 7], [4, 6], [5, 5], [6, 1, 3], [7, 2, 1]):
+        x, truth = sample, []
+        for last, count in zip(accumulate(balance), balance, strict=True):
+            num_bytes, x = kept_bytes(nn.Sequential(*list(model)[last - count : last]), x)
+            truth.append(num_bytes)
+        assert list(measured.costs(balance, 6, Link()).saved_bytes) == truth, balance
+
+
+def kept_bytes(layers: nn.Sequential, x: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Run layers; count each memory that autograd keeps, if it is not there before or after."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = x.clone().requires_grad_() * 1
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layers(x)
+    for tensor in (x, output, *layers.parameters(), *layers.buffers()):
+        saved.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(saved.values()), output.detach()
+
+
+def test_sizes_that_the_default_asks_for_and_the_model_cannot_have_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan("mymodel:normed", "--sample", "mymodel:sample", "-n", "2") == 0
+
+    told = capsys.readouterr().out
+    assert "left out: micro-batches of less than 2, since the model cannot be run on 1 s" in told
+    assert "Expected more than 1 value per channel" in told
+    assert re.search(r"gpipe[ *]+never +[124] ", told), told
+    assert not re.search(r"(never|always|except_last) +8 ", told), told
+
+
+def test_layers_that_share_a_parameter_stay_together(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-n", "2", "--chunks", "2", "--save", "mine.json")
+
+    assert plan("mymodel:tied", "--sample", "mymodel:sample", *words) == 0
+    assert plan("--costs", "mine.json", "-n", "2", "--chunks", "2") == 0
+
+    told = capsys.readouterr().out
+    assert re.findall(r"balance=(\[.*?\])", told) == ["[3, 1]", "[3, 1]"]
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        plan(*MODEL, "--save", "nowhere/mine.json")
+
+    said = capsys.readouterr()
+    assert "--save nowhere/mine.json cannot be written: there is no folder " in said.err
+    assert said.out == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
+def test_costs_of_a_gpu_need_none() -> None:
+    assert main(["plan", "--costs", "costs.json", "-n", "2", "--device", "cuda"]) == 0
+
+
+@pytest.mark.parametrize(("width", "is_drawn"), [(28, True), (27, False)])
+def test_a_table_is_never_cut(
+    width: int, is_drawn: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table("a title", [("schedule", "step"), ("zb-h1 and more", "1.23 ms")])
+
+    show(Console(width=width, force_terminal=True), table)
+
+    told = capsys.readouterr().out
+    assert "zb-h1 and more" in told
+    assert ("│" in told) == is_drawn
+
+
+def proposal_and_measured() -> tuple[Proposal, Rehearsal]:
+    """Return a proposal, and what is measured where it is run as predicted."""
+    model = from_text(json.dumps(COSTS)).model
+    found = propose(model, Question(2, 8, chunks=(2,)), divide)
+    proposal = next(p for p in found if (p.schedule, p.checkpoint) == ("1f1b", "never"))
+    tasks = tuple(tuple(map(str, proposal.plan.tasks_of(stage))) for stage in range(2))
+    task_s = {"F0": 0.004, "B0": 0.008, "F1": 0.004, "B1": 0.008}
+    held = proposal.between_tasks_bytes
+    return proposal, Rehearsal(proposal.total_s, 0.5, task_s, held, "1f1b", tasks)
+
+
+def test_what_was_run_as_predicted_is_compared() -> None:
+    proposal, measured = proposal_and_measured()
+
+    rows = {row[0]: row[1:] for row in check_table(proposal, measured, is_cpu=True).rows}
+
+    assert has_run(proposal, measured)
+    assert rows["stage 0, forward"] == ("4 ms", "4 ms", "+0.0%")
+    assert rows["idle"] == ("33.3%", "50.0%", "+16.7%")
+    assert rows["stage 0, held between tasks"][2] == "+0.0%"
+
+
+def test_what_another_plan_decides_is_not_compared() -> None:
+    proposal, measured = proposal_and_measured()
+    other = replace(measured, tasks=(("F0@0",), ("F0@1",)), task_s={"F0": 0.004, "I0": 0.004})
+
+    rows = {row[0]: row[1:] for row in check_table(proposal, other, is_cpu=True).rows}
+
+    assert not has_run(proposal, other)
+    assert rows["stage 0, forward"] == ("4 ms", "4 ms", "+0.0%")
+    assert rows["stage 0, backward, inputs"] == ("", "4 ms", "")
+    assert rows["idle"] == ("", "50.0%", "")
+    assert {rows[f"stage {stage}, held between tasks"][::2] for stage in (0, 1)} == {("", "")}
+
+
+MODEL = ("mymodel:build", "--sample", "mymodel:sample", "-n", "2")
+MISTAKES = [
+    (
+        ("mymodel:leaves", "--sample", "mymodel:sample", "-n", "2"),
+        "mymodel:leaves(), raised SystemExit: bye",
+    ),
+    (
+        ("mymodel:twice", "--sample", "mymodel:sample", "-n", "2"),
+        "the model holds duplicate children: layers '0' and '2' are one Linear",
+    ),
+    (
+        ("mymodel:tied", "--sample", "mymodel:sample", "-n", "3"),
+        "3 devices are asked for, but layers that share a parameter or buffer, as '0' and '2' do",
+    ),
+    (
+        (*MODEL, "--loss", "mymodel:each"),
+        "loss_fn returned shape (8, 2), but must return the mean over the micro-batch's samples",
+    ),
+    (
+        ("mymodel:normed", "--sample", "mymodel:sample", "-n", "2", "--chunks", "2,8"),
+        "--chunks 8: the model cannot be run on micro-batches of 1 sample (while layer '1'",
+    ),
+    ((*MODEL, "--chunks", "8,"), "'8,' has a comma without a number on each side"),
+    ((*MODEL, "--memory", "0"), "0: a device without memory runs nothing"),
+    ((), "the following arguments are required: -n"),
+    (("-n", "2"), "a model is needed, as in mymodel:build, or --costs"),
+    (("mymodel:build", "-n", "2"), "a sample is needed"),
+    (("mymodel", "--sample", "a:b", "-n", "2"), "'mymodel', but must be MODULE:NAME"),
+    (("nowhere:x", "--sample", "a:b", "-n", "2"), "there is no module 'nowhere'"),
+    (("mymodel:x", "--sample", "a:b", "-n", "2"), "mymodel has no 'x'"),
+    (
+        ("mymodel:linear", "--sample", "mymodel:sample", "-n", "2"),
+        "mymodel:linear is a Linear, but the model must be an nn.Sequential",
+    ),
+    (
+        ("mymodel:broken", "--sample", "mymodel:sample", "-n", "2"),
+        "mymodel:broken(), raised RuntimeError: no data here",
+    ),
+    (("mymodel:build", "--sample", "mymodel:three", "-n", "2"), "a tuple of 3, but must be"),
+    (("mymodel:build", "--sample", "mymodel:number", "-n", "2"), "holds no tensor with samples"),
+    (
+        ("mymodel:build", "--sample", "mymodel:unequal", "-n", "2"),
+        "the input has 8 samples, but the target 7",
+    ),
+    (("mymodel:build", "--sample", "mymodel:wide", "-n", "2"), "while layer '0' (Linear) was"),
+    ((*MODEL, "--loss", "mymodel:number"), "but the loss must be a function"),
+    ((*MODEL[:-1], "4"), "-n 4: the model has 3 layers"),
+    ((*MODEL, "--memory", "24Gigs"), "'24Gigs' is not an amount of bytes; one reads like 24GiB"),
+    ((*MODEL, "--bandwidth", "fast"), "'fast' is not a bandwidth; one reads like 20GB/s"),
+    ((*MODEL, "--chunks", "4,16"), "--chunks 16: the mini-batch has 8 samples"),
+    ((*MODEL, "--chunks", "4,x"), "x: give a number of at least 1"),
+    ((*MODEL, "--costs", "costs.json"), "so leave out the model"),
+    (("--costs", "costs.json", "-n", "2", "--check"), "so leave out --check"),
+    (("--costs", "costs.json", "-n", "3"), "3 devices are asked for, but the model has 2 layers"),
+    (("--costs", "costs.json", "-n", "2", "--chunks", "16"), "16 chunks are asked for"),
+    (("--costs", "no.json", "-n", "2"), "--costs no.json cannot be read"),
+    (("--costs", "mymodel.py", "-n", "2"), "--costs mymodel.py is no file of costs: it is not"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), MISTAKES, ids=[told for _, told in MISTAKES])
+def test_a_mistake_is_told_in_a_sentence(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(*words)
+
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("24GiB", 24 << 30),
+        ("80GB", 80 * 10**9),
+        ("500MiB", 500 << 20),
+        ("1.5 kb", 1500),
+        ("7", 7),
+        ("7B", 7),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_amounts_of_bytes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 GiB 2", "1PB", "1e3"])
+def test_what_is_no_amount_of_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an amount of bytes"):
+        parse_bytes(text)
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [bytes_text(n) for n in (0, 999, 1000, 1 << 20, 24 << 30, 3 << 40)] == [
+        "0 B", "999 B", "0.977 KiB", "1 MiB", "24 GiB", "3,072 GiB",
+    ]  # fmt: skip
+    assert [seconds_text(s) for s in (0, 0.00001, 0.0123, 0.9994, 0.99951, 75.0)] == [
+        "0", "10 µs", "12.3 ms", "999 ms", "1 s", "75 s",
+    ]  # fmt: skip

@@ -1,0 +1,202 @@
+"""Which rank failed first, and what the report says: from ends of ranks given as data."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from pathlib import Path
+
+import pytest
+
+from procpipe.job.board import Board
+from procpipe.launch.run.failure import explain
+from procpipe.launch.run.ranks import End, Logs, Recorded
+from procpipe.launch.run.traceback_text import exception_line, folded, printed_traceback
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 5, in <module>
+    stage.step(x, y)
+ValueError: mine
+"""
+
+
+def end(rank, code, at_s=10.0, stderr="", recorded=None, reading=None):
+    logs = Logs(rank, Path(f"/logs/attempt_0/rank_{rank}"))
+    error = recorded and Recorded("ValueError: mine", recorded, at_s - 1)
+    return End(rank, logs, code, at_s, reading, error, stderr)
+
+
+def reading_of(rank, wait=None):
+    board = Board.create(rank, 3)
+    board.start_call("step")
+    board.start_task("F", 3)
+    if wait:
+        board.start_wait(wait, 1)
+    return board.read()
+
+
+def victim(rank, code=1, at_s=10.2, why="rank 1 failed"):
+    return end(rank, code, at_s, f"procpipe: rank {rank} ends, because {why}\n")
+
+
+def test_the_recorded_exception_is_first_even_if_its_process_ends_last():
+    ends = [victim(0), end(1, 1, 12.0, TRACEBACK, recorded=TRACEBACK), victim(2, -15, 10.3)]
+
+    failure = explain(ends)
+
+    assert failure.headline == "rank 1 failed: ValueError: mine"
+    assert failure.exit_code == 1
+    assert failure.body.count("ValueError: mine") == 1
+
+
+def test_of_two_exceptions_the_earlier():
+    ends = [end(0, 1, 12.0, recorded=TRACEBACK), end(1, 4, 11.0, recorded=TRACEBACK), end(2, 0)]
+
+    failure = explain(ends)
+
+    assert failure.headline.startswith("rank 1 failed")
+    assert failure.exit_code == 4
+    assert "The same on rank 0." in failure.body
+    assert "rank 2 ended well" in failure.body
+
+
+def test_a_killed_rank_and_what_the_others_did():
+    ends = [
+        end(0, 1, 10.1, victim(0).stderr, reading=reading_of(0, "gradient from stage 1 (rank 1)")),
+        end(1, -9, 10.0, reading=reading_of(1)),
+        end(2, -15, 10.3, reading=reading_of(2)),
+    ]
+
+    failure = explain(ends, num_oom_kills=1)
+
+    assert failure.headline == "stage 1 (rank 1) was killed by SIGKILL in F3"
+    assert failure.exit_code == 137
+    assert "SIGKILL: out of memory" in failure.body
+    assert "The kernel has killed 1 of this control group's processes" in failure.body
+    assert "\n  stage 0 (rank 0) was in F3, waiting " in failure.body
+    assert " s for gradient from stage 1 (rank 1)\n" in failure.body
+    assert "\n  stage 2 (rank 2) was in F3\n" in failure.body
+
+
+@pytest.mark.parametrize("code", [-15, -9], ids=["terminated", "killed, as it did not end"])
+def test_a_rank_that_left_early_is_named_and_none_that_the_agent_ended(code):
+    why = "rank 1 has left the pipeline while rank 2 waits for it"
+    ends = [end(0, code, 12.0), end(1, 0, 9.0), victim(2, 1, 10.0, why)]
+
+    failure = explain(ends)
+
+    assert failure.headline == why
+    assert "rank 1 ended with exit code 0." in failure.body
+    assert failure.exit_code == 1
+
+
+def test_a_rank_on_another_host():
+    failure = explain([victim(0, why="rank 5 failed"), victim(1, why="rank 5 failed")])
+
+    assert failure.headline == "rank 5 failed (on another host, whose launcher tells more)"
+
+
+def test_a_rank_that_somebody_terminates():
+    failure = explain([victim(0, 1, 10.2), end(1, -signal.SIGTERM, 10.0)])
+
+    assert failure.headline == "rank 1 was killed by SIGTERM"
+    assert failure.exit_code == 128 + signal.SIGTERM
+
+
+def test_an_exit_code_without_a_traceback():
+    failure = explain([end(0, 3, stderr="one\ntwo\n")])
+
+    assert failure.headline == "rank 0 ended with exit code 3"
+    assert "Its last words on standard error:\n  one\n  two" in failure.body
+
+
+def test_an_unknown_signal_and_nothing_known():
+    assert explain([end(0, -40)]).headline == "rank 0 was killed by signal 40"
+    assert explain([]).exit_code == 1
+
+
+SYNTAX = """\
+  File "/home/me/train.py", line 3
+    def
+       ^
+SyntaxError: invalid syntax
+"""
+
+
+def test_a_syntax_error_is_a_traceback():
+    assert printed_traceback(f"warning\n{SYNTAX}") == SYNTAX.rstrip()
+    assert explain([end(0, 1, stderr=SYNTAX)]).headline == (
+        "rank 0 failed: SyntaxError: invalid syntax"
+    )
+
+
+CHAINED = """\
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+KeyError: 'x'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "a.py", line 3, in <module>
+my.module.Error: two
+lines
+procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer '2' (Layer)
+"""
+
+
+def test_the_last_traceback_with_its_causes():
+    text = f"{TRACEBACK}and it goes on\n{CHAINED}"
+
+    assert printed_traceback(text) == CHAINED.rstrip()
+    assert exception_line(CHAINED) == "my.module.Error: two"
+    assert printed_traceback("nothing") == exception_line("") == ""
+
+
+LONG = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 5, in <module>
+    stage.step(x, y)
+  File "/env/procpipe/stage.py", line 1, in step
+    pipeline.run()
+    ^^^^^^^^^^^^^^
+  File "/env/site-packages/torch/nn/modules/module.py", line 2, in _call_impl
+    forward()
+  File "/home/me/layers.py", line 6, in forward
+    return torch.relu(x)
+  File "/env/site-packages/torch/a.py", line 2, in relu
+    one()
+  File "/env/site-packages/torch/b.py", line 2, in one
+    two()
+  File "/env/site-packages/torch/c.py", line 2, in two
+    raise ValueError
+ValueError
+"""
+
+
+def test_a_group_of_exceptions():
+    try:
+        raise ExceptionGroup("two", [KeyError("a"), ValueError("b")])
+    except ExceptionGroup as error:
+        trace = "".join(traceback.format_exception(error))
+
+    assert printed_traceback(f"a warning\n{trace}") == trace.rstrip()
+    assert exception_line(trace) == "ExceptionGroup: two (2 sub-exceptions)"
+
+
+def test_inner_frames_are_folded_but_the_last():
+    assert (
+        folded(LONG)
+        == """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 5, in <module>
+    stage.step(x, y)
+  … 2 frames in procpipe and torch
+  File "/home/me/layers.py", line 6, in forward
+    return torch.relu(x)
+  … 2 frames in procpipe and torch
+  File "/env/site-packages/torch/c.py", line 2, in two
+    raise ValueError
+ValueError"""
+    )

@@ -1,0 +1,160 @@
+"""Rows of the live table and plain lines, from real boards."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from procpipe.job.board import Board
+from procpipe.launch.run.ranks import Attempt, Logs, Rank
+from procpipe.launch.run.rows import Meter, Row, Summary, plain_line, rate_text, size_text
+from procpipe.launch.run.view import table_of
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def attempt_of(*boards):
+    ranks = tuple(Rank(Logs(k, Path("x")), board=board) for k, board in enumerate(boards))
+    for rank in ranks:
+        rank.pid = os.getpid()
+    return Attempt(0, len(ranks), ranks)
+
+
+def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
+    for _ in range(num_steps):
+        board.start_mini_batch(4)
+        board.start_task("F", 3)
+        board.end_task()
+        board.end_program(
+            samples, busy_ns=int(busy_s * 1e9), step_ns=int(step_s * 1e9), held_bytes=0
+        )
+
+
+def test_rates_are_of_the_time_between_readings():
+    board, clock = Board.create(0, 1), Clock()
+    board.tell_facts({"device": "cpu", "layers": []})
+    meter = Meter(attempt_of(board), clock)
+
+    assert meter.rows()[0].samples_per_s is None
+    do_steps(board, 1, samples=10, busy_s=1.0, step_s=3.0)
+    assert meter.rows()[0].samples_per_s is None, "one step is not enough"
+    clock.now_s += 2.0
+    do_steps(board, 2, samples=10, busy_s=1.5, step_s=4.0)
+    (row,) = meter.rows()
+
+    assert (row.step, row.micro_batch, row.device) == (3, "4/4", "cpu")
+    assert row.samples_per_s == pytest.approx(10.0)
+    assert row.busy == pytest.approx(0.25)
+    assert row.bubble == pytest.approx(0.25)
+    clock.now_s += 1.0  # within the next step: the rates stay those of whole steps
+    assert meter.rows()[0].samples_per_s == pytest.approx(10.0)
+
+
+def test_rates_forget_what_was_long_ago():
+    board, clock = Board.create(0, 1), Clock()
+    meter = Meter(attempt_of(board), clock)
+    for rate in (1000, 10):
+        for _ in range(20):
+            do_steps(board, 1, samples=rate)
+            meter.rows()
+            clock.now_s += 1.0
+
+    assert meter.rows()[0].samples_per_s == pytest.approx(10.0)
+
+
+def test_what_a_stage_does_now():
+    board, other = Board.create(0, 2), Board.create(1, 2)
+    board.tell_facts({"device": "cpu", "layers": ["layer 'conv' (Conv2d)"]})
+    attempt = attempt_of(board, other)
+    attempt.ranks[1].has_ended, attempt.ranks[1].code = True, -9
+
+    def now():
+        return [row.now for row in Meter(attempt).rows()]
+
+    assert now() == ["user's code", "ended (-9)"]
+    board.start_call("step")
+    assert now()[0] == "step()"
+    board.start_task("F", 3)
+    board.enter_layer(0)
+    assert now()[0] == "F3 'conv' (Conv2d)"
+    board.start_wait("gradient from stage 1 (rank 1)", 1)
+    assert now()[0].endswith(" s for gradient from stage 1")
+    assert Meter(attempt).rows()[0].is_stuck
+
+
+def test_a_plain_line():
+    board, clock = Board.create(0, 1), Clock()
+    meter = Meter(attempt_of(board), clock)
+    assert plain_line(meter.rows(), "0:10") == "0:10: no rank has begun its first step yet"
+
+    board.tell_facts({"device": "cpu", "layers": []})
+    do_steps(board, 1, samples=10)
+    meter.rows()
+    clock.now_s += 1.0
+    do_steps(board, 1000, samples=10, busy_s=0.5, step_s=0.75)
+
+    assert re.fullmatch(
+        r"0:30: step 1,001, 10,000 samples/s, busy 50%, bubble 25%, memory [\d.]+ [MG]iB",
+        plain_line(meter.rows(), "0:30"),
+    )
+
+
+def test_a_plain_line_while_a_rank_has_ended():
+    boards = [Board.create(rank, 2) for rank in range(2)]
+    for board in boards:
+        board.tell_facts({"device": "cpu", "layers": []})
+    attempt = attempt_of(*boards)
+    attempt.ranks[0].has_ended, attempt.ranks[0].code = True, 0
+
+    line = plain_line(Meter(attempt).rows(), "0:30")
+
+    assert re.fullmatch(r"0:30: step 0, memory - [\d.]+ [MG]iB", line), line
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 40])
+def test_a_narrow_terminal_has_fewer_columns_and_none_is_cut(width):
+    row = Row(
+        0, "cuda:0", "0-15,64-79", 12345, "4/16", 12345.0, 0.58, 0.24, 3 << 30, 20 << 30, "F3", True
+    )
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table_of([row], width))
+    shown = capture.get()
+
+    assert "…" not in shown
+    assert {"stage", "step", "samples/s", "now", "12,345", "F3"} <= set(shown.split())
+    assert ("0-15,64-79" in shown) == (width == 120)
+
+
+def test_a_summary():
+    board = Board.create(0, 1)
+    attempt = attempt_of(board)
+    assert str(Summary.of(attempt)) == ""
+
+    do_steps(board, 1, samples=10, step_s=4.0)
+
+    assert str(Summary.of(attempt)) == "1 step, 2.5 samples/s in steps"
+
+
+def test_numbers_in_few_characters():
+    assert [rate_text(rate) for rate in (None, 0.123456, 12.34, 1234.5)] == [
+        "",
+        "0.123",
+        "12.3",
+        "1,234",
+    ]
+    assert [size_text(2**20 * mib) for mib in (0, 999, 1024, 2560)] == [
+        "",
+        "999 MiB",
+        "1.0 GiB",
+        "2.5 GiB",
+    ]

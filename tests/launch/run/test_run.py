@@ -1,0 +1,364 @@
+"""``procpipe run`` as a user sees it: real processes, on a real terminal and off it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+
+import psutil
+import pytest
+
+from procpipe.job.board import Board
+from tests.launch.started import started
+
+pytestmark = pytest.mark.dist
+
+#: A job in which a layer of stage 1 does something in the second step.
+TRAINING = """
+import os, subprocess, sys, time
+import torch, torch.nn.functional as F
+from torch import nn
+from procpipe import Stage
+
+RANK, NUM_RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+NUM_STEPS, START, DO, STALL_S = int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        if step == 1:
+            exec(DO)
+        return super().forward(x)
+
+exec(START)
+layers = [Layer(4, 4) if k == 1 else nn.Linear(4, 4) for k in range(NUM_RANKS)]
+stage = Stage(
+    nn.Sequential(*layers), balance=[1] * NUM_RANKS, chunks=2, loss_fn=F.mse_loss,
+    stall_timeout_s=STALL_S,
+)
+x = torch.ones(8, 4)
+for step in range(NUM_STEPS):
+    loss = stage.step(x, x)
+    print(f"rank {RANK}, step {step}, {os.environ['OMP_NUM_THREADS']} threads", flush=True)
+print(f"rank {RANK} says goodbye", file=sys.stderr)
+"""
+
+#: No torch, and so quick to start.
+PLAIN = """
+import os, signal, subprocess, sys, time
+RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+exec(sys.argv[1])
+"""
+
+#: How long torch's agent lets ranks end where nothing else is configured: after a failure, and in
+#: torch 2.11 after a signal. No load makes that shorter, so a run that ends in half of it did not
+#: wait for it. The grace of these tests is 1 s, which leaves 14 s to a loaded machine.
+TORCHS_GRACE_S = 30
+
+#: Grandchildren in sessions of their own.
+LEAVE_SLEEPERS = 'subprocess.Popen(["sleep", "1000"], start_new_session=True)'
+
+#: One whose environment says nothing of the run either.
+LEAVE_A_BARE_SLEEPER = """
+bare = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
+open(f"bare-{RANK}", "w").write(str(bare.pid))
+"""
+
+#: What a rank waits for until the test lets it go on.
+UNTIL_GO = """
+while not os.path.exists("go"):
+    time.sleep(0.01)
+"""
+
+
+#: Two ranks wait for one another, and from then on neither is ended because the other has failed.
+MEET = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(f"here-{RANK}", "w").close()
+while not os.path.exists(f"here-{1 - RANK}"):
+    time.sleep(0.01)
+"""
+
+
+def training(num_steps, start="pass", do="pass", stall_s=100.0):
+    return TRAINING, str(num_steps), start, do, str(stall_s)
+
+
+def plain(code):
+    return PLAIN, code
+
+
+def test_a_good_run_off_a_terminal():
+    with started("-n", "2", "--threads", "3", script=training(3)) as run:
+        ended = run.wait()
+
+    assert ended.code == 0, ended
+    assert ended.left == ()
+    assert ended.out == "".join(f"rank 0, step {k}, 3 threads\n" for k in range(3))
+    lines = [line for line in ended.err.splitlines() if not line.startswith("procpipe: 0:")]
+    first, last = lines
+    assert first == "rank 0 says goodbye"
+    assert last.startswith("procpipe: done in ")
+    assert ", 3 steps, " in last
+    assert last.endswith(f"logs in procpipe-logs/{ended.name}")
+    assert ended.logs["attempt_0/rank_1/stdout.log"] == ended.out.replace("rank 0", "rank 1")
+    assert ended.logs["attempt_0/rank_1/stderr.log"] == "rank 1 says goodbye\n"
+
+
+KEY = """
+names = [name for name in os.environ if name.startswith("PROCPIPE_KEY")]
+print(RANK, *(f"{name}={os.environ[name]}" for name in names))
+"""
+
+
+@pytest.mark.parametrize("own", ["", "file"])
+def test_the_ranks_of_one_host_get_a_key(monkeypatch, own):
+    """Also where the launcher itself was started by a rank; the user's file comes first."""
+    monkeypatch.setenv("PROCPIPE_KEY", "of another run")
+    if own:
+        monkeypatch.setenv("PROCPIPE_KEY_FILE", own)
+    with started("-n", "2", script=plain(KEY)) as run:
+        ended = run.wait()
+
+    assert ended.code == 0, ended
+    told = [ended.logs[f"attempt_0/rank_{rank}/stdout.log"].split() for rank in (0, 1)]
+    assert told[0][1:] == told[1][1:]
+    pattern = "PROCPIPE_KEY_FILE=file" if own else "PROCPIPE_KEY=[0-9a-f]{64}"
+    assert re.fullmatch(pattern, " ".join(told[0][1:]))
+
+
+def test_the_store_of_one_host_does_not_hold_the_key():
+    do = """
+store = stage._world._shared_store()
+bare, prefix = store.underlying_store, store._prefix
+assert bare.get(prefix + "host/0").startswith(b"sealed1:")
+assert not bare.check([prefix + "key"])
+"""
+    with started("-n", "2", script=training(2, do=do)) as run:
+        ended = run.wait()
+
+    assert ended.code == 0, ended
+
+
+def test_a_good_run_on_a_terminal():
+    bar = "print('bar 1', end='\\rbar 2\\r', flush=True)\n" + UNTIL_GO.replace("go", "seen")
+    start = bar + LEAVE_SLEEPERS
+    with started("-n", "3", on_terminal=True, script=training(3, start, UNTIL_GO, 0.5)) as run:
+        run.wait_to_match("bar 2")  # until the first line overwrites it
+        (run.folder / "seen").touch()
+        run.wait_to_match(r"waits \d+ s for gradient from stage 1 ")
+        run.wait_to_match(r"waits \d+ s for activation from stage 1 ")
+        run.wait_to_match(r"F0 '1' \(Layer\) for \d+ s")
+        (run.folder / "go").touch()
+        ended = run.wait()
+
+    assert ended.code == 0, ended
+    assert ended.left == ()
+    assert re.search(r"stage +device +cores +step +m-batch +samples/s", ended.out)
+    assert re.search(r"1 +cpu +[-\d,]+ +1 +1/2 .* MiB", ended.out)
+    # Each report of a stall is seen once, whichever rank makes it.
+    logs = "".join(text for path, text in ended.logs.items() if path.endswith("stderr.log"))
+    assert ended.out.count("procpipe: no progress") == logs.count("procpipe: no progress") > 0
+    assert "stage 1 (rank 1): in F0, layer '1' (Layer), for " in ended.out
+    assert "rank 0, step 2, 1 threads\n" in ended.out
+    assert "rank 1, step" not in ended.out
+    *_, left_behind, done, nothing = ended.out.split("\n")
+    left_behind = left_behind.lstrip("\r")
+    assert left_behind.startswith("procpipe: ended what the run had left behind: sleep (process")
+    assert left_behind.count("sleep") == 3
+    assert done.startswith("procpipe: done in ")
+    assert nothing == ""
+    assert ended.raw.rindex("\x1b[?25h") > ended.raw.rindex("\x1b[?25l"), "the cursor is hidden"
+
+
+def test_an_exception_in_a_layer():
+    layer = "raise KeyError('boom')"
+    with started("-n", "3", on_terminal=True, script=training(3, do=layer)) as run:
+        ended = run.wait()
+
+    assert ended.code == 1, ended
+    assert ended.left == ()
+    output, _, report = ended.out.partition("procpipe: the run failed")
+    assert "rank 0, step 0" in output
+    assert "Traceback" not in output
+    assert "ends, because" not in ended.out
+    lines = report.splitlines()
+    place = "task F0@1 (micro-batch 0), layer '1' (Layer)"
+    assert lines[1] == f"procpipe: stage 1 (rank 1) failed in {place}: KeyError: 'boom'"
+    assert report.count("Traceback") == 1
+    assert report.count("KeyError: 'boom'") == 2
+    assert "    loss = stage.step(x, x)\n" in report
+    assert "    exec(DO)\n" in report
+    assert "frames in procpipe and torch" in report
+    assert "The others at that moment:\n  stage 0 (rank 0) was in " in report
+    assert "\n  stage 2 (rank 2) was in " in report
+    assert f"Logs: procpipe-logs/{ended.name}/attempt_0/ (rank_1/stderr.log" in report
+    assert lines[-1].startswith("Exit code 1 after ")
+    assert "\n".join(lines[1:3]) in f"procpipe: {ended.logs['report.txt']}"
+    assert "failed (exitcode: 1)" in ended.logs["launcher.log"], "what torch has to say"
+
+
+def test_a_killed_rank():
+    with started("-n", "2", script=training(3, do=UNTIL_GO, stall_s=0.5)) as run:
+        ranks = [run.rank(0), run.rank(1)]
+
+        def is_stuck():
+            boards = [Board.of_process(rank.pid) for rank in ranks]
+            first, second = (board and board.read() for board in boards)
+            is_waiting = first and first.wait and "gradient" in first.wait.what
+            return is_waiting and second and second.num_steps == 1 and second.layer
+
+        run.wait_until(is_stuck, "wait for stage 1")
+        run.wait_for("no progress", "err")  # the launcher has seen the boards by then
+        ranks[1].send_signal(signal.SIGKILL)
+        ended = run.wait()
+
+    assert ended.code == 128 + signal.SIGKILL, ended
+    assert ended.left == ()
+    _, _, report = ended.err.partition("was killed")
+    assert "procpipe: stage 1 (rank 1) was killed by SIGKILL in F0, layer '1' (Layer)" in ended.err
+    assert "SIGKILL: out of memory (see `dmesg`)" in report
+    assert re.search(
+        r"others at that moment:\n  stage 0 \(rank 0\) was in \w+(\(\))?, waiting [\d.]+ s for "
+        r"gradient from stage 1 \(rank 1\)",
+        report,
+    ), report
+    assert "Traceback" not in ended.err
+    assert report.splitlines()[-1].startswith("Exit code 137 after ")
+
+
+def test_a_killed_launcher():
+    start = LEAVE_SLEEPERS + LEAVE_A_BARE_SLEEPER
+    with started("-n", "2", script=training(10**9, start)) as run:
+        run.wait_for("step 2")
+        names = {process.name() for process in run.processes()}
+        bare = [int((run.folder / f"bare-{rank}").read_text()) for rank in (0, 1)]
+        assert all(map(psutil.pid_exists, bare))
+        run.process.send_signal(signal.SIGKILL)
+        ended = run.wait(end_timeout_s=30.0)
+
+    assert "sleep" in names
+    assert ended.code == -signal.SIGKILL
+    assert ended.left == ()
+    assert "procpipe: the launcher was killed" in ended.err
+    left = [psutil.Process(pid).status() for pid in bare if psutil.pid_exists(pid)]
+    assert set(left) <= {psutil.STATUS_ZOMBIE}
+
+
+def test_ctrl_c():
+    with started("-n", "2", on_terminal=True, script=training(10**9, LEAVE_SLEEPERS)) as run:
+        run.wait_for("step 2")
+        run.press("\x03")
+        ended = run.wait()
+
+    assert ended.code == 128 + signal.SIGINT, ended
+    assert ended.left == ()
+    assert "Traceback" not in ended.out
+    assert ended.out.count("procpipe: Ctrl-C: ending all processes; again to kill them") == 1
+    assert ended.out.splitlines()[-1].startswith("procpipe: ended by Ctrl-C after ")
+    # Which of the two comes first: its own signal, or that rank 0 had one.
+    told = ended.logs["attempt_0/rank_1/stderr.log"]
+    assert re.search(r"rank 1 was interrupted|rank 0 failed in step\(\): KeyboardInterrupt", told)
+    assert "Exception ignored" not in told
+
+
+def test_ctrl_c_twice():
+    ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN); print('ready'); time.sleep(1000)"
+    with started("-n", "2", on_terminal=True, grace_s=1000, script=plain(ignore)) as run:
+        run.wait_until(lambda: len(ready(run)) == 2, "both ranks to ignore it")
+        run.press("\x03")
+        run.wait_for("ending all processes")
+        run.press("\x03")
+        ended = run.wait()
+
+    assert ended.code == 128 + signal.SIGINT, ended
+    assert ended.left == ()
+    assert "procpipe: killing all processes" in ended.out
+    assert ended.out.splitlines()[-1].startswith("procpipe: ended by Ctrl-C after ")
+
+
+def ready(run):
+    paths = run.folder.glob("procpipe-logs/*/attempt_0/*/stdout.log")
+    return [path for path in paths if "ready" in path.read_text()]
+
+
+def test_sigterm_and_ranks_that_do_not_end():
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(1000)"
+    with started("-n", "2", "--view", "off", grace_s=1, script=plain(ignore)) as run:
+        run.wait_until(lambda: len(ready(run)) == 2, "both ranks to ignore it")
+        signalled_s = time.monotonic()
+        run.process.send_signal(signal.SIGTERM)
+        ended = run.wait()
+        took_s = time.monotonic() - signalled_s
+
+    assert ended.code == 128 + signal.SIGTERM, ended
+    assert ended.left == ()
+    assert "procpipe: ended by SIGTERM after " in ended.err
+    assert 1 <= took_s < TORCHS_GRACE_S / 2
+
+
+def test_restarts():
+    code = """
+if ATTEMPT == 0 and RANK == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if ATTEMPT == 1:
+    raise ValueError("the same on all")
+print("attempt", ATTEMPT, "goes well")
+"""
+    with started("-n", "2", "--max-restarts", "2", "--view", "off", script=plain(code)) as run:
+        ended = run.wait()
+
+    assert ended.code == 0, ended
+    assert ended.left == ()
+    assert "attempt 2 goes well" in ended.out
+    first, second = ended.err.splitlines()
+    assert first == "procpipe: restart 1 of 2, because rank 1 was killed by SIGKILL"
+    assert re.fullmatch(
+        r"procpipe: restart 2 of 2, because rank [01] failed: ValueError: the same on all", second
+    )
+    assert "the same on all" in ended.logs["attempt_1/rank_1/stderr.log"]
+    assert ended.logs["attempt_2/rank_1/stdout.log"] == "attempt 2 goes well\n"
+
+
+def test_a_rank_that_fails_while_another_does_not_want_to_end():
+    code = """
+if RANK == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open("go", "w").close()
+    time.sleep(1000)
+while not os.path.exists("go"):
+    time.sleep(0.01)
+print("no data", file=sys.stderr)
+sys.exit(3)
+"""
+    with started("-n", "2", grace_s=1, script=plain(code)) as run:
+        ended = run.wait()
+        took_s = time.time() - (run.folder / "go").stat().st_mtime
+
+    assert ended.code == 3, ended
+    assert ended.left == ()
+    assert ended.err.startswith("procpipe: rank 1 ended with exit code 3\n")
+    assert "Its last words on standard error:\n  no data\n" in ended.err
+    assert re.search(r"Exit code 3 after [\d.]+ s", ended.err)
+    assert 1 <= took_s < TORCHS_GRACE_S / 2
+
+
+def test_the_same_exception_on_all_ranks_before_any_stage():
+    script = plain(f'{MEET}raise OSError("no data")')
+    with started("-n", "2", "--view", "plain", script=script) as run:
+        ended = run.wait()
+
+    assert ended.code == 1, ended
+    assert ended.left == ()
+    assert re.match(r"procpipe: rank [01] failed: OSError: no data\n", ended.err)
+    assert ended.err.count("Traceback") == 1
+    assert re.search(r"\nThe same on rank [01]\.\n", ended.err)
+
+
+def test_a_script_that_removes_its_logs():
+    code = 'import shutil\nshutil.rmtree("procpipe-logs")\nsys.exit(5)'
+    with started("-n", "1", script=plain(code)) as run:
+        ended = run.wait()
+
+    assert ended.code == 5, ended
+    assert ended.err.startswith("procpipe: rank 0 ended with exit code 5\n")

@@ -1,0 +1,77 @@
+"""What of the ranks' output is shown, and when."""
+
+from __future__ import annotations
+
+from procpipe.launch.run.tail import HeldBack, StallFilter, Tail
+
+TRACEBACK = b'Traceback (most recent call last):\n  File "x.py", line 1\nValueError\n'
+
+
+def fed(filter, *pieces):
+    return [filter.feed(piece) for piece in pieces]
+
+
+def test_text_is_passed_on_at_once():
+    assert fed(HeldBack(), b"one\nt", b"wo", b"\rthree", b"\n") == [
+        b"one\nt",
+        b"wo",
+        b"\rthree",
+        b"\n",
+    ]
+
+
+def test_a_traceback_is_held_back_until_it_is_known_not_to_be_the_end():
+    held = HeldBack()
+
+    assert fed(held, b"one\n" + TRACEBACK, b"more\n") == [b"one\n", b""]
+    assert held.release() == TRACEBACK + b"more\n"
+    assert fed(held, b"later\n") == [b"later\n"]
+
+
+def test_a_traceback_in_pieces():
+    pieces = [bytes([byte]) for byte in b"one\n" + TRACEBACK]
+    held = HeldBack()
+
+    assert b"".join(fed(held, *pieces)) == b"one\n"
+    assert held.release() == TRACEBACK
+
+
+def test_what_only_looks_like_one_for_a_moment():
+    assert b"".join(fed(HeldBack(), b"T", b"race", b"backs are long\n")) == b"Tracebacks are long\n"
+    assert fed(HeldBack(), b"a ", b"Traceback (most recent call last):\n") == [
+        b"a ",
+        b"Traceback (most recent call last):\n",
+    ]
+
+
+def test_the_words_of_a_victim_are_held_back():
+    line = b"procpipe: rank 0 ends, because rank 1 failed\n"
+
+    assert fed(HeldBack(), b"procpipe: hello\n", line) == [b"procpipe: hello\n", b""]
+
+
+def test_a_process_that_goes_on_after_a_traceback():
+    assert fed(HeldBack(hold_s=0.0), TRACEBACK, b"", b"on\n") == [b"", TRACEBACK, b"on\n"]
+
+
+def test_of_other_ranks_only_reports_of_a_stall_are_shown():
+    report = b"procpipe: no progress for 3.0 s, says rank 1\n  stage 0 (rank 0): in B3\n"
+    end = b"procpipe: stage 1 (rank 1) goes on after 3.4 s\n"
+    text = b"hello\n  there\n" + report + b"other\n  thing\n" + end + b"  x"
+    stalls = StallFilter()
+
+    assert b"".join(fed(stalls, *(bytes([byte]) for byte in text))) == report + end
+
+
+def test_a_file_is_followed_from_before_it_exists(tmp_path):
+    path = tmp_path / "log"
+    followed = Tail(path)
+
+    assert followed.read() == b""
+    path.write_bytes(b"one")
+    assert followed.read() == b"one"
+    assert followed.read() == b""
+    with path.open("ab") as file:
+        file.write(b"two")
+    assert followed.read() == b"two"
+    followed.close()

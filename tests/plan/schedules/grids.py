@@ -1,0 +1,28 @@
+"""Plans as grids that a reader can check by eye."""
+
+from __future__ import annotations
+
+from procpipe.plan.task import Plan
+
+#: Every small number of micro-batches and of stages.
+SIZES = [(m, n) for m in range(1, 9) for n in range(1, 9)]
+
+
+def grid(plan: Plan) -> list[list[str]]:
+    """One row a cycle, one column a stage, ``--`` where the stage rests.
+
+    Where stages run several partitions, a task says which: ``F0@2``.
+    """
+    names_partition = plan.num_partitions > plan.num_stages
+    rows = []
+    for cycle in plan.cycles:
+        row = ["--"] * plan.num_stages
+        for task in cycle:
+            label = str(task) if names_partition else f"{task.kind}{task.i}"
+            row[plan.placement[task.j]] = label
+        rows.append(row)
+    return rows
+
+
+def read(drawing: str) -> list[list[str]]:
+    return [line.split() for line in drawing.strip().splitlines()]

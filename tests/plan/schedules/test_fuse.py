@@ -1,0 +1,86 @@
+"""Halves of backward tasks that nobody needs apart become one, and nothing starts later."""
+
+from __future__ import annotations
+
+import pytest
+
+from procpipe.plan.costs import Costs
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.fuse import fused
+from procpipe.plan.schedules.gpipe import recomputed
+from procpipe.plan.schedules.named import SCHEDULES
+from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
+from procpipe.plan.simulate import simulate
+from procpipe.plan.task import Plan
+from procpipe.plan.verify import verify
+from tests.plan.schedules.grids import SIZES, grid, read
+
+
+def equal(plan: Plan) -> Costs:
+    return Costs.uniform(plan.num_partitions, forward_s=1.0, backward_s=2.0)
+
+
+def test_a_half_that_the_stage_before_waits_for_stays() -> None:
+    plan = zb_h1(3, 2)
+    assert grid(plan) == read("""
+        F0  --
+        F1  F0
+        --  I0
+        I0  F1
+        W0  I1
+        F2  W0
+        I1  F2
+        W1  I2
+        I2  W1
+        W2  W2
+    """)
+    assert grid(fused(plan, equal(plan))) == read("""
+        F0  --
+        F1  F0
+        --  I0
+        B0  F1
+        F2  I1
+        B1  W0
+        --  F2
+        --  I2
+        B2  W1
+        --  W2
+    """)
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_nothing_ends_later_and_no_stage_holds_more(m: int, n: int) -> None:
+    for make in (zb_h1, zb_v):
+        for mode in ("never", "except_last"):
+            plan = make(m, n, recompute=recomputed(mode, m))
+            p = plan.num_partitions
+            unequal = Costs(
+                tuple(1.0 + j % 3 for j in range(p)),
+                tuple(2.0 + j % 2 for j in range(p)),
+                (1.0,) * p,
+                transfer_s=0.25,
+                saved_bytes=(3,) * p,
+                put_off_bytes=(2,) * p,
+            )
+            for costs in (equal(plan), unequal):
+                made = fused(plan, costs)
+                verify(made, Routes(n, placement=made.placement))
+                before, after = simulate(plan, costs), simulate(made, costs)
+                assert after.total_s <= before.total_s + 1e-9
+                for stage in range(n):
+                    assert after.peak_bytes(stage) <= before.peak_bytes(stage)
+                    assert after.busy_s(stage) == pytest.approx(before.busy_s(stage))
+
+
+def test_the_schedules_split_where_it_helps_only() -> None:
+    for name, make in (("zb-h1", zb_h1), ("zb-v", zb_v)):
+        plan = make(8, 2)
+        joined = SCHEDULES[name].plan(8, plan.placement, ())
+        kinds = [task.kind for task in joined.tasks()]
+        assert kinds.count("B") + kinds.count("I") == 8 * plan.num_partitions
+        assert 0 < kinds.count("I") == kinds.count("W") <= 8
+        assert simulate(joined, equal(plan)).total_s == simulate(plan, equal(plan)).total_s
+
+
+def test_alone_a_stage_splits_nothing() -> None:
+    assert {task.kind for task in SCHEDULES["zb-h1"].plan(4, (0,), ()).tasks()} == {"F", "B"}

@@ -1,0 +1,152 @@
+"""Fill and drain: the triangles of torchgpipe, and the recomputations between them."""
+
+from __future__ import annotations
+
+import pytest
+
+from procpipe.plan.schedules.gpipe import (
+    backward_cycles,
+    backward_plan,
+    clock_cycles,
+    forward_plan,
+    gpipe,
+    recomputed,
+)
+from procpipe.plan.task import Plan, Task
+from tests.plan.schedules.grids import SIZES, grid, read
+
+MODES = ["always", "except_last", "never"]
+
+
+def test_forward_is_a_triangle_that_fills_and_drains() -> None:
+    assert [[(i, j) for _, i, j in cycle] for cycle in clock_cycles(4, 3)] == [
+        [(0, 0)],
+        [(1, 0), (0, 1)],
+        [(2, 0), (1, 1), (0, 2)],
+        [(3, 0), (2, 1), (1, 2)],
+        [(3, 1), (2, 2)],
+        [(3, 2)],
+    ]
+
+
+def test_one_micro_batch_walks_through_the_stages() -> None:
+    assert grid(gpipe(1, 2)) == read("""
+        F0  --
+        --  F0
+        --  B0
+        B0  --
+    """)
+
+
+def test_one_stage_does_one_task_after_the_other() -> None:
+    assert grid(gpipe(2, 1, recompute={0, 1})) == read("""
+        F0
+        F1
+        R1
+        B1
+        R0
+        B0
+    """)
+
+
+def test_without_recomputation_backward_mirrors_forward() -> None:
+    assert grid(gpipe(3, 3)) == read("""
+        F0  --  --
+        F1  F0  --
+        F2  F1  F0
+        --  F2  F1
+        --  --  F2
+        --  --  B2
+        --  B2  B1
+        B2  B1  B0
+        B1  B0  --
+        B0  --  --
+    """)
+
+
+def test_except_last_recomputes_in_the_cycle_before_backward() -> None:
+    assert grid(backward_plan(3, 3, recomputed("except_last", 3))) == read("""
+        --  --  B2
+        --  B2  R1
+        B2  R1  B1
+        R1  B1  R0
+        B1  R0  B0
+        R0  B0  --
+        B0  --  --
+    """)
+
+
+def test_always_recomputes_the_last_too() -> None:
+    assert grid(backward_plan(2, 3, recomputed("always", 2))) == read("""
+        --  --  R1
+        --  R1  B1
+        R1  B1  R0
+        B1  R0  B0
+        R0  B0  --
+        B0  --  --
+    """)
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_forward_cycle_k_holds_every_i_plus_j_equal_k(m: int, n: int) -> None:
+    cycles = list(clock_cycles(m, n))
+    assert len(cycles) == m + n - 1
+    for k, cycle in enumerate(cycles):
+        assert cycle == tuple(Task("F", k - j, j) for j in range(n) if 0 <= k - j < m)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_backward_sits_where_the_formula_says(m: int, n: int, mode: str) -> None:
+    again = recomputed(mode, m)
+    expected = set()
+    for i in range(m):
+        offset = sum(1 + (later in again) for later in range(i + 1, m))
+        for j in range(n):
+            d = n - 1 - j
+            expected.add((offset + (i in again) + d, Task("B", i, j)))
+            if i in again:
+                expected.add((offset + d, Task("R", i, j)))
+    cycles = list(backward_cycles(m, n, again))
+    assert {(k, task) for k, cycle in enumerate(cycles) for task in cycle} == expected
+    assert all(cycles), "a cycle without tasks"
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_the_whole_is_forward_and_then_backward(m: int, n: int) -> None:
+    again = recomputed("except_last", m)
+    whole = gpipe(m, n, recompute=again)
+    parts = [*forward_plan(m, n).cycles, *backward_plan(m, n, again).cycles]
+    assert list(whole.cycles) == parts
+    assert gpipe(m, n, backward=False) == forward_plan(m, n)
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_cycles_made_when_asked_for_are_those_of_the_walk(m: int, n: int) -> None:
+    plan = gpipe(m, n, recompute={0})
+    walk = list(plan.cycles)
+    assert len(plan.cycles) == len(walk)
+    assert [plan.cycles[k] for k in range(len(walk))] == walk
+    assert plan.cycles[-1] == walk[-1]
+    assert plan.cycles[1:-1:2] == tuple(walk[1:-1:2])
+    with pytest.raises(IndexError):
+        plan.cycles[len(walk)]
+    kept = Plan(m, n, tuple(walk))
+    assert all(list(kept.row(j)) == list(plan.row(j)) for j in range(n))
+
+
+def test_the_modes_choose_what_to_recompute() -> None:
+    assert recomputed("always", 3) == {0, 1, 2}
+    assert recomputed("except_last", 3) == {0, 1}
+    assert recomputed("never", 3) == frozenset()
+    assert recomputed("except_last", 1) == frozenset()
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'often'; .* 'always', 'except_last', 'never'"):
+        recomputed("often", 3)
+
+
+def test_recomputing_a_micro_batch_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cannot recompute micro-batches \[3, 7\]: there are 3"):
+        gpipe(3, 2, recompute={1, 3, 7})

@@ -1,0 +1,114 @@
+"""One forward, one backward: its figure, and what it is for, less memory in the same time."""
+
+from __future__ import annotations
+
+import pytest
+
+from procpipe.plan.costs import Costs
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.gpipe import gpipe, recomputed
+from procpipe.plan.schedules.one_f_one_b import one_f_one_b
+from procpipe.plan.schedules.rows import plan_of_rows
+from procpipe.plan.simulate import simulate
+from procpipe.plan.task import BACKWARD, FORWARD, Task
+from procpipe.plan.verify import verify
+from tests.plan.schedules.grids import SIZES, grid, read
+
+MODES = ["always", "except_last", "never"]
+
+
+def test_the_figure() -> None:
+    assert grid(one_f_one_b(4, 3)) == read("""
+        F0  --  --
+        F1  F0  --
+        F2  F1  F0
+        --  --  B0
+        --  B0  F1
+        B0  F2  B1
+        F3  B1  F2
+        B1  F3  B2
+        --  B2  F3
+        B2  --  B3
+        --  B3  --
+        B3  --  --
+    """)
+
+
+def test_fewer_micro_batches_than_stages() -> None:
+    assert grid(one_f_one_b(2, 4)) == read("""
+        F0  --  --  --
+        F1  F0  --  --
+        --  F1  F0  --
+        --  --  F1  F0
+        --  --  --  B0
+        --  --  B0  F1
+        --  B0  --  B1
+        B0  --  B1  --
+        --  B1  --  --
+        B1  --  --  --
+    """)
+
+
+def test_a_recomputation_is_right_before_its_backward() -> None:
+    assert grid(one_f_one_b(2, 2, recompute={0, 1})) == read("""
+        F0  --
+        F1  F0
+        R0  R0
+        --  B0
+        B0  F1
+        R1  R1
+        --  B1
+        B1  --
+    """)
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_small_plan_runs_to_its_end(m: int, n: int, mode: str) -> None:
+    skips = tuple((a, b) for a in range(n) for b in range(a + 1, n))
+    plan = one_f_one_b(m, n, recompute=recomputed(mode, m))
+    verify(plan, Routes(n, skips=skips, target=n > 1, loss=True))
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_a_stage_holds_no_more_than_there_are_stages_from_it_on(m: int, n: int) -> None:
+    for j in range(n):
+        held = most = 0
+        for kind, _, _ in one_f_one_b(m, n).tasks_of(j):
+            held += {FORWARD: 1, BACKWARD: -1}[kind]
+            most = max(most, held)
+        assert most == min(m, n - j)
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_it_takes_as_long_as_fill_and_drain(m: int, n: int) -> None:
+    costs = Costs.uniform(n, forward_s=1.0, backward_s=2.0)
+    total_s = simulate(one_f_one_b(m, n), costs).total_s
+    assert total_s == simulate(gpipe(m, n), costs).total_s == 3.0 * (m + n - 1)
+
+
+def test_its_peak_does_not_grow_with_the_number_of_micro_batches() -> None:
+    costs = Costs.uniform(4, output_bytes=100, input_bytes=100)
+    peaks = {
+        m: [simulate(one_f_one_b(m, 4), costs).peak_bytes(j) for j in range(4)] for m in (8, 64)
+    }
+    assert peaks[8] == peaks[64]
+    assert simulate(gpipe(64, 4), costs).peak_bytes(0) > 5 * peaks[64][0]
+
+
+def test_tasks_in_the_wrong_row_and_tasks_that_come_twice_are_told() -> None:
+    rows = [
+        [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 0)],
+        [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 1), Task(FORWARD, 0, 1)],
+    ]
+    with pytest.raises(ValueError, match="F0@1 is in the row of stage 0; F0@1 comes 2 times"):
+        plan_of_rows(1, rows)
+
+
+def test_rows_that_wait_for_each_other_are_told() -> None:
+    rows = [
+        [Task(BACKWARD, 0, 0), Task(FORWARD, 0, 0)],
+        [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 1)],
+    ]
+    with pytest.raises(ValueError, match="stage 0 stands at B0@0, stage 1 stands at F0@1"):
+        plan_of_rows(1, rows)

@@ -1,0 +1,156 @@
+"""Zero bubble: the figures, what is left of the bubble, and 1F1B's memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from procpipe.errors import PlanError
+from procpipe.plan.costs import Costs
+from procpipe.plan.placement import folded
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.gpipe import recomputed
+from procpipe.plan.schedules.one_f_one_b import one_f_one_b
+from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
+from procpipe.plan.simulate import simulate
+from procpipe.plan.task import Plan
+from procpipe.plan.verify import verify
+from tests.plan.schedules.grids import SIZES, grid, read
+
+
+def test_the_figure_of_zb_h1() -> None:
+    assert grid(zb_h1(4, 3)) == read("""
+        F0  --  --
+        F1  F0  --
+        F2  F1  F0
+        --  --  I0
+        --  I0  F1
+        I0  F2  I1
+        W0  I1  F2
+        F3  W0  I2
+        I1  F3  W0
+        W1  I2  F3
+        I2  W1  I3
+        W2  I3  W1
+        I3  W2  W2
+        W3  W3  W3
+    """)
+
+
+def test_the_figure_of_zb_v() -> None:
+    assert grid(zb_v(4, 2)) == read("""
+        F0@0  --
+        F1@0  F0@1
+        F2@0  F0@2
+        F0@3  F1@1
+        I0@3  F1@2
+        W0@3  I0@2
+        F1@3  W0@2
+        I1@3  F2@1
+        W1@3  I0@1
+        F3@0  W0@1
+        I0@0  F2@2
+        W0@0  I1@2
+        F2@3  W1@2
+        I2@3  F3@1
+        W2@3  I1@1
+        I1@0  W1@1
+        W1@0  F3@2
+        F3@3  I2@2
+        I3@3  W2@2
+        W3@3  I3@2
+        --    I2@1
+        I2@0  I3@1
+        I3@0  W3@2
+        W2@0  W2@1
+        W3@0  W3@1
+    """)
+
+
+def test_a_recomputation_is_right_before_its_first_half() -> None:
+    assert grid(zb_h1(2, 2, recompute={0, 1})) == read("""
+        F0  --
+        F1  F0
+        R0  R0
+        --  I0
+        I0  F1
+        W0  R1
+        R1  I1
+        I1  W0
+        W1  W1
+    """)
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
+    for mode in ("always", "except_last", "never"):
+        recompute = recomputed(mode, m)
+        for plan in (zb_h1(m, n, recompute=recompute), zb_v(m, n, recompute=recompute)):
+            p = plan.num_partitions
+            skips = tuple((a, b) for a in range(p) for b in (a + 2, p - 1 - a) if a < b < p)
+            skips = tuple(dict.fromkeys(skips))
+            target = plan.placement[-1] != 0
+            verify(plan, Routes(n, skips, target=target, loss=True, placement=plan.placement))
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+@pytest.mark.parametrize("halves_s", [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 2.0, 1.0)])
+def test_the_bubble_of_zb_h1(m: int, n: int, halves_s: tuple[float, float, float]) -> None:
+    """(n-1)(F + I - W), where 1F1B's is (n-1)(F + I + W)."""
+    f, i, w = halves_s
+    costs = Costs.uniform(n, forward_s=f, backward_s=i + w, input_gradient_s=i)
+    bubble_s = simulate(zb_h1(m, n), costs).total_s - m * (f + i + w)
+    whole_s = simulate(one_f_one_b(m, n), costs).total_s - m * (f + i + w)
+    assert whole_s == (n - 1) * (f + i + w)
+    if m >= 2 * n:
+        assert bubble_s == (n - 1) * (f + i - w)
+    assert n == 1 or bubble_s < whole_s
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_zb_v_rests_until_its_first_micro_batch_comes_and_no_longer(m: int, n: int) -> None:
+    """Six tasks a micro-batch and stage; with few micro-batches, the way of the last counts."""
+    total_s = simulate(zb_v(m, n), Costs.uniform(2 * n, forward_s=1.0, backward_s=2.0)).total_s
+    least_s = max(6 * m + n - 1, 4 * n + 2 + 4 * (m - 1))
+    if m >= 2 * n - 1 or m == 1:
+        assert total_s == least_s
+    assert least_s <= total_s <= least_s + n / 2
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_both_hold_no_more_than_1f1b(m: int, n: int) -> None:
+    """``n`` micro-batches a stage, or ``2n`` halves, though what W needs is as much as all."""
+    whole = Costs.uniform(n, saved_bytes=2, put_off_bytes=2)
+    halves = Costs.uniform(2 * n, saved_bytes=1, put_off_bytes=1)
+    most = simulate(one_f_one_b(m, n), whole).peak_bytes(0)
+    assert most == 2 * min(m, n)
+    assert max(map(simulate(zb_h1(m, n), whole).peak_bytes, range(n))) <= most
+    assert max(map(simulate(zb_v(m, n), halves).peak_bytes, range(n))) <= most
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("F0@0\nI0@0", "W0@0 is missing, but I0@0 is there"),
+        ("F0@0\nW0@0", "I0@0 is missing, but W0@0 is there"),
+        ("F0@0\nW0@0\nI0@0", "W0@0 in cycle 1 needs I0@0, in cycle 2"),
+        ("F0@0\nB0@0\nI0@0\nW0@0", "B0@0 and I0@0 and W0@0 are both there"),
+        ("I0@0\nF0@0\nW0@0", "I0@0 in cycle 0 needs F0@0, in cycle 1"),
+        ("F0@0\nI0@0\nR0@0\nW0@0", "I0@0 in cycle 1 needs R0@0, in cycle 2"),
+    ],
+)
+def test_a_backward_that_is_not_whole_is_told(text: str, fault: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        verify(Plan.from_text(f"plan m=1 n=1\n{text}\n"), Routes(1))
+    assert caught.value.faults == (fault,)
+
+
+def test_the_gradient_may_come_from_either_kind_of_backward() -> None:
+    text = "plan m=1 n=2\nF0@0\nF0@1\n{}\n{}\n{}\n"
+    for lines in (("I0@1", "B0@0", "W0@1"), ("B0@1", "I0@0", "W0@0")):
+        verify(Plan.from_text(text.format(*lines)), Routes(2))
+    with pytest.raises(PlanError, match="B0@0 in cycle 2 needs 'gradient 0: 1->0', which I0@1"):
+        verify(Plan.from_text(text.format("B0@0", "I0@1", "W0@1")), Routes(2))
+
+
+def test_the_folded_placement_is_that_of_zb_v() -> None:
+    assert zb_v(1, 4).placement == folded(8, 4)

@@ -1,0 +1,154 @@
+"""Programs: one order for everybody, and each receive posted one task ahead."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from procpipe.plan.program import Program, Receive, Run, Send, Step, fences, program, programs
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
+from procpipe.plan.task import Plan
+
+SIZES = [(m, n) for m in range(1, 7) for n in range(1, 7)]
+
+
+def text(steps: Program) -> list[str]:
+    return [str(step) for step in steps]
+
+
+def lines(drawing: str) -> list[str]:
+    return [line.strip() for line in drawing.strip().splitlines()]
+
+
+def test_a_fence_lists_what_its_cycle_made_by_stage() -> None:
+    routes = Routes(3, skips=((0, 2),), target=True)
+    assert [[str(t) for t in fence] for fence in fences(forward_plan(2, 3), routes)] == [
+        ["activation 0: 0->1", "skip 0: 0->2", "target 0: 0->2"],
+        ["activation 1: 0->1", "skip 1: 0->2", "target 1: 0->2", "activation 0: 1->2"],
+        ["activation 1: 1->2"],
+        [],
+    ]
+
+
+def test_a_fence_does_not_depend_on_the_order_within_a_cycle() -> None:
+    plan = gpipe(3, 3, recompute={0, 1})
+    turned = Plan(3, 3, tuple(cycle[::-1] for cycle in plan.cycles))
+    routes = Routes(3, skips=((0, 2),), loss=True)
+    assert fences(plan, routes) == fences(turned, routes)
+    assert programs(plan, routes) == programs(turned, routes)
+
+
+def test_the_program_of_the_first_stage() -> None:
+    plan = gpipe(2, 2, recompute=recomputed("except_last", 2))
+    assert text(program(plan, Routes(2, target=True, loss=True), 0)) == lines("""
+        run F0@0
+        send activation 0: 0->1
+        send target 0: 0->1
+        receive loss 1: 1->0
+        receive gradient 1: 1->0
+        run F1@0
+        send activation 1: 0->1
+        send target 1: 0->1
+        run B1@0
+        receive gradient 0: 1->0
+        run R0@0
+        run B0@0
+    """)
+
+
+def test_the_program_of_the_last_stage() -> None:
+    plan = gpipe(2, 2, recompute=recomputed("except_last", 2))
+    assert text(program(plan, Routes(2, target=True, loss=True), 1)) == lines("""
+        receive activation 0: 0->1
+        receive target 0: 0->1
+        receive activation 1: 0->1
+        receive target 1: 0->1
+        run F0@1
+        run F1@1
+        send loss 1: 1->0
+        run B1@1
+        send gradient 1: 1->0
+        run R0@1
+        run B0@1
+        send gradient 0: 1->0
+    """)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "expected"),
+    [
+        (0, "R0 F0 R1 S0 F1 R2 S1 F2 S2"),
+        (1, "R0 R1 F0 S0 R2 F1 S1 F2 S2"),
+        (2, "R0 R1 R2 F0 S0 F1 S1 F2 S2"),
+        (9, "R0 R1 R2 F0 S0 F1 S1 F2 S2"),
+    ],
+)
+def test_a_receive_moves_up_by_so_many_tasks(ahead: int, expected: str) -> None:
+    steps = program(forward_plan(3, 3), Routes(3), 1, ahead=ahead)
+    letters = {Run: "F", Send: "S", Receive: "R"}
+    short = [
+        f"{letters[type(step)]}{(step.task if isinstance(step, Run) else step.transfer).i}"
+        for step in steps
+    ]
+    assert " ".join(short) == expected
+
+
+def test_a_receive_cannot_be_posted_late() -> None:
+    with pytest.raises(ValueError, match="0 or more tasks ahead, not -1"):
+        program(forward_plan(1, 2), Routes(2), 1, ahead=-1)
+
+
+def test_a_step_is_not_taken_for_another() -> None:
+    (transfer,) = Routes(2).leaving(next(forward_plan(1, 2).tasks()), forward_plan(1, 2))
+    steps: set[Step] = {Send(transfer), Receive(transfer)}
+    assert len(steps) == 2
+
+
+def all_skips(n: int) -> tuple[tuple[int, int], ...]:
+    return tuple((a, b) for a in range(n) for b in range(a + 1, n))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int, ahead: int) -> None:
+    routes = Routes(n, all_skips(n), target=True, loss=True)
+    for plan in (gpipe(m, n, recompute={0}), forward_plan(m, n), backward_plan(m, n)):
+        order = [transfer for fence in fences(plan, routes) for transfer in fence]
+        made = programs(plan, routes, ahead=ahead)
+        for stage, steps in enumerate(made):
+            assert steps == program(plan, routes, stage, ahead=ahead)
+            runs = [step.task for step in steps if isinstance(step, Run)]
+            sends = [step.transfer for step in steps if isinstance(step, Send)]
+            receives = [step.transfer for step in steps if isinstance(step, Receive)]
+            assert runs == plan.tasks_of(stage)
+            assert sends == [transfer for transfer in order if transfer.source == stage]
+            assert receives == [transfer for transfer in order if transfer.destination == stage]
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_not_hoisted_a_stage_walks_through_the_fences(m: int, n: int) -> None:
+    routes = Routes(n, all_skips(n), target=True, loss=True)
+    plan = gpipe(m, n, recompute={0})
+    for stage, steps in enumerate(programs(plan, routes, ahead=0)):
+        expected: list[object] = []
+        for cycle, fence in zip(plan.cycles, fences(plan, routes), strict=True):
+            expected += [Run(task) for task in cycle if task.j == stage]
+            for transfer in fence:
+                if transfer.source == stage:
+                    expected.append(Send(transfer))
+                if transfer.destination == stage:
+                    expected.append(Receive(transfer))
+        assert list(steps) == expected
+
+
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_a_receive_is_posted_before_the_task_that_precedes_its_use(m: int, n: int) -> None:
+    routes = Routes(n, all_skips(n), target=True, loss=True)
+    for steps in programs(gpipe(m, n, recompute={0}), routes):
+        place = {step: index for index, step in enumerate(steps)}
+        runs = [step.task for step in steps if isinstance(step, Run)]
+        for before, task in pairwise(runs):
+            for transfer in routes.needed(task):
+                assert place[Receive(transfer)] < place[Run(before)]

@@ -1,0 +1,363 @@
+"""Every plan we make verifies; every way of corrupting one is told, at every place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from procpipe.errors import PlanError
+from procpipe.plan.program import Program, Receive, Run, Send, Step, program, programs
+from procpipe.plan.rendezvous import deadlocks
+from procpipe.plan.routes import LOSS, Routes, Transfer
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
+from procpipe.plan.task import Cycle, Plan, Task
+from procpipe.plan.verify import verify
+
+MODES = ["always", "except_last", "never"]
+
+
+def all_skips(n: int) -> tuple[tuple[int, int], ...]:
+    return tuple((a, b) for a in range(n) for b in range(a + 1, n))
+
+
+def faults_of(plan: Plan, routes: Routes, steps: Sequence[Program] | None = None) -> list[str]:
+    with pytest.raises(PlanError) as caught:
+        verify(plan, routes, steps)
+    return list(caught.value.faults)
+
+
+def faults_in(text: str, routes: Routes | None = None) -> list[str]:
+    plan = Plan.from_text("\n".join(line.strip() for line in text.strip().splitlines()))
+    return faults_of(plan, routes or Routes(plan.num_stages))
+
+
+# Plans that can run -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("m", range(1, 9))
+def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
+    for mode in MODES:
+        again = recomputed(mode, m)
+        for plan in (gpipe(m, n, recompute=again), backward_plan(m, n, again), forward_plan(m, n)):
+            for skips in ((), all_skips(n)):
+                verify(plan, Routes(n, skips, target=True, loss=True))
+
+
+@given(data=st.data(), m=st.integers(1, 6), n=st.integers(2, 6), ahead=st.integers(0, 3))
+def test_any_skips_and_any_hoisting_run_to_their_end(
+    data: st.DataObject, m: int, n: int, ahead: int
+) -> None:
+    skips = data.draw(st.lists(st.sampled_from(all_skips(n)), unique=True).map(tuple))
+    routes = Routes(n, skips, target=data.draw(st.booleans()), loss=data.draw(st.booleans()))
+    again = data.draw(st.sets(st.integers(0, m - 1)))
+    for plan in (gpipe(m, n, recompute=again), backward_plan(m, n, again), forward_plan(m, n)):
+        verify(plan, routes, programs(plan, routes, ahead=ahead))
+
+
+def test_stages_may_recompute_different_micro_batches() -> None:
+    drop = Task("R", 0, 1)
+    cycles = [tuple(t for t in cycle if t != drop) for cycle in gpipe(2, 2, recompute={0}).cycles]
+    verify(Plan(2, 2, cycles), Routes(2))
+
+
+def test_one_forward_one_backward_runs_with_fences() -> None:
+    plan = Plan.from_text("plan m=2 n=2\nF0@0\nF1@0 F0@1\nB0@1\nB0@0 F1@1\nB1@1\nB1@0")
+    verify(plan, Routes(2, target=True, loss=True))
+
+
+def test_a_large_plan_is_verified_in_a_moment() -> None:
+    plan = gpipe(64, 64, recompute=recomputed("except_last", 64))
+    start_s = time.perf_counter()
+    verify(plan, Routes(64, ((0, 63), (3, 40)), target=True, loss=True))
+    assert time.perf_counter() - start_s < 5  # 0.2 s on a quiet machine
+
+
+# Literal faults -----------------------------------------------------------------------------
+
+
+def test_all_faults_of_a_plan_are_told_at_once() -> None:
+    assert faults_in("""
+        plan m=2 n=2
+        F0@0 F1@0
+        F0@1 F5@1 F0@7
+        F0@1
+    """) == [
+        "F0@1 comes 2 times, in cycles 1, 2",
+        "F5@1 is of a micro-batch that is not there: 2, from 0",
+        "F0@7 is of a partition that is not there: 2, from 0",
+        "stage 0 has 2 tasks in cycle 0: F0@0 and F1@0",
+        "stage 1 has 2 tasks in cycle 1: F0@1 and F5@1",
+        "F1@1 is missing",
+    ]
+
+
+def test_inputs_must_be_made_in_an_earlier_cycle() -> None:
+    assert faults_in("plan m=1 n=2\nF0@0 F0@1") == [
+        "F0@1 in cycle 0 needs 'activation 0: 0->1', which F0@0 makes in cycle 0"
+    ]
+    assert faults_in("plan m=1 n=2\nB0@0\nB0@1") == [
+        "B0@0 in cycle 0 needs 'gradient 0: 1->0', which B0@1 makes in cycle 1"
+    ]
+    assert faults_in("plan m=1 n=1\nB0@0\nR0@0\nF0@0") == [
+        "B0@0 in cycle 0 needs F0@0, in cycle 2",
+        "B0@0 in cycle 0 needs R0@0, in cycle 1",
+        "R0@0 in cycle 1 needs F0@0, in cycle 2",
+    ]
+
+
+def test_a_recomputation_needs_its_backward() -> None:
+    assert faults_in("plan m=1 n=1\nF0@0\nR0@0") == ["R0@0 recomputes for B0@0, which is missing"]
+
+
+def test_a_plan_without_tasks_is_none() -> None:
+    assert faults_in("plan m=1 n=1") == ["the plan takes nothing forward and nothing backward"]
+
+
+def test_a_task_of_an_unknown_kind_is_told() -> None:
+    plan = Plan(1, 1, ((Task("F", 0, 0),), (Task("Z", 0, 0),)))
+    assert faults_of(plan, Routes(1)) == ["Z0@0 is of the unknown kind 'Z'; known: F, R, B, I, W"]
+
+
+def test_plan_and_routes_must_be_of_one_model() -> None:
+    (fault,) = faults_of(gpipe(1, 2), Routes(3))
+    assert fault.startswith("the plan has 2 stages and the routes 3")
+
+
+def test_a_program_too_few_is_told() -> None:
+    plan = gpipe(1, 2)
+    steps = programs(plan, Routes(2))[:1]
+    assert faults_of(plan, Routes(2), steps) == ["there are 1 programs for 2 stages"]
+
+
+# Corrupted plans, at every place ------------------------------------------------------------
+
+SMALL = [gpipe(m, n, recompute=recomputed("except_last", m)) for m in (1, 2, 3) for n in (2, 3)]
+SMALL += [forward_plan(2, 3), backward_plan(2, 3, {0, 1})]
+
+
+def places(plan: Plan) -> Iterator[tuple[int, int]]:
+    return ((k, p) for k, cycle in enumerate(plan.cycles) for p in range(len(cycle)))
+
+
+def edited(plan: Plan, *changes: tuple[int, int, Sequence[Task]]) -> Plan:
+    """Put other tasks in the place of the ``p``-th task of cycle ``k``, for each change."""
+    cycles: list[list[Sequence[Task]]] = [[(task,) for task in cycle] for cycle in plan.cycles]
+    for k, p, tasks in changes:
+        cycles[k][p] = tasks
+    flat: list[Cycle] = [tuple(task for part in cycle for task in part) for cycle in cycles]
+    return Plan(plan.num_micro_batches, plan.num_stages, flat)
+
+
+def can_run(plan: Plan) -> bool:
+    """Judge order alone, by the rule and without the code under test."""
+    done: set[Task] = set()
+    todo = set(plan.tasks())
+    for cycle in plan.cycles:
+        for kind, i, j in cycle:
+            if kind == "F":
+                before = {Task("F", i, j - 1)}
+            else:
+                before = {Task("F", i, j)}
+            if kind == "B":
+                before |= {Task("B", i, j + 1), Task("R", i, j)}
+            if not before & todo <= done:
+                return False
+        done |= set(cycle)
+    return all(len({task.j for task in cycle}) == len(cycle) for cycle in plan.cycles)
+
+
+@pytest.mark.parametrize("plan", SMALL)
+def test_a_dropped_task_is_told(plan: Plan) -> None:
+    for k, p in places(plan):
+        task = plan.cycles[k][p]
+        if task.kind == "R":  # a plan that does not recompute here: another plan, and a good one
+            verify(edited(plan, (k, p, ())), Routes(plan.num_stages))
+        else:
+            faults = faults_of(edited(plan, (k, p, ())), Routes(plan.num_stages))
+            assert f"{task} is missing" in faults
+
+
+@pytest.mark.parametrize("plan", SMALL)
+def test_a_doubled_task_is_told(plan: Plan) -> None:
+    for k, p in places(plan):
+        task = plan.cycles[k][p]
+        doubled = edited(plan, (k, p, (task, task)))
+        assert f"{task} comes 2 times, in cycles {k}, {k}" in faults_of(
+            doubled, Routes(plan.num_stages)
+        )
+        again = Plan(plan.num_micro_batches, plan.num_stages, [*plan.cycles, (task,)])
+        assert f"{task} comes 2 times, in cycles {k}, {len(plan.cycles)}" in faults_of(
+            again, Routes(plan.num_stages)
+        )
+
+
+@pytest.mark.parametrize("plan", SMALL)
+def test_swapped_tasks_are_told_just_when_they_cannot_run(plan: Plan) -> None:
+    verdicts = set()
+    for one, other in combinations(places(plan), 2):
+        tasks = plan.cycles[one[0]][one[1]], plan.cycles[other[0]][other[1]]
+        swapped = edited(plan, (*one, tasks[1:]), (*other, tasks[:1]))
+        verdicts.add(can_run(swapped))
+        if can_run(swapped):
+            verify(swapped, Routes(plan.num_stages))
+        else:
+            told = "\n".join(faults_of(swapped, Routes(plan.num_stages)))
+            assert str(tasks[0]) in told or str(tasks[1]) in told
+    assert False in verdicts
+
+
+@pytest.mark.parametrize("plan", SMALL)
+def test_a_task_moved_to_another_stage_is_told(plan: Plan) -> None:
+    for k, p in places(plan):
+        kind, i, j = plan.cycles[k][p]
+        moved = edited(plan, (k, p, (Task(kind, i, (j + 1) % plan.num_stages),)))
+        assert any(
+            f"{kind}{i}@{(j + 1) % plan.num_stages}" in fault
+            for fault in faults_of(moved, Routes(plan.num_stages))
+        )
+
+
+# Corrupted programs, at every place ---------------------------------------------------------
+
+WIRED = Routes(3, ((0, 2),), target=True, loss=True)
+PLAN = gpipe(2, 3, recompute={0})
+PROGRAMS = programs(PLAN, WIRED)
+STEPS = [(stage, p) for stage, steps in enumerate(PROGRAMS) for p in range(len(steps))]
+TRANSFER_STEPS = [(s, p) for s, p in STEPS if not isinstance(PROGRAMS[s][p], Run)]
+
+
+def replaced(stage: int, p: int, *steps: Step) -> list[Program]:
+    made = list(PROGRAMS)
+    made[stage] = (*made[stage][:p], *steps, *made[stage][p + 1 :])
+    return made
+
+
+def name_of(step: Step) -> str:
+    return str(step.task if isinstance(step, Run) else step.transfer)
+
+
+def verb_of(step: Step) -> str:
+    return type(step).__name__.lower()
+
+
+@pytest.mark.parametrize(("stage", "p"), STEPS)
+def test_a_dropped_step_is_told(stage: int, p: int) -> None:
+    step = PROGRAMS[stage][p]
+    faults = faults_of(PLAN, WIRED, replaced(stage, p))
+    assert f"stage {stage} does not {verb_of(step)} '{name_of(step)}'" in faults
+
+
+@pytest.mark.parametrize(("stage", "p"), STEPS)
+def test_a_doubled_step_is_told(stage: int, p: int) -> None:
+    step = PROGRAMS[stage][p]
+    faults = faults_of(PLAN, WIRED, replaced(stage, p, step, step))
+    assert f"stage {stage} would {verb_of(step)} '{name_of(step)}' 2 times, not 1" in faults
+
+
+@pytest.mark.parametrize(("stage", "p"), TRANSFER_STEPS)
+def test_a_rerouted_transfer_is_told(stage: int, p: int) -> None:
+    step = PROGRAMS[stage][p]
+    assert not isinstance(step, Run)
+    kind, i, source, destination = step.transfer
+    third = 3 - source - destination
+    if isinstance(step, Send):
+        wrong: Step = Send(Transfer(kind, i, source, third))
+    else:
+        wrong = Receive(Transfer(kind, i, third, destination))
+    faults = faults_of(PLAN, WIRED, replaced(stage, p, wrong))
+    assert f"stage {stage} does not {verb_of(step)} '{name_of(step)}'" in faults
+    if kind != LOSS or isinstance(step, Receive):
+        told = f"stage {stage} would {verb_of(step)} '{name_of(wrong)}'"
+        assert any(fault.startswith(told) for fault in faults)
+
+
+@pytest.mark.parametrize("kind", [Send, Receive])
+def test_transfers_that_overtake_in_their_channel_are_told(kind: type[Send | Receive]) -> None:
+    num_swaps = 0
+    for stage, steps in enumerate(PROGRAMS):
+        ours = [(p, step) for p, step in enumerate(steps) if isinstance(step, kind)]
+        for (p, one), (q, other) in combinations(ours, 2):
+            if one.transfer.channel != other.transfer.channel:
+                continue
+            swapped = list(steps)
+            swapped[p], swapped[q] = other, one
+            faults = faults_of(
+                PLAN, WIRED, [*PROGRAMS[:stage], tuple(swapped), *PROGRAMS[stage + 1 :]]
+            )
+            channel = "the channel {} {}->{} carries".format(*one.transfer.channel)
+            assert any(fault.startswith(channel) for fault in faults)
+            num_swaps += 1
+    assert num_swaps == 8 - 1  # all channels but the loss's carry two micro-batches
+
+
+def test_tasks_in_another_order_than_the_plan_are_told() -> None:
+    steps = programs(forward_plan(2, 1), Routes(1))[0]
+    faults = faults_of(forward_plan(2, 1), Routes(1), [steps[::-1]])
+    assert faults == [
+        "stage 0 runs F1@0 where the plan has F0@0",
+        "stage 0 runs F0@0 where the plan has F1@0",
+    ]
+
+
+def test_a_send_before_its_task_and_a_receive_after_its_use_are_told() -> None:
+    plan, routes = forward_plan(1, 2), Routes(2)
+    faults = faults_of(plan, routes, [made[::-1] for made in programs(plan, routes)])
+    assert faults == [
+        "stage 0 sends 'activation 0: 0->1' before F0@0 has made it",
+        "stage 1 posts 'activation 0: 0->1' only after F0@1, which needs it",
+    ]
+
+
+# Deadlock -----------------------------------------------------------------------------------
+
+
+def posted_late(steps: Program, routes: Routes) -> Program:
+    """Post each receive just before the task that needs it, and the loss's last of all."""
+    late: list[Step] = []
+    for step in steps:
+        if isinstance(step, Run):
+            late += [Receive(transfer) for transfer in routes.needed(step.task)]
+        if not isinstance(step, Receive):
+            late.append(step)
+    losses = (s for s in steps if isinstance(s, Receive) and s.transfer.kind == LOSS)
+    return (*late, *losses)
+
+
+def test_one_forward_one_backward_with_late_receives_is_a_deadlock() -> None:
+    routes = Routes(2)
+    plan = Plan.from_text("plan m=2 n=2\nF0@0\nF1@0 F0@1\nB0@1\nB0@0 F1@1\nB1@1\nB1@0")
+    late = [posted_late(program(plan, routes, stage), routes) for stage in range(2)]
+    assert faults_of(plan, routes, late) == [
+        "deadlock:"
+        " stage 0 stands at 'send activation 1: 0->1'"
+        " until stage 1 comes to 'receive activation 1: 0->1';"
+        " stage 1 stands at 'send gradient 0: 1->0'"
+        " until stage 0 comes to 'receive gradient 0: 1->0'"
+    ]
+
+
+@pytest.mark.parametrize("n", range(2, 5))
+def test_a_loss_posted_late_is_a_deadlock(n: int) -> None:
+    routes = Routes(n, loss=True)
+    plan = gpipe(3, n)
+    late = [posted_late(program(plan, routes, stage), routes) for stage in range(n)]
+    (fault,) = faults_of(plan, routes, late)
+    assert fault.startswith("deadlock:")
+    assert f"stage {n - 1} stands at 'send loss 2: {n - 1}->0'" in fault
+
+
+def test_two_rings_are_told_apart() -> None:
+    def crossed(a: int, b: int) -> list[Program]:
+        there, back = Transfer("activation", 0, a, b), Transfer("gradient", 0, b, a)
+        return [(Send(there), Receive(back)), (Send(back), Receive(there))]
+
+    rings = deadlocks([*crossed(0, 1), *crossed(2, 3)], Routes(4))
+    assert [ring.count("stands at") for ring in rings] == [2, 2]
+    assert "stage 0 stands" in rings[0]
+    assert "stage 2 stands" in rings[1]

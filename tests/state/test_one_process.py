@@ -1,0 +1,521 @@
+"""Saved state in one process: positions in loaders, names of optimizer state, folders, weights."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from procpipe import SavedStateError, state
+from procpipe.state import generators, optimizers
+from procpipe.state.background import Saving, Target
+from tests.dist.script import run_forked
+from tests.dist.stages import assert_same
+
+# -- Resumable -----------------------------------------------------------------------------------
+
+
+class Noisy(Dataset):
+    """Draws from every generator, and counts what is read."""
+
+    def __init__(self, size=10, generator=None):
+        self.size = size
+        self.generator = generator
+        self.num_read = 0
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        drawn = torch.rand((), generator=self.generator)
+        return torch.tensor([index, drawn, random.random(), np.random.rand()])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.rand(10))
+
+
+def shuffled():
+    return DataLoader(Noisy(), batch_size=3, shuffle=True)
+
+
+def with_generator():
+    generator = torch.Generator().manual_seed(4)
+    return DataLoader(Noisy(10, generator), batch_size=3, shuffle=True, generator=generator)
+
+
+def with_sampler():
+    data = Noisy()
+    sampler = RandomSampler(data, replacement=True, num_samples=13, generator=torch.Generator())
+    return DataLoader(data, batch_size=2, sampler=sampler)
+
+
+LOADERS = {
+    "shuffled": shuffled,
+    "with a generator": with_generator,
+    "with a sampler of its own": with_sampler,
+    "one by one": lambda: DataLoader(Noisy(4), batch_size=None, shuffle=True),
+    "a stream": lambda: DataLoader(Stream(), batch_size=3),
+    "in a worker process": lambda: DataLoader(Stream(), batch_size=4, num_workers=1),
+    "a list": lambda: [torch.tensor(k) for k in range(4)],
+}
+
+
+def run_epochs(loader, num_epochs, stop, done=0):
+    """Read epochs as a training loop does; stop after some mini-batches, and return the state."""
+    given, saved, epoch = [], None, 0
+    while epoch < num_epochs:
+        for item in loader:
+            given.append((item, torch.rand(1)))  # as dropout would draw
+            if done + len(given) == stop:
+                state_now = loader.state_dict()
+                saved = pickle.loads(pickle.dumps((epoch, state_now, generators.states())))
+        epoch += 1
+    return given, saved
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_loader_goes_on_where_it_was(make):
+    length = len(list(make()))
+    stops = {1, length - 1, length, length + 1} if make is shuffled else {length + 1}
+    for stop in sorted(stops):
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        whole, (epoch, at, drawn) = run_epochs(state.Resumable(make()), 3, stop)
+        assert len(whole) == 3 * length
+        torch.manual_seed(2)
+        loader = state.Resumable(make())
+        loader.load_state_dict(at)
+        generators.restore(drawn)
+        rest, _ = run_epochs(loader, 3 - epoch, stop=None)
+        assert len(rest) == 3 * length - stop
+        for (one, noise), (other, other_noise) in zip(rest, whole[stop:], strict=True):
+            assert torch.equal(one, other)
+            assert torch.equal(noise, other_noise)
+
+
+def test_what_was_given_is_not_read_again():
+    loader = state.Resumable(shuffled())
+    items = iter(loader)
+    next(items), next(items)
+    data = Noisy()
+    other = state.Resumable(DataLoader(data, batch_size=3, shuffle=True))
+    other.load_state_dict(loader.state_dict())
+
+    assert other.state_dict() == loader.state_dict() | {"now": []}
+    assert len(list(other)) == 2
+    assert data.num_read == 10 - 2 * 3
+
+
+def test_a_position_between_epochs():
+    loader = state.Resumable(shuffled())
+    assert len(list(loader)) == len(loader) == 4
+    assert loader.state_dict() == {"given": 0, "start": None, "now": []}
+    for _ in loader:
+        break  # a new epoch begins next, so the position is between epochs again
+    assert loader.state_dict()["given"] == 0
+
+
+def test_another_loader_than_was_saved():
+    loader = state.Resumable(shuffled())
+    items = iter(loader)
+    for _ in range(4):
+        next(items)
+    short = state.Resumable([1, 2])
+    short.load_state_dict(loader.state_dict())
+    with pytest.raises(
+        ValueError, match="after 4 mini-batches of an epoch, but now the loader end"
+    ):
+        list(short)
+    other = state.Resumable(with_generator())
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"saved with 0 torch.Generators in it, but it has 1 now"):
+        list(other)
+
+
+def test_two_loops_over_one_position():
+    loader = state.Resumable([1, 2, 3])
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    with pytest.raises(RuntimeError, match="iterated over anew while an older loop still reads it"):
+        next(first)
+    assert next(second) == 2
+    assert loader.state_dict()["given"] == 2
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+        self.b.bias.requires_grad_(False)
+
+    def forward(self, input):
+        return self.b(self.a(input))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), amsgrad=True),
+        lambda p: torch.optim.AdamW([{"params": p[:1], "lr": 0.2}, {"params": p[1:]}], lr=0.1),
+        lambda p: torch.optim.Adagrad(p),
+        lambda p: torch.optim.Rprop(p),
+    ],
+)
+def test_the_names_are_torchs(make):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model = nn.Sequential(nn.Linear(2, 2), Tied())
+    optimizer = make(list(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    theirs = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    ours = optimizers.values_of(optimizers.Names(model, [optimizer]), [optimizer])
+
+    assert ours.keys() == {f"optimizer.{key}" for key in theirs}
+    for key, value in theirs.items():
+        assert_same(ours[f"optimizer.{key}"], value, key)
+
+
+def test_no_step_is_made_of_an_optimizer_without_state(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    state.save(tmp_path, model, optimizer)
+    assert not optimizer.state
+    state.load(tmp_path, model, optimizer)
+    assert not optimizer.state
+
+
+def test_several_optimizers_and_groups_of_other_forms(tmp_path):
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    one = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.5)
+    two = torch.optim.Adam(model[1].parameters(), lr=0.2)
+    model(torch.ones(1, 2)).sum().backward()
+    one.step()
+    two.step()
+    state.save(tmp_path, model, [one, two])
+
+    new_one = torch.optim.SGD(
+        [{"params": [model[0].bias]}, {"params": [model[0].weight]}, {"params": []}], lr=9.0
+    )
+    new_two = torch.optim.Adam(model[1].parameters(), lr=9.0)
+    state.load(tmp_path, model, [new_one, new_two])
+
+    assert [group["lr"] for group in new_one.param_groups] == [0.1, 0.1, 9.0]
+    assert new_two.param_groups[0]["lr"] == 0.2
+    buffer = new_one.state[model[0].bias]["momentum_buffer"]
+    assert torch.equal(buffer, one.state[model[0].bias]["momentum_buffer"])
+
+    everything = torch.optim.SGD(model.parameters(), lr=9.0)
+    with pytest.raises(ValueError, match=r"0.weight, saved with lr = 0.1, and 1.weight, .* = 0.2"):
+        state.load(tmp_path, model, everything)
+
+
+def test_parameters_without_a_name_or_with_two_optimizers(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2))
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match=r"parameter of shape \(3,\) that is not one of the model"):
+        state.save(tmp_path, model, stranger)
+    both = [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())]
+    with pytest.raises(ValueError, match=r"two optimizers have the parameter 0.weight"):
+        state.save(tmp_path, model, both)
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+
+
+# -- folders -------------------------------------------------------------------------------------
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_are_kept_whatever_their_step(tmp_path):
+    model = nn.Linear(1, 1)
+    for step in (100, 200, 50, 50):
+        state.save(tmp_path, model, step=step, keep=3)
+    assert names(tmp_path) == ["000002-step-200", "000003-step-50", "000004-step-50"]
+    assert state.load(tmp_path, model).path.name == "000004-step-50"
+    assert state.load(tmp_path, model, step=200).step == 200
+    assert state.load(tmp_path / "000003-step-50", model).path.name == "000003-step-50"
+    state.save(tmp_path, model, keep=None)
+    assert names(tmp_path)[-1] == "000005"
+    assert len(names(tmp_path)) == 4
+    assert state.load(tmp_path, model).step is None
+    with pytest.raises(ValueError, match="keep is 0"):
+        state.save(tmp_path, model, keep=0)
+
+
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_another_kind_of_optimizer_is_refused(tmp_path, other):
+    model = nn.Linear(2, 2)
+    state.save(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+    with pytest.raises(
+        ValueError, match=rf"another kind of optimizer than {other.__name__}: it has"
+    ):
+        state.load(tmp_path, model, other(model.parameters(), lr=0.1))
+    state.load(tmp_path, model, torch.optim.Adam(model.parameters()))  # its options are the same
+
+
+@pytest.mark.parametrize("step", [10.0, -1, "7", torch.tensor(3)])
+def test_a_step_that_no_name_tells_of(tmp_path, step):
+    with pytest.raises(ValueError, match="but must be an int of 0 or more"):
+        state.save(tmp_path, nn.Linear(1, 1), step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_crashes_left_is_removed_but_not_what_is_being_written(tmp_path):
+    left, busy, going = (tmp_path / name for name in (".saving-x", ".saving-y", ".removing-z"))
+    for folder in (left, busy, going):
+        folder.mkdir()
+        (folder / "file").write_text("")
+    descriptor = os.open(busy, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        state.save(tmp_path, nn.Linear(1, 1))
+    finally:
+        os.close(descriptor)
+
+    assert names(tmp_path) == [".saving-y", "000001"]
+
+
+def test_a_folder_that_gets_its_name_while_another_rank_looks_for_it(tmp_path):
+    draft, final = tmp_path / "draft", tmp_path / "final"
+    draft.mkdir()
+    saving = Saving(nn.Linear(1, 1), Target(None, draft, final, rank=1, num_ranks=2, keep=None))
+    looks = []
+
+    def is_there():
+        looks.append(final.is_dir())
+        if len(looks) == 1:
+            draft.rename(final)  # as rank 0 does it, just after we have looked
+        return looks[-1]
+
+    saving._wait_until(is_there, "rank 0")
+    assert looks == [False, True]
+
+
+def test_a_saved_state_that_is_broken_says_which(tmp_path):
+    model = nn.Sequential(nn.Linear(50, 50))
+    path = state.save(tmp_path, model).path
+    file = next(path.glob("stage-0/*.distcp"))
+    file.write_bytes(file.read_bytes()[:2000])
+
+    with pytest.raises(SavedStateError, match=f"{file}: procpipe: the index says bytes "):
+        state.load(tmp_path, model)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("pwned",)
+
+
+@pytest.mark.parametrize("where", [".metadata", "extra"])
+def test_no_code_in_a_saved_state_runs(tmp_path, monkeypatch, where):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(1, 1)
+    if where == "extra":
+        with pytest.raises(
+            TypeError, match=r"extra\['evil'\] cannot be saved so that it can be lo"
+        ):
+            state.save(tmp_path / "run", model, extra={"evil": Evil()})
+    else:
+        path = state.save(tmp_path / "run", model).path
+        (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+        with pytest.raises(SavedStateError, match=r"it is not the one that was saved with procpip"):
+            state.load(tmp_path / "run", model)
+        (path / "procpipe.json").unlink()
+        with pytest.raises(SavedStateError, match=r"no use for 'posix.mkdir'"):
+            state.load(tmp_path / "run", model)
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local", "torch", "collections"])
+def test_no_code_is_reached_by_way_of_what_a_module_has_imported(tmp_path, monkeypatch, module):
+    """A pickle may name what is inside of something in a module: "os.mkdir" of pathlib."""
+    monkeypatch.chdir(tmp_path)
+    names = [text.encode() for text in (module, "os.mkdir", "pwned")]
+    module_, name, argument = (b"\x8c" + bytes([len(text)]) + text for text in names)
+    made_of = [b"\x80\x04", module_, name, b"\x93", argument, b"\x85R."]  # protocol 4, call, stop
+    (tmp_path / ".metadata").write_bytes(b"".join(made_of))
+    with pytest.raises(SavedStateError, match=rf"no use for '{module}\.os\.mkdir'"):
+        state.load(tmp_path, nn.Linear(1, 1))
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_extra_values_are_replaced_and_objects_get_their_state(tmp_path):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
+    extra: dict[str, Any] = {
+        "a": 1,
+        "b": [torch.ones(2), ("x", None)],
+        "c.d": scheduler,
+        "e": torch.zeros(()),
+    }
+    optimizer.step()
+    scheduler.step()
+    state.save(tmp_path, model, optimizer, extra=extra)
+    new_scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [7])
+    new: dict[str, Any] = {"a": 0, "b": None, "c.d": new_scheduler, "e": torch.ones(())}
+    state.load(tmp_path, model, optimizer, extra=new)
+
+    assert new["a"] == 1
+    assert torch.equal(new["b"][0], torch.ones(2))
+    assert new["b"][1] == ("x", None)
+    assert new["c.d"] is new_scheduler
+    assert new_scheduler.state_dict() == scheduler.state_dict()
+    assert new["e"].item() == 0
+
+
+def test_a_module_with_state_of_its_own_form(tmp_path):
+    class Counting(nn.Module):
+        count = 0
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    model: Any
+    other: Any
+    model, other = (
+        nn.Sequential(nn.Linear(1, 1), Counting()),
+        nn.Sequential(nn.Linear(1, 1), Counting()),
+    )
+    model[1].count = 5
+    state.save(tmp_path, model)
+    state.load(tmp_path, other)
+
+    assert other[1].count == 5
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+def test_weights_of_every_form(tmp_path):
+    from safetensors.torch import save_file
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Tied())
+    expected = model.state_dict()
+    torch.save(expected, tmp_path / "plain.pt")
+    save_file({key: value.clone() for key, value in expected.items()}, tmp_path / "x.safetensors")
+    state.export(tmp_path / "exported", model)
+    state.save(tmp_path / "saved", model)
+    assert names(tmp_path / "exported") == ["model.safetensors"]
+
+    for name in ("plain.pt", "x.safetensors", "exported", "saved", "saved/000001"):
+        other: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Tied())
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        state.load_weights(tmp_path / name, other)
+        for key, value in other.state_dict().items():
+            assert torch.equal(value, expected[key]), (name, key)
+        assert other[2].a.weight is other[2].b.weight
+
+
+def test_weights_that_cannot_be_loaded(tmp_path):
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"weight": torch.ones(1, 1), "more": 1}, tmp_path / "more.pt")
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="holds a list, but no state dict"):
+        state.load_weights(tmp_path / "list.pt", model)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        state.load_weights(tmp_path / "none.pt", model)
+    with pytest.raises(
+        FileNotFoundError, match=r"holds neither a saved state nor model.safetensors"
+    ):
+        state.load_weights(tmp_path, model)
+    with pytest.raises(ValueError, match=r"bias is missing\n.*more is there, but no layer"):
+        state.load_weights(tmp_path / "more.pt", model)
+    with pytest.raises(ValueError, match="weight is on the meta device"):
+        state.load_weights(tmp_path / "more.pt", nn.Linear(1, 1, device="meta"), strict=False)
+    state.load_weights(tmp_path / "more.pt", model, strict=False)
+    assert model.weight.item() == 1
+    with pytest.raises(FileExistsError, match="is not empty: export to a new folder"):
+        state.export(tmp_path, model)
+
+
+def test_safetensors_is_optional(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"pip install 'procpipe\[safetensors\]'"):
+        state.export(tmp_path, nn.Linear(1, 1))
+    assert names(tmp_path) == []
+
+
+def test_importing_it_is_cheap():
+    code = (
+        "import sys, procpipe; assert 'procpipe.state' not in sys.modules; "
+        "from procpipe import state; assert state.save; "
+        "heavy = ('torch.distributed.checkpoint.filesystem', 'safetensors'); "
+        "assert not [name for name in heavy if name in sys.modules]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.dist
+def test_the_documentation_runs(tmp_path):
+    page = Path(__file__).parents[2] / "docs/saved_state.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    code = "".join(blocks).replace("runs/", f"{tmp_path}/") + "stage.print(progress['step'])\n"
+    assert run_forked(code, num_ranks=2).check().stdout == "24\n"
+    assert names(tmp_path / "one") == ["000001-step-10", "000002-step-20", "000003"]
+    shutil.rmtree(tmp_path / "exported")
+    # Again, in one process: it has nothing left to train, so no input either.
+    again = code.replace("stage.step(input, target)  #", "#")
+    assert run_forked(again.replace("[2, 2]", "[4]")).check().stdout == "24\n"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run(num_steps):
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8, device="cuda")).square().sum().backward()
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    run(2)
+    saving = state.save(tmp_path, model, optimizer, asynchronous=True)
+    expected = run(2)
+    saving.wait()
+    torch.manual_seed(7)
+    state.load(tmp_path, model, optimizer)
+
+    for ours, truth in zip(run(2), expected, strict=True):
+        assert torch.equal(ours, truth)

@@ -1,0 +1,24 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from procpipe.words import bytes_text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "told"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (6000, "5.86 KiB"),
+        (2**20 - 1, "1 MiB"),
+        (5 * 2**19, "2.5 MiB"),
+        (2**30, "1 GiB"),
+        (2**40, "1,024 GiB"),
+    ],
+)
+def test_a_size_has_the_unit_that_suits_it(num_bytes: int, told: str) -> None:
+    assert bytes_text(num_bytes) == told

@@ -1,0 +1,59 @@
+"""Steps as if they had been measured, made of literal numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from procpipe.plan.task import Task
+from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
+
+#: Equal stages, a forward of 1 s and a backward of 2 s; each message is on its way for 0.5 s.
+EQUAL = """
+    F0 0-1 F1 1-2                        B1 6-8 B0 8-10
+    F0 1.5-2.5 F1 2.5-3.5 B1 3.5-5.5 B0 5.5-7.5
+"""
+
+#: The second stage takes twice as long; messages take no time.
+UNEQUAL = """
+    F0 0-1 F1 1-2             B1 9-11 B0 13-15
+    F0 1-3 F1 3-5 B1 5-9 B0 9-13
+"""
+
+
+def read_step(drawing: str, *, number: int = 7, hops: Sequence[Hop] = (), **fields: Any) -> Step:
+    """Read a step from a row of tasks and times a stage; stages and partitions are the same."""
+    rows = [line.split() for line in drawing.strip().splitlines()]
+    tasks = []
+    for stage, words in enumerate(rows):
+        for name, span in zip(words[::2], words[1::2], strict=True):
+            start, end = span.split("-")
+            partition = fields.get("partition_of", {}).get((stage, name), stage)
+            tasks.append(Ran(stage, Task.parse(f"{name}@{partition}"), float(start), float(end)))
+    fields.pop("partition_of", None)
+    ends = tuple(max(ran.end_s for ran in tasks if ran.stage == j) for j in range(len(rows)))
+    values: dict[str, Any] = {
+        "number": number,
+        "call": "step",
+        "plan": "abc",
+        "sizes": (8, 8),
+        "begins_s": (0.0,) * len(rows),
+        "ends_s": ends,
+        "tasks": tuple(tasks),
+        "hops": tuple(hops),
+    }
+    return Step(**(values | fields))
+
+
+def recording_of(*steps: Step, **fields: Any) -> Recording:
+    """Make a recording of steps."""
+    facts = {"balance": [2, 3], "chunks": 2, "checkpoint": "never", "schedule": "gpipe"}
+    values: dict[str, Any] = {
+        "steps": steps,
+        "num_steps": 8,
+        "plans": {"abc": "plan m=2 n=2\n"},
+        "facts": facts,
+        "clocks": (Clock(0, 0.0, 0.0, 0.0), Clock(1, 0.5, 2e-6, 0.25)),
+    }
+    fields["facts"] = facts | fields.get("facts", {})
+    return Recording(**(values | fields))

@@ -1,0 +1,81 @@
+"""Clocks of other ranks: the arithmetic by literal numbers, the questions over a real socket."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.timeline.clocks import CLOCK, Clocks, Reading, drift_ppm, offset_at
+
+
+def test_the_quickest_answer_counts() -> None:
+    # Asked at, the other's time, heard at: the second is quickest, and 1000 ahead, give or take 5.
+    pings = [(0, 1400, 900), (2000, 3005, 2010), (4000, 5700, 4900)]
+
+    assert Reading.of(pings) == Reading(3005, 1000, 5)
+
+
+def test_an_offset_within_its_error_is_none_and_the_error_says_so() -> None:
+    assert Reading.of([(100, 107, 110)]) == Reading(107, 0, 7)
+    assert Reading.of([(100, 111, 110)]) == Reading(111, 6, 5)
+
+
+def test_a_drift_is_corrected_linearly_between_two_readings() -> None:
+    readings = [Reading(1_000, 500, 5), Reading(11_000, 600, 5)]
+
+    assert [offset_at(readings, t) for t in (0, 1_000, 6_000, 11_000, 20_000)] == [
+        500, 500, 550, 600, 600,
+    ]  # fmt: skip
+    assert drift_ppm(readings) == 10_000
+    assert offset_at(readings[:1], 6_000) == 500
+    assert drift_ppm(readings[:1]) is None
+    assert drift_ppm([readings[0], Reading(11_000, 510, 5)]) == 0
+
+
+@pytest.fixture
+def meshes():
+    a, b = socket.socketpair()
+    a.setblocking(False)
+    b.setblocking(False)
+    made = [
+        Mesh(rank, {1 - rank: sock}, timeout_s=5.0, stall_timeout_s=5.0, onlooker=Onlooker())
+        for rank, sock in enumerate((a, b))
+    ]
+    yield made
+    for mesh in made:
+        mesh.close()
+
+
+@pytest.mark.parametrize("ahead_ns", [0, 10**15])
+def test_a_waiting_rank_is_asked_for_its_time(meshes, ahead_ns) -> None:
+    clocks = [Clocks(mesh) for mesh in meshes]
+    if ahead_ns:  # a rank of another host, whose clock began elsewhere
+        meshes[1].on(0, CLOCK, lambda sequence, *_: meshes[1].send(
+            0, CLOCK, 0, sequence, struct.pack("<q", time.perf_counter_ns() + ahead_ns)
+        ))  # fmt: skip
+    is_over: list[bool] = []
+    waiter = threading.Thread(
+        target=lambda: meshes[1].wait(lambda: is_over, lambda: "the end", every_s=0.01)
+    )
+    waiter.start()
+    reading = clocks[0].read_all()[1]
+    is_over.append(True)
+    waiter.join()
+
+    assert abs(reading.offset_ns - ahead_ns) <= reading.error_ns
+    assert 0 < reading.error_ns < 1_000_000_000
+    assert ahead_ns or reading.offset_ns == 0
+
+
+def test_a_rank_that_has_left_has_no_time(meshes) -> None:
+    clocks = Clocks(meshes[0])
+    meshes[1].close()
+    meshes[0].poll(1.0)
+
+    assert clocks.read(1) is None
+    assert clocks.read_all() == {}

@@ -1,0 +1,72 @@
+"""What is kept of a long run, and files that cannot be written; the rest is in tests/dist."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.timeline.clocks import Clocks
+from procpipe.timeline.collect import FIRST, LAST, Kept, Tracing, claimed
+
+
+def tracing(path):
+    mesh = Mesh(0, {}, timeout_s=1.0, stall_timeout_s=1.0, onlooker=Onlooker())
+    return Tracing(path, mesh, Clocks(mesh), {"balance": [1], "trace": True})
+
+
+def record(step):
+    tasks = [["F", 0, 0, 0, 1000]]
+    return {"step": step, "begin": step * 10_000, "end": step * 10_000 + 2000, "tasks": tasks}
+
+
+def test_the_first_and_the_last_steps_are_kept():
+    kept = Kept()
+    for k in range(1000):
+        kept.add(b"%d" % k)
+
+    first, last = list(range(FIRST)), list(range(1000 - LAST, 1000))
+    assert [int(told) for told in kept] == first + last
+    assert kept.num_added == 1000
+
+
+def test_a_long_run_says_what_was_left_out(tmp_path):
+    one = tracing(tmp_path / "run.json")
+    for k in range(FIRST + LAST + 3):
+        one.note(record(k), "abc", "plan m=1 n=1\nF0@0\n")
+    one.finish()
+    one.write()
+    other = json.loads((tmp_path / "run.json").read_text())["otherData"]
+
+    assert other["kept"] == f"steps 0 to {FIRST - 1} and {FIRST + 3} to {FIRST + LAST + 2}"
+    assert (other["num_steps"], other["is_closed"]) == (FIRST + LAST + 3, True)
+    assert other["plans"] == {"abc": "plan m=1 n=1\nF0@0\n"}
+    assert "trace" not in other
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_it_is_written_once_and_says_whether_the_run_closed(tmp_path):
+    one = tracing(tmp_path / "run.json")
+    one.write()
+    one.finish()
+    one.write()
+
+    assert not json.loads((tmp_path / "run.json").read_text())["otherData"]["is_closed"]
+
+
+def test_a_file_that_cannot_be_written_is_told_and_no_error(tmp_path, capsys):
+    one = tracing(tmp_path / "gone" / "run.json")
+    one.note(record(0), "abc", "")
+    one.write()
+
+    assert "procpipe: the trace was not written: FileNotFoundError" in capsys.readouterr().err
+
+
+def test_a_file_is_for_one_stage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert claimed(None) is None
+    assert claimed("run.json") == "run.json"
+    with pytest.raises(ValueError, match=r"run\.json', but another stage of this process writes"):
+        claimed(tmp_path / "run.json")
+    assert claimed("other.json") == "other.json"

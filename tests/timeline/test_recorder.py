@@ -1,0 +1,115 @@
+"""What a traced stage remembers of a step."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from procpipe.plan.task import Task
+from procpipe.run.trace import Trace
+from procpipe.timeline.recorder import Recorder
+from tests.dist.devices import is_emulated
+from tests.held import hold_for
+
+TENSORS = [torch.zeros(3, dtype=torch.float64)]
+
+
+def recorded_step(recorder, entered):
+    enter = recorder.on_layer(entered.append)
+    recorder.begin()
+    for i in range(2):
+        begun_ns = time.perf_counter_ns()
+        recorder.took(("activation", 2, 3, i), TENSORS, begun_ns)
+        start_ns = recorder.start()
+        for index in (0, 1, -1):
+            enter(index)
+        recorder.ran(Task("F", i, 3), start_ns)
+        recorder.sent(("activation", 3, 4, i), TENSORS, time.perf_counter_ns())
+    recorder.ran(Task("B", 1, 3), recorder.start())
+    recorder.end()
+    return recorder.last_record()
+
+
+def test_waits_messages_and_layers_are_kept_with_their_times():
+    entered: list[int] = []
+    recorder = Recorder(torch.device("cpu"))
+    told = recorded_step(recorder, entered)
+
+    assert entered == [0, 1, -1, 0, 1, -1]
+    assert [row[:3] for row in told["tasks"]] == [["F", 0, 3], ["F", 1, 3], ["B", 1, 3]]
+    assert [row[:5] for row in told["takes"]] == [
+        ["activation", 2, 3, 0, 24], ["activation", 2, 3, 1, 24],
+    ]  # fmt: skip
+    assert [row[:5] for row in told["sends"]] == [
+        ["activation", 3, 4, 0, 24], ["activation", 3, 4, 1, 24],
+    ]  # fmt: skip
+    # Wait, task and message follow each other.
+    times = []
+    for take, task, send in zip(told["takes"], told["tasks"], told["sends"], strict=False):
+        times += [*take[5:], *task[3:], *send[5:]]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    assert told["end"] - told["begin"] >= times[-1]
+    assert [(j, index, count) for j, index, _, count in told["layers"]] == [(3, 0, 2), (3, 1, 2)]
+    assert 0 < recorder.waiting_ns
+
+
+def test_a_step_starts_with_nothing_of_the_one_before():
+    recorder = Recorder(torch.device("cpu"))
+    recorded_step(recorder, [])
+    told = recorded_step(recorder, [])
+
+    assert told["step"] == 1
+    assert (len(told["tasks"]), len(told["takes"]), len(told["sends"])) == (3, 2, 2)
+    assert [count for *_, count in told["layers"]] == [2, 2]
+
+
+def test_without_a_recording_layers_are_told_straight_and_messages_not_at_all():
+    entered: list[int] = []
+    enter = Trace().on_layer(entered.append)
+    enter(3)
+
+    assert entered == [3]
+    assert not Trace.records_messages
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_tasks_have_the_device_s_times():
+    device = torch.device("cuda")
+    recorder = Recorder(device)
+    size = 256 if is_emulated() else 2048
+    matrix = torch.randn(size, size, device=device)
+    recorder.begin()
+    for i in range(2):
+        start_ns = recorder.start()
+        for _ in range(50):
+            matrix @ matrix
+        recorder.ran(Task("F", i, 0), start_ns)
+    recorder.end()
+    (*_, start_0, end_0), (*_, start_1, end_1) = recorder.last_record()["tasks"]
+
+    assert start_0 < end_0 <= start_1 < end_1
+    # A stream of an emulated GPU is a thread, which waits before each operation for as long as the
+    # seed says, and shares the cores with other processes: equal work does not take equal times.
+    if not is_emulated():
+        assert (end_1 - start_1) / (end_0 - start_0) == pytest.approx(1, abs=0.5)
+    assert end_1 - start_1 > 1e5  # 50 products of 17 GFLOP take 0.1 ms on no GPU
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_task_lasts_as_long_as_its_stream_waits():
+    """The host has long gone on; what a stream waits for takes the same time on any GPU."""
+    device = torch.device("cuda")
+    stream, recorder = torch.cuda.current_stream(device), Recorder(device)
+    held_s = (0.1, 0.3)
+    recorder.begin()
+    for i in range(2):
+        start_ns = recorder.start()
+        hold_for(stream, held_s[i])
+        recorder.ran(Task("F", i, 0), start_ns)
+    recorder.end()
+
+    for (*_, start, end), least_s in zip(recorder.last_record()["tasks"], held_s, strict=True):
+        assert end - start >= least_s * 1e9

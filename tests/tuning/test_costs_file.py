@@ -1,0 +1,155 @@
+"""Costs as text: what is written is read back, and whatever is wrong is told with its place."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from procpipe.tuning.costs_file import Measured, from_text, to_text
+from procpipe.tuning.model import Layer, Link, Model, Skip
+
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+
+LAYER = Layer(
+    "0", (0.1, 0.2), (0.3, 0.4), (5.0, 6.0), (0.1, 0.2), (1.0, 2.0), (3.0, 4.0), (5.0, 6.0),
+    (7.0, 8.0), is_in_place=True, parameter_bytes=9, trained_bytes=8, type="Linear",
+)  # fmt: skip
+MODEL = Model(
+    (2, 4), (LAYER, Layer("1", (0.0, 0.0), (0.0, 0.0), (0.0, 1.0))), LAYER,
+    (Skip(0, (1,), (1.0, 2.0), (3.0, 4.0)),), (1.0, 2.0), (3.0, 4.0), (0.5, 0.25), ((0, 1),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("link", [Link(), Link(1e-5, 2e10)])
+def test_what_is_written_is_read_back(link: Link) -> None:
+    measured = Measured(MODEL, 64, link, "a device")
+
+    assert from_text(to_text(measured)) == measured
+
+
+def test_what_may_be_left_out() -> None:
+    text = '{"procpipe layer costs": 1, "samples": [8], "layers": [{"name": "a", "forward_s": [1],'
+    text += ' "backward_s": [2], "output_bytes": [3]}]}'
+
+    assert from_text(text) == Measured(
+        Model((8,), (Layer("a", (1.0,), (2.0,), (3.0,)),)), 8, Link()
+    )
+
+
+def test_null_is_as_left_out() -> None:
+    whole = json.loads(to_text(Measured(MODEL, 64, Link())))
+    whole.update(loss=None, skips=None)
+
+    assert from_text(json.dumps(whole)).model == replace(MODEL, loss=None, skips=())
+
+
+def test_the_example_of_the_documentation() -> None:
+    (example,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+    measured = from_text(example)
+
+    assert len(measured.model.layers) == 2
+    assert measured.batch == 64
+
+
+def test_every_entry_is_documented() -> None:
+    page = PAGE.read_text()
+    entries = json.loads(to_text(Measured(MODEL, 64, Link(1, 2), "a device")))
+    names = {*entries, *entries["layers"][0], *entries["skips"][0], *entries["link"]}
+
+    assert [name for name in sorted(names) if name not in page] == []
+
+
+WRONG = [
+    (lambda whole: whole.update({"procpipe layer costs": 2}), "it is of another version than 1"),
+    (lambda whole: whole.pop("procpipe layer costs"), 'it has no "procpipe layer costs": 1'),
+    (lambda whole: whole.pop("samples"), "samples is missing"),
+    (
+        lambda whole: whole.update(samples=[4, 2]),
+        "samples: [4, 2] are not sizes in ascending order",
+    ),
+    (lambda whole: whole.update(samples=[0, 2]), "samples[0]: must be at least 1"),
+    (lambda whole: whole.update(layers=[]), "layers: there is none"),
+    (lambda whole: whole.update(layers={}), "layers: {} is not a list"),
+    (lambda whole: whole.update(layers=[3]), "layers[0]: 3 is not an object in braces"),
+    (lambda whole: whole.update(colour=1), "the top: there is no such entry as 'colour'"),
+    (lambda whole: whole.update(batch=1.5), "batch: 1.5 is not a whole number from 0"),
+    (lambda whole: whole.update(link={"bytes_per_s": 0}), "link.bytes_per_s: at 0 bytes a second"),
+    (lambda whole: whole.update(start_s=[1]), "start_s: [1] is not a list of 2 numbers"),
+    (lambda whole: whole["layers"][1].pop("name"), "layers[1].name is missing"),
+    (
+        lambda whole: whole["layers"][1].update(size=1),
+        "layers[1]: there is no such entry as 'size'",
+    ),
+    (lambda whole: whole["layers"][1].update(name=1), "layers[1].name: 1 is not a text"),
+    (
+        lambda whole: whole["layers"][1].update(forward_s=[1]),
+        "layers[1].forward_s: [1] is not a list of 2 numbers",
+    ),
+    (
+        lambda whole: whole["layers"][1].update(forward_s=[1, -1]),
+        "layers[1].forward_s: -1 is not a finite number from 0",
+    ),
+    (
+        lambda whole: whole["layers"][1].update(is_in_place=1),
+        "layers[1].is_in_place: 1 is neither true nor false",
+    ),
+    (
+        lambda whole: whole["skips"][0].update(destinations=[2]),
+        "skips[0]: layers (2,) do not come after layer 0",
+    ),
+    (
+        lambda whole: whole["skips"][0].update(destinations=[0]),
+        "skips[0]: layers (0,) do not come after layer 0",
+    ),
+    (
+        lambda whole: whole["skips"][0].update(destinations=[]),
+        "skips[0].destinations: there is none",
+    ),
+    (
+        lambda whole: whole["layers"][1].update(forward_s=[1, 10**400]),
+        "layers[1].forward_s: 1000000000000000000000000000000000000... is too large to be right",
+    ),
+    (
+        lambda whole: whole["layers"][1].update(forward_s=[1, 1e308]),
+        "layers[1].forward_s: 1e+308 is too large to be right",
+    ),
+    (lambda whole: whole.update(batch=10**20), "batch: 100000000000000000000 is too large"),
+    (
+        lambda whole: whole.update(link={"bytes_per_s": 1e-320}),
+        "link.bytes_per_s: at 9.99989e-321 bytes a second nothing arrives",
+    ),
+    (
+        lambda whole: whole.update({"procpipe layer costs": True}),
+        "it is of another version than 1",
+    ),
+    (
+        lambda whole: whole["layers"][0].update(trained_bytes=10),
+        "layers[0].trained_bytes: 10 is more than parameter_bytes, 9, of which it is a part",
+    ),
+    (
+        lambda whole: whole["layers"][0].update(input_gradient_s=[0.1, 0.5]),
+        "layers[0].input_gradient_s: [0.1, 0.5] is more than backward_s, [0.3, 0.4]",
+    ),
+    (lambda whole: whole.update(shared=[[0, 2]]), "shared[0]: [0, 2] are not two of 2 layers"),
+    (lambda whole: whole.update(shared=[[1, 1]]), "shared[0]: [1, 1] are not two of 2 layers"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "told"), WRONG, ids=[told for _, told in WRONG])
+def test_what_is_wrong_is_told_with_its_place(spoil, told: str) -> None:
+    whole = json.loads(to_text(Measured(MODEL, 64, Link())))
+    spoil(whole)
+
+    with pytest.raises(ValueError, match=re.escape(told)):
+        from_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"a": 1}', "[" * 100_000])
+def test_what_is_no_such_file(text: str) -> None:
+    with pytest.raises(ValueError, match=r"it is not JSON|it has no|it is nested too deeply"):
+        from_text(text)

@@ -1,0 +1,124 @@
+"""Costs of partitions from those of layers: sums, straight lines, and each value counted once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from procpipe.tuning.model import Layer, Link, Model, Skip
+
+
+def layer(name: str = "", **costs: Any) -> Layer:
+    given: dict[str, Any] = {
+        "forward_s": (1.0,),
+        "backward_s": (2.0,),
+        "output_bytes": (10.0,),
+    } | costs
+    return Layer(name, **given)
+
+
+def saved(balance: list[int], *layers: Layer, skips: tuple[Skip, ...] = ()) -> tuple[int, ...]:
+    return Model((1,), layers, skips=skips).costs(balance, 1, Link()).saved_bytes
+
+
+def test_a_partition_costs_what_its_layers_do() -> None:
+    layers = [
+        layer(forward_s=(1.0,), backward_s=(10.0,), output_bytes=(100.0,), put_off_bytes=(3.0,)),
+        layer(forward_s=(2.0,), backward_s=(20.0,), output_bytes=(200.0,), put_off_bytes=(4.0,)),
+        layer(forward_s=(4.0,), backward_s=(40.0,), input_gradient_s=(30.0,)),
+    ]
+    loss = layer(forward_s=(8.0,), backward_s=(80.0,), output_bytes=(4.0,))
+    model = Model((1,), tuple(layers), loss, input_bytes=(7.0,), target_bytes=(5.0,))
+
+    costs: Any = model.costs([2, 1], 1, Link(0.5, 100.0))
+
+    assert [costs.forward_s, costs.recompute_s] == [(3, 12)] * 2
+    assert costs.backward_s == (30, 120)
+    assert costs.input_gradient_s == (15, 70)  # half where it was not measured
+    assert costs.weight_gradient_s == (15, 50)
+    assert costs.transfer_s == (2.5,)  # 0.5 s, and 200 bytes at 100 a second
+    assert costs.output_bytes == (200, 4)  # that of the loss, which is a last layer
+    assert (costs.input_bytes, costs.target_bytes) == (7, 5)
+    assert costs.put_off_bytes == (7, 0)
+
+
+def test_every_task_has_a_start() -> None:
+    model = Model((1,), (layer(), layer()), start_s=(0.25, 0.5))
+
+    costs = model.costs([2], 1, Link())
+
+    assert (costs.forward_s, costs.backward_s, costs.input_gradient_s) == ((2.25,), (4.5,), (2.5,))
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "seconds"), [(2, 10), (3, 15), (4, 20), (8, 60), (10, 80), (1, 5)]
+)
+def test_between_sizes_is_a_straight_line(num_samples: int, seconds: float) -> None:
+    model = Model((2, 4, 8), (layer(forward_s=(10.0, 20.0, 60.0), backward_s=(0.0, 0.0, 0.0)),))
+
+    assert model.layer_seconds(num_samples) == [seconds]
+
+
+def test_one_size_is_in_proportion() -> None:
+    assert Model((4,), (layer(),)).layer_seconds(8) == [6]
+
+
+def test_a_value_that_two_layers_keep_is_counted_once() -> None:
+    maker = layer(kept_bytes=(1.0,), kept_output_bytes=(10.0,))
+    user = layer(kept_bytes=(2.0,), kept_input_bytes=(10.0,))
+
+    assert saved([2], maker, user) == (13,)
+    # Cut between the two, it is the output of one and the input of the other, counted elsewhere.
+    assert saved([1, 1], maker, user) == (1, 2)
+
+
+def test_a_value_that_nobody_keeps_is_not_counted() -> None:
+    assert saved([3], layer(), layer(kept_bytes=(1.0,)), layer()) == (1,)
+
+
+def test_values_in_one_memory_are_one() -> None:
+    # Linear -> ReLU(inplace) -> Linear: what the ReLU keeps and what the second Linear keeps.
+    linear = layer(kept_input_bytes=(10.0,))
+    relu = layer(kept_output_bytes=(10.0,), is_in_place=True)
+
+    assert saved([3], linear, relu, linear) == (10,)
+    # A partition that begins with the ReLU has it in the memory of its input …
+    assert saved([1, 2], linear, relu, linear) == (0, 0)
+    # … and one that ends with it, in that of its output.
+    assert saved([2, 1], linear, relu, linear) == (0, 0)
+
+
+def test_skip_tensors_go_once_to_each_partition() -> None:
+    skips = (
+        Skip(0, (2, 3), (5.0,), (5.0,)),
+        Skip(1, (3,), (7.0,), (7.0,)),
+    )
+    model = Model((1,), (layer(),) * 4, skips=skips)
+
+    assert model.skip_routes([2, 2]) == model.skip_routes([3, 1]) == ((0, 1),)
+    assert model.skip_routes([4]) == ()
+    assert model.costs([2, 2], 1, Link()).skip_bytes == {(0, 1): 12}
+    assert model.costs([1, 1, 1, 1], 1, Link()).skip_bytes == {(0, 2): 5, (0, 3): 5, (1, 3): 7}
+    # What stays in its partition is kept there by whoever pops it.
+    assert model.costs([4], 1, Link()).saved_bytes == (12,)
+    assert model.costs([3, 1], 1, Link()).saved_bytes == (5, 0)
+
+
+def test_parameters_gradients_and_optimizer() -> None:
+    layers = (
+        layer(parameter_bytes=100, trained_bytes=100),
+        layer(parameter_bytes=30, trained_bytes=10),
+    )
+
+    model = Model((1,), layers)
+
+    assert model.static_bytes([1, 1], 0.0) == (200, 40)
+    assert model.static_bytes([1, 1], 2.0) == (400, 60)
+    assert model.static_bytes([2], 2.0) == (460,)
+
+
+@pytest.mark.parametrize("balance", [[1, 1], [4, 0], [1, 3]])
+def test_a_balance_of_other_layers_is_refused(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match="is not one of 3 layers"):
+        Model((1,), (layer(),) * 3).costs(balance, 1, Link())

@@ -1,0 +1,221 @@
+"""What is proposed for costs that a reader can check by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from procpipe.balance import divide
+from procpipe.plan.verify import verify
+from procpipe.tuning.model import Layer, Link, Model, Skip
+from procpipe.tuning.propose import (
+    Proposal,
+    Question,
+    alone_s,
+    choose,
+    default_chunks,
+    leanest,
+    propose,
+)
+
+
+def model(*seconds: float, kept: float = 0.0, parameters: int = 0, **more: Any) -> Model:
+    """Make a model whose layers take so many seconds a sample forward, and twice that backward."""
+    layers = tuple(
+        Layer(
+            f"layer{k}",
+            (forward_s,),
+            (2 * forward_s,),
+            (10.0,),
+            kept_bytes=(kept,),
+            parameter_bytes=parameters,
+            trained_bytes=parameters,
+        )
+        for k, forward_s in enumerate(seconds)
+    )
+    return Model((1,), layers, **more)
+
+
+def of(proposals: list[Proposal], schedule: str, checkpoint: str = "never") -> Proposal:
+    (found,) = (p for p in proposals if (p.schedule, p.checkpoint) == (schedule, checkpoint))
+    return found
+
+
+def test_literal_times_of_two_even_stages() -> None:
+    # 4 micro-batches of 1 s forward and 2 s backward on each of 2 stages.
+    proposals = propose(model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,)), divide)
+
+    assert {p.balance for p in proposals if len(p.balance) == 2} == {(2, 2)}
+    assert of(proposals, "gpipe").total_s == 15  # (m + n - 1)(F + B)
+    assert of(proposals, "1f1b").total_s == 15
+    assert of(proposals, "zb-h1").total_s == 13  # (n - 1)(F + I - W) less: m(F + B) + 1
+    assert of(proposals, "interleaved").total_s == 13.5  # half the bubble
+    assert of(proposals, "gpipe", "always").total_s == 19  # (m + n - 1)(F + B) + m R
+    assert alone_s(model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,))) == 24
+
+
+def test_layers_that_share_a_parameter_are_not_divided() -> None:
+    shared = model(1, 1, 3, 1, shared=((0, 2), (1, 2)))
+
+    assert shared.groups == (3, 1)
+    assert {p.balance for p in propose(shared, Question(2, 2, chunks=(2,)), divide)} == {(3, 1)}
+    with pytest.raises(ValueError, match=r"as 'layer0' and 'layer2' do, .* 2 partitions at most"):
+        propose(shared, Question(3, 2), divide)
+
+
+def test_layers_are_divided_by_seconds() -> None:
+    proposals = propose(model(1, 1, 1, 3), Question(2, 2, chunks=(2,)), divide)
+
+    assert of(proposals, "gpipe").balance == (3, 1)
+
+
+def test_two_partitions_a_device_need_so_many_layers() -> None:
+    names = {p.schedule for p in propose(model(1, 1, 1), Question(2, 4, chunks=(4,)), divide)}
+
+    assert names == {"gpipe", "1f1b", "zb-h1", "searched"}
+
+
+def test_the_fastest_that_fits_is_chosen() -> None:
+    # Stage 0 of gpipe holds 4 micro-batches, that of 1F1B 2; each has 2 layers that keep 100 bytes.
+    question = Question(2, 4, memory_bytes=None, chunks=(4,))
+    there = propose(model(1, 1, kept=100), question, divide)
+    gpipe, one_f_one_b = of(there, "gpipe"), of(there, "1f1b")
+    assert max(gpipe.held_bytes) - max(one_f_one_b.held_bytes) >= 200
+    lean = max(one_f_one_b.needed_bytes)
+
+    chosen = choose([gpipe, one_f_one_b], lean)
+
+    assert chosen is one_f_one_b
+    assert choose([gpipe, one_f_one_b], lean - 1) is None
+    assert leanest([gpipe, one_f_one_b]) is one_f_one_b
+
+
+def test_of_those_as_fast_the_one_that_needs_least() -> None:
+    base = of(propose(model(1, 1), Question(2, 4, chunks=(4,)), divide), "gpipe")
+    fast = replace(base, total_s=10.0, held_bytes=(300, 300))
+    lean = replace(base, total_s=10.19, held_bytes=(200, 100))
+    fat = replace(base, total_s=10.19, held_bytes=(0, 0), static_bytes=(10**6, 0))
+    slow = replace(base, total_s=10.21, held_bytes=(0, 0))
+    simple = replace(base, total_s=10.1, held_bytes=(200, 100), schedule="gpipe")
+    less_simple = replace(simple, schedule="zb-h1")
+    fewer_chunks = replace(simple, chunks=2)
+
+    assert choose([slow, fast, fat, lean], None) is lean
+    assert choose([less_simple, simple], None) is simple
+    assert choose([simple, fewer_chunks], None) is fewer_chunks
+
+
+def test_a_searched_plan_is_for_what_no_fixed_schedule_does() -> None:
+    # A link that takes as long as a forward: fixed schedules do not know of it.
+    question = Question(3, 8, chunks=(8,), link=Link(latency_s=1.0))
+    there = propose(model(1, 1, 1), question, divide)
+    fixed_s = min(p.total_s for p in there if p.schedule != "searched")
+
+    chosen = choose(there, None)
+    named = choose([replace(p, total_s=fixed_s) for p in there], None)
+
+    assert chosen is not None
+    assert chosen.schedule == "searched"
+    assert chosen.total_s < fixed_s / 1.02
+    verify(chosen.plan, chosen.routes)
+    assert named is not None
+    assert named.schedule != "searched"
+
+
+def test_room_for_one_micro_batch_is_used_by_a_searched_plan() -> None:
+    # 1000 bytes a micro-batch: without recomputation, fixed schedules need room for 2 or more.
+    question = Question(2, 4, memory_bytes=1100, chunks=(4,))
+    never = [
+        p for p in propose(model(1, 1, kept=1000), question, divide) if p.checkpoint == "never"
+    ]
+
+    assert {p.schedule for p in never if p.fits(1100)} == {"searched"}
+
+
+def test_memory_that_is_short_moves_layers() -> None:
+    # By seconds the last layer has a device of its own, by bytes the first has.
+    layers = tuple(
+        Layer(name, (seconds,), (seconds,), (1.0,), parameter_bytes=size, trained_bytes=size)
+        for name, seconds, size in (("a", 1.0, 500), ("b", 1.0, 500), ("c", 2.0, 100))
+    )
+    question = Question(2, 2, memory_bytes=2050, states=0.0, chunks=(2,))
+    tight = replace(question, memory_bytes=1500)
+
+    roomy = choose(propose(Model((1,), layers), question, divide), 2050)
+    moved = choose(propose(Model((1,), layers), tight, divide), 1500)
+
+    assert roomy is not None
+    assert (roomy.balance, roomy.static_bytes) == ((2, 1), (2000, 200))
+    assert moved is not None
+    assert (moved.balance, moved.static_bytes) == ((1, 2), (1000, 1200))
+
+
+def test_what_is_kept_by_less_recomputation_is_traded_for_memory() -> None:
+    question = Question(2, 8, chunks=(8,))
+    there = propose(model(1, 1, kept=1000), question, divide)
+    roomy = choose(there, None)
+    assert roomy is not None
+    assert roomy.checkpoint == "never"
+
+    tight = replace(question, memory_bytes=1200)
+    chosen = choose(propose(model(1, 1, kept=1000), tight, divide), 1200)
+
+    assert chosen is not None
+    assert chosen.checkpoint in {"except_last", "always"}
+    assert chosen.total_s > roomy.total_s
+
+
+def test_slow_links_count() -> None:
+    fast, slow = (
+        of(propose(model(1, 1), Question(2, 4, chunks=(4,), link=link), divide), "1f1b").total_s
+        for link in (Link(), Link(latency_s=0.5))
+    )
+
+    assert slow > fast
+
+
+def test_what_stages_count_is_without_what_is_within_layers() -> None:
+    there = propose(model(1, 1, kept=1000), Question(2, 1, chunks=(1,)), divide)
+    lean = propose(model(1, 1), Question(2, 1, chunks=(1,)), divide)
+
+    assert of(there, "gpipe").between_tasks_bytes == of(lean, "gpipe").held_bytes
+    assert of(there, "gpipe").held_bytes != of(lean, "gpipe").held_bytes
+
+
+def test_skips_are_part_of_it() -> None:
+    skips = (Skip(0, (3,), (1000.0,)),)
+    there = propose(model(1, 1, 1, 1, skips=skips), Question(4, 2, chunks=(2,)), divide)
+
+    assert of(there, "gpipe").routes.skips == ((0, 3),)
+    assert of(there, "gpipe").held_bytes[3] >= 2000
+
+
+def test_a_batch_in_chunks_that_do_not_divide_it() -> None:
+    proposal = of(propose(model(1, 1), Question(2, 10, chunks=(4,)), divide), "gpipe")
+
+    assert (proposal.micro_batch, proposal.plan.num_micro_batches) == (3, 4)
+
+
+def test_default_chunks_are_powers_of_two() -> None:
+    assert default_chunks(64, 2) == (1, 2, 4, 8, 16)
+    assert default_chunks(5, 2) == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("question", "told"),
+    [
+        ({"num_devices": 0, "batch": 1}, "0 devices"),
+        ({"num_devices": 1, "batch": 0}, "0 samples"),
+        ({"num_devices": 1, "batch": 4, "chunks": (2, 8)}, "8 chunks .* 4 samples"),
+    ],
+)
+def test_questions_without_an_answer(question: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Question(**question)
+
+
+def test_more_devices_than_layers() -> None:
+    with pytest.raises(ValueError, match="3 devices are asked for, but the model has 2 layers"):
+        propose(model(1, 1), Question(3, 4), divide)
