@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from procpipe.run.devices import nccl_shares_gpus
+from procpipe.job.devices import nccl_shares_gpus
 from tests.dist.devices import num_gpus
 from tests.dist.script import run_forked, run_script
 
