@@ -43,6 +43,7 @@ from procpipe.data.microbatch import scatter_like
 from procpipe.data.minibatch import Ingoing, Loss, input_and_target, join_outputs, on_device
 from procpipe.data.remote import Remote
 from procpipe.errors import StageClosedError
+from procpipe.job.transports import NAMES
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.model.cut import (
     check_model,
@@ -63,7 +64,6 @@ from procpipe.run.faults import note_full_device
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.trace import StageStatistics, TimedTask, table
-from procpipe.run.transports import NAMES
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.skippable import verify_skippables
 from procpipe.timeline.collect import claimed

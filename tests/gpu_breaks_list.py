@@ -342,7 +342,7 @@ BREAKS = [
     Break(
         "device-peer",
         "ranks on one GPU use NCCL",
-        "procpipe/run/transports.py",
+        "procpipe/job/transports.py",
         'return "cuda_ipc" if self.gpus[a] and self.gpus[a] == self.gpus[b] else self.name',
         "return self.name",
         IPC_RUN,

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "channel": {"errors", "forks", "limits", "signals", "torch_internals", "tree"},
     "compute": {"skip", "errors", "torch_internals", "tree"},
     "model": {"compute", "errors"},
-    "job": {"channel", "errors", "forks", "limits", "notes", "run"},
+    "job": {"channel", "errors", "forks", "limits", "notes"},
     "run": {
         *("plan", "compute", "channel", "data", "job", "timeline", "tuning"),
         *("errors", "forks", "notes", "signals", "tree"),

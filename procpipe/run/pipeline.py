@@ -39,7 +39,7 @@ from procpipe.run.executor import Executor, MiniBatch
 from procpipe.run.messages import Order, compare_facts
 from procpipe.run.ports import Channels
 from procpipe.run.trace import StageStatistics, Trace
-from procpipe.run.transports import agree_on_transports
+from procpipe.run.wiring import agree_on_transports
 from procpipe.timeline.clocks import Clocks
 from procpipe.timeline.collect import Tracing
 from procpipe.timeline.idle import Split
