@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from procpipe.plan.routes import LOSS
 from procpipe.plan.task import Task
 from procpipe.timeline.clocks import Reading, drift_ppm, offset_at
 from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
@@ -106,7 +107,7 @@ def _begins_ns(records: Sequence[Record], readings: Sequence[Readings]) -> list[
 
 
 def _hops(records: Sequence[Record], bases_ns: Sequence[int]) -> list[Hop]:
-    """Bring both ends of each message together; what names it is (kind, from, to, micro-batch)."""
+    """Bring both ends of each message together, which both call by the same ``Transfer``."""
     taken: defaultdict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
     for rank, record in enumerate(records):
         for *key, _, start_ns, end_ns in record.get("takes", ()):
@@ -119,7 +120,9 @@ def _hops(records: Sequence[Record], bases_ns: Sequence[int]) -> list[Hop]:
                 continue
             destination, *taken_s = taken[tuple(key)].pop(0)
             posted_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
-            hops.append(Hop(key[0], key[3], rank, destination, size_bytes, *posted_s, *taken_s))
+            kind, i, *_ = key
+            i = 0 if kind == LOSS else i  # the loss is of no micro-batch
+            hops.append(Hop(kind, i, rank, destination, size_bytes, *posted_s, *taken_s))
     return sorted(hops, key=lambda hop: hop.posted_s)
 
 

@@ -22,7 +22,7 @@ from itertools import chain
 from statistics import median
 
 from procpipe.plan.costs import Costs
-from procpipe.plan.routes import ACTIVATION, SKIP, TARGET, Routes
+from procpipe.plan.routes import ACTIVATION, ROOTS, SKIP, TARGET, Routes
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
@@ -31,9 +31,6 @@ from procpipe.plan.task import (
     WEIGHT_GRADIENT,
     Task,
 )
-
-#: The kind under which a partition's roots of a backward pass are told.
-ROOTS = "output"
 
 
 @dataclass
