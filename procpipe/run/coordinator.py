@@ -80,7 +80,7 @@ class Coordinator:
 
         Args:
             ours: the call this rank is in, with its modes.
-            meanwhile: called now and then while no order comes; may raise.
+            meanwhile: called at intervals while no order comes; may raise.
 
         Raises:
             CallMismatchError: rank 0 is in another call, pipeline or mode.
@@ -99,7 +99,7 @@ class Coordinator:
         return order
 
     def waiting(self) -> Order | None:
-        """Return the order that rank 0 has given and this rank has not followed yet, if any."""
+        """Return an order that has arrived and that this rank has not followed yet, if any."""
         message = self._control.peek(0)
         return None if message is None else decode_order(message)
 

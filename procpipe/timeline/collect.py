@@ -45,7 +45,7 @@ _RECORD, _CLOSING, _RELEASED = range(3)
 #: How long a rank that closes waits for rank 0 to close, too, and read its clock again.
 _LINGER_S = 10.0
 
-#: How often such a wait looks at what no socket tells.
+#: How often such a wait looks at the time.
 _LOOK_EVERY_S = 0.1
 
 #: The files that this process's stages write or have written.
@@ -53,7 +53,7 @@ _claimed: set[Path] = set()
 
 
 def claimed(path: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Check before a long run that its file will have a place, and keep that for one stage.
+    """Check before a long run that its file can be written, and claim it for one stage.
 
     Raises:
         ValueError: there is no such folder, or another stage of this process writes the file or
@@ -82,7 +82,7 @@ class Kept:
         self._last: deque[bytes] = deque(maxlen=LAST)
 
     def add(self, record: bytes) -> None:
-        """Add a record; one in the middle is let go for it."""
+        """Add a record, and drop one in the middle if there are too many."""
         self.num_added += 1
         if len(self._first) < FIRST:
             self._first.append(record)
