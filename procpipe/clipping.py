@@ -7,7 +7,8 @@ they are the very numbers that one process would have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 #: A norm as plain JSON: its dtype's name and its value. A stage may have gradients of other dtypes
 #: than its neighbour, or none, and the total is of the dtype that torch would give it.
 Norm = tuple[str, float]
+
+#: ``agree(ours, combine)``: every rank's value to rank 0, and what it makes of them to every rank.
+Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
 
 
 def norms(gradients: Iterable[Tensor], norm_type: float) -> list[Norm]:
@@ -47,11 +51,36 @@ def as_tensor(norm: Norm) -> Tensor:
     return torch.tensor(value, dtype=getattr(torch, dtype))
 
 
-def clip_by_norm(gradients: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients in place by ``max_norm / norm`` where that is below 1."""
+def clip(
+    by_partition: Mapping[int, Sequence[Tensor]],
+    max_norm: float,
+    norm_type: float,
+    agree: Agree,
+    device: torch.device,
+    *,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Clip this stage's gradients by the norm of all stages'; see ``Stage.clip_grad_norm_``.
+
+    Args:
+        by_partition: this stage's gradients, by the indices of its partitions.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the p of the p-norm.
+        agree: brings the norms of all ranks together, see ``Control.agree``.
+        device: where the returned norm is.
+        error_if_nonfinite: raise if the norm is not finite.
+    """
+    ours = [(j, norms(of_partition, norm_type)) for j, of_partition in by_partition.items()]
+    norm = as_tensor(agree(ours, lambda of_all: total_norm(of_all, norm_type))).to(device)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the gradients' norm over all stages is {norm}, so they cannot be clipped; "
+            "look for the layer that makes it so, or leave error_if_nonfinite off"
+        )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
+    for gradient in (each for of_partition in by_partition.values() for each in of_partition):
         gradient.mul_(coefficient.to(gradient.device))
+    return norm
 
 
 def _as_json(norm: Tensor) -> Norm:

@@ -343,7 +343,7 @@ BREAKS = [
     Break(
         "device-peer",
         "ranks on one GPU use NCCL",
-        "procpipe/run/transports.py",
+        "procpipe/job/transports.py",
         'return "cuda_ipc" if self.gpus[a] and self.gpus[a] == self.gpus[b] else self.name',
         "return self.name",
         IPC_RUN,
@@ -434,9 +434,9 @@ BREAKS = [
         "trace-order",
         "a task's event is recorded before the task",
         "procpipe/timeline/recorder.py",
-        "        if self._is_cuda:\n            self._mark()\n        super().ran(task, start_ns)",
+        "        if self._is_cuda:\n            self._mark()\n        super().end_task(task)",
         "        if self._is_cuda:\n            self._marks.append(self._marks[-1])\n"
-        "        super().ran(task, start_ns)",
+        "        super().end_task(task)",
         Tests("tests/timeline/test_recorder.py", 1),
     ),
     Break(

@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from procpipe.launch.timeline.drawing import draw, later_partitions, step_bars
+from procpipe.run.statistics import Split
 from procpipe.timeline.advice import basis
-from procpipe.timeline.idle import Split
 from procpipe.timeline.palette import LOOKS
 from procpipe.timeline.recording import Recording, Step
 from procpipe.words import seconds_text

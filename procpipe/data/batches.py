@@ -22,11 +22,8 @@ from procpipe.data.minibatch import on_device
 from procpipe.data.remote import Remote
 from procpipe.errors import BoundaryError
 from procpipe.run.calls import Calls
-from procpipe.run.messages import Order
+from procpipe.run.messages import BatchDetail, Order
 from procpipe.tree import flatten, from_json, unflatten
-
-#: The order's detail when the loader has ended.
-_END = "end"
 
 _NOTHING: Any = object()
 
@@ -76,10 +73,10 @@ class Batches:
                     items = iter(loader() if callable(loader) else loader)
                 item = next(items, _NOTHING)
                 if item is _NOTHING:
-                    self._order("batches", detail=_END)
+                    self._order("batches", detail=BatchDetail())
                     return
                 delivered = _deliverable(item)
-                self._order("batches", detail=[_form_of(item), delivered is not None])
+                self._order("batches", detail=BatchDetail(_form_of(item), delivered is not None))
                 if self._output_rank == 0 and delivered is not None:  # this stage will use it
                     if self._device.type != "cpu":
                         item = _with_rest_on(self._device, item, delivered)
@@ -94,14 +91,14 @@ class Batches:
         while True:
             with self._calls.together("batches") as pipeline:
                 detail = self._order("batches").detail
-                if detail == _END:
+                assert isinstance(detail, BatchDetail), "rank 0 describes each item"
+                if detail.form is None:
                     return
-                form, is_delivered = detail
                 delivered = None
-                if is_delivered and self._rank == self._output_rank:
+                if detail.is_delivered and self._rank == self._output_rank:
                     delivered = pipeline.take_value(0)
                 self._note(delivered)
-                item = _placeholders(form, delivered)
+                item = _placeholders(detail.form, delivered)
             yield item
 
     def has_delivered(self, target: Any) -> bool:

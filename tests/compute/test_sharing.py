@@ -20,7 +20,8 @@ from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh, shared
 from procpipe.compute.skips import SkipPorts
 from procpipe.errors import RecomputeError
-from procpipe.run.ports import Ports
+from procpipe.plan.routes import Routes, Transfer
+from procpipe.plan.task import Task
 from procpipe.skip import pop, skippable, stash
 from procpipe.skip.layout import SkipLayout
 from procpipe.tree import Flat, joined, parted
@@ -155,7 +156,9 @@ def run_in_turn(
     """Run a partition a layer forward, all in this process."""
     parts: list[dict[str, nn.Module]] = [{str(k): layer} for k, layer in enumerate(layers)]
     layout, last = SkipLayout.of(parts), len(parts) - 1
-    made = {("activation", -1, 0): Flat.of((x,))}
+    routes = Routes(len(parts), tuple(layout.keys))
+    made: dict[Transfer, Flat] = {}
+    output = Flat.of((x,))
     for j, part in enumerate(parts):
         partition = Partition(
             part,
@@ -164,13 +167,14 @@ def run_in_turn(
             is_last=j == last,
             skips=SkipPorts(layout, j),
         )
-        ports = Ports.of(j, partition, last)
-        inputs = [made[kind, source, j] for kind, source in ports.inputs]
+        task = Task("F", 0, j)
+        inputs = [made[transfer] for transfer in routes.used_by(task)] or [output]
         check_fresh(inputs)
         output = partition.forward(0, joined(inputs), keep=keep, recompute=recompute)
-        for (kind, to), flat in zip(ports.outputs, parted(output, len(ports.outputs)), strict=True):
-            made[kind, j, to] = travelled(flat) if travels else flat
-    return made["activation", last, last + 1].tensors[0]
+        makes = routes.made_by(task)
+        for transfer, flat in zip(makes, parted(output, len(makes)) if makes else [], strict=True):
+            made[transfer] = travelled(flat) if travels else flat
+    return output.tensors[0]
 
 
 @pytest.mark.parametrize("travels", [True, False], ids=["between processes", "within one"])

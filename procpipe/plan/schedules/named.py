@@ -27,6 +27,7 @@ class Schedule:
         placement: makes the stage of each partition from the numbers of partitions and of stages.
         num_parts: how many partitions a stage it is for; None for any number.
         count: makes the number of partitions from that of stages, where the user does not say.
+        is_measured: whether plans are chosen by measurements instead, by ``tuning.auto``.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Schedule:
     placement: Callable[[int, int], tuple[int, ...]] = looped
     num_parts: int | None = 1
     count: Callable[[int], int] = lambda num_stages: num_stages
+    is_measured: bool = False
 
     def place(self, num_partitions: int, num_stages: int) -> tuple[int, ...]:
         """Return the stage of each partition.
@@ -107,7 +109,7 @@ def _no_plan(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> 
 
 
 #: What a user asks for by ``schedule="auto"``: a placement, for which plans are searched.
-AUTO = Schedule("auto", _no_plan, placement=_auto_placement, num_parts=None)
+AUTO = Schedule("auto", _no_plan, placement=_auto_placement, num_parts=None, is_measured=True)
 
 
 def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
