@@ -206,16 +206,16 @@ class Stage(nn.Sequential):
                 is_launched=self._world.is_launched,
             )
             if isinstance(balance, str):
-                num_parts = self._schedule.count(num_ranks)
+                num_partitions = self._schedule.count(num_ranks)
                 balance = agreed_balance(
-                    balance, module, sample, self.chunks, self._world, num_parts
+                    balance, module, sample, self.chunks, self._world, num_partitions
                 )
             self.balance = fit_balance(
                 balance,
                 len(module),
                 num_ranks,
                 is_launched=self._world.is_launched,
-                num_parts=self._schedule.num_parts,
+                partitions_per_stage=self._schedule.partitions_per_stage,
             )
             self._placement = self._schedule.place(len(self.balance), num_ranks)
             self._transport = _checked_transport(transport)

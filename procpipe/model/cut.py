@@ -100,7 +100,7 @@ def fit_balance(
     num_ranks: int,
     *,
     is_launched: bool,
-    num_parts: int | None = 1,
+    partitions_per_stage: int | None = 1,
 ) -> list[int]:
     """Check that a balance fits the model and the processes, and return it.
 
@@ -110,23 +110,23 @@ def fit_balance(
         num_ranks: processes of the job.
         is_launched: False for a script started without a launcher, which gets one stage whatever
             the balance.
-        num_parts: partitions a process; None if that is for the schedule to say.
+        partitions_per_stage: partitions a process; None if that is for the schedule to say.
 
     Raises:
         BalanceError: there is none, it does not fit the model, or it leaves processes without work.
         IndexError: it makes more partitions than there are processes.
     """
     if balance is None:
+        even = _even(num_layers, num_ranks * (partitions_per_stage or 2))
         raise BalanceError(
             f"the model has {num_layers} layers for {num_ranks} processes: say how many each stage "
-            f"gets, for instance balance={_even(num_layers, num_ranks * (num_parts or 2))}, or "
-            "have it found: "
+            f"gets, for instance balance={even}, or have it found: "
             "balance='time', sample=x, where x is an input as for training (or balance='size')"
         )
     parts = list(check_balance(balance, num_layers))
     if not is_launched:
         return [num_layers]
-    if len(parts) == num_ranks or num_parts != 1:
+    if len(parts) == num_ranks or partitions_per_stage != 1:
         return parts
     told = (
         f"balance {parts} makes {len(parts)} partitions, but there are {num_ranks} processes, and "

@@ -274,12 +274,12 @@ def _of_setting(
 
 
 def _balance(
-    groups: Sequence[int], weights: Sequence[float], num_parts: int, divide: Divide
+    groups: Sequence[int], weights: Sequence[float], num_partitions: int, divide: Divide
 ) -> tuple[int, ...]:
     """Divide layers, but not those of a group."""
     layers_left, groups_left = iter(weights), iter(groups)
     of_groups = [sum(islice(layers_left, count)) for count in groups]
-    return tuple(sum(islice(groups_left, count)) for count in divide(of_groups, num_parts))
+    return tuple(sum(islice(groups_left, count)) for count in divide(of_groups, num_partitions))
 
 
 def _weights(
