@@ -47,11 +47,11 @@ from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.model.cut import (
     check_model,
     check_shared_parameters,
+    cut,
     fit_balance,
     layer_facts,
-    materialize,
-    split,
 )
+from procpipe.model.materialize import materialize
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
@@ -663,7 +663,7 @@ class Stage(nn.Sequential):
 
     def _adopt_layers(self, module: nn.Sequential, deferred_batch_norm: bool) -> None:
         """Take this stage's layers out of the full model, onto this stage's device."""
-        parts = split(module, self.balance)
+        parts = cut(module, self.balance)
         self._skip_layout = SkipLayout.of(parts)
         ours_by_index = {j: parts[j] for j in partitions_of(self._placement, self.rank)}
         self._names = {j: tuple(ours) for j, ours in ours_by_index.items()}
