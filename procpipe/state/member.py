@@ -1,10 +1,11 @@
-"""The same call on every rank of a pipeline; or on a plain module, where there is one rank."""
+"""This rank's part in a call of all ranks; a plain module is the only rank of its job."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,60 +14,54 @@ from torch import nn
 from procpipe.run.calls import Calls
 from procpipe.stage import Stage
 
-#: ``agree(ours, combine)``: brings every rank's value, plain JSON, to rank 0, and what it makes of
-#: the list of them, again plain JSON, to every rank.
+#: ``agree(ours, combine)`` brings every rank's value, plain JSON, to rank 0, calls ``combine`` with
+#: the list of them there, and returns its result, again plain JSON, on every rank.
 Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
 
 
-@contextmanager
-def common_call(module: nn.Module, name: str) -> Iterator[Agree]:
-    """Make a call on every rank; an exception in it on one rank ends it on all."""
-    if not isinstance(module, Stage):
-        yield lambda ours, combine: combine([ours])
-        return
-    with module._calls.together(name) as pipeline:
-        module._order(name)
-        yield pipeline.control.agree
+@dataclass(frozen=True)
+class Member:
+    """A stage, or a plain module, among those that save or load together.
 
+    Attributes:
+        cut: how the layers are cut into stages, as plain JSON; None for a plain module.
+        calls: the calls of a stage's pipeline.
+        timeout_s: how long to wait for another rank.
+    """
 
-def place_of(module: nn.Module) -> tuple[int, int]:
-    """Return this rank and the number of ranks."""
-    return (module.rank, len(module.devices)) if isinstance(module, Stage) else (0, 1)
+    module: nn.Module
+    device: torch.device
+    rank: int = 0
+    num_ranks: int = 1
+    cut: dict[str, list[int]] | None = None
+    calls: Calls | None = None
+    timeout_s: float = math.inf
 
+    @classmethod
+    def of(cls, module: nn.Module) -> Member:
+        """Return the member that a module is."""
+        if not isinstance(module, Stage):
+            on = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+            return cls(module, on)
+        cut = {"balance": module.balance, "placement": module.placement}
+        place = module.device, module.rank, len(module.devices)
+        return cls(module, *place, cut, module._calls, module._world._timeout_s)
 
-def split_of(module: nn.Module) -> dict[str, list[int]] | None:
-    """Return how the layers are divided among the ranks, as plain JSON; None for a plain module."""
-    if not isinstance(module, Stage):
-        return None
-    return {"balance": module.balance, "placement": module.placement}
-
-
-def calls_of(module: nn.Module) -> Calls | None:
-    """Return the calls of a stage's pipeline; None for a plain module."""
-    return module._calls if isinstance(module, Stage) else None
-
-
-def timeout_of(module: nn.Module) -> float:
-    """Return how long a wait for another rank may last, in seconds."""
-    return module._world._timeout_s if isinstance(module, Stage) else math.inf
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Return the device that a module is on."""
-    if isinstance(module, Stage):
-        return module.device
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    @contextmanager
+    def call(self, name: str) -> Iterator[Agree]:
+        """Make a call on every rank; an exception in it on one rank ends it on all."""
+        if not isinstance(self.module, Stage):
+            yield lambda ours, combine: combine([ours])
+            return
+        with self.module._calls.together(name) as pipeline:
+            self.module._order(name)
+            yield pipeline.control.agree
 
 
 def raise_faults(headline: str, faults: list[str]) -> None:
-    """Raise the faults of all ranks, if there are any, as one error.
+    """Raise the faults of all ranks, if any, as one error on every rank.
 
-    Every rank does so at the same place, so the stage can still be used.
+    All ranks raise at the same place, so the stage can still be used.
     """
     if faults:
         raise ValueError(headline + ":\n" + "\n".join(f"  - {fault}" for fault in faults))
-
-
-def listing(words: Sequence[str]) -> str:
-    """Return "a, b and c"."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

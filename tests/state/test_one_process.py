@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from procpipe import SavedStateError, state
 from procpipe.state import generators, optimizers
 from procpipe.state.background import Saving, Target
+from procpipe.state.member import Member
 from tests.dist.script import run_forked
 from tests.dist.stages import assert_same
 
@@ -309,7 +310,9 @@ def test_what_crashes_left_is_removed_but_not_what_is_being_written(tmp_path):
 def test_a_folder_that_gets_its_name_while_another_rank_looks_for_it(tmp_path):
     draft, final = tmp_path / "draft", tmp_path / "final"
     draft.mkdir()
-    saving = Saving(nn.Linear(1, 1), Target(None, draft, final, rank=1, num_ranks=2, keep=None))
+    saving = Saving(
+        Member.of(nn.Linear(1, 1)), Target(None, draft, final, rank=1, num_ranks=2, keep=None)
+    )
     looks = []
 
     def is_there():
