@@ -5,8 +5,8 @@
     the layers' own       attributes of their modules, and entries of a list, tuple, set or dict
                           that is an attribute
 
-What a layer draws from without holding it (a global ``torch.Generator``, an object in an attribute
-of an attribute, ``os.urandom``) cannot be found here; ``compute.digests`` detects it.
+Other sources (a global ``torch.Generator``, an attribute of an attribute, ``os.urandom``) cannot be
+found here; ``compute.digests`` detects them.
 """
 
 from __future__ import annotations
@@ -39,26 +39,14 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 class Source(NamedTuple):
-    """One generator.
-
-    Attributes:
-        get: returns its state.
-        set: makes it go on from a state.
-    """
+    """One generator, by how its state is read and set."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
 
 class Generators:
-    """The generators of a partition.
-
-    Args:
-        device: the stage's device.
-
-    Attributes:
-        modules: all modules of the layers, in this mini-batch.
-    """
+    """The generators of a partition; ``modules`` are all modules of its layers."""
 
     def __init__(self, device: torch.device) -> None:
         self.modules: Sequence[nn.Module] = ()
@@ -68,11 +56,7 @@ class Generators:
         self._sources: list[Source] | None = None
 
     def begin(self, modules: Sequence[nn.Module]) -> None:
-        """Start a mini-batch, before which layers may have been given other generators.
-
-        Args:
-            modules: all modules of the layers, which takes long to find.
-        """
+        """Start a mini-batch, before which layers may have been given other generators."""
         self.modules = modules
         self._sources = None
 
@@ -98,11 +82,11 @@ def generators_of_torch(device: torch.device) -> list[Source]:
 
 
 class _Twister:
-    """A global Mersenne Twister, whose state is only read out again once its memory has changed.
+    """A global Mersenne Twister, whose state is read again only once its memory has changed.
 
-    Reading out a state takes 9 us in Python and 36 us in NumPy, a look at its memory 0.4 us.
-    A state here is a pair: what the memory was, or None where that does not tell all, and the
-    state as the library gives it.
+    Reading a state takes 9 us in Python and 36 us in NumPy, a look at its memory 0.4 us. A state
+    here is a pair: the memory, or None where it does not determine the state, and the library's
+    state.
     """
 
     def __init__(self) -> None:
@@ -164,8 +148,8 @@ class _Python(_Twister):
 class _NumPy(_Twister):
     """The generator behind the functions of ``numpy.random``.
 
-    It draws normal numbers by twos and keeps the second outside of the memory looked at. So while
-    there is one, the memory does not tell all.
+    It draws normal numbers by twos and keeps the second outside of the memory looked at. While it
+    holds one, the memory does not determine the state.
     """
 
     def __init__(self, numpy_random: ModuleType) -> None:

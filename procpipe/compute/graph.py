@@ -1,8 +1,4 @@
-"""The edges of a partition's autograd graph.
-
-``Enter`` is where received tensors come in and their gradients come out. Knows neither layers nor
-tasks.
-"""
+"""The edges of a partition's autograd graph: ``Enter``, and the shapes of gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, entry: Entry, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Give the tensors on; ``anchor`` requires a gradient, so that they do."""
+        """Pass the tensors on; ``anchor`` requires a gradient, so that they do."""
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)

@@ -22,16 +22,10 @@ _BY_NAME = {
 
 
 def check_not_data_parallel(layers: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
-    """Check that no module of these layers wraps another in data parallelism.
-
-    Args:
-        layers: layers by name.
-
-    Returns:
-        All modules in them, since walking through them takes longer than the check.
+    """Check that no module of named layers is data parallel; return all modules of the layers.
 
     Raises:
-        TypeError: one does.
+        TypeError: one is.
     """
     of_layers = [(name, list(layer.modules())) for name, layer in layers]
     all_modules = [module for _, modules in of_layers for module in modules]
@@ -63,7 +57,7 @@ def is_data_parallel(kind: type) -> bool:
 
 
 def check_not_sharded(module: nn.Module) -> None:
-    """Check that no parameter is shared out over processes, each of which is another stage.
+    """Check that no parameter is sharded over processes, each of which is another stage.
 
     Raises:
         TypeError: one is.

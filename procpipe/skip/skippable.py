@@ -6,11 +6,9 @@
             yield stash("1to3", x)                  skip = yield pop("1to3")
             return F.relu(x)                        return x + skip
 
-A forward that yields is a generator; the decorator makes it a plain forward again, which hands
-what is yielded to the tracker of the present context. So the layers work in a plain
-``nn.Sequential`` too, and their parameters keep their names.
-
-torchgpipe wraps the layer in another module instead, which puts a prefix on every name in its
+A forward that yields is a generator; the decorator makes a plain forward of it, which passes what
+is yielded to the tracker of the present context. So the layers work in a plain ``nn.Sequential``
+too. torchgpipe wraps the layer in another module instead, which prefixes every name in its
 ``state_dict``.
 """
 
@@ -33,7 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 _STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"
 _ORIGINAL = "_procpipe_original"
 
-#: Where other skippables come from, whose skip tensors no pipeline of procpipe would see.
+#: Packages with skippables of their own, which a pipeline of procpipe cannot support.
 _OTHERS = ("torchgpipe.skip", "torch.distributed.pipeline.sync.skip")
 
 
@@ -132,8 +130,8 @@ def declared(layer: nn.Module) -> tuple[dict[SkipKey, int], list[SkipKey]]:
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that every skip tensor of a model is stashed once and popped as often as declared.
 
-    Looks into nested ``nn.Sequential``s; what other layers do inside is not known, so the order of
-    their stashes and pops is checked only as they run.
+    Looks into nested ``nn.Sequential``s. The order of stashes and pops inside other layers is only
+    checked as they run.
 
     Args:
         module: the full model.
@@ -159,18 +157,18 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def _others(name: str, module: nn.Module) -> Iterator[str]:
-    """Say if a module is a skippable of another package, or yields what another one makes."""
-    kind = type(module)
-    origin = next(filter(None, map(_other_origin, kind.__mro__)), None)
+    """Yield a fault if a module is a skippable of another package, or uses one's functions."""
+    of = type(module)
+    origin = next(filter(None, map(_other_origin, of.__mro__)), None)
     if origin is not None:
-        yield f"layer {name!r} ({kind.__name__}) is a skippable of {origin}"
-    forward = getattr(kind.forward, _ORIGINAL, None)
+        yield f"layer {name!r} ({of.__name__}) is a skippable of {origin}"
+    forward = getattr(of.forward, _ORIGINAL, None)
     if not isinstance(forward, FunctionType):
         return
     instructions = dis.get_instructions(forward)
     for used in {each.argval for each in instructions if each.opname == "LOAD_GLOBAL"}:
         if (origin := _other_origin(forward.__globals__.get(used))) is not None:
-            yield f"layer {name!r} ({kind.__name__}) uses {used} of {origin}"
+            yield f"layer {name!r} ({of.__name__}) uses {used} of {origin}"
 
 
 def _other_origin(value: Any) -> str | None:
@@ -226,7 +224,7 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
 
 
 def _in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Walk through the layers as they run, a module that is used twice twice."""
+    """Yield the layers as they run; a module that is used twice comes twice."""
     for name, layer in module._modules.items():
         if type(layer) is nn.Sequential:
             yield from _in_order(layer, f"{prefix}{name}.")
@@ -242,7 +240,7 @@ def _all_stashes(layer: nn.Module) -> Counter[SkipKey]:
 
 
 def _both_stashed_and_popped(layer: nn.Module) -> set[SkipKey]:
-    """Return what one and the same module stashes and pops; two modules in a layer may."""
+    """Return what a single module both stashes and pops; two modules in a layer may do so."""
     return {
         _key(module, name)
         for module in layer.modules()
@@ -288,21 +286,21 @@ def _run(module: nn.Module, steps: Generator[Any, Any, Any], tracker: Tracker) -
     given: Tensor | None = None
     try:
         while True:
-            wish = steps.send(given)
+            asked = steps.send(given)
             given = None
-            if not isinstance(wish, stash | pop):
+            if not isinstance(asked, stash | pop):
                 raise TypeError(
-                    f"the forward of {type(module).__name__} yields {type(wish).__module__}."
-                    f"{type(wish).__qualname__}: yield stash(name, tensor) or pop(name) of "
+                    f"the forward of {type(module).__name__} yields {type(asked).__module__}."
+                    f"{type(asked).__qualname__}: yield stash(name, tensor) or pop(name) of "
                     "procpipe.skip"
                 )
-            verb = type(wish).__name__
-            if (verb, wish.name) not in to_do:
-                raise RuntimeError(_unexpected(module, verb, wish.name))
-            to_do.discard((verb, wish.name))
-            key = _key(module, wish.name)
-            if isinstance(wish, stash):
-                tracker.stash(key, wish.tensor, getattr(module, _STASHES)[wish.name])
+            verb = type(asked).__name__
+            if (verb, asked.name) not in to_do:
+                raise RuntimeError(_unexpected(module, verb, asked.name))
+            to_do.discard((verb, asked.name))
+            key = _key(module, asked.name)
+            if isinstance(asked, stash):
+                tracker.stash(key, asked.tensor, getattr(module, _STASHES)[asked.name])
             else:
                 given = tracker.pop(key)
     except StopIteration as end:
