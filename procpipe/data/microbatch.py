@@ -206,45 +206,33 @@ def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _merge(values: list[Any], where: str) -> Any:
-    first = values[0]
-    _check_alike(values, where)
-    if isinstance(first, Tensor):
-        return torch.cat(values) if first.dim() else torch.stack(values)
-    if (inside := _inside(first, where)) is not None:
-        each = [_children(value, where) for value in values]
-        return inside.like(
-            [_merge([of_one[label] for of_one in each], where + label) for label in inside.children]
-        )
-    if all(value is None for value in values):
-        return None
-    return values
-
-
-def _children(value: Any, where: str) -> dict[str, Any]:
-    inside = _inside(value, where)
-    return inside.children if inside else {}
-
-
-def _check_alike(values: list[Any], where: str) -> None:
-    expected = _description(values[0], where)
+    expected, inside = _form(values[0], where)
+    children = []
     for i, value in enumerate(values):
-        found = _description(value, where)
+        found, own = _form(value, where)
         if found != expected:
             raise ValueError(
                 f"{where} is {expected} in micro-batch 0 but {found} in micro-batch {i}: let the "
                 "last stage build its output alike for every micro-batch"
             )
+        children.append(own.children if own else {})
+    if isinstance(values[0], Tensor):
+        return torch.cat(values) if values[0].dim() else torch.stack(values)
+    if inside is not None:
+        return inside.like(
+            [_merge([each[key] for each in children], where + key) for key in inside.children]
+        )
+    return None if all(value is None for value in values) else values
 
 
-def _description(value: Any, where: str) -> str:
+def _form(value: Any, where: str) -> tuple[str, _Inside | None]:
+    """Return in words what must be the same in all micro-batches, and what a container holds."""
     if isinstance(value, Tensor):
-        return "a tensor"
-    if type(value) in PLAIN_TYPES:
-        return "a plain value"
+        return "a tensor", None
     if type(value) is NoChunk:
         raise _unknown_type(value, where)
     inside = _inside(value, where)
-    return inside.in_words if inside else ""
+    return (inside.in_words, inside) if inside else ("a plain value", None)
 
 
 def _unknown_type(value: Any, where: str) -> BoundaryError:

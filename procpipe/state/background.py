@@ -35,6 +35,7 @@ from torch import nn
 from procpipe.errors import RemoteStageError, StageClosedError, WaitTimeoutError
 from procpipe.forks import give_up_in_children
 from procpipe.notes import write_note
+from procpipe.state.files import INDEX, merge_parts, write_part
 from procpipe.state.folders import Draft, Hold
 from procpipe.state.member import Member
 
@@ -69,8 +70,6 @@ class Target:
 
     def write(self, values: dict[str, Any]) -> None:
         """Write this rank's part."""
-        from procpipe.state.files import write_part
-
         if not self.path.is_dir():
             raise FileNotFoundError(
                 f"rank {self.rank} does not find {self.path} on {socket.gethostname()}, where rank "
@@ -86,14 +85,10 @@ class Target:
 
     def has_part_of(self, rank: int) -> bool:
         """Tell whether a rank has written its part."""
-        from procpipe.state.files import INDEX
-
         return (self.part_of(rank) / INDEX).is_file()
 
     def publish(self) -> None:
         """Merge the parts and give the folder its name, on rank 0."""
-        from procpipe.state.files import merge_parts
-
         assert self.draft is not None, "only rank 0 publishes"
         for rank in range(self.num_ranks):
             if not self.has_part_of(rank):

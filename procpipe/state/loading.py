@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from procpipe.errors import SavedStateError
 from procpipe.state import extras, generators, optimizers
+from procpipe.state.files import METADATA, read_index
 from procpipe.state.folders import find, saved_in
 from procpipe.state.member import Member, raise_faults
 from procpipe.state.weights import Shapes, all_faults, under, weights_faults
@@ -131,8 +132,6 @@ def load(
 
 def _find(folder: Path, step: int | None) -> dict[str, Any]:
     """Look for a saved state, on rank 0; the answer is plain JSON."""
-    from procpipe.state.files import METADATA
-
     entry = find(folder, step, METADATA)
     if entry is not None:
         return {"path": str(entry.path.absolute()), "step": entry.step}
@@ -160,7 +159,6 @@ class _Loading:
         *,
         strict: bool,
     ) -> None:
-        from procpipe.state.files import read_index
 
         self._module, self._device, self._rank = member.module, member.device, member.rank
         self._optimizers = listed

@@ -99,24 +99,19 @@ def option_keys(
 ) -> tuple[list[str], list[str]]:
     """Return the keys of the saved options of these optimizers' parameters, and faults."""
     ordered, faults, keys = sorted(saved), [], []
-    for _, _, group in _groups(optimizers):
-        for name in filter(None, names.in_group(group)):
-            found = _below(f"{_GROUPS}.{name}.", ordered)
-            keys += found
-            if not found:
-                faults.append(f"the optimizer's state of {name} is not in it")
+    for _, _, name in _named(names, optimizers):
+        found = _below(f"{_GROUPS}.{name}.", ordered)
+        keys += found
+        if not found:
+            faults.append(f"the optimizer's state of {name} is not in it")
     return keys, faults
 
 
 def state_keys(names: Names, optimizers: Sequence[Optimizer], saved: Iterable[str]) -> list[str]:
     """Return the keys of the saved state of these optimizers' parameters."""
     ordered = sorted(saved)
-    return [
-        key
-        for _, _, group in _groups(optimizers)
-        for name in filter(None, names.in_group(group))
-        for key in _below(f"{_STATE}.{name}.", ordered)
-    ]
+    members = _named(names, optimizers)
+    return [key for _, _, name in members for key in _below(f"{_STATE}.{name}.", ordered)]
 
 
 def state_faults(
@@ -128,27 +123,26 @@ def state_faults(
         The faults; and the keys of other values, which must be None in place of a tensor.
     """
     ordered, faults, unsure = sorted(saved), [], []
-    for k, _, group in _groups(optimizers):
-        for parameter, name in zip(group["params"], names.in_group(group), strict=True):
-            prefix = f"{_STATE}.{name}."
-            for key in _below(prefix, ordered) if name is not None else ():
-                part = key.removeprefix(prefix)
-                needed = _shape_of_state(optimizers[k], parameter, part)
-                found = saved[key]
-                if needed is None or (found is None and needed == ()):
+    for k, parameter, name in _named(names, optimizers):
+        prefix = f"{_STATE}.{name}."
+        for key in _below(prefix, ordered):
+            part = key.removeprefix(prefix)
+            needed = _shape_of_state(optimizers[k], parameter, part)
+            found = saved[key]
+            if needed is None or (found is None and needed == ()):
+                continue
+            now = optimizers[k].state.get(parameter, {}).get(part)
+            dtype = (now if isinstance(now, Tensor) else parameter).dtype
+            if found is None:
+                unsure.append(key)
+            elif needed == found[0] or (needed == () and found[0] == (1,)):
+                may_convert = not strict or needed == ()
+                if found[1] in (None, dtype, parameter.dtype):
                     continue
-                now = optimizers[k].state.get(parameter, {}).get(part)
-                dtype = (now if isinstance(now, Tensor) else parameter).dtype
-                if found is None:
-                    unsure.append(key)
-                elif needed == found[0] or (needed == () and found[0] == (1,)):
-                    may_convert = not strict or needed == ()
-                    if found[1] in (None, dtype, parameter.dtype):
-                        continue
-                    if not may_convert or not torch.can_cast(found[1], dtype):
-                        faults.append(f"{key} has dtype {found[1]}, but must have {dtype}")
-                else:
-                    faults.append(f"{key} has shape {found[0]} there, but must have {needed}")
+                if not may_convert or not torch.can_cast(found[1], dtype):
+                    faults.append(f"{key} has dtype {found[1]}, but must have {dtype}")
+            else:
+                faults.append(f"{key} has shape {found[0]} there, but must have {needed}")
     return faults, unsure
 
 
@@ -235,6 +229,14 @@ def _groups(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, int, dict[st
     for k, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             yield k, g, group
+
+
+def _named(names: Names, optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, Tensor, str]]:
+    """Yield the parameters that have names, each after the index of its optimizer."""
+    for k, _, group in _groups(optimizers):
+        for parameter, name in zip(group["params"], names.in_group(group), strict=True):
+            if name is not None:
+                yield k, parameter, name
 
 
 def _flat(prefix: str, state: dict[Any, Any]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.errors import SavedStateError
+from procpipe.state.archives import read_archive
+from procpipe.state.files import METADATA, naming, open_regular, read_index
 from procpipe.state.folders import find
 from procpipe.state.member import Member, raise_faults
 
@@ -191,8 +193,6 @@ class _Source:
 def _open(path: Path) -> _Source:
     """Look into a file or folder of weights."""
     if path.is_dir():
-        from procpipe.state.files import METADATA
-
         if (entry := find(path, None, METADATA)) is not None:
             return _open_saved_state(entry.path)
         for name in (_INDEX, _SINGLE):
@@ -209,8 +209,6 @@ def _open(path: Path) -> _Source:
 
 
 def _open_torch_file(path: Path) -> _Source:
-    from procpipe.state.archives import read_archive
-    from procpipe.state.files import naming, open_regular
 
     with naming(path):
         with open_regular(path) as file:
@@ -226,8 +224,6 @@ def _open_torch_file(path: Path) -> _Source:
 
 def _files_of_index(path: Path) -> dict[Path, list[str] | None]:
     """Return the files beside an index as Hugging Face makes it, and the keys each must have."""
-    from procpipe.state.files import naming, open_regular
-
     with naming(path):
         with open_regular(path) as file:
             data = file.read()
@@ -248,8 +244,6 @@ def _files_of_index(path: Path) -> dict[Path, list[str] | None]:
 
 def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> _Source:
     """Open files; of each the given keys, or all of them for None."""
-    from procpipe.state.files import naming, open_regular
-
     open_file: Any = _safetensors().safe_open
     file_of: dict[str, Any] = {}
     shapes: Shapes = {}
@@ -271,7 +265,6 @@ def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> _Source:
 
 
 def _open_saved_state(path: Path) -> _Source:
-    from procpipe.state.files import read_index
 
     index = read_index(path)
     return _Source(
