@@ -177,19 +177,19 @@ class _NumPy(_Twister):
 def _held_by(modules: Iterable[nn.Module]) -> Iterator[Source]:
     """Find the generators among the modules' attributes, each once."""
     numpy_random = sys.modules.get("numpy.random")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    classes: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy_random is not None:
-        kinds += numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator
+        classes += numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator
     found: dict[int, Any] = {}
     for module in modules:
         attributes = vars(module)
         for name in attributes.keys() - _OF_ALL_MODULES:
             value = attributes[name]
-            if isinstance(value, kinds):
+            if isinstance(value, classes):
                 found[id(value)] = value
             elif isinstance(value, (list, tuple, set, dict)) and len(value) <= _MAX_ENTRIES:
                 entries = value.values() if isinstance(value, dict) else value
-                found |= {id(entry): entry for entry in entries if isinstance(entry, kinds)}
+                found |= {id(entry): entry for entry in entries if isinstance(entry, classes)}
     for generator in found.values():
         if isinstance(generator, torch.Generator):
             yield Source(generator.get_state, generator.set_state)

@@ -29,7 +29,7 @@ def check_not_data_parallel(layers: Iterable[tuple[str, nn.Module]]) -> list[nn.
     """
     of_layers = [(name, list(layer.modules())) for name, layer in layers]
     all_modules = [module for _, modules in of_layers for module in modules]
-    wrappers = [kind for kind in set(map(type, all_modules)) if is_data_parallel(kind)]
+    wrappers = list(filter(is_data_parallel, set(map(type, all_modules))))
     for name, modules in of_layers if wrappers else ():
         for module in modules:
             if type(module) in wrappers:
@@ -49,11 +49,11 @@ def refuse_data_parallel(what: str) -> NoReturn:
     )
 
 
-def is_data_parallel(kind: type) -> bool:
+def is_data_parallel(of: type) -> bool:
     """Tell whether modules of a class wrap others in data parallelism."""
-    if issubclass(kind, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+    if issubclass(of, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return True
-    return any((base.__module__, base.__name__) in _BY_NAME for base in kind.__mro__)
+    return any((base.__module__, base.__name__) in _BY_NAME for base in of.__mro__)
 
 
 def check_not_sharded(module: nn.Module) -> None:

@@ -78,7 +78,7 @@ class _Place:
         """Replace the tensor; memory is shared where the model shares the tensor."""
         if self.value not in memory:
             memory[self.value] = _allocated(self.value, device)
-        # By setattr, since nn.LSTM and its kind keep a second list of their weights.
+        # By setattr, since recurrent layers keep a second list of their weights.
         setattr(self.owner, self.key, memory[self.value])
 
 

@@ -212,7 +212,7 @@ CHANGES_ITS_INPUT = ("columns", "every other", "no view", "skip, used before")
         (lambda x: [x[0, 0], x[0, 1], x[0]], [{0}, {1}, {0, 1}]),
     ],
 )
-def test_who_shares_memory(views: Any, expected: list[set[int]]) -> None:
+def test_which_tensors_share_memory(views: Any, expected: list[set[int]]) -> None:
     found = shared(views(torch.zeros(4, 6, dtype=torch.float64)), "p")
     assert [set(names) for names in found] == [{f"p/{k}" for k in of} for of in expected] or (
         found == () and not any(expected)

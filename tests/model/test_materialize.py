@@ -162,7 +162,7 @@ def reset_partly(module: Any) -> None:
     nn.init.ones_(module.scale[:1])
 
 
-def test_a_layer_of_ones_own_initialises_itself() -> None:
+def test_a_custom_layer_initialises_itself() -> None:
     with torch.device("meta"):
         layer = Scaled(reset_all)
     materialize({"0": layer}, CPU, first_index=0, seed=0)
@@ -171,7 +171,7 @@ def test_a_layer_of_ones_own_initialises_itself() -> None:
     assert layer.get_buffer("mask").all()
 
 
-def test_the_outer_module_has_the_last_word() -> None:
+def test_the_outer_module_initialises_last() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()

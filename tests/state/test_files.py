@@ -230,7 +230,7 @@ def test_names_that_lead_to_no_file(saved, tmp_path, name):
 
 
 @pytest.mark.parametrize("shape", [(1 << 61,), (1 << 45,), (0, 1 << 61, 1 << 61)])
-def test_sizes_for_which_there_is_no_memory(saved, tmp_path, shape):
+def test_sizes_that_do_not_fit_into_memory(saved, tmp_path, shape):
     folder = copied(saved[0], tmp_path)
     rewritten(folder, "procpipe", sizes=shape)
     with pytest.raises(SavedStateError, match=r"procpipe: (the index says|.* cannot be made)"):

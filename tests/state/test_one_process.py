@@ -92,7 +92,7 @@ def run_epochs(loader, num_epochs, stop, done=0):
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_loader_goes_on_where_it_was(make):
+def test_a_loader_resumes_where_it_was(make):
     length = len(list(make()))
     stops = {1, length - 1, length, length + 1} if make is shuffled else {length + 1}
     for stop in sorted(stops):
@@ -286,7 +286,7 @@ def test_another_kind_of_optimizer_is_refused(tmp_path, other):
 
 
 @pytest.mark.parametrize("step", [10.0, -1, "7", torch.tensor(3)])
-def test_a_step_that_no_name_tells_of(tmp_path, step):
+def test_a_step_that_cannot_be_part_of_a_name(tmp_path, step):
     with pytest.raises(ValueError, match="but must be an int of 0 or more"):
         state.save(tmp_path, nn.Linear(1, 1), step=step)
     assert list(tmp_path.iterdir()) == []

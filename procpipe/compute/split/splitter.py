@@ -283,11 +283,11 @@ def _add(pairs: list[tuple[Tensor, Tensor]]) -> None:
         run_backward(targets, gradients)
 
 
-_CONVOLUTIONS = tuple(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if conv_forward_of(kind))
+_CONVOLUTIONS: tuple[Any, ...] = tuple(filter(conv_forward_of, (nn.Conv1d, nn.Conv2d, nn.Conv3d)))
 
 #: The methods that a rule stands for, as torch made them.
-_STOCK = {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS, nn.MultiheadAttention)}
-_STOCK_INSIDE = {None} | {conv_forward_of(kind) for kind in _CONVOLUTIONS}
+_STOCK = {layer.forward for layer in (nn.Linear, *_CONVOLUTIONS, nn.MultiheadAttention)}
+_STOCK_INSIDE = {None} | set(map(conv_forward_of, _CONVOLUTIONS))
 
 #: What an attention projects query, key and value with.
 _PACKED = ("in_proj_weight",) * 3
@@ -389,11 +389,11 @@ def _applied_by(module: nn.Module) -> list[nn.Parameter | None]:
 
 def _is_stock(module: nn.Module) -> bool:
     """Tell whether calling a module runs a forward that a rule is known for."""
-    kind: Any = type(module)
+    of: Any = type(module)
     return (
         can_split_backward()
-        and kind.forward in _STOCK
-        and conv_forward_of(kind) in _STOCK_INSIDE
-        and (kind.forward is not nn.MultiheadAttention.forward or is_known())
+        and of.forward in _STOCK
+        and conv_forward_of(of) in _STOCK_INSIDE
+        and (of.forward is not nn.MultiheadAttention.forward or is_known())
         and "forward" not in module.__dict__
     )

@@ -749,7 +749,7 @@ class Workspace(nn.Module):
         return output
 
 
-def test_an_input_that_is_overwritten_before_task_w_is_told() -> None:
+def test_overwriting_an_input_before_task_w_is_an_error() -> None:
     """Autograd looks whether it was before task I, which is over by then."""
     partition = Partition({"0": Workspace()}, torch.device("cpu"), is_first=False)
     partition.begin()
