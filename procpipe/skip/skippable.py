@@ -150,8 +150,7 @@ def verify_skippables(module: nn.Sequential) -> None:
             "skippables only, so write `from procpipe.skip import skippable, stash, pop` where "
             "these layers are defined"
         )
-    faults = list(_faults(module))
-    if faults:
+    if faults := list(_PairCheck(module).faults()):
         told = "".join(f"\n  - {fault}" for fault in faults)
         raise TypeError(f"some skip tensors are not stashed and popped in pairs:{told}")
 
@@ -178,49 +177,57 @@ def _other_origin(value: Any) -> str | None:
     return next((other for other in _OTHERS if f"{module}.".startswith(f"{other}.")), None)
 
 
-def _faults(module: nn.Sequential) -> Iterator[str]:
-    stashed_in: dict[SkipKey, str] = {}
-    allowed: dict[SkipKey, int] = {}
-    num_popped: Counter[SkipKey] = Counter()
-    layers = list(_in_order(module))
-    all_stashes = {key for _, layer in layers for key in declared(layer)[0]}
-    for name, layer in layers:
-        stashes, pops = declared(layer)
-        both = _both_stashed_and_popped(layer)
-        for key in pops:
-            if key in both:
-                yield f"layer {name!r} both stashes and pops {key}"
-                num_popped[key] = stashes[key]
-            elif key not in stashed_in and key not in stashes:
-                when = "that a later layer stashes" if key in all_stashes else "that none stashes"
-                yield f"layer {name!r} pops {key}, {when}"
-                num_popped[key] += 1
-            else:
-                num_popped[key] += 1
-                if num_popped[key] > allowed.get(key, stashes.get(key, 0)):
-                    yield (
-                        f"layer {name!r} pops {key} once more than declared: isolate one of the "
-                        "pairs by a Namespace, or declare stash={name: number of layers}"
-                    )
-        for key, num_pops in stashes.items():
-            if key in stashed_in:
-                yield (
-                    f"layer {name!r} stashes {key}, which layer {stashed_in[key]!r} stashes: "
-                    "isolate one of the pairs by a Namespace"
-                )
-            else:
-                stashed_in[key], allowed[key] = name, num_pops
-        for key, count in _all_stashes(layer).items():
-            if count > 1:
-                yield f"layer {name!r} stashes {key} {count} times: isolate each by a Namespace"
-    for key, name in stashed_in.items():
-        if num_popped[key] < allowed[key]:
-            times = (
-                f"{num_popped[key]} of {allowed[key]} layers pop"
-                if num_popped[key]
-                else "none pops"
+class _PairCheck:
+    """Follows the layers of a model in order, and yields the faults of its skip tensors."""
+
+    def __init__(self, module: nn.Sequential) -> None:
+        self._layers = list(_in_order(module))
+        self._stashed_in: dict[SkipKey, str] = {}
+        self._allowed: dict[SkipKey, int] = {}
+        self._num_popped: Counter[SkipKey] = Counter()
+        self._all_stashes = {key for _, layer in self._layers for key in declared(layer)[0]}
+
+    def faults(self) -> Iterator[str]:
+        for name, layer in self._layers:
+            stashes, pops = declared(layer)
+            both = _both_stashed_and_popped(layer)
+            for key in pops:
+                if key in both:
+                    yield f"layer {name!r} both stashes and pops {key}"
+                    self._num_popped[key] = stashes[key]
+                else:
+                    yield from self._pop(name, key, stashes)
+            for key, num_pops in stashes.items():
+                yield from self._stash(name, key, num_pops)
+            for key, count in _all_stashes(layer).items():
+                if count > 1:
+                    yield f"layer {name!r} stashes {key} {count} times: isolate each by a Namespace"
+        for key, name in self._stashed_in.items():
+            found, allowed = self._num_popped[key], self._allowed[key]
+            if found < allowed:
+                times = f"{found} of {allowed} layers pop" if found else "none pops"
+                yield f"layer {name!r} stashes {key}, but {times} it"
+
+    def _pop(self, name: str, key: SkipKey, own: Mapping[SkipKey, int]) -> Iterator[str]:
+        self._num_popped[key] += 1
+        if key not in self._stashed_in and key not in own:
+            is_later = key in self._all_stashes
+            when = "that a later layer stashes" if is_later else "that none stashes"
+            yield f"layer {name!r} pops {key}, {when}"
+        elif self._num_popped[key] > self._allowed.get(key, own.get(key, 0)):
+            yield (
+                f"layer {name!r} pops {key} once more than declared: isolate one of the "
+                "pairs by a Namespace, or declare stash={name: number of layers}"
             )
-            yield f"layer {name!r} stashes {key}, but {times} it"
+
+    def _stash(self, name: str, key: SkipKey, num_pops: int) -> Iterator[str]:
+        if key in self._stashed_in:
+            yield (
+                f"layer {name!r} stashes {key}, which layer {self._stashed_in[key]!r} stashes: "
+                "isolate one of the pairs by a Namespace"
+            )
+        else:
+            self._stashed_in[key], self._allowed[key] = name, num_pops
 
 
 def _in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
