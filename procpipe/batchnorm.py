@@ -27,8 +27,8 @@ class DeferredBatchNorm(BatchNorm):
 
     After :meth:`commit` they are what ``nn.BatchNorm`` would have made of the whole mini-batch,
     however it was divided; ``state_dict`` is that of ``nn.BatchNorm`` too. The pipeline calls
-    :meth:`begin` and :meth:`commit`; whoever uses the layer without one calls them around the
-    micro-batches of each mini-batch; otherwise nothing is updated.
+    :meth:`begin` and :meth:`commit`; without a pipeline, call them around the micro-batches of each
+    mini-batch, or nothing is updated.
 
     The constructor's arguments are those of ``nn.BatchNorm2d``. The input is
     ``(batch/m, num_features, ...)`` of any floating dtype; float16 and bfloat16 are added up in

@@ -124,7 +124,7 @@ class _Python(_Twister):
         self._is_readable = self._is_where_expected()
 
     def _is_where_expected(self) -> bool:
-        """Tell whether this Python has the words in memory where CPython 3.11 to 3.13 has them."""
+        """Return whether the words are in memory where CPython 3.11 to 3.13 has them."""
         size = type(self._generator).__basicsize__ - object.__basicsize__
         if size < _TWISTER.size:
             return False

@@ -21,8 +21,8 @@ class Entry:
 class Enter(torch.autograd.Function):
     """Received tensors become results of this node, which catches their gradients.
 
-    ``detach`` makes aliases that are no views, so that layers may change them in place as they may
-    in the plain model; and that share their version with what came in, so that it is noticed.
+    ``detach`` makes aliases that are no views, so that layers may change them in place as in the
+    plain model. They share their version with the received tensors, so that this is detected.
     """
 
     @staticmethod

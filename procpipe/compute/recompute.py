@@ -25,7 +25,7 @@ _phase: ContextVar[str] = ContextVar("procpipe forward phase", default="plain")
 
 
 def is_checkpointing() -> bool:
-    """Tell a layer whether its forward runs without a graph, to be recomputed later.
+    """Return whether the forward that runs keeps no graph, to be recomputed later.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.is_checkpointing``.
     """
@@ -33,7 +33,7 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Tell a layer whether its forward is being repeated for the backward pass.
+    """Return whether the forward that runs is repeated for the backward pass.
 
     What must happen once a micro-batch (counting, logging) belongs under ``not is_recomputing()``.
 

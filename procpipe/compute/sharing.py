@@ -141,7 +141,7 @@ def _overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors, the second of which starts in the first, share an element."""
+    """Return whether two tensors, the second of which starts in the first, share an element."""
     apart, rest = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
     if rest or a.element_size() != b.element_size():
         return True  # views of different dtypes: taken to overlap
@@ -164,7 +164,7 @@ def _extent(dimensions: _Dimensions) -> int:
 
 @lru_cache(maxsize=256)
 def _have_common(one: _Dimensions, other: _Dimensions, apart: int) -> bool:
-    """Tell whether two strided tensors, the second ``apart`` elements later, share an element."""
+    """Return whether two strided tensors, the second ``apart`` elements later, share an element."""
     while one and other and one[0] == other[0]:
         stride = one[0][0]
         if max(_extent(one[1:]), apart + _extent(other[1:])) > stride:

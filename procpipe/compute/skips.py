@@ -78,7 +78,7 @@ class SkipPorts:
 
 
 class StageTracker:
-    """A tracker that knows what came from, and goes to, other partitions.
+    """A tracker that also holds what comes from, and goes to, other partitions.
 
     Attributes:
         leaving: what later partitions will pop.

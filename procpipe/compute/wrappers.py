@@ -50,7 +50,7 @@ def refuse_data_parallel(what: str) -> NoReturn:
 
 
 def is_data_parallel(of: type) -> bool:
-    """Tell whether modules of a class wrap others in data parallelism."""
+    """Return whether modules of a class wrap others in data parallelism."""
     if issubclass(of, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return True
     return any((base.__module__, base.__name__) in _BY_NAME for base in of.__mro__)

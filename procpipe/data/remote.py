@@ -268,7 +268,7 @@ def _operands(value: Any) -> Iterator[Any]:
 
 
 def _only_writes_to_its_first(name: str) -> bool:
-    """Tell whether a torch function of this name is called to change its first argument."""
+    """Return whether a torch function of this name is called to change its first argument."""
     if name in NAMES_OF_OPERATORS_IN_PLACE or name.endswith("__"):
         return name == "__setitem__"
     return name.endswith("_")

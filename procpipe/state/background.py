@@ -84,7 +84,7 @@ class Target:
         return self.path / f"stage-{rank}"
 
     def has_part_of(self, rank: int) -> bool:
-        """Tell whether a rank has written its part."""
+        """Return whether a rank has written its part."""
         return (self.part_of(rank) / INDEX).is_file()
 
     def publish(self) -> None:
@@ -125,7 +125,7 @@ class Saving:
         self._thread: threading.Thread | None = None
 
     def is_done(self) -> bool:
-        """Tell whether this rank has finished its part; does not communicate."""
+        """Return whether this rank has finished its part; does not communicate."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:

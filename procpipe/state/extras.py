@@ -82,7 +82,7 @@ def load_extra(extra: Extra, name: str, value: Any) -> None:
 
 
 def differs(ours: Any, theirs: Any, *, may_numbers: bool) -> bool:
-    """Tell whether two values have different forms or tensors, or numbers if these may not."""
+    """Return whether two values have different forms or tensors, or numbers if these may not."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return ours.dtype != theirs.dtype or not torch.equal(ours, theirs)
     if isinstance(ours, dict) and isinstance(theirs, dict):

@@ -61,7 +61,7 @@ class Resumable:
         items = self._begin()
         try:
             for item in items:
-                self._given += 1  # before it is given: whoever saves has it already
+                self._given += 1  # before the yield, as a save in the loop includes it
                 yield item
                 if self._epoch is not this:
                     raise RuntimeError(

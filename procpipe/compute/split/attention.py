@@ -34,7 +34,7 @@ _USES = {name: {"linear"} for name in IN_PROJECTIONS} | {_ATTENTION: {"linear", 
 
 
 def is_known() -> bool:
-    """Tell whether this torch is tested, and its functions are as drawn above."""
+    """Return whether this torch is tested, and its functions are as drawn above."""
     forward = nn.MultiheadAttention.forward
     return (
         IS_TESTED
@@ -85,7 +85,7 @@ def _copy(function: Any, names: _Names) -> FunctionType:
 
 
 def _uses(function: object, names: set[str], globals_: dict[str, Any]) -> bool:
-    """Tell whether a function is Python's, and looks names up among these globals when called."""
+    """Return whether a function is Python's, and looks names up among these globals when called."""
     return (
         isinstance(function, FunctionType)
         and function.__globals__ is globals_

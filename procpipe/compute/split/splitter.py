@@ -242,7 +242,7 @@ class _Node(torch.autograd.Function):
 
 
 def _adds_up(anchor: Tensor) -> bool:
-    """Tell whether a backward pass that a layer runs adds to the parameters' gradients.
+    """Return whether a backward pass that a layer runs adds to the parameters' gradients.
 
     ``backward()`` does and reaches the anchor; ``autograd.grad`` does neither.
 
@@ -299,7 +299,7 @@ _UNSPLIT = nullcontext()
 
 
 def _can_be_put_off(layer: nn.Module, weight: Tensor, bias: Tensor | None, input: Tensor) -> bool:
-    """Tell whether this call has a weight gradient that the rules compute as autograd does."""
+    """Return whether this call has a weight gradient that the rules compute as autograd does."""
     if torch.compiler.is_compiling():  # first, since what follows cannot be compiled
         return False
     return (
@@ -315,7 +315,7 @@ def _can_be_put_off(layer: nn.Module, weight: Tensor, bias: Tensor | None, input
 
 
 def _is_own(layer: nn.Module, computed: Tensor) -> bool:
-    """Tell whether a weight is computed from its layer's own parameters only.
+    """Return whether a weight is computed from its layer's own parameters only.
 
     As ``torch.nn.utils.parametrize`` does. One that another layer computes needs its gradient in I.
     """
@@ -324,7 +324,7 @@ def _is_own(layer: nn.Module, computed: Tensor) -> bool:
 
 
 def _projects_alike(layer: nn.MultiheadAttention, *inputs: Tensor) -> bool:
-    """Tell whether an attention's three projections of its inputs are all put off, or none.
+    """Return whether an attention's three projections of its inputs are all put off, or none.
 
     Otherwise the gradient of a parameter that they share would be computed in two parts.
     """
@@ -388,7 +388,7 @@ def _applied_by(module: nn.Module) -> list[nn.Parameter | None]:
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """Tell whether calling a module runs a forward that a rule is known for."""
+    """Return whether calling a module runs a forward that a rule is known for."""
     of: Any = type(module)
     return (
         can_split_backward()
