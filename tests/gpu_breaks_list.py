@@ -391,10 +391,10 @@ BREAKS = [
     Break(
         "random-reset",
         "layers reset on a GPU draw from another one's generator",
-        "procpipe/model/cut.py",
+        "procpipe/model/materialize.py",
         "            with torch.cuda.device(device):\n                torch.cuda.manual_seed(",
         "            if True:\n                torch.cuda.manual_seed(",
-        Tests("tests/model/test_cut.py -k seeded", 2),
+        Tests("tests/model/test_materialize.py -k seeded", 2),
     ),
     # -- executor, link, traces --------------------------------------------------------------
     Break(

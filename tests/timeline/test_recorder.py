@@ -125,12 +125,12 @@ def test_on_a_gpu_a_task_lasts_as_long_as_its_stream_waits():
     device = torch.device("cuda")
     stream, recorder = torch.cuda.current_stream(device), Recorder(device)
     held_s = (0.1, 0.3)
-    recorder.begin()
+    recorder.begin_step(ORDER)
     for i in range(2):
-        start_ns = recorder.start()
+        recorder.begin_layers(Task("F", i, 0))
         hold_for(stream, held_s[i])
-        recorder.ran(Task("F", i, 0), start_ns)
-    recorder.end()
+        recorder.end_task(Task("F", i, 0))
+    recorder.end_step(ORDER)
 
     for (*_, start, end), least_s in zip(recorder.last_record()["tasks"], held_s, strict=True):
         assert end - start >= least_s * 1e9
