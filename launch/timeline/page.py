@@ -12,13 +12,13 @@ from statistics import fmean
 from typing import Any
 
 from procpipe.launch.timeline.drawing import draw, later_partitions, step_bars
+from procpipe.run.statistics import Split
 from procpipe.timeline.advice import basis
-from procpipe.timeline.idle import StageTime
 from procpipe.timeline.palette import LOOKS
 from procpipe.timeline.recording import Recording, Step
-from procpipe.words import seconds_text
+from procpipe.words import counted, seconds_text
 
-#: The parts of a stage's time: the field of StageTime, its name, and what it is.
+#: The parts of a stage's time: the field of Split, its name, and what it is.
 _PARTS = (
     ("busy_s", "busy", "in tasks, as measured"),
     (
@@ -41,7 +41,7 @@ _PARTS = (
 
 
 def page(
-    name: str, recording: Recording, step: Step, splits: Sequence[StageTime], advice: Sequence[str]
+    name: str, recording: Recording, step: Step, splits: Sequence[Split], advice: Sequence[str]
 ) -> str:
     """Make the page.
 
@@ -95,7 +95,7 @@ def page(
     return "\n".join(parts)
 
 
-def _lead(step: Step, splits: Sequence[StageTime]) -> str:
+def _lead(step: Step, splits: Sequence[Split]) -> str:
     shares = [
         f"<span class='key {name.split()[0]}'></span>"
         f"{_percent(_mean(splits, field), step.seconds)} {name}"
@@ -109,9 +109,9 @@ def _facts_text(recording: Recording, step: Step) -> str:
     sizes = sorted(set(step.sizes))
     samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}" if sizes else "?"
     told = [
-        _counted(step.num_stages, "stage"),
+        counted(step.num_stages, "stage"),
         f"balance {facts.get('balance')}",
-        f"{_counted(len(step.sizes), 'micro-batch', 'es')} of {samples} "
+        f"{counted(len(step.sizes), 'micro-batch')} of {samples} "
         f"sample{'' if samples == '1' else 's'}",
         f"checkpoint {facts.get('checkpoint')}",
         f"schedule {recording.schedule_of(step)}",
@@ -145,7 +145,7 @@ def _legend(step: Step) -> Iterator[str]:
     yield "<label for='messages'>messages</label></span>"
 
 
-def _table(recording: Recording, splits: Sequence[StageTime]) -> str:
+def _table(recording: Recording, splits: Sequence[Split]) -> str:
     balance: Sequence[Any] = recording.facts.get("balance", ())
     has_layers = len(balance) == len(splits)
     heads = ["stage", *(["layers"] if has_layers else []), *(name for _, name, _ in _PARTS), "step"]
@@ -160,7 +160,7 @@ def _table(recording: Recording, splits: Sequence[StageTime]) -> str:
         cells.append(_ms(one.step_s))
         lines.append(f"<tr>{_cells(cells)}<td class='bar'>{_bar(one)}</td></tr>")
     step_s = splits[0].step_s
-    mean = StageTime(-1, step_s, *(_mean(splits, field) for field, _, _ in _PARTS))
+    mean = Split(-1, step_s, *(_mean(splits, field) for field, _, _ in _PARTS))
     cells = ["mean", *([f"{fmean(balance):.3g}"] if has_layers else [])]
     cells += [_cell(getattr(mean, field), step_s) for field, _, _ in _PARTS]
     cells.append(_ms(step_s))
@@ -179,7 +179,7 @@ def _cell(part_s: float, whole_s: float) -> str:
     return f"{_ms(part_s)} <small>{_percent(part_s, whole_s)}</small>"
 
 
-def _bar(one: StageTime) -> str:
+def _bar(one: Split) -> str:
     pieces = []
     for field, name, _ in _PARTS:
         share = getattr(one, field) / one.step_s if one.step_s else 0.0
@@ -229,11 +229,7 @@ def _clock_text(recording: Recording) -> str:
     return f"{told} {'Tasks by the device, waits by the host.' if is_cuda else 'All by the hosts.'}"
 
 
-def _counted(count: int, noun: str, ending: str = "s") -> str:
-    return f"{count} {noun}{'' if count == 1 else ending}"
-
-
-def _mean(splits: Sequence[StageTime], field: str) -> float:
+def _mean(splits: Sequence[Split], field: str) -> float:
     return fmean(getattr(one, field) for one in splits)
 
 
