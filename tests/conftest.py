@@ -11,6 +11,7 @@ say how many GPUs there must be at least.
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -70,10 +71,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         kept = [item for item in items if item.get_closest_marker("gpu") is None]
         config.stash[NUM_LEFT_OUT] = len(on_gpus)
-    left_out = [item for item in items if item not in set(kept)]
+    left_out = set(items) - set(kept)
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=[*left_out])
         items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of each collection of garbage, which then is short."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Undo that, for what must be freed before the interpreter ends."""
+    gc.unfreeze()
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

@@ -123,6 +123,7 @@ def run_forked(
     num_ranks: int | None = None,
     args: Sequence[str] = (),
     timeout_s: float = 90.0,
+    tears_down: bool = False,
 ) -> Completed:
     """Run a script to its end, as :func:`run_script` does, but as forks of one process.
 
@@ -132,6 +133,7 @@ def run_forked(
             them; ``None`` for one process without a launcher.
         args: the script's arguments.
         timeout_s: hard limit.
+        tears_down: also free all modules at the end, as Python does; see tests/dist/forks.py.
 
     Raises:
         RanksHungError: the time limit has passed; as for :func:`run_script`.
@@ -141,7 +143,9 @@ def run_forked(
         with open(os.devnull) as stdin, out.open("ab") as stdout, err.open("ab") as stderr:
             files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
             processes = [
-                fork_server().start([script, *args], env=env, cwd=cwd, files=files)
+                fork_server().start(
+                    [script, *args], env=env, cwd=cwd, files=files, tears_down=tears_down
+                )
                 for env in _environments(num_ranks)
             ]
         start = time.monotonic()
