@@ -15,12 +15,16 @@ import gc
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.dist import devices
 from tests.dist.pool import Pool, Ranks
 from tests.on_gpus import NUMBERS_OF_GPUS
+
+#: All tests in this folder start processes.
+DIST = Path(devices.__file__).parent
 
 NUM_LEFT_OUT = pytest.StashKey[int]()
 
@@ -57,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that start processes, and keep those for these devices."""
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
+        if "ranks" in getattr(item, "fixturenames", ()) or item.path.parent == DIST:
             item.add_marker(pytest.mark.dist)
     on_gpus = [item for item in items if num_needed(item)]
     if devices.is_on_gpus():

@@ -28,6 +28,7 @@ import gc
 import importlib
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -79,6 +80,15 @@ class Forked:
         """A descriptor that can be read once the process has ended, until it was waited for."""
         assert self._pidfd is not None, "the process was waited for"
         return self._pidfd
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the end was waited for."""
+        if self._code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process, unless its end was waited for."""
+        self.send_signal(signal.SIGKILL)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or ``None`` while the process runs."""
