@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,45 +35,52 @@ NO_TESTS = 5
 
 ROOT = Path(__file__).parents[1]
 
+#: Of one pytest.
+NUM_RUN = pytest.StashKey[int]()
+NUM_COLLECTED = pytest.StashKey[int]()
+
 
 def main(arguments: list[str]) -> int:
     """Run the tests; return 0 if none failed."""
     start_s = time.monotonic()
     num_processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-    # Each runs a part only, so its percentages would end anywhere.
-    argv = [sys.executable, "-m", "pytest", "-o", "console_output_style=classic"]
     with tempfile.TemporaryDirectory(prefix="procpipe-tests-") as name:
         folder = Path(name)
-        env = os.environ | {VARIABLE: name}
-        # Without bytecode each pytest would compile all tests, which takes half of its start.
-        env.pop("PYTHONDONTWRITEBYTECODE", None)
-        processes = []
-        for number in range(num_processes):
-            log = (folder / f"log-{number}").open("wb") if number else None
-            processes.append(
-                subprocess.Popen(
-                    [*argv, "-p", "tests.at_once", *arguments],
-                    cwd=ROOT,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log and subprocess.STDOUT,
-                )
-            )
-            if log:
-                log.close()
-        codes = []
-        for number, process in enumerate(processes):
+        logs = [folder / f"log-{number}" for number in range(1, num_processes)]
+        processes = [start(arguments, folder, log) for log in (None, *logs)]
+        codes = [wait_end(processes[0])]
+        for log, process in zip(logs, processes[1:], strict=True):
             codes.append(wait_end(process))
-            if number:
-                text = (folder / f"log-{number}").read_text(errors="replace")
-                print(f"\n==== process {number + 1} of {num_processes}\n{text}", flush=True)
-        counts: Counter[str] = Counter()
-        for file in folder.glob("counts-*"):
-            counts.update(json.loads(file.read_text()))
-    told = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
-    print(f"all processes: {told} in {time.monotonic() - start_s:.0f} s; exit codes {codes}")
-    return worst_of(codes)
+            print(f"\n==== the next process\n{log.read_text(errors='replace')}", flush=True)
+        parts = [json.loads(file.read_text()) for file in folder.glob("part-*")]
+    outcomes: Counter[str] = Counter()
+    for part in parts:
+        outcomes.update(part["outcomes"])
+    told = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
+    num_left = num_never_run(parts)
+    if num_left:
+        told += f"; NEVER RUN: {num_left}"
+    print(f"all processes: {told} in {time.monotonic() - start_s:.0f} s, exit codes {codes}")
+    return worst_of(codes) or int(num_left > 0)
+
+
+def start(arguments: list[str], folder: Path, log: Path | None) -> subprocess.Popen[bytes]:
+    """Start a pytest that writes to the terminal, or to a file."""
+    # Each runs a part, so percentages would end anywhere.
+    argv = ["-m", "pytest", "-p", "tests.at_once", "-o", "console_output_style=classic"]
+    env = os.environ | {VARIABLE: str(folder)}
+    # Without bytecode each pytest would compile all tests, which is more than half of its start.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(log.open("wb")) if log else None
+        return subprocess.Popen(
+            [sys.executable, *argv, *arguments],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file and subprocess.STDOUT,
+        )
 
 
 def wait_end(process: subprocess.Popen[bytes]) -> int:
@@ -86,15 +94,21 @@ def worst_of(codes: list[int]) -> int:
     """Return the exit code of a run whose processes ended with these."""
     if set(codes) == {NO_TESTS}:
         return NO_TESTS
-    # One ended by a signal has a negative code.
+    # That of a process which a signal has ended is negative.
     return max(abs(code) for code in codes if code != NO_TESTS)
+
+
+def num_never_run(parts: list[dict[str, Any]]) -> int:
+    """Return how many of the tests that were collected no process has run."""
+    num_collected = max((part["num_collected"] for part in parts), default=0)
+    return int(num_collected - sum(part["num_run"] for part in parts))
 
 
 # -- in each pytest --------------------------------------------------------------------------------
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move files with tests that start processes to the front."""
+    """Move the files with tests that start processes to the front."""
     first = {item.path for item in items if item.get_closest_marker("dist")}
     items.sort(key=lambda item: item.path not in first)
 
@@ -102,21 +116,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     """Pass over the tests of a file that another process has taken."""
-    return None if is_taken_here(item.path) else True
+    is_ours = is_taken_here(item.path)
+    item.config.stash[NUM_RUN] = item.config.stash.get(NUM_RUN, 0) + is_ours
+    return None if is_ours else True
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Leave the numbers of outcomes for the line that sums up all processes."""
-    counts = {outcome: len(reports) for outcome, reports in terminalreporter.stats.items()}
-    counts.pop("", None)  # set-up and tear-down
-    counts.pop("deselected", None)
-    Path(os.environ[VARIABLE], f"counts-{os.getpid()}").write_text(json.dumps(counts))
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Leave the figures of this process for the line that sums up all."""
+    outcomes = {name: len(reports) for name, reports in terminalreporter.stats.items()}
+    outcomes.pop("", None)  # set-ups and tear-downs
+    outcomes.pop("deselected", None)
+    part = {
+        "outcomes": outcomes,
+        "num_run": config.stash.get(NUM_RUN, 0),
+        "num_collected": config.stash.get(NUM_COLLECTED, 0),
+    }
+    Path(os.environ[VARIABLE], f"part-{os.getpid()}").write_text(json.dumps(part))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note how many tests are to be run."""
+    session.config.stash[NUM_COLLECTED] = len(session.items)
 
 
 @functools.cache
 def is_taken_here(path: Path) -> bool:
     """Take a file of tests; return whether no other process was first."""
-    name = str(path.relative_to(ROOT)).replace("/", "-")
+    name = str(path).replace("/", "-")
     try:
         Path(os.environ[VARIABLE], name).touch(exist_ok=False)
     except FileExistsError:
