@@ -164,11 +164,20 @@ def test_tensors_are_ordinary_in_inference_mode(ends):
     received.requires_grad_().sum().backward()
 
 
-def test_nothing_has_a_name(ends):
-    before = set(os.listdir("/dev/shm"))
-    _, received = ends.transfer([numbers(100_000)])
-    assert received
-    assert set(os.listdir("/dev/shm")) == before
+def test_nothing_has_a_name():
+    """Other programs may use /dev/shm at the same time, but not each time."""
+
+    def adds_a_name():
+        before = set(os.listdir("/dev/shm"))
+        ends = Ends()
+        _, received = ends.transfer([numbers(100_000)])
+        assert received
+        after = set(os.listdir("/dev/shm"))
+        ends.sender.close()
+        ends.receiver.close()
+        return after != before
+
+    assert not all(adds_a_name() for _ in range(10))
 
 
 def test_memory_goes_with_the_transports():
