@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.recompute import Ambient, recomputing
+from tests.cases import for_each
 
 CPU = torch.device("cpu")
 SHAPES = {nn.BatchNorm1d: (10, 3), nn.BatchNorm2d: (10, 3, 4, 2), nn.BatchNorm3d: (10, 3, 2, 2, 2)}
@@ -48,8 +50,10 @@ def assert_same_state(norm: nn.Module, expected: nn.Module, tolerance: float = 1
 
 
 @KINDS
-@pytest.mark.parametrize("momentum", [0.1, 0.9, None])
-@pytest.mark.parametrize("sizes", [[10], [5, 5], [4, 4, 2], [2, 2, 2, 2, 2]], ids=str)
+@for_each(
+    ("momentum", "sizes"),
+    product([0.1, 0.9, None], [[10], [5, 5], [4, 4, 2], [2, 2, 2, 2, 2]]),
+)
 def test_running_statistics_are_those_of_the_whole_mini_batch(
     kind: Any, momentum: float | None, sizes: list[int]
 ) -> None:
