@@ -26,6 +26,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import importlib.util
 import os
 import pickle
 import signal
@@ -41,9 +42,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-#: What takes long to import. The second is what the first optimizer of a process imports; the last
-#: is in every file of tests.
-IMPORTS = ("torch.distributed", "torch._dynamo", "sklearn.datasets", "procpipe.state", "pytest")
+#: What takes long to import. The second is what a process imports for its first optimizer, the fourth
+#: is in every file of tests, and the last in some examples, where it is installed.
+IMPORTS = ("torch.distributed", "torch._dynamo", "procpipe.state", "pytest", "sklearn.datasets")
 
 _MAX_MESSAGE_BYTES = 1 << 17
 
@@ -143,7 +144,8 @@ class ForkServer:
         """Start a process; the files are its standard input, output and error."""
         message = pickle.dumps(Start(tuple(argv), dict(env), str(cwd), tears_down))
         assert len(message) < _MAX_MESSAGE_BYTES
-        socket.send_fds(self._requests, [message], list(files))
+        with contextlib.suppress(ConnectionError):  # no answer comes then, which is an error
+            socket.send_fds(self._requests, [message], list(files))
         return Forked(self, self._answer())
 
     def code_of(self, pid: int) -> int:
@@ -157,7 +159,9 @@ class ForkServer:
         self._process.wait()
 
     def _answer(self) -> int:
-        message = self._requests.recv(_MAX_MESSAGE_BYTES)
+        message = b""
+        with contextlib.suppress(ConnectionError):
+            message = self._requests.recv(_MAX_MESSAGE_BYTES)
         if not message:
             raise RuntimeError(f"the fork server has ended, exit code {self._process.wait()}")
         return int(pickle.loads(message))
@@ -169,6 +173,14 @@ def fork_server() -> ForkServer:
     server = ForkServer()
     atexit.register(server.close)
     return server
+
+
+def find_launch() -> None:
+    """Make procpipe.launch importable where procpipe is not installed: it is the folder launch/."""
+    import procpipe
+
+    if importlib.util.find_spec("procpipe.launch") is None:
+        procpipe.__path__.append(str(ROOT))
 
 
 def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
@@ -254,8 +266,10 @@ if __name__ == "__main__":
     # child ends, so Triton is not imported here; torch works without it.
     sys.modules["triton"] = None  # type: ignore[assignment]
     for name in IMPORTS:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     del sys.modules["triton"]
+    find_launch()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork would lose some"
     gc.collect()
