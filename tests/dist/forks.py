@@ -42,8 +42,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-#: What takes long to import. The second is what a process imports for its first optimizer, the fourth
-#: is in every file of tests, and the last in some examples, where it is installed.
+#: What takes long to import. The second is what the first optimizer of a process imports; the
+#: fourth is in every file of tests, the last in some examples, where it is installed.
 IMPORTS = ("torch.distributed", "torch._dynamo", "procpipe.state", "pytest", "sklearn.datasets")
 
 _MAX_MESSAGE_BYTES = 1 << 17

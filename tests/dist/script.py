@@ -32,7 +32,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.dist.devices import visible_to_script
+from tests.dist.devices import is_on_gpus, visible_to_script
 from tests.dist.forks import fork_server
 from tests.dist.pool import job_environment
 from tests.dist.report import RanksFailedError, RanksHungError
@@ -133,11 +133,13 @@ def run_forked(
             them; ``None`` for one process without a launcher.
         args: the script's arguments.
         timeout_s: hard limit.
-        tears_down: also free all modules at the end, as Python does; see tests/dist/forks.py.
+        tears_down: also free all modules at the end, as Python does; see tests/dist/forks.py. On
+            GPUs this is always so, since libraries have much to free there.
 
     Raises:
         RanksHungError: the time limit has passed; as for :func:`run_script`.
     """
+    tears_down = tears_down or is_on_gpus()
     with _script_in_a_folder(path_or_code) as (script, cwd, folder):
         out, err = folder / "stdout", folder / "stderr"
         with open(os.devnull) as stdin, out.open("ab") as stdout, err.open("ab") as stderr:
