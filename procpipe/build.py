@@ -28,11 +28,11 @@ from procpipe.model.arguments import checked_limits, checked_transport
 from procpipe.model.cut import (
     check_model,
     check_shared_parameters,
+    cut,
     fit_balance,
     layer_facts,
-    materialize,
-    split,
 )
+from procpipe.model.materialize import materialize
 from procpipe.optional import needed
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
@@ -125,12 +125,12 @@ class Cut:
             len(module),
             world.num_ranks,
             is_launched=world.is_launched,
-            num_parts=schedule.num_parts,
+            partitions_per_stage=schedule.partitions_per_stage,
         )
         placement = schedule.place(len(entries), world.num_ranks)
         check_shared_parameters(module, entries)
         facts = layer_facts(module)
-        parts = split(module, entries)
+        parts = cut(module, entries)
         skips = SkipLayout.of(parts)
         ours = {j: parts[j] for j in partitions_of(placement, world.rank)}
         for j, layers in ours.items():

@@ -56,14 +56,14 @@ MAY_IMPORT = {
     "channel": {"errors", "forks", "limits", "signals", "torch_internals", "tree"},
     "compute": {"skip", "errors", "torch_internals", "tree"},
     "model": {"compute", "plan", "errors"},
-    "job": {"channel", "errors", "forks", "limits", "notes", "optional"},
+    "job": {"channel", "errors", "forks", "limits", "notes", "optional", "words"},
     "run": {
         *("plan", "compute", "channel", "data", "job"),
         *("errors", "forks", "notes", "signals", "tree"),
     },
     "data": {"compute", "plan", "run", "containers", "errors", "notes", "torch_internals", "tree"},
     "balance": {"data", "job", "skip", "errors", "tree"},
-    "tuning": {"compute", "plan", "run", "errors"},
+    "tuning": {"compute", "plan", "run", "errors", "words"},
     "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
     "state": {"run", "stage", "errors", "forks", "notes", "version"},
 }

@@ -87,4 +87,4 @@ class Ledger:
 
 def num_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of the elements of some tensors; ``None`` counts nothing."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -34,6 +34,7 @@ from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.digests import Digests, Look, difference, differs
 from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry, check_shapes
+from procpipe.compute.ledger import num_bytes
 from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
 from procpipe.compute.sharing import SharedInputs, Sharing
@@ -220,7 +221,7 @@ class Partition:
                 "another way the second time (see is_recomputing()), or which outputs require "
                 "gradients differs between micro-batches of one form; use checkpoint='never'"
             )
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return num_bytes(tensors)
 
     def backward(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Run the backward pass of micro-batch ``i`` and add to the parameters' gradients.
