@@ -16,9 +16,9 @@ import torch
 import torch.distributed
 
 from procpipe.channel import handshake
-from procpipe.channel.handshake import accept_peers, connect_to
-from procpipe.channel.link import INLINE_BYTES, LinkReceiver, LinkSender
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.handshake import Joiner, accept_peers, connect_to
+from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
+from procpipe.channel.mesh import Mesh, WaitReports
 from procpipe.channel.meta import allocate
 from procpipe.channel.wire import listen
 from procpipe.errors import PeerLostError, RemoteStageError
@@ -45,13 +45,13 @@ def mesh(rank, sockets):
         sockets,
         timeout_s=1.0,
         stall_timeout_s=1.0,
-        onlooker=Onlooker(),
+        reports=WaitReports(),
     )
 
 
 def link(meshes):
     cpu = torch.device("cpu")
-    return LinkSender(meshes[0], 1, 1, None, cpu), LinkReceiver(meshes[1], 0, 1, None, "x")
+    return Sender(meshes[0], 1, 1, None, cpu), Receiver(meshes[1], 0, 1, None, "x")
 
 
 def test_a_true_arrived_as_the_one_before_it(chain):
@@ -128,11 +128,12 @@ def test_strangers_that_said_nothing_held_up_the_start():
     strangers = [socket.socket(socket.AF_UNIX) for _ in range(8)]
     for stranger in strangers:
         stranger.connect(f"\0{address.unix}")
-    options: Any = {"key": b"k" * 32, "deadline_s": time.monotonic() + 20.0, "check": lambda: None}
+    deadline_s = time.monotonic() + 20.0
+    us, them = (Joiner(rank, b"k" * 32, deadline_s, lambda: None) for rank in (0, 1))
     with ThreadPoolExecutor(1) as pool:
         start_s = time.monotonic()
-        link = pool.submit(connect_to, 0, address, rank=1, **options)
-        peers = accept_peers(listeners, {1}, rank=0, **options)
+        link = pool.submit(connect_to, 0, address, them)
+        peers = accept_peers(listeners, {1}, us)
 
         assert time.monotonic() - start_s < handshake._HANDSHAKE_TIMEOUT_S
         for sock in (link.result(), *peers.values(), *listeners, *strangers):
@@ -200,7 +201,7 @@ class Standing:
         return False
 
 
-class Listener(Onlooker):
+class Listener(WaitReports):
     """Notes what it is told."""
 
     def __init__(self):
@@ -228,11 +229,11 @@ def test_a_rank_that_stopped_in_the_middle_of_a_transfer_was_waited_for_in_silen
     for sock in (a, b):
         sock.setblocking(False)
     listener, cpu = Listener(), torch.device("cpu")
-    ends = Mesh(0, {1: a}, timeout_s=20.0, stall_timeout_s=0.1, onlooker=Onlooker())
-    ours = Mesh(1, {0: b}, timeout_s=20.0, stall_timeout_s=0.1, onlooker=listener)
+    ends = Mesh(0, {1: a}, timeout_s=20.0, stall_timeout_s=0.1, reports=WaitReports())
+    ours = Mesh(1, {0: b}, timeout_s=20.0, stall_timeout_s=0.1, reports=listener)
     transport: Any = Standing(listener.told)
-    receiver = LinkReceiver(ours, 0, 1, transport, "activation from stage 0 (rank 0)")
-    LinkSender(ends, 1, 1, transport, cpu).send(Flat.of([torch.ones(INLINE_BYTES)]))
+    receiver = Receiver(ours, 0, 1, transport, "activation from stage 0 (rank 0)")
+    Sender(ends, 1, 1, transport, cpu).send(Flat.of([torch.ones(INLINE_BYTES)]))
     receiver.expect()
     receiver.take()
 
@@ -240,4 +241,4 @@ def test_a_rank_that_stopped_in_the_middle_of_a_transfer_was_waited_for_in_silen
     assert listener.heard == [f"waits for {what}", f"has waited too long for {what}", "goes on"]
     for mesh_ in (ends, ours):
         mesh_.close()
-    assert not any(thread.name == "procpipe lookout" for thread in threading.enumerate())
+    assert not any(thread.name == "procpipe native waits" for thread in threading.enumerate())

@@ -16,7 +16,8 @@
                  |
      errors  containers  tree            leaves: for all (the last two for all but plan)
      torch_internals  torch_versions     leaves: likewise for all but plan
-     forks  signals  notes  limits       leaves: what processes share, say and open
+     forks  signals  notes  limits       leaves: what processes share, report and open
+              processes                  leaf: what /proc says
                words                     leaf: lists in English
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
@@ -45,14 +46,15 @@ MAY_IMPORT = {
     "forks": set(),
     "signals": set(),
     "notes": set(),
+    "processes": set(),
     "limits": {"errors"},
     "words": set(),
     "plan": {"errors"},
     "skip": {"errors", "tree"},
-    "channel": {"errors", "forks", "limits", "signals", "torch_internals", "tree"},
+    "channel": {"errors", "forks", "limits", "processes", "signals", "torch_internals", "tree"},
     "compute": {"skip", "errors", "torch_internals", "tree"},
     "model": {"compute", "errors"},
-    "job": {"channel", "errors", "forks", "limits", "notes", "run"},
+    "job": {"channel", "errors", "forks", "limits", "notes", "processes", "run"},
     "run": {
         *("plan", "compute", "channel", "data", "job", "timeline", "tuning"),
         *("errors", "forks", "notes", "signals", "tree"),
@@ -81,6 +83,7 @@ FOR_LAUNCHER = (
     "procpipe.balance.blocks",
     "procpipe.balance.layer_profile",
     "procpipe.job",
+    "procpipe.processes",
     "procpipe.words",
     "procpipe.containers",
     "procpipe.data.minibatch",
@@ -163,7 +166,7 @@ BAD_EXAMPLES = {
     "channel imports run": (
         {"procpipe.channel.base": "import procpipe.job.world", "procpipe.job.world": ""},
         "procpipe.channel.base:1 imports procpipe.job.world: channel may import only "
-        "errors, forks, limits, signals, torch_internals, tree",
+        "errors, forks, limits, processes, signals, torch_internals, tree",
     ),
     "compute imports a top-level module": (
         {"procpipe.compute.partition": "from procpipe import stage", "procpipe.stage": ""},
@@ -173,12 +176,12 @@ BAD_EXAMPLES = {
     "a package imports an optional one": (
         {"procpipe.channel.mesh": "from procpipe.balance import blocks"},
         "procpipe.channel.mesh:1 imports procpipe.balance.blocks: channel may import only "
-        "errors, forks, limits, signals, torch_internals, tree",
+        "errors, forks, limits, processes, signals, torch_internals, tree",
     ),
     "a package imports public names": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.channel.mesh": "from procpipe import Stage"},
         "procpipe.channel.mesh:1 imports procpipe.Stage: channel may import only "
-        "errors, forks, limits, signals, torch_internals, tree",
+        "errors, forks, limits, processes, signals, torch_internals, tree",
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},

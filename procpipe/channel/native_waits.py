@@ -1,11 +1,11 @@
-"""Watches over waits in native code, out of which this process's main thread cannot look.
+"""Reports stalls while the main thread blocks in native code.
 
-All other waits are for sockets, in ``Mesh.wait``. But gloo tells that a receive is done only by
-``Work.wait``, and a bounded one would break the group when its time is over. If the peer is stopped
-in the middle of a transfer, nobody would hear of it:
+All other waits are for sockets, in ``Mesh.wait``. But gloo shows the end of a receive only in
+``Work.wait``, and a wait with a time limit would break the group when it expires. So while the main
+thread blocks there, a second thread reports how long it has waited:
 
-    main thread     with lookout.watch(what):  pending.wait()      blocked, for as long as it takes
-    this thread     now and then: how long has that been?          tells of the wait, and of a stall
+    main thread     with native_waits.monitored(what):  pending.wait()
+    this thread     every 0.2 s: how long has that been?     start_wait, stalled
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-#: How often the thread looks, at most and at least.
+#: How often the thread looks, at least.
 _LOOK_EVERY_S = 0.2
 
 
@@ -27,15 +27,15 @@ class _Blocked(NamedTuple):
     since_s: float
 
 
-class Lookout:
-    """A thread that tells of long waits; it starts with the first.
+class NativeWaits:
+    """A thread that reports long waits; it starts with the first.
 
     Args:
         stall_timeout_s: how long until a wait is called a stall.
-        start_wait: hears what is waited for, and since when.
-        end_wait: hears that a wait it was told of is over.
-        stalled: hears what has been waited for as long as that, and how long; again after twice
-            the time.
+        start_wait: called with what is waited for, and since when.
+        end_wait: called when a reported wait is over.
+        stalled: called with what has been waited for as long as that, and how long; again after
+            twice the time.
     """
 
     def __init__(
@@ -50,26 +50,28 @@ class Lookout:
         self._end_wait = end_wait
         self._stalled = stalled
         self._blocked: _Blocked | None = None
-        self._told: _Blocked | None = None
+        self._reported: _Blocked | None = None
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watch(self, what: str) -> Iterator[None]:
-        """Watch over what the main thread does meanwhile; costs it about a microsecond."""
+    def monitored(self, what: str) -> Iterator[None]:
+        """Report the main thread's wait in this block if it is long; costs about a microsecond."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="procpipe lookout", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="procpipe native waits", daemon=True
+            )
             self._thread.start()
         blocked = self._blocked = _Blocked(what, time.monotonic())
         try:
             yield
-        except BaseException:  # what was waited for stays told
+        except BaseException:  # the report stays as it is
             self._blocked = None
             raise
         with self._lock:
             self._blocked = None
-            if self._told is blocked:
+            if self._reported is blocked:
                 self._end_wait()
 
     def close(self) -> None:
@@ -88,8 +90,8 @@ class Lookout:
                 if blocked is None:
                     continue
                 waited_s = time.monotonic() - blocked.since_s
-                if self._told is not blocked:
-                    self._told, stall_s = blocked, self._stall_timeout_s
+                if self._reported is not blocked:
+                    self._reported, stall_s = blocked, self._stall_timeout_s
                     self._start_wait(*blocked)
                 if waited_s >= stall_s:
                     self._stalled(blocked.what, waited_s)

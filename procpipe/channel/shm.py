@@ -1,20 +1,20 @@
 """CPU tensors through shared memory: within a host.
 
-A message's tensors are copied once, by the sender into a slot; the receiver uses them in place:
+The sender copies a message's tensors into a slot; the receiver uses them in place:
 
     sender                                   slot                       receiver
     copies the tensors into a free slot  ──>  in use │ tensors
     token: where it is in the file       ─────────────────────────────>  maps it, once for each slot
                                               free   │  <──────────────  when the last tensor of the
-    may use it again                                                     message is let go
+    may use it again                                                     message is freed
 
 Slots are parts of one anonymous file (memfd) of the sender, which each receiver opens through
-``/proc``: it has no name, takes nothing of ``/dev/shm``, and is gone with the processes that have
-it open, however they end. So a rank has one descriptor for its own file and one for that of each
-rank it receives from, whatever the number of slots.
+``/proc``: it has no name, takes nothing of ``/dev/shm``, and disappears with the processes that
+have it open, however they end. So a rank needs one descriptor for its own file and one for that of
+each rank it receives from, whatever the number of slots.
 
 A channel has as many slots as it ever had messages in use at a time, each as large as what was
-sent through it; one that has become too small is dropped. Its part of the file becomes a hole,
+sent through it. A slot that has become too small is dropped: its part of the file becomes a hole,
 which takes no memory, and the next slot is made at the end of the file.
 """
 
@@ -32,15 +32,14 @@ import torch
 from torch import Tensor
 
 from procpipe.channel.mapping import discard, map_file
-from procpipe.channel.meta import Meta
+from procpipe.channel.meta import Meta, layout
 from procpipe.forks import give_up_in_children
 from procpipe.limits import naming_file_limit
 
 _NAME = "procpipe-slots"
 
-#: What a token says of a slot: where it begins in the sender's file and how many bytes it takes,
-#: the file's descriptor in the sender, and the number of the slots dropped since the token before;
-#: where those began follows.
+#: A token's note of a slot: its start in the sender's file, its size, the file's descriptor in the
+#: sender, and how many slots were dropped since the token before; their starts follow.
 _NOTE = struct.Struct("<QQIH")
 _NUMBER = struct.Struct("<Q")
 _MAX_DROPPED = 1000
@@ -77,21 +76,20 @@ class ShmTransport:
         self._mapped: dict[tuple[int, int], _Mapped] = {}
         give_up_in_children(self)
 
-    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[_Sent, bytes]:
+    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[_Sent, bytes]:
         """Copy contiguous CPU tensors into a slot.
 
         Raises:
             MemoryError: the host has no memory for a slot.
             FileLimitError: this process may not open another file.
         """
-        offsets, size = _layout([t.numel() * t.element_size() for t in tensors])
-        slot = self._free_slot(peer, kind, size)
+        offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
+        slot = self._free_slot(peer, channel_id, size)
         slot.memory[_IN_USE] = 1
         address = slot.address + _HEADER_BYTES
         for tensor, offset in zip(tensors, offsets, strict=True):
-            num_bytes = tensor.numel() * tensor.element_size()
-            ctypes.memmove(address + offset, tensor.data_ptr(), num_bytes)
-        dropped = self._dropped.get((peer, kind), [])
+            ctypes.memmove(address + offset, tensor.data_ptr(), tensor.nbytes)
+        dropped = self._dropped.get((peer, channel_id), [])
         note = _NOTE.pack(slot.start, slot.num_bytes, slot.file.descriptor, len(dropped))
         if dropped:
             note += b"".join(map(_NUMBER.pack, dropped))
@@ -99,7 +97,7 @@ class ShmTransport:
         return _Sent(slot), note
 
     def post_receive(
-        self, meta: Meta, peer: int, kind: int, note: bytes
+        self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], _Received]:
         """Return the tensors of a message, in the memory of its slot.
 
@@ -118,10 +116,10 @@ class ShmTransport:
         return slot.lend(meta), _Received()
 
     def drain(self) -> None:
-        """Return: nothing is under way on a device."""
+        """Do nothing: no transfer is under way on a device."""
 
     def close(self) -> None:
-        """Let go of all slots; tensors that still are in one keep its memory."""
+        """Drop all slots; a tensor that is still in one keeps its memory."""
         for slots in self._slots.values():
             for slot in slots:
                 slot.discard_unused()
@@ -132,21 +130,21 @@ class ShmTransport:
             held.clear()
 
     def give_up_in_child(self) -> None:
-        """Let a forked child free no slot: its parent may still read what the child lets go of."""
+        """Free no slot when a forked child drops its tensors: the parent may still read them."""
         for mapped in self._mapped.values():
             mapped.never_take_back()
-        self._slots.clear()  # nor give its parent's memory back to the system
+        self._slots.clear()  # nor return its parent's memory to the system
         if self._file is not None:
             self._file.close()
         self.close()
 
-    def _free_slot(self, peer: int, kind: int, size: int) -> _Slot:
-        """Return a slot that nobody uses, and that is large enough."""
-        slots = self._slots.setdefault((peer, kind), [])
+    def _free_slot(self, peer: int, channel_id: int, size: int) -> _Slot:
+        """Return a free slot that is large enough."""
+        slots = self._slots.setdefault((peer, channel_id), [])
         for slot in slots:
             if slot.size_bytes >= size and not slot.memory[_IN_USE]:
                 return slot
-        dropped = self._dropped.setdefault((peer, kind), [])
+        dropped = self._dropped.setdefault((peer, channel_id), [])
         for slot in [slot for slot in slots if not slot.memory[_IN_USE]]:
             if len(dropped) < _MAX_DROPPED:  # it is too small
                 slots.remove(slot)
@@ -177,7 +175,7 @@ class _Slot:
         self.start = start
         self.num_bytes = -(-(_HEADER_BYTES + size_bytes) // _PAGE) * _PAGE
         self.size_bytes = self.num_bytes - _HEADER_BYTES
-        try:  # not found missing by a SIGBUS later
+        try:  # else a later write without memory would end the process by SIGBUS
             os.posix_fallocate(file.descriptor, start, self.num_bytes)
         except OSError as error:
             raise MemoryError(
@@ -190,7 +188,7 @@ class _Slot:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def discard_unused(self) -> None:
-        """Give the memory back to the system, unless the receiver uses it."""
+        """Return the memory to the system, unless the receiver uses it."""
         if not self.memory[_IN_USE]:
             discard(self.memory)
 
@@ -206,10 +204,10 @@ class _Mapped:
     def lend(self, meta: Meta) -> list[Tensor]:
         """Return tensors in the slot's memory; it is free when all of them are gone."""
         sizes = [tensor.num_bytes for tensor in meta.tensors]
-        offsets, size = _layout(sizes)
+        offsets, size = layout(sizes, _ALIGNMENT)
         loan = self._memory[_HEADER_BYTES : _HEADER_BYTES + size]
         self._lent = weakref.ref(loan, self._take_back)
-        # Ordinary tensors also in inference mode: see ``meta.allocate``.
+        # No inference tensors: see ``meta.allocate``.
         with torch.inference_mode(False):
             return [
                 torch.frombuffer(
@@ -224,7 +222,7 @@ class _Mapped:
             ]
 
     def never_take_back(self) -> None:
-        """Leave the slot in use, whatever becomes of the tensors."""
+        """Leave the slot in use for ever."""
         self._lent = None
 
     def _take_back(self, lent: object) -> None:
@@ -232,16 +230,16 @@ class _Mapped:
 
 
 class _Sent:
-    """A message that is in its slot."""
+    """A message in its slot: its tensors were copied."""
 
     def __init__(self, slot: _Slot) -> None:
         self._slot = slot
 
     def wait(self) -> None:
-        """Return: the tensors were copied."""
+        """Do nothing."""
 
     def is_done(self) -> bool:
-        """Tell whether the receiver has mapped the slot, and can do without the sender."""
+        """Return whether the receiver has mapped the slot, and no longer needs the sender."""
         return bool(self._slot.memory[_IS_MAPPED])
 
 
@@ -249,7 +247,7 @@ class _Received:
     """A message that can be used."""
 
     def wait(self) -> None:
-        """Return: the tensors are there."""
+        """Do nothing."""
 
     def is_done(self) -> bool:
         """Return True."""
@@ -260,7 +258,7 @@ def _opened(pid: int, descriptor: int, peer: int) -> _File:
     """Open the file of a peer's slots.
 
     Raises:
-        FileNotFoundError: the peer has closed it, after a failure; another may have its number.
+        FileNotFoundError: the peer has closed it after a failure, and may have reused the number.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
@@ -279,12 +277,3 @@ def _mapped(file: _File, start: int, num_bytes: int) -> memoryview:
             "(vm.max_map_count), or an address space that is limited (ulimit -v): give fewer "
             "micro-batches (chunks), use Stage(schedule='1f1b'), or Stage(transport='gloo')"
         ) from error
-
-
-def _layout(sizes: list[int]) -> tuple[list[int], int]:
-    """Return where each of some tensors begins, and the bytes of all."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return offsets, end

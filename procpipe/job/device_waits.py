@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from procpipe.channel.base import DeviceTransfers
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.mesh import Mesh, WaitReports
 from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
 from procpipe.job.endings import end_at_once, line_of
 from procpipe.notes import write_note
@@ -39,14 +39,14 @@ _LOOK_EVERY_S = 0.2
 _STUCK_AFTER_S, _LEFT_AFTER_S = 0.5, 30.0
 
 
-class DeviceWatch:
+class DeviceWaits:
     """A thread that ends waits for a device after a peer's failure.
 
     Args:
         mesh: this rank's sockets.
         transports: what has transfers on the device.
         caller: returns the thread that makes the calls of the pipeline.
-        onlooker: gets reports of waits and stalls.
+        reports: gets reports of waits and stalls.
         timeout_s: how long a wait may last before it is an error.
         stall_timeout_s: how long until it is called a stall.
     """
@@ -56,7 +56,7 @@ class DeviceWatch:
         mesh: Mesh,
         transports: Sequence[DeviceTransfers],
         caller: Callable[[], threading.Thread],
-        onlooker: Onlooker,
+        reports: WaitReports,
         *,
         timeout_s: float,
         stall_timeout_s: float,
@@ -64,7 +64,7 @@ class DeviceWatch:
         self._mesh = mesh
         self._transports = transports
         self._caller = caller
-        self._onlooker = onlooker
+        self._reports = reports
         self._timeout_s = timeout_s
         self._stall_timeout_s = self._next_stall_s = stall_timeout_s
         self._is_closed = threading.Event()
@@ -74,7 +74,7 @@ class DeviceWatch:
         self._has_raised_in: int | None = None
         every_s = min(_LOOK_EVERY_S, stall_timeout_s / 4, timeout_s / 4)
         self._thread = threading.Thread(
-            target=self._run, args=(every_s,), name="procpipe device watch", daemon=True
+            target=self._run, args=(every_s,), name="procpipe device waits", daemon=True
         )
         self._thread.start()
 
@@ -116,7 +116,7 @@ class DeviceWatch:
         del frame  # it would keep what the function there has
         if seen != self._seen:
             if self._next_stall_s > self._stall_timeout_s:
-                self._onlooker.end_wait()
+                self._reports.end_wait()
             self._seen, self._since_s = seen, time.monotonic()
             self._next_stall_s = self._stall_timeout_s
         return peers
@@ -138,8 +138,8 @@ class DeviceWatch:
             )
         if waited_s >= self._next_stall_s:
             self._next_stall_s *= 2
-            self._onlooker.start_wait(what, self._since_s)
-            self._onlooker.stalled(what, waited_s)
+            self._reports.start_wait(what, self._since_s)
+            self._reports.stalled(what, waited_s)
         return None
 
     def _end_wait(self, error: ProcpipeError) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from procpipe.channel.handshake import accept_peers, connect_to
+from procpipe.channel.handshake import Joiner, accept_peers, connect_to
 from procpipe.channel.wire import Address, address_towards, host_identity, listen, own_address
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.job.attendance import Announcement, Attendance
@@ -152,27 +152,14 @@ class Start:
         key = store.key_for("sockets")
         if key is None:
             key = bytes.fromhex(self._wait_for_key("key", 0, deadline_s))
+        us = Joiner(self.rank, key, deadline_s, self._check_for_failure)
         sockets: dict[int, socket.socket] = {}
         try:
             for peer in range(self.rank):  # 3
                 where = self._wait_for_key(f"address/{peer}", peer, deadline_s)
                 host, unix, tcp_host, tcp_port = json.loads(where)
-                sockets[peer] = connect_to(
-                    peer,
-                    Address(host, unix, (tcp_host, tcp_port)),
-                    rank=self.rank,
-                    key=key,
-                    deadline_s=deadline_s,
-                    check=self._check_for_failure,
-                )
-            sockets |= accept_peers(
-                listeners,
-                set(range(self.rank + 1, self.num_ranks)),
-                rank=self.rank,
-                key=key,
-                deadline_s=deadline_s,
-                check=self._check_for_failure,
-            )
+                sockets[peer] = connect_to(peer, Address(host, unix, (tcp_host, tcp_port)), us)
+            sockets |= accept_peers(listeners, set(range(self.rank + 1, self.num_ranks)), us)
         except BaseException:
             for sock in sockets.values():
                 sock.close()

@@ -18,7 +18,7 @@ import time
 
 import psutil
 
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.mesh import Mesh, WaitReports
 from procpipe.job.board import Board
 from procpipe.notes import write_note
 
@@ -29,7 +29,7 @@ _TURN_S = 0.02
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Watch(Onlooker):
+class StallReports(WaitReports):
     """One rank's eyes on the others.
 
     Args:
@@ -45,7 +45,7 @@ class Watch(Onlooker):
         self._peers: tuple[int, ...] = ()
         self._has_reported = False
 
-    def look_at(self, mesh: Mesh) -> None:
+    def find_boards(self, mesh: Mesh) -> None:
         """Find the boards of the peers on this host; called once they are connected."""
         self._peers = mesh.peers
         for peer in mesh.peers:

@@ -24,12 +24,12 @@ from procpipe.channel.base import DeviceTransport, Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.board import Board
-from procpipe.job.device_waits import DeviceWatch, abort_all
+from procpipe.job.device_waits import DeviceWaits, abort_all
 from procpipe.job.devices import devices_of, nccl_shares_gpus, of_this_host, pci_addresses
 from procpipe.job.endings import end_with_launcher, print_victims_briefly
 from procpipe.job.joining import FIRST_CALL, Start, announce
 from procpipe.job.pinning import pin_this_process
-from procpipe.job.stalls import Watch
+from procpipe.job.stalls import StallReports
 from procpipe.limits import naming_file_limit, raise_file_limit
 from procpipe.notes import write_note
 from procpipe.run.transports import Choice, Offer
@@ -105,14 +105,14 @@ class World:
             _closed_boards.pop().close()
         with naming_file_limit("the board of a stage", 2):
             self.board = Board.create(rank, num_ranks)
-        self._watch = Watch(self.board, rank)
+        self._stalls = StallReports(self.board, rank)
         self._start = Start(rank, num_ranks, store, timeout_s)
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
         self._transports: list[Transport] = []
         self._device_transports: list[DeviceTransport] = []
-        self._device_watch: DeviceWatch | None = None
+        self._device_waits: DeviceWaits | None = None
         self.caller = threading.main_thread()
         self.is_device_stuck = False
         give_up_in_children(self)
@@ -186,14 +186,14 @@ class World:
             sockets,
             timeout_s=self._timeout_s,
             stall_timeout_s=self._stall_timeout_s,
-            onlooker=self._watch,
+            reports=self._stalls,
         )
-        self._watch.look_at(self._mesh)
+        self._stalls.find_boards(self._mesh)
         return self._mesh
 
     def offer(self) -> Offer:
         """Return what this rank can use to exchange large tensors."""
-        sees = sorted(self._watch.pids)
+        sees = sorted(self._stalls.pids)
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
             shares = nccl_shares_gpus()
@@ -296,9 +296,9 @@ class World:
 
     def stop_watching_device(self) -> None:
         """Interrupt waits for the device no more, as this rank fails or leaves."""
-        if self._device_watch is not None:
-            self._device_watch.close()
-            self._device_watch = None
+        if self._device_waits is not None:
+            self._device_waits.close()
+            self._device_waits = None
 
     def give_up_in_child(self) -> None:
         """Leave a forked child's parent its board, its store and its transports."""
@@ -321,7 +321,7 @@ class World:
             self._transports.pop().close()
         self._start.close()
         self._mesh = None
-        self._watch.close()
+        self._stalls.close()
         if self.board not in _closed_boards:
             _closed_boards.append(self.board)
 
@@ -333,12 +333,12 @@ class World:
         if name == "shm":
             from procpipe.channel.shm import ShmTransport
 
-            return self._added(ShmTransport(self._watch.pids))
+            return self._added(ShmTransport(self._stalls.pids))
         if name == "cuda_ipc":
             from procpipe.channel.cuda_ipc import CudaIpcTransport
             from procpipe.channel.gpu import Gpu
 
-            return self._added_of_device(CudaIpcTransport(Gpu(self.device), self._watch.pids))
+            return self._added_of_device(CudaIpcTransport(Gpu(self.device), self._stalls.pids))
         store = self._shared_store().under("transport/", check=self._mesh.poll)
         if name == "nccl":
             from procpipe.channel.nccl import NcclTransport
@@ -360,12 +360,12 @@ class World:
         """Add a transport whose transfers a dead peer would leave on the device, and watch it."""
         assert self._mesh is not None, "the ranks are connected first"
         self._device_transports.append(transport)
-        if self._device_watch is None:
-            self._device_watch = DeviceWatch(
+        if self._device_waits is None:
+            self._device_waits = DeviceWaits(
                 self._mesh,
                 self._device_transports,
                 lambda: self.caller,
-                self._watch,
+                self._stalls,
                 timeout_s=self._timeout_s,
                 stall_timeout_s=self._stall_timeout_s,
             )

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from procpipe.channel.link import LinkReceiver, LinkSender
+from procpipe.channel.link import Receiver, Sender
 from procpipe.compute.partition import Partition
 from procpipe.data.upload import uploaded
 from procpipe.errors import (
@@ -297,7 +297,7 @@ class Pipeline:
         for channel, (source, destination, number) in numbers.items():
             kind = channel[0]
             if source == self._rank:
-                channels.senders[channel] = LinkSender(
+                channels.senders[channel] = Sender(
                     self._mesh,
                     destination,
                     number,
@@ -306,7 +306,7 @@ class Pipeline:
                     f"{kind} to stage {destination} (rank {destination})",
                 )
             if destination == self._rank:
-                channels.receivers[channel] = LinkReceiver(
+                channels.receivers[channel] = Receiver(
                     self._mesh, source, number, transports[source], _described(kind, source)
                 )
         return channels
@@ -317,13 +317,13 @@ class Pipeline:
         for sender in self.channels.senders.values():
             sender.reap()
 
-    def _open_value_channels(self) -> tuple[dict[int, LinkSender], dict[int, LinkReceiver]]:
+    def _open_value_channels(self) -> tuple[dict[int, Sender], dict[int, Receiver]]:
         """Open the channels beside the plan: on the CPU, all inside tokens, between all ranks."""
         mesh, number, cpu = self._mesh, _VALUE_NUMBER, torch.device("cpu")
         return (
-            {peer: LinkSender(mesh, peer, number, None, cpu) for peer in mesh.peers},
+            {peer: Sender(mesh, peer, number, None, cpu) for peer in mesh.peers},
             {
-                peer: LinkReceiver(mesh, peer, number, None, _described(VALUE, peer))
+                peer: Receiver(mesh, peer, number, None, _described(VALUE, peer))
                 for peer in mesh.peers
             },
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from procpipe.channel.base import Receiver, Sender
+from procpipe.channel.link import Receiver, Sender
 from procpipe.compute.partition import Partition
 from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, SKIP, SKIP_GRADIENT, Channel, Transfer
 from procpipe.tree import TENSOR, Flat

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import FAILURE, Mesh, Onlooker
+from procpipe.channel.mesh import FAILURE, Mesh, WaitReports
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
 HEADER = struct.Struct("<QIBB")
@@ -51,13 +51,13 @@ def wired(net):
     theirs.close()
 
 
-def mesh(rank, sockets, timeout_s=5.0, stall_timeout_s=5.0, onlooker=None):
+def mesh(rank, sockets, timeout_s=5.0, stall_timeout_s=5.0, reports=None):
     return Mesh(
         rank,
         sockets,
         timeout_s=timeout_s,
         stall_timeout_s=stall_timeout_s,
-        onlooker=onlooker or Onlooker(),
+        reports=reports or WaitReports(),
     )
 
 
@@ -256,7 +256,7 @@ def test_a_timeout_says_who_waited_how_long_for_what(net):
 
 def test_a_stall_is_told_again_after_twice_the_time(net):
     seen = Seen()
-    _, b = net(2, timeout_s=0.5, stall_timeout_s=0.05, onlooker=seen)
+    _, b = net(2, timeout_s=0.5, stall_timeout_s=0.05, reports=seen)
 
     with pytest.raises(WaitTimeoutError):
         b.wait(lambda: False, lambda: "something")
@@ -267,7 +267,7 @@ def test_a_stall_is_told_again_after_twice_the_time(net):
         assert waited_s >= at_least_s
 
 
-class Seen(Onlooker):
+class Seen(WaitReports):
     """Notes what it is told."""
 
     def __init__(self):
@@ -289,7 +289,7 @@ class Seen(Onlooker):
 
 def test_a_long_wait_is_told_and_a_short_one_is_not(net):
     seen = Seen()
-    a, b = net(2, onlooker=seen)
+    a, b = net(2, reports=seen)
     heard = heard_by(b, 0, 1)
     a.send(1, 1, 0, 0, b"at once")
     b.wait(lambda: heard, lambda: "the first")
@@ -305,7 +305,7 @@ def test_a_long_wait_is_told_and_a_short_one_is_not(net):
 
 def test_a_wait_that_fails_stays_told(net):
     seen = Seen()
-    _, b = net(2, timeout_s=0.2, onlooker=seen)
+    _, b = net(2, timeout_s=0.2, reports=seen)
 
     with pytest.raises(WaitTimeoutError):
         b.wait(lambda: False, lambda: "something")
@@ -316,7 +316,7 @@ def test_a_wait_that_fails_stays_told(net):
 def test_where_a_dead_peer_was_last_seen_is_told():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    one = mesh(1, {0: ours}, onlooker=Seen())
+    one = mesh(1, {0: ours}, reports=Seen())
     theirs.close()
 
     with pytest.raises(PeerLostError, match=r"ended without a word.*; rank 0 was seen in F3"):
@@ -541,7 +541,7 @@ def test_a_failure_overtakes_what_could_not_be_sent(net):
 
 
 def test_a_peer_that_does_not_read_cannot_keep_a_failing_rank(net, monkeypatch):
-    monkeypatch.setattr("procpipe.channel.mesh._LAST_WORDS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("procpipe.channel.mesh._LAST_FRAME_TIMEOUT_S", 0.05)
     a, b = net(2)
     for _ in range(100):
         a.send(1, 7, 0, 0, bytes(1 << 20))

@@ -14,7 +14,7 @@ import pytest
 
 from procpipe.channel import mesh as mesh_module
 from procpipe.channel import wire
-from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh, Onlooker
+from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh, WaitReports
 from procpipe.channel.wire import open_process
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
 from tests.test_forks import in_child
@@ -56,7 +56,7 @@ def peer(tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         sock.setblocking(False)
-        mesh = Mesh(1, {0: sock}, timeout_s=5.0, stall_timeout_s=5.0, onlooker=Onlooker())
+        mesh = Mesh(1, {0: sock}, timeout_s=5.0, stall_timeout_s=5.0, reports=WaitReports())
         meshes.append(mesh)
         return process, mesh
 
@@ -145,7 +145,7 @@ def test_only_processes_of_this_host_are_opened():
 def test_a_forked_child_cannot_speak_for_its_parent():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    mesh = Mesh(1, {0: ours}, timeout_s=5.0, stall_timeout_s=5.0, onlooker=Onlooker())
+    mesh = Mesh(1, {0: ours}, timeout_s=5.0, stall_timeout_s=5.0, reports=WaitReports())
     mesh.send(0, 3, 0, 0, b"before")
 
     def speak():

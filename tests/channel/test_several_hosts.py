@@ -9,7 +9,7 @@ import time
 import pytest
 
 from procpipe.channel import handshake, wire
-from procpipe.channel.handshake import connect_to
+from procpipe.channel.handshake import Joiner, connect_to
 from procpipe.channel.wire import (
     Address,
     address_towards,
@@ -29,8 +29,7 @@ def _nothing_told(monkeypatch):
 
 def connect(tcp, timeout_s=20.0):
     address = Address("another host", "", tcp)
-    deadline_s = time.monotonic() + timeout_s
-    return connect_to(3, address, rank=4, key=b"k", deadline_s=deadline_s, check=lambda: None)
+    return connect_to(3, address, Joiner(4, b"k", time.monotonic() + timeout_s, lambda: None))
 
 
 # -- which address -------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ def test_a_rank_of_this_host_that_has_ended():
     sockets[0].close()
 
     with pytest.raises(ConnectionError, match=r"rank 4 cannot reach rank 3 on this host .*ended"):
-        connect_to(3, address, rank=4, key=b"k", deadline_s=time.monotonic() + 5, check=print)
+        connect_to(3, address, Joiner(4, b"k", time.monotonic() + 5, print))
 
 
 # -- hosts that vanish ---------------------------------------------------------------------------

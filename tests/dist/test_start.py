@@ -235,7 +235,7 @@ if RANK == VICTIM:
     if WHERE == "connecting":
         starting.connect_to = starting.accept_peers = die
     if WHERE == "handshake":
-        handshake._introduce = handshake._Caller.hear = die
+        handshake._introduce = handshake._Caller.read = die
     if WHERE == "transport":
         World._new_transport = die
     if WHERE == "balance":

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.mesh import Mesh, WaitReports
 from procpipe.errors import CallMismatchError, PeerLostError, PlanError, WaitTimeoutError
 from procpipe.plan.routes import LOSS, TARGET, Routes
 from procpipe.plan.schedules.named import Schedule
@@ -35,7 +35,7 @@ def meshes():
             sockets[rank],
             timeout_s=2.0,
             stall_timeout_s=2.0,
-            onlooker=Onlooker(),
+            reports=WaitReports(),
         )
         for rank in range(3)
     ]

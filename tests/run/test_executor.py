@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe.channel.memory import MemoryChannel
 from procpipe.compute.partition import Partition
 from procpipe.errors import PlanError
 from procpipe.job.board import Board
@@ -19,6 +18,7 @@ from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.run.executor import Executor, MiniBatch
 from procpipe.run.ports import Channels
 from procpipe.tree import Flat
+from tests.channel.memory import MemoryChannel
 
 CPU = torch.device("cpu")
 WIDTH = 3

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.mesh import Mesh, WaitReports
 from procpipe.timeline.clocks import Clocks
 from procpipe.timeline.collect import FIRST, LAST, Kept, Tracing, claimed
 
 
 def tracing(path):
-    mesh = Mesh(0, {}, timeout_s=1.0, stall_timeout_s=1.0, onlooker=Onlooker())
+    mesh = Mesh(0, {}, timeout_s=1.0, stall_timeout_s=1.0, reports=WaitReports())
     return Tracing(path, mesh, Clocks(mesh), {"balance": [1], "trace": True})
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from procpipe.channel import handshake
-from procpipe.channel.handshake import accept_peers, connect_to
+from procpipe.channel.handshake import Joiner, accept_peers, connect_to
 from procpipe.channel.wire import Address, host_identity, listen
 from procpipe.errors import WaitTimeoutError
 
@@ -45,18 +45,13 @@ class Acceptor:
     def __init__(self, listeners, expected=(1,), timeout_s=5.0, key=KEY, check=lambda: None):
         self.peers = {}
         self.error = None
-        self._options = {
-            "rank": 0,
-            "key": key,
-            "deadline_s": time.monotonic() + timeout_s,
-            "check": check,
-        }
+        self._us = Joiner(0, key, time.monotonic() + timeout_s, check)
         self._thread = threading.Thread(target=self._run, args=(listeners, set(expected)))
         self._thread.start()
 
     def _run(self, listeners, expected):
         try:
-            self.peers = accept_peers(listeners, expected, **self._options)
+            self.peers = accept_peers(listeners, expected, self._us)
         except BaseException as error:
             self.error = error
 
@@ -76,8 +71,7 @@ class Acceptor:
 
 
 def connect(address, rank=1, key=KEY, timeout_s=5.0, check=lambda: None, peer=0):
-    deadline_s = time.monotonic() + timeout_s
-    return connect_to(peer, address, rank=rank, key=key, deadline_s=deadline_s, check=check)
+    return connect_to(peer, address, Joiner(rank, key, time.monotonic() + timeout_s, check))
 
 
 def stranger(address):
