@@ -1,6 +1,6 @@
-"""How many files a process may have open: raising the limit, and errors that say what is wanted.
+"""The limit on open files: raising it, and errors that say how many are needed.
 
-Sockets, shared memory and what is opened through ``/proc`` all count. A leaf: every part may ask.
+Sockets, shared memory and files opened through ``/proc`` all count. A leaf: every part may use it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def raise_file_limit() -> None:
 
 
 def check_file_limit(num_wanted: int, what: str) -> None:
-    """Check that this process may open so many more files.
+    """Check that this process may open more files.
 
     Args:
         num_wanted: how many.
-        what: what for, as after "for".
+        what: what they are for, as after "for".
 
     Raises:
         FileLimitError: it may not.
@@ -35,9 +35,9 @@ def check_file_limit(num_wanted: int, what: str) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with naming_file_limit(what, num_wanted):
         try:
-            num_open = len(os.listdir("/proc/self/fd")) - 1  # one of them lists the others
+            num_open = len(os.listdir("/proc/self/fd")) - 1  # one is open only for the listing
         except FileNotFoundError:
-            return  # another system than Linux
+            return  # not on Linux
     if limit != resource.RLIM_INFINITY and num_open + num_wanted > limit:
         raise _limit_error(what, num_open, num_wanted)
 

@@ -1,4 +1,4 @@
-"""How lengths of time and amounts of bytes are written for people: in tables, pages and advice."""
+"""Lengths of time and amounts of bytes as text, for tables, pages and advice."""
 
 from __future__ import annotations
 

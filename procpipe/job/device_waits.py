@@ -1,17 +1,17 @@
-"""Ends waits for a device, in native code, when a peer has failed.
+"""Ends waits for a device, in native code, after a peer's failure.
 
-A transfer whose peer has failed never ends, and what waits for the device, ``loss.item()`` in the
-user's script for instance, would wait for ever: it reads no socket.
+A transfer whose peer has failed never ends. What waits for the device, for instance
+``loss.item()`` in the user's script, would wait for ever: it reads no socket.
 
     caller's thread    loss.item()  …  …  …  …  …  …  …  …  ─> RemoteStageError, raised there
     this thread        now and then: has it moved?        │
                        a transfer is not over, and        │
-                       a peer has failed: (1) have it     │
-                       raised, (2) end all transfers ─────┘
+                       a peer has failed: (1) raise there,│
+                       (2) end all transfers ─────────────┘
 
-(1) comes first, so that Python sees none of the values that are computed after (2): the interpreter
-raises as soon as native code returns. Where transfers cannot be ended the process is, with its
-story. Without a failure the thread reports stalls, and after ``timeout_s`` that is a failure.
+(1) comes first, so that Python sees no value computed after (2): the interpreter raises as soon as
+native code returns. If transfers cannot be ended, the process ends, with an error message. Without
+a failure the thread reports stalls, and raises an error after ``timeout_s``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from procpipe.notes import write_note
 #: How often the thread looks, at most.
 _LOOK_EVERY_S = 0.2
 
-#: How long the caller's thread may stay where it is after a failure, before that counts as stuck;
-#: and where a peer has only left, whose part is done, while this device may have much to compute
-#: before its own is.
+#: How long the caller's thread may stay where it is before that counts as stuck: after a failure;
+#: and after a peer has only left (it is done, but this device may still have much to compute).
 _STUCK_AFTER_S, _LEFT_AFTER_S = 0.5, 30.0
 
 
@@ -46,7 +45,7 @@ class DeviceWaits:
         mesh: this rank's sockets.
         transports: what has transfers on the device.
         caller: returns the thread that makes the calls of the pipeline.
-        reports: gets reports of waits and stalls.
+        reports: receives reports of waits and stalls.
         timeout_s: how long a wait may last before it is an error.
         stall_timeout_s: how long until it is called a stall.
     """
@@ -79,7 +78,7 @@ class DeviceWaits:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, soon; what it was about to raise is not raised any more."""
+        """End the thread soon; an error that is not raised yet is withdrawn."""
         with self._raising:
             self._is_closed.set()
             if self._has_raised_in == threading.get_ident():
@@ -106,14 +105,14 @@ class DeviceWaits:
                 return
 
     def _stuck_with(self) -> list[int]:
-        """Return with whom transfers are not over, while the caller's thread has not moved."""
+        """Return the ranks with unfinished transfers; note since when the caller has not moved."""
         thread = self._caller()
         frame = sys._current_frames().get(thread.ident or 0)
         if frame is None:
             return []
         peers = sorted({peer for each in self._transports for peer in each.busy_with()})
         seen = id(frame), frame.f_lasti, self._mesh.num_looks, peers
-        del frame  # it would keep what the function there has
+        del frame  # it would keep that function's variables alive
         if seen != self._seen:
             if self._next_stall_s > self._stall_timeout_s:
                 self._reports.end_wait()
@@ -143,7 +142,7 @@ class DeviceWaits:
         return None
 
     def _end_wait(self, error: ProcpipeError) -> None:
-        """Have an error raised where the caller's thread waits, and end what it waits for."""
+        """Raise an error in the caller's thread, and end what it waits for."""
         ident = self._caller().ident
         assert ident is not None, "the thread has called"
         with self._raising:
@@ -159,13 +158,13 @@ class DeviceWaits:
 
 
 def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
-    """End the transfers of all transports at once, as those of one may wait for another's.
+    """End the transfers of all transports at the same time, since one may wait for another's.
 
     Returns:
         Whether the device is free of them, once it has run the compute that was queued, or after
         half a minute.
     """
-    transports = tuple(transports)  # a thread that closes them meanwhile empties the list
+    transports = tuple(transports)  # another thread that closes them may empty the list
     freed: list[bool] = []
 
     def abort(transport: DeviceTransfers) -> None:
@@ -173,7 +172,7 @@ def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
             freed.append(transport.abort())
 
     threads = [threading.Thread(target=abort, args=(each,), daemon=True) for each in transports[1:]]
-    for thread in threads:  # no pool's threads: those do not start any more as Python ends
+    for thread in threads:  # no thread pool: it starts no threads while Python ends
         thread.start()
     for each in transports[:1]:
         abort(each)
@@ -183,24 +182,19 @@ def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
 
 
 def _raise_in(ident: int, error: ProcpipeError | None) -> None:
-    """Have a thread raise an error as soon as it runs Python; None takes it back.
+    """Raise an error in a thread as soon as it runs Python; None withdraws it.
 
-    The interpreter takes a class, and makes the exception itself.
+    The interpreter takes a class and makes the exception itself.
     """
-    kind: Any = None
+    argument = None
     if error is not None:
-        kind = type(type(error).__name__, (type(error),), {"__init__": _constructor(error)})
-        kind.__module__ = type(error).__module__
-        kind.__qualname__ = type(error).__qualname__
-    argument = ctypes.py_object(kind) if kind is not None else None
+
+        def construct(self: Any) -> None:
+            self.__dict__.update(error.__dict__)
+            Exception.__init__(self, *error.args)
+
+        cls: Any = type(type(error).__name__, (type(error),), {"__init__": construct})
+        cls.__module__ = type(error).__module__
+        cls.__qualname__ = type(error).__qualname__
+        argument = ctypes.py_object(cls)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), argument)
-
-
-def _constructor(error: ProcpipeError) -> Callable[[Any], None]:
-    """Return the constructor of a class whose exceptions are like this one."""
-
-    def construct(self: Any) -> None:
-        self.__dict__.update(error.__dict__)
-        Exception.__init__(self, *error.args)
-
-    return construct

@@ -1,13 +1,13 @@
-"""How the processes of a job find one another, before any of them is connected.
+"""How the processes of a job connect to one another.
 
-    0  agree who takes part               (see rollcall.py)
-    1  say which host we are on           host/<rank>      (are TCP listeners needed?)
-    2  listen, and say where              address/<rank>
+    0  agree on who takes part            (see rollcall.py)
+    1  announce the host                  host/<rank>      (are TCP listeners needed?)
+    2  listen, and announce where         address/<rank>
     3  connect to every lower rank, accept every higher one; the job's key proves both sides
 
-All of it goes through the job's store, which the launcher holds, or rank 0 (``store.py``). A rank
-that cannot come leaves a note there, so that nobody waits for it; without a launcher the end of a
-process that left none is seen, too (``attendance.py``).
+All of it goes through the job's store, which the launcher or rank 0 holds (``store.py``). A rank
+that cannot come leaves a note there, so that the others do not wait for it. Without a launcher,
+``attendance.py`` detects the end of a process that left none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from procpipe.channel.wire import Address, address_towards, host_identity, liste
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.job.attendance import Announcement, Attendance
 from procpipe.job.keys import given_key
-from procpipe.job.rollcall import Notes, Pause, agree_on_round
+from procpipe.job.rollcall import Notes, agree_on_round, wait_until
 from procpipe.limits import check_file_limit
 
 if TYPE_CHECKING:
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 #: What ranks usually connect for.
 FIRST_CALL = "first call"
 
-#: How long a rank that fails tries to reach the store, to say so.
-_LAST_WORDS_TIMEOUT_S = 3.0
+#: How long a rank that fails tries to reach the store.
+_NOTE_TIMEOUT_S = 3.0
 
-#: How long the store is held by a rank that ends, for the others to read why.
+#: How long a failing rank keeps the store it holds open, for the others to read why it ends.
 _HOLD_STORE_S = 0.7
 
 #: Files that a rank opens for each peer: a socket, its board, its process, its shared memory or
-#: gloo's socket, the store's socket on rank 0; and besides: its own shared memory, listeners, the
-#: store, and what is open for a moment only.
+#: gloo's socket, the store's socket on rank 0; and others: its own shared memory, listeners, the
+#: store, and files that are open only for a moment.
 _FILES_PER_PEER, _MORE_FILES = 5, 12
 
-#: Every rank first calls its pipelines in the same order: so these numbers agree.
+#: Numbers the pipelines; all ranks first call them in the same order, so the numbers agree.
 _connected = itertools.count()
 
 
@@ -74,7 +74,7 @@ class Start:
         self.network_address: str | None = None
         self._store = store
         self._timeout_s = timeout_s
-        self._opened: _Opened | None = None
+        self._opened: _OpenedStore | None = None
         self._round: JobStore | None = None
         self._serves_store = False
 
@@ -102,14 +102,14 @@ class Start:
         if self._opened is None:
             try:
                 key = given_key()
-            except ValueError:  # that may be why it failed; the others show what they cannot trust
+            except ValueError:  # perhaps why it failed; the others show the note as unproven
                 key = None
-            self._opened = self._newly_opened(key, _LAST_WORDS_TIMEOUT_S)
+            self._opened = self._newly_opened(key, _NOTE_TIMEOUT_S)
         self._opened.notes.leave(self.rank, story)
         self._hold_store()
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Drop the store."""
         if self._opened is not None:
             self._opened.attendance.close()
         self._store = self._opened = self._round = None
@@ -142,9 +142,11 @@ class Start:
         if self.rank == 0 and store.key is None:
             store.set("key", secrets.token_hex(32))
         store.set(f"host/{self.rank}", json.dumps([host_identity(), own_address(), purpose]))  # 1
-        told = [json.loads(self._wait_for_key(f"host/{rank}", rank, deadline_s)) for rank in ranks]
-        _check_purpose(self.rank, [theirs for _, _, theirs in told])
-        hosts = [(host, address) for host, address, _ in told]
+        announced = [
+            json.loads(self._wait_for_key(f"host/{rank}", rank, deadline_s)) for rank in ranks
+        ]
+        _check_purpose(self.rank, [theirs for _, _, theirs in announced])
+        hosts = [(host, address) for host, address, _ in announced]
         _check_hosts([host for host, _ in hosts])
         self.network_address = address_towards(self.rank, hosts)
         listeners, ours = listen(self.network_address)  # 2
@@ -169,13 +171,13 @@ class Start:
                 listener.close()
         return sockets
 
-    def _open_store(self) -> _Opened:
-        """Return the launcher's store, which may be older than this round, and what is in it."""
+    def _open_store(self) -> _OpenedStore:
+        """Return the job's store, which may be older than this round."""
         if self._opened is None:
             self._opened = self._newly_opened(given_key(), self._timeout_s)
         return self._opened
 
-    def _newly_opened(self, key: bytes | None, timeout_s: float) -> _Opened:
+    def _newly_opened(self, key: bytes | None, timeout_s: float) -> _OpenedStore:
         from procpipe.job.store import JobStore, launchers_store
 
         def part_of(store: Store, prefix: str) -> JobStore:
@@ -183,35 +185,36 @@ class Start:
 
         if self._store is not None:
             ours = part_of(self._store, "")
-            return _Opened(ours, Notes(ours, outlives_rounds=False), Attendance(ours, 0, 1))
+            return _OpenedStore(ours, Notes(ours, outlives_rounds=False), Attendance(ours, 0, 1))
         launchers, is_older = launchers_store(timeout_s), _has_launchers_store()
         self._serves_store = self.rank == 0 and not is_older
         ours = part_of(launchers, f"procpipe/{next(_connected)}/")
-        num_ranks = 1 if is_older else self.num_ranks  # the launcher sees to them
-        return _Opened(
+        num_ranks = 1 if is_older else self.num_ranks  # the launcher monitors its processes
+        return _OpenedStore(
             ours,
             Notes(ours, outlives_rounds=is_older),
             Attendance(part_of(launchers, "procpipe/"), self.rank, num_ranks),
         )
 
     def _hold_store(self) -> None:
-        """Let the others read in the store why this process ends, if the store ends with it."""
+        """Wait while the others read why this process ends, if the store ends with it."""
         if self._serves_store:
             time.sleep(_HOLD_STORE_S)
 
     def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
         from torch.distributed import DistError
 
-        store, pause = self.shared_store(), Pause()
+        store = self.shared_store()
         try:
-            while not store.check([key]):
-                self._check_for_failure()
-                if time.monotonic() > deadline_s:
-                    raise WaitTimeoutError(
-                        f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} "
-                        "to start: did every process reach its first step?"
-                    )
-                pause()
+            wait_until(
+                lambda: store.check([key]),
+                check=self._check_for_failure,
+                deadline_s=deadline_s,
+                timed_out=lambda: WaitTimeoutError(
+                    f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} "
+                    "to start: did every process reach its first step?"
+                ),
+            )
             return str(store.get(key).decode())
         except DistError as error:
             raise self._lost_store(error) from error
@@ -226,14 +229,14 @@ class Start:
             try:
                 opened.attendance.check()
             except PeerLostError as error:
-                opened.notes.check()  # it may have said why before it ended
+                opened.notes.check()  # it may have left a note before it ended
                 opened.notes.leave(error.rank, error.story, is_lost=True)
                 raise
         except DistError as error:
             raise self._lost_store(error) from error
 
     def _lost_store(self, error: Exception) -> PeerLostError:
-        """Return what to raise when the store has gone before all ranks were connected."""
+        """Return the error for a store that has ended before all ranks were connected."""
         holder = "the launcher of rank 0" if _has_launchers_store() else "rank 0"
         where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
         reason = str(error).partition("\n")[0]
@@ -245,8 +248,8 @@ class Start:
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """This pipeline's part of the store, and what is looked at there while ranks start."""
+class _OpenedStore:
+    """This pipeline's part of the store, and what is checked there while ranks start."""
 
     store: JobStore
     notes: Notes
@@ -254,13 +257,13 @@ class _Opened:
 
 
 def _has_launchers_store() -> bool:
-    """Say whether torchrun's agent holds the store, for as long as it lives."""
+    """Return whether torchrun's agent holds the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @functools.cache
 def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
-    """Have this process noted in the store that rank 0 holds, once."""
+    """Announce this process in the store that rank 0 holds, once."""
 
     def open_store(is_given_up: Callable[[], bool]) -> JobStore:
         from procpipe.job.store import JobStore, launchers_store
@@ -273,7 +276,7 @@ def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
 
 
 def _check_purpose(rank: int, purposes: list[str]) -> None:
-    """Check that this rank connects to find what rank 0 finds, or for its first call, as rank 0."""
+    """Check that this rank connects for the same purpose as rank 0."""
     ours, first = purposes[rank], purposes[0]
     if ours != first:
         finding, found, other = (0, first, rank) if ours == FIRST_CALL else (rank, ours, 0)
@@ -284,9 +287,9 @@ def _check_purpose(rank: int, purposes: list[str]) -> None:
 
 
 def _check_hosts(hosts: list[str]) -> None:
-    """Check that ranks which one launcher has started on one host are there.
+    """Check that ranks which one launcher has started on one host are all there.
 
-    Else whoever can write into the store could have them speak over the network.
+    Otherwise whoever can write into the store could make them use the network.
     """
     local, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     if local != size or size != str(len(hosts)) or len(set(hosts)) == 1:
@@ -300,7 +303,7 @@ def _check_hosts(hosts: list[str]) -> None:
 
 
 def announce(rank: int, timeout_s: float) -> None:
-    """Note in the store which process this is, unless a launcher sees to it; never blocks.
+    """Note in the store which process this is, unless a launcher monitors it; never blocks.
 
     Args:
         rank: this rank.

@@ -1,9 +1,9 @@
-"""Where this process stands: its rank among the job's processes, its device, and its ways to them.
+"""This process's place in the job: its rank, its device, and its connections to the other ranks.
 
-``torchrun`` says it in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …). Without a
+``torchrun`` sets it in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …). Without a
 launcher the job is this one process. Nothing is connected before ``connect``, which every rank
-calls once: the ranks find one another (see ``starting.py``), and then build the transports for
-large tensors. A rank that cannot come leaves a note (``give_up``), so that nobody waits for it.
+calls once: the ranks connect to one another (``joining.py``) and then open the transports for large
+tensors. A rank that cannot come leaves a note (``give_up``), so that the others do not wait for it.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_TIMEOUT_S = 30.0
 
-#: More than the second to which torchrun rounds, and the tenth in which it looks.
+#: More than the second to which torchrun rounds, and the tenth of a second at which it looks.
 _HEAD_START_S = 1.5
 
-#: How long a rank that leaves waits for the others to be done, too: till then it keeps what they
-#: may still receive by NCCL, and memory that they have open.
+#: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
+#: still receive by NCCL, and memory that they have open.
 _PART_TIMEOUT_S = 10.0
 
-#: The mesh's kind for values of ``agreed``: no channel's, and not the control plane's.
+#: The frame type of values of ``agreed``: no channel's, and not the control plane's.
 _AGREED = 200
 
-#: Every rank makes its pipelines in the same order: so these numbers agree.
+#: Numbers the pipelines; all ranks make them in the same order, so the numbers agree.
 _made = itertools.count()
 
-#: Boards of stages that are closed: a launcher may look at them until there is a newer one.
+#: Boards of closed stages: a launcher may read them until there is a newer one.
 _closed_boards: list[Board] = []
 
 
@@ -68,7 +68,7 @@ class World:
         store: a store all ranks share, or None to open the launcher's when it is needed.
         device: what this process computes on.
         devices: what each rank computes on, as far as this one knows; by default like this one.
-        number: which of the script's pipelines this is, counted from 0 in the order they are made.
+        number: which of the script's pipelines this is, from 0 in the order they are made.
         is_launched: False for a script started without a launcher.
         may_share: whether it may share its GPU with other ranks.
         timeout_s: how long any wait for a peer may last.
@@ -76,8 +76,8 @@ class World:
 
     Attributes:
         caller: the thread that makes the calls of the pipeline.
-        is_device_stuck: whether transfers are left on the device that could not be ended: what
-            waits for the device would wait for ever.
+        is_device_stuck: whether some transfers on the device could not be ended, so that waiting
+            for the device would never end.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class World:
         """Read torchrun's variables; without them the job is this process alone.
 
         Args:
-            devices: one device a rank; by default this host's GPUs in the order of local ranks,
+            devices: one device per rank; by default this host's GPUs in the order of local ranks,
                 or the CPU where there are none.
             timeout_s: as for the class.
             stall_timeout_s: as for the class.
@@ -167,16 +167,15 @@ class World:
         return world
 
     def connect(self) -> Mesh:
-        """Join the other ranks; every rank calls it, and it waits for all of them.
+        """Connect to the other ranks; every rank calls it, and it waits for all of them.
 
         Raises:
-            RemoteStageError: another rank gave up before it came here.
+            RemoteStageError: another rank failed before it connected.
             WaitTimeoutError: a rank did not come within the timeout.
         """
         return self._mesh or self._connect_for(FIRST_CALL)
 
     def _connect_for(self, purpose: str) -> Mesh:
-        """Connect; every rank does it for the same purpose."""
         sockets: dict[int, socket.socket] = {}
         if self.num_ranks > 1:
             with naming_file_limit("the connections to other ranks", self.num_ranks):
@@ -192,23 +191,23 @@ class World:
         return self._mesh
 
     def offer(self) -> Offer:
-        """Return what this rank can use to exchange large tensors."""
-        sees = sorted(self._stalls.pids)
+        """Return the transports that this rank can use."""
+        local_peers = sorted(self._stalls.pids)
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
             shares = nccl_shares_gpus()
-            return Offer(["nccl", "cuda_ipc"], gpu, sees, shares, self._may_share)
-        return Offer(["shm", "gloo"] if len(sees) == self.num_ranks - 1 else ["gloo"])
+            return Offer(["nccl", "cuda_ipc"], gpu, local_peers, shares, self._may_share)
+        return Offer(["shm", "gloo"] if len(local_peers) == self.num_ranks - 1 else ["gloo"])
 
     def open_transports(
         self, choice: Choice, channels: Iterable[tuple[int, int, int]]
     ) -> dict[int, Transport]:
-        """Build what carries large tensors; every rank calls it, and it waits for all of them.
+        """Open the transports; every rank calls it, and it waits for all of them.
 
         Args:
             choice: what all ranks have agreed on.
-            channels: ``(source rank, destination rank, kind)`` of all channels of the job, in an
-                order that all ranks share.
+            channels: ``(source rank, destination rank, channel id)`` of all channels of the job, in
+                an order that all ranks share.
 
         Returns:
             The transport to and from each rank with which this one has a channel.
@@ -229,10 +228,10 @@ class World:
 
         Args:
             key: names the value in errors.
-            make: makes plain JSON; runs on rank 0 only, while the others wait.
+            make: returns plain JSON; runs on rank 0 only, while the others wait.
 
         Raises:
-            ValueError: not every rank wants it.
+            ValueError: not every rank asks for it.
             RemoteStageError: rank 0 failed.
             WaitTimeoutError: it took longer than the timeout.
         """
@@ -243,7 +242,7 @@ class World:
             value = make()
             for peer in mesh.peers:
                 mesh.send(peer, _AGREED, 0, 0, json.dumps(value).encode())
-            mesh.poll()  # a rank may have ended meanwhile
+            mesh.poll()  # raises if a rank has ended meanwhile
             return value
         found: list[Any] = []
         mesh.on(0, _AGREED, lambda sequence, flags, body: found.append(json.loads(bytes(body))))
@@ -251,9 +250,9 @@ class World:
         return found[0]
 
     def give_up(self, story: str) -> None:
-        """Tell the other ranks that this one failed, whether or not they are connected yet.
+        """Send this rank's failure to the other ranks, whether or not they are connected yet.
 
-        Never raises and waits a few seconds at most: it is called while an error is on its way.
+        Never raises and waits a few seconds at most: it is called while an error is handled.
         """
         if self.num_ranks == 1:
             return
@@ -268,25 +267,25 @@ class World:
             )
 
     def record(self, error: BaseException) -> None:
-        """Leave the error where torchrun looks for what ended the job."""
+        """Record the error where torchrun looks for the cause of the job's end."""
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             try:
-                raise error  # what is recorded is the exception that is being handled
+                raise error  # torchrun records the exception that is being handled
             except BaseException:
                 with contextlib.suppress(BaseException):  # its __str__ may raise anything
                     get_error_handler().record_exception(error)
 
     def let_others_end_first(self) -> None:
-        """Wait a moment, as the process ends because another one failed.
+        """Wait a moment when the process ends because another one failed.
 
-        Torchrun names the process that failed first, by whole seconds, and terminates all others:
-        without this often one that only heard of the failure, while the one that could tell of it
-        is cut off. Usually torchrun ends this process here.
+        Torchrun names the process that failed first, by whole seconds, and terminates all others.
+        Without this wait it often names a rank that only received the failure, and ends the one
+        with the cause before that is written. Usually torchrun ends this process here.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C reaches all ranks
+            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C interrupts all ranks
                 time.sleep(_HEAD_START_S)
 
     def drain(self) -> None:
@@ -295,18 +294,18 @@ class World:
             transport.drain()
 
     def stop_watching_device(self) -> None:
-        """Interrupt waits for the device no more, as this rank fails or leaves."""
+        """Stop interrupting waits for the device, as this rank fails or leaves."""
         if self._device_waits is not None:
             self._device_waits.close()
             self._device_waits = None
 
     def give_up_in_child(self) -> None:
-        """Leave a forked child's parent its board, its store and its transports."""
+        """In a forked child, leave the board, the store and the transports to the parent."""
         self.board.give_up_in_child()
         keep_for_ever(self)
 
     def close(self) -> None:
-        """Say goodbye to the peers and let go of every connection."""
+        """Send a goodbye to the peers and close every connection."""
         self.stop_watching_device()
         if self._mesh is not None:
             if self._device_transports:
@@ -314,7 +313,7 @@ class World:
             self._mesh.close()
         if not abort_all(self._device_transports):
             self.is_device_stuck = True
-            keep_for_ever([*self._transports])  # closing them, or their destructors, would wait
+            keep_for_ever([*self._transports])  # close() or their destructors would block
             self._transports.clear()
         self._device_transports.clear()
         while self._transports:
@@ -325,10 +324,10 @@ class World:
         if self.board not in _closed_boards:
             _closed_boards.append(self.board)
 
-    # -- steps 0 to 4 ---------------------------------------------------------------------------
+    # -- transports -----------------------------------------------------------------------------
 
     def _new_transport(self, name: str, channels: Iterable[tuple[int, int, int]]) -> Transport:
-        """Build one transport for the channels that it is to carry."""
+        """Open one transport for the channels that it is to carry."""
         assert self._mesh is not None, "the ranks are connected first"
         if name == "shm":
             from procpipe.channel.shm import ShmTransport
@@ -357,7 +356,7 @@ class World:
         return transport
 
     def _added_of_device(self, transport: DeviceTransport) -> Transport:
-        """Add a transport whose transfers a dead peer would leave on the device, and watch it."""
+        """Add a transport whose transfers a dead peer would leave on the device."""
         assert self._mesh is not None, "the ranks are connected first"
         self._device_transports.append(transport)
         if self._device_waits is None:

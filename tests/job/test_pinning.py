@@ -42,7 +42,7 @@ def host(*cores_of_node, smt=1, kinds=""):
                 tuple(range(core, core + smt * len(nodes), len(nodes))),
                 node=node,
                 package=node,
-                kind=int(kinds[core]) if kinds else 0,
+                core_type=int(kinds[core]) if kinds else 0,
             )
             for core, node in enumerate(nodes)
         )

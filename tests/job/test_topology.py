@@ -89,7 +89,7 @@ def test_hybrid_cores_by_their_capacity(tmp_path):
 
     topology = read_topology(root, range(6))
 
-    assert [core.kind for core in topology.cores] == [0, 0, 1, 1]
+    assert [core.core_type for core in topology.cores] == [0, 0, 1, 1]
     assert topology.summary() == (
         "4 cores (6 logical CPUs), 2 of them faster than the others, 1 package, 1 NUMA node"
     )
@@ -100,7 +100,7 @@ def test_hybrid_cores_as_intel_names_them(tmp_path):
     write(root / "sys/devices/cpu_core/cpus", "0-3")
     write(root / "sys/devices/cpu_atom/cpus", "4-5")
 
-    assert [core.kind for core in read_topology(root, range(6)).cores] == [0, 0, 1, 1]
+    assert [core.core_type for core in read_topology(root, range(6)).cores] == [0, 0, 1, 1]
 
 
 def test_a_single_core(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ class Rig:
         pairs += [(LOSS, last, j) for j in range(last)] + [(TARGET, 0, last)] * (last > 0)
         self.channels = {}
         for kind, a, b in pairs:
-            channel = MemoryChannel(f"{kind} {a}->{b}", timeout_s=5.0)
+            channel: Any = MemoryChannel(f"{kind} {a}->{b}", timeout_s=5.0)
             self.channels[kind, a, b] = channel
             ends[a].senders[kind, a, b] = channel
             ends[b].receivers[kind, a, b] = channel
