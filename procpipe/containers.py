@@ -70,12 +70,8 @@ class Container:
 def opened(value: Any, where: str = "") -> Container | None:
     """Take a container apart; return None if its class is not in the table above.
 
-    Args:
-        value: anything but a plain tuple, list or dict.
-        where: where it is, for errors: ``[0].hidden``.
-
-    Raises:
-        BoundaryError: no process could rebuild it.
+    ``where`` says where it is, for errors: ``[0].hidden``. Raises ``BoundaryError`` if no process
+    could rebuild it.
     """
     cls = type(value)
     base = _base_of(cls)
@@ -118,11 +114,7 @@ def opened(value: Any, where: str = "") -> Container | None:
 
 
 def built(name: str, form: Form, children: Sequence[Any]) -> Any:
-    """Reverse :func:`opened`.
-
-    Raises:
-        BoundaryError: this process has no such class, or it is not in the table above.
-    """
+    """Reverse :func:`opened`; ``BoundaryError`` if this process cannot."""
     cls = _class_named(name)
     base = _base_of(cls) if cls is not None else None
     if cls is None or (base is None and not _is_registered(cls)):

@@ -23,15 +23,7 @@ def raise_file_limit() -> None:
 
 
 def check_file_limit(num_wanted: int, what: str) -> None:
-    """Check that this process may open more files.
-
-    Args:
-        num_wanted: how many.
-        what: what they are for, as after "for".
-
-    Raises:
-        FileLimitError: it may not.
-    """
+    """Raise ``FileLimitError`` unless this process may open so many more files for ``what``."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with naming_file_limit(what, num_wanted):
         try:
@@ -44,12 +36,7 @@ def check_file_limit(num_wanted: int, what: str) -> None:
 
 @contextlib.contextmanager
 def naming_file_limit(what: str, num_wanted: int = 1) -> Iterator[None]:
-    """Replace "Too many open files" by an error that says how many are needed, and what to do.
-
-    Args:
-        what: what is opened, as after "for".
-        num_wanted: how many more files are opened.
-    """
+    """Replace "Too many open files" by an error that says how many are needed, and what to do."""
     try:
         yield
     except OSError as error:

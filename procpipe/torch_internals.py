@@ -31,29 +31,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
 from procpipe.torch_versions import is_tested
 
 if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    BatchNorm = _BatchNorm
 else:
     BatchNorm = nn.BatchNorm1d.__base__
 
-__all__ = [
-    "IN_PROJECTIONS",
-    "IS_TESTED",
-    "BatchNorm",
-    "are_functions_transformed",
-    "can_split_backward",
-    "conv_forward_of",
-    "gloo_options",
-    "in_a_batch",
-    "nccl_options",
-    "pytree",
-    "run_backward",
-    "will_run",
-]
+pytree = _pytree
 
 #: Whether the tests have run with this release of torch.
 IS_TESTED = is_tested(torch.__version__)
@@ -128,13 +117,7 @@ def conv_forward_of(kind: type[nn.Module]) -> Callable[..., Tensor] | None:
 
 
 def gloo_options(gloo: Any, timeout_s: float, device: Any) -> Any:
-    """Return options for a ``ProcessGroupGloo``; ``RuntimeError`` if this torch has other ones.
-
-    Args:
-        gloo: the class, as few modules may import torch.distributed.
-        timeout_s: how long a transfer may take.
-        device: what ``gloo.create_device`` has returned.
-    """
+    """Return options for a ``ProcessGroupGloo``; ``RuntimeError`` if this torch has other ones."""
     return _set(lambda: gloo._Options(), _timeout=timedelta(seconds=timeout_s), _devices=[device])
 
 
@@ -143,11 +126,7 @@ def nccl_options(
 ) -> Any:
     """Return options for a ``ProcessGroupNCCL``; ``RuntimeError`` if this torch has other ones.
 
-    Args:
-        nccl: the class.
-        timeout_s: how long a transfer may take.
-        max_blocks: thread blocks that NCCL may take for a transfer.
-        is_high_priority_stream: whether its stream has priority over others.
+    The class is an argument, as few modules may import torch.distributed.
     """
     options = _set(
         lambda: nccl.Options(is_high_priority_stream=is_high_priority_stream),

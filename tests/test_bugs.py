@@ -18,8 +18,9 @@ import torch.distributed
 from procpipe.channel import handshake
 from procpipe.channel.handshake import Joiner, accept_peers, connect_to
 from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
-from procpipe.channel.mesh import Mesh, WaitReports
+from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import allocate
+from procpipe.channel.native_waits import WaitReports
 from procpipe.channel.wire import listen
 from procpipe.errors import PeerLostError, RemoteStageError
 from procpipe.job import endings

@@ -53,11 +53,7 @@ class Transport(Protocol):
     ) -> tuple[list[Tensor], Pending]:
         """Allocate the tensors of a message and begin to fill them, without waiting.
 
-        Args:
-            meta: shapes and dtypes of the message.
-            peer: the sending rank.
-            channel_id: the channel.
-            note: what the sender's ``post_send`` returned.
+        ``note`` is what the sender's ``post_send`` returned.
         """
 
     def drain(self) -> None:
@@ -76,9 +72,8 @@ class DeviceTransfers(Protocol):
     def abort(self) -> bool:
         """End all transfers, whatever their state; safe in any thread.
 
-        Returns:
-            Whether the device is free of them, once it has run the compute that was queued, or
-            after half a minute.
+        Returns whether the device is free of them, once it has run the compute that was queued, or
+        after half a minute.
         """
 
 

@@ -39,12 +39,7 @@ _WHOLE_BYTES = 4096
 
 
 class Connection:
-    """A connected, non-blocking socket.
-
-    Args:
-        sock: the socket.
-        take: called with each frame that arrives.
-        buffer: read into; several connections may share one.
+    """A connected, non-blocking socket; ``take`` is called with each frame that arrives.
 
     Attributes:
         process: a descriptor of the peer's process; None where it cannot be opened.
@@ -152,11 +147,7 @@ class Connection:
         return position
 
     def look_ahead(self) -> tuple[list[tuple[int, bytes]], bool]:
-        """Read what is there without passing it on.
-
-        Returns:
-            Type and body of each whole frame not passed on yet, and whether the peer has ended.
-        """
+        """Read without passing on; return type and body of each frame, and if it ended."""
         data = self._partial
         has_ended = self._has_process_ended()
         while len(data) < _MAX_AHEAD_BYTES:

@@ -42,6 +42,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -81,21 +82,13 @@ _ABORTED, _WRITE_EVERY_S, _TAKE_TIMEOUT_S, _ABORT_TIMEOUT_S = 1 << 62, 0.01, 1.0
 
 
 class Note(NamedTuple):
-    """The token's description of a slot.
+    """The token's description of a slot."""
 
-    Attributes:
-        number: the slot's number, unique for its sender.
-        serial: which message of this slot it is, from 1.
-        dropped: numbers of slots that the receiver is to close.
-        descriptor: the sender's file of flags.
-        handle: opens the slot; empty if the receiver has opened it.
-    """
-
-    number: int
-    serial: int
-    dropped: tuple[int, ...]
-    descriptor: int
-    handle: bytes
+    number: int  # the slot's, unique for its sender
+    serial: int  # which message of this slot it is, from 1
+    dropped: tuple[int, ...]  # slots that the receiver is to close
+    descriptor: int  # the sender's file of flags
+    handle: bytes  # opens the slot; empty if the receiver has opened it
 
     def pack(self) -> bytes:
         """Encode the note."""
@@ -120,9 +113,7 @@ class Note(NamedTuple):
 class CudaIpcTransport:
     """Slots of one GPU's memory between this rank and those that share the GPU.
 
-    Args:
-        gpu: the GPU.
-        pids: the process of each peer.
+    ``pids`` gives the process of each peer.
     """
 
     needs_acknowledgement = False
@@ -149,17 +140,13 @@ class CudaIpcTransport:
             gpu.new_stream(is_urgent=True),
         )
         self._flags_of: dict[int, _Flags] = {}
-        self._opened: dict[tuple[int, int], _Opened] = {}
-        self._closing: list[_Opened] = []
+        self._opened: dict[tuple[int, int], _OpenedSlot] = {}
+        self._closing: list[_OpenedSlot] = []
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
     ) -> tuple[CudaIpcSent, bytes]:
-        """Queue the copies of contiguous tensors into a slot, behind the current stream.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU has no memory for a slot.
-        """
+        """Queue the copies of contiguous tensors into a slot, behind the current stream."""
         gpu = self._gpu
         offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
         slot, dropped = self._free_slot(peer, channel_id, size)
@@ -221,9 +208,8 @@ class CudaIpcTransport:
     def abort(self) -> bool:
         """End all transfers, whatever their state; safe in any thread.
 
-        Returns:
-            Whether the device is free of them, once it has run the compute that was queued, or
-            after 31 seconds.
+        Returns whether the device is free of them, once it has run the compute that was queued, or
+        after 31 seconds.
         """
         sending, receiving = tuple(self._sending.values()), tuple(self._receiving.values())
         self._release(self._to_fill, sending, _TAKE_TIMEOUT_S)
@@ -303,10 +289,10 @@ class CudaIpcTransport:
 
     # -- slots of peers, to receive from --------------------------------------------------------
 
-    def _open(self, peer: int, told: Note) -> _Opened:
+    def _open(self, peer: int, told: Note) -> _OpenedSlot:
         if peer not in self._flags_of:
             self._flags_of[peer] = _Flags.open(self._pids[peer], told.descriptor)
-        return _Opened(told.number, self._gpu.open(told.handle), self._flags_of[peer])
+        return _OpenedSlot(told.number, self._gpu.open(told.handle), self._flags_of[peer])
 
     def _close_unused(self) -> None:
         """Close dropped slots whose copies are done; the others with a later message."""
@@ -351,25 +337,25 @@ class _Flags:
         self._page[number] = state
 
 
+@dataclass(eq=False)
 class _Slot:
     """A slot of this process, to send from."""
 
-    def __init__(self, number: int, address: int, size_bytes: int, flags: _Flags) -> None:
-        self.number = number
-        self.address = address
-        self.size_bytes = size_bytes
-        self.flags = flags
-        self.serial = 0  # of its last message
+    number: int
+    address: int
+    size_bytes: int
+    flags: _Flags
+    serial: int = 0  # of its last message
 
 
-class _Opened:
+@dataclass(eq=False)
+class _OpenedSlot:
     """A slot of another process, to receive from."""
 
-    def __init__(self, number: int, address: int, flags: _Flags) -> None:
-        self.number = number
-        self.address = address
-        self.flags = flags
-        self.copied: torch.cuda.Event | None = None  # its last message
+    number: int
+    address: int
+    flags: _Flags
+    copied: torch.cuda.Event | None = None  # its last message
 
 
 class CudaIpcSent:

@@ -33,14 +33,9 @@ _DESCRIPTORS = "/proc/self/fd"
 class GlooTransport:
     """Gloo between all ranks of a job; the constructor waits for all of them.
 
-    Args:
-        store: a store that all ranks share, with keys of this transport's own.
-        rank: this rank.
-        num_ranks: the number of ranks.
-        timeout_s: how long a transfer may take once both ends have begun it.
-        host: the local address on which gloo listens. Its default, that of the host's name, may
-            lead to the network when all ranks are on this host, and (127.0.1.1 on Debian) not lead
-            there when they are not.
+    ``host`` is the local address on which gloo listens. Its default, that of the host's name, may
+    lead to the network when all ranks are on this host, and (127.0.1.1 on Debian) not lead there
+    when they are not. The store's keys are this transport's own.
     """
 
     needs_acknowledgement = True

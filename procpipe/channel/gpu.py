@@ -74,11 +74,7 @@ _ADVICE = (
 class Gpu:
     """A GPU of this process; work on a stream is queued, and the host goes on.
 
-    Args:
-        device: the GPU, with its index.
-
-    Raises:
-        RuntimeError: NVIDIA's driver is missing or too old.
+    Raises ``RuntimeError`` if NVIDIA's driver is missing or too old.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,8 +121,7 @@ class Gpu:
     def allocate(self, num_bytes: int) -> int:
         """Return the address of new memory, which other processes can open as a whole.
 
-        Raises:
-            torch.OutOfMemoryError: there is none, even after torch has emptied its cache.
+        If there is none, torch empties its cache before this raises ``torch.OutOfMemoryError``.
         """
         address = _Address()
         status = self._status("cuMemAlloc_v2", ctypes.byref(address), num_bytes)

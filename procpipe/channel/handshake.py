@@ -61,19 +61,12 @@ _TRY_AGAIN = (BlockingIOError, ConnectionResetError, ConnectionAbortedError, Bro
 
 @dataclass(frozen=True)
 class Joiner:
-    """What one rank needs for its handshakes.
-
-    Attributes:
-        rank: this rank.
-        key: the job's key.
-        deadline_s: ``time.monotonic()`` at which waiting ends.
-        check: called some times a second while waiting; raises if the start has failed.
-    """
+    """What one rank needs for its handshakes."""
 
     rank: int
-    key: bytes
-    deadline_s: float
-    check: Callable[[], None]
+    key: bytes  # the job's
+    deadline_s: float  # ``time.monotonic()`` at which waiting ends
+    check: Callable[[], None]  # called while waiting; raises if the start has failed
 
 
 def connect_to(peer: int, address: Address, us: Joiner) -> socket.socket:

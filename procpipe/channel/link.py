@@ -55,17 +55,9 @@ _GRACE_S = 2.0
 class Sender:
     """The sending end of a channel between two processes.
 
-    Args:
-        mesh: this rank's sockets.
-        peer: the receiving rank.
-        channel_id: the channel's number, the same at both ends, below 64.
-        transport: what carries large tensors; None if all travel inside tokens.
-        device: where the tensors are.
-        what: describes the channel in errors: "activation to stage 1 (rank 1)".
-
-    Attributes:
-        num_bytes: bytes of tensor elements sent so far.
-        num_messages: messages sent so far.
+    ``channel_id`` is the same at both ends, and below 64. ``transport`` carries large tensors; None
+    if all travel inside tokens. ``what`` names the channel in errors: "activation to stage 1 (rank
+    1)". ``num_bytes`` counts the bytes of tensor elements sent so far, ``num_messages`` messages.
     """
 
     def __init__(
@@ -211,43 +203,23 @@ class Sender:
 
 
 class _Departure(NamedTuple):
-    """A message that the transport is sending.
+    """A message that the transport is sending."""
 
-    Attributes:
-        tensors: kept until it has arrived.
-        versions: those of the tensors when it began; None once they may be overwritten.
-        pending: the transfer.
-    """
-
-    tensors: list[Tensor]
-    versions: list[int | None] | None
+    tensors: list[Tensor]  # kept until it has arrived
+    versions: list[int | None] | None  # when it began; None once they may be overwritten
     pending: Pending
 
 
 class _Arrival(NamedTuple):
-    """A message whose token has come.
-
-    Attributes:
-        meta: its metadata.
-        tensors: its tensors; None if the transport brings them.
-        note: what the transport's other end passed.
-    """
+    """A message whose token has come."""
 
     meta: Meta
-    tensors: list[Tensor] | None
-    note: bytes
+    tensors: list[Tensor] | None  # None if the transport brings them
+    note: bytes  # from the transport's other end
 
 
 class Receiver:
-    """The receiving end of a channel between two processes.
-
-    Args:
-        mesh: this rank's sockets.
-        peer: the sending rank.
-        channel_id: the channel's number, the same at both ends, below 64.
-        transport: what carries large tensors, the same as the sender's.
-        what: describes the channel in errors: "activation from stage 1 (rank 1)".
-    """
+    """The receiving end of a channel between two processes; arguments as for :class:`Sender`."""
 
     def __init__(
         self, mesh: Mesh, peer: int, channel_id: int, transport: Transport | None, what: str

@@ -17,17 +17,10 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_file(descriptor: int, start: int, num_bytes: int) -> memoryview:
-    """Map a part of a file into shared, writable memory.
+    """Map a part of a file into shared, writable memory; it begins at a multiple of the page size.
 
-    It is unmapped once nothing refers to its bytes: no slice, no tensor over them.
-
-    Args:
-        descriptor: of the open file; may be closed afterwards.
-        start: where the part begins, a multiple of the page size.
-        num_bytes: its length.
-
-    Raises:
-        OSError: the system refuses.
+    The descriptor may be closed afterwards. The memory is unmapped once nothing refers to its
+    bytes: no slice, no tensor over them. Raises ``OSError`` if the system refuses.
     """
     system = _system()
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED

@@ -34,7 +34,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from procpipe.channel.connection import READ_BYTES, Connection
-from procpipe.channel.native_waits import NativeWaits
+from procpipe.channel.native_waits import NativeWaits, WaitReports
 from procpipe.channel.wire import has_vanished
 from procpipe.errors import (
     PeerLostError,
@@ -63,35 +63,11 @@ _LAST_FRAME_TIMEOUT_S = 5.0
 _FAILURE_TIMEOUT_S = 2.0
 
 
-class WaitReports:
-    """Receives reports of one rank's waits; this base class ignores them."""
-
-    def start_wait(self, what: str, since_s: float) -> None:
-        """Handle a wait that began at ``since_s`` (``time.monotonic()``)."""
-
-    def end_wait(self) -> None:
-        """Handle the successful end of a reported wait."""
-
-    def stalled(self, what: str, waited_s: float) -> None:
-        """Handle a wait as long as the stall timeout; called again after twice the time."""
-
-    def last_seen(self, peer: int) -> str:
-        """Return a sentence on what a peer was doing when it died, or ""."""
-        return ""
-
-
 class Mesh:
-    """The sockets of one rank.
+    """The connections of one rank, made of a non-blocking socket to each other rank.
 
-    Args:
-        rank: this rank.
-        sockets: a connected, non-blocking socket to each other rank.
-        timeout_s: how long a wait may last before it is an error.
-        stall_timeout_s: how long until it is called a stall.
-        reports: receives reports of waits and stalls.
-
-    Attributes:
-        num_looks: how often incoming data was looked for.
+    A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``.
+    ``num_looks`` counts how often incoming data was looked for.
     """
 
     def __init__(
@@ -109,9 +85,7 @@ class Mesh:
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._reports = reports
-        self.native_waits = NativeWaits(
-            stall_timeout_s, reports.start_wait, reports.end_wait, reports.stalled
-        )
+        self.native_waits = NativeWaits(stall_timeout_s, reports)
         self._handlers: dict[tuple[int, int], Handler] = {}
         self._early: defaultdict[tuple[int, int], list[_Frame]] = defaultdict(list)
         self._left: set[int] = set()
@@ -238,14 +212,10 @@ class Mesh:
         every_s: float = math.inf,
         grace_s: float = 0.0,
     ) -> None:
-        """Wait until ``ready()``, which only ``peer`` can bring about.
+        """Wait until ``ready()``, which only ``peer`` can bring about; arguments as for ``wait``.
 
-        Args:
-            peer: it must not have left, or not longer than ``grace_s`` ago.
-            ready: as for ``wait``.
-            what: as for ``wait``.
-            every_s: as for ``wait``.
-            grace_s: how many seconds the effects of what a peer did before it left may take.
+        It is an error if the peer has left, more than ``grace_s`` seconds ago: the effects of what
+        it did before may take that long.
         """
         left_s = math.inf
 
@@ -268,11 +238,7 @@ class Mesh:
             self.poll(left_s)
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Read what has come and send what waits; blocks for ``timeout_s`` at most.
-
-        Raises:
-            RemoteStageError: a peer failed; PeerLostError if its process ended.
-        """
+        """Read and send what is possible within ``timeout_s``; raises errors like ``wait``."""
         self._read_and_write(timeout_s)
         self._raise_failure()
 
@@ -302,9 +268,8 @@ class Mesh:
     def look_ahead(self) -> tuple[RemoteStageError | None, set[int]] | None:
         """Look, in another thread, for failures in what the main thread is going to read.
 
-        Returns:
-            The failure of a peer, if there is one, and the peers that have left; None while the
-            main thread is reading itself, and once the mesh is closed.
+        Returns the failure of a peer, if there is one, and the peers that have left; None while the
+        main thread is reading itself, and once the mesh is closed.
         """
         if not self._reading.acquire(blocking=False):
             return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -27,28 +27,29 @@ class _Blocked(NamedTuple):
     since_s: float
 
 
+class WaitReports:
+    """Receives reports of one rank's waits; this base class ignores them."""
+
+    def start_wait(self, what: str, since_s: float) -> None:
+        """Handle a wait that began at ``since_s`` (``time.monotonic()``)."""
+
+    def end_wait(self) -> None:
+        """Handle the successful end of a reported wait."""
+
+    def stalled(self, what: str, waited_s: float) -> None:
+        """Handle a wait as long as the stall timeout; called again after twice the time."""
+
+    def last_seen(self, peer: int) -> str:
+        """Return a sentence on what a peer was doing when it died, or ""."""
+        return ""
+
+
 class NativeWaits:
-    """A thread that reports long waits; it starts with the first.
+    """A thread that reports long waits; it starts with the first."""
 
-    Args:
-        stall_timeout_s: how long until a wait is called a stall.
-        start_wait: called with what is waited for, and since when.
-        end_wait: called when a reported wait is over.
-        stalled: called with what has been waited for as long as that, and how long; again after
-            twice the time.
-    """
-
-    def __init__(
-        self,
-        stall_timeout_s: float,
-        start_wait: Callable[[str, float], None],
-        end_wait: Callable[[], None],
-        stalled: Callable[[str, float], None],
-    ) -> None:
+    def __init__(self, stall_timeout_s: float, reports: WaitReports) -> None:
         self._stall_timeout_s = stall_timeout_s
-        self._start_wait = start_wait
-        self._end_wait = end_wait
-        self._stalled = stalled
+        self._reports = reports
         self._blocked: _Blocked | None = None
         self._reported: _Blocked | None = None
         self._lock = threading.Lock()
@@ -72,7 +73,7 @@ class NativeWaits:
         with self._lock:
             self._blocked = None
             if self._reported is blocked:
-                self._end_wait()
+                self._reports.end_wait()
 
     def close(self) -> None:
         """End the thread."""
@@ -92,7 +93,7 @@ class NativeWaits:
                 waited_s = time.monotonic() - blocked.since_s
                 if self._reported is not blocked:
                     self._reported, stall_s = blocked, self._stall_timeout_s
-                    self._start_wait(*blocked)
+                    self._reports.start_wait(*blocked)
                 if waited_s >= stall_s:
-                    self._stalled(blocked.what, waited_s)
+                    self._reports.stalled(blocked.what, waited_s)
                     stall_s *= 2

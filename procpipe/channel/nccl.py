@@ -76,12 +76,7 @@ _ABORT_TIMEOUT_S = 30.0
 
 
 class NcclTransport:
-    """One two-rank communicator per directed channel.
-
-    Args:
-        rank: this rank.
-        device: this rank's GPU.
-    """
+    """One two-rank communicator per directed channel."""
 
     needs_acknowledgement = False
     blocks = False  # it is the stream that waits
@@ -105,16 +100,10 @@ class NcclTransport:
     def connect(self, store: Store, channels: Iterable[tuple[int, int, int]]) -> None:
         """Connect this rank's communicators; waits for the peers.
 
-        All ranks connect theirs in one global order, since each blocks the host until its other end
-        does the same.
-
-        Args:
-            store: a store that all ranks share, with keys of this transport's own.
-            channels: ``(source rank, destination rank, channel id)`` of all channels of the job, in
-                an order that all ranks share.
-
-        Raises:
-            ValueError: a rank would have more channels than there are streams.
+        ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of the
+        job. All ranks connect theirs in this order, since each blocks the host until its other end
+        does the same. Raises ``ValueError`` if a rank would have more channels than there are
+        streams.
         """
         channels = list(channels)
         num_blocks = _num_blocks(channels)
@@ -173,9 +162,8 @@ class NcclTransport:
     def abort(self) -> bool:
         """End all transfers, whatever their state; safe in any thread.
 
-        Returns:
-            Whether the device is free of them, once it has run the compute that was queued, or
-            after 30 seconds; False while a communicator is being connected, which cannot be ended.
+        Returns whether the device is free of them, once it has run the compute that was queued, or
+        after 30 seconds; False while a communicator is being connected, which cannot be ended.
         """
         deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
         with self._lock:
@@ -249,11 +237,7 @@ def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _num_blocks(channels: list[tuple[int, int, int]]) -> int:
-    """Return how many thread blocks a transfer may take; the same on every rank.
-
-    Raises:
-        ValueError: a rank would send or receive on more channels than there are streams.
-    """
+    """Return how many thread blocks a transfer may take; the same on every rank."""
     for end, does in (0, "send"), (1, "receive"):
         ((rank, most),) = Counter(channel[end] for channel in channels).most_common(1)
         if most > _MAX_CHANNELS:

@@ -54,11 +54,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class ShmTransport:
-    """Shared memory between all ranks of a job, which are on one host.
-
-    Args:
-        pids: the process of each peer.
-    """
+    """Shared memory between all ranks of a job on one host; ``pids`` gives each peer's process."""
 
     needs_acknowledgement = False
     blocks = False
@@ -70,19 +66,14 @@ class ShmTransport:
         self._pids = dict(pids)
         self._file: _File | None = None
         self._end = 0
-        self._slots: dict[tuple[int, int], list[_Slot]] = {}
+        self._slots: dict[tuple[int, int], list[_ShmSlot]] = {}
         self._dropped: dict[tuple[int, int], list[int]] = {}
         self._files_of: dict[int, _File] = {}
         self._mapped: dict[tuple[int, int], _Mapped] = {}
         give_up_in_children(self)
 
     def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[_Sent, bytes]:
-        """Copy contiguous CPU tensors into a slot.
-
-        Raises:
-            MemoryError: the host has no memory for a slot.
-            FileLimitError: this process may not open another file.
-        """
+        """Copy contiguous CPU tensors into a slot; ``MemoryError`` if there is no memory left."""
         offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
         slot = self._free_slot(peer, channel_id, size)
         slot.memory[_IN_USE] = 1
@@ -99,11 +90,7 @@ class ShmTransport:
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], _Received]:
-        """Return the tensors of a message, in the memory of its slot.
-
-        Raises:
-            FileLimitError: this process may not open another file.
-        """
+        """Return the tensors of a message, in the memory of its slot."""
         start, num_bytes, descriptor, num_dropped = _NOTE.unpack_from(note)
         for k in range(num_dropped):
             (dropped,) = _NUMBER.unpack_from(note, _NOTE.size + k * _NUMBER.size)
@@ -138,7 +125,7 @@ class ShmTransport:
             self._file.close()
         self.close()
 
-    def _free_slot(self, peer: int, channel_id: int, size: int) -> _Slot:
+    def _free_slot(self, peer: int, channel_id: int, size: int) -> _ShmSlot:
         """Return a free slot that is large enough."""
         slots = self._slots.setdefault((peer, channel_id), [])
         for slot in slots:
@@ -153,7 +140,7 @@ class ShmTransport:
         if self._file is None:
             with naming_file_limit("the shared memory of a rank's messages"):
                 self._file = _File(os.memfd_create(_NAME))
-        slot = _Slot(self._file, self._end, size)
+        slot = _ShmSlot(self._file, self._end, size)
         self._end += slot.num_bytes
         slots.append(slot)
         return slot
@@ -167,7 +154,7 @@ class _File:
         self.close = weakref.finalize(self, os.close, descriptor)
 
 
-class _Slot:
+class _ShmSlot:
     """A slot of this process, to send from."""
 
     def __init__(self, file: _File, start: int, size_bytes: int) -> None:
@@ -232,7 +219,7 @@ class _Mapped:
 class _Sent:
     """A message in its slot: its tensors were copied."""
 
-    def __init__(self, slot: _Slot) -> None:
+    def __init__(self, slot: _ShmSlot) -> None:
         self._slot = slot
 
     def wait(self) -> None:
@@ -255,11 +242,7 @@ class _Received:
 
 
 def _opened(pid: int, descriptor: int, peer: int) -> _File:
-    """Open the file of a peer's slots.
-
-    Raises:
-        FileNotFoundError: the peer has closed it after a failure, and may have reused the number.
-    """
+    """Open the file of a peer's slots; ``FileNotFoundError`` if a failed peer has closed it."""
     path = f"/proc/{pid}/fd/{descriptor}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise FileNotFoundError(f"rank {peer} has closed its shared memory")

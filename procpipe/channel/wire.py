@@ -42,17 +42,11 @@ _BACKLOG = 4096
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens.
+    """Where a rank listens."""
 
-    Attributes:
-        host: equal for two ranks on one host (see :func:`host_identity`).
-        unix: name in the abstract namespace, or "" where there is none.
-        tcp: numeric address and port, or ("", 0).
-    """
-
-    host: str
-    unix: str
-    tcp: tuple[str, int]
+    host: str  # see host_identity
+    unix: str  # name in the abstract namespace, or "" where there is none
+    tcp: tuple[str, int]  # numeric address and port, or ("", 0)
 
 
 def host_identity() -> str:
@@ -68,11 +62,7 @@ def host_identity() -> str:
 
 
 def own_address() -> str:
-    """Return this host's address for its peers: PROCPIPE_ADDRESS, or the one towards rank 0.
-
-    Raises:
-        ValueError: the address given is not one of this host.
-    """
+    """Return this host's address for its peers: PROCPIPE_ADDRESS, or the one towards rank 0."""
     given = os.environ.get(_ADDRESS_VARIABLE)
     if not given:
         return _address_on_the_way_to(os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -91,12 +81,9 @@ def own_address() -> str:
 def address_towards(rank: int, hosts: list[tuple[str, str]]) -> str | None:
     """Return the address this rank listens on for ranks on other hosts; None if there are none.
 
-    Where rank 0 runs, its host's name may lead to the loopback interface (127.0.1.1 on Debian), so
-    there the way to another host counts.
-
-    Args:
-        rank: this rank.
-        hosts: the host identity and own address of each rank.
+    ``hosts`` holds each rank's host identity and own address. Where rank 0 runs, its host's name
+    may lead to the loopback interface (127.0.1.1 on Debian), so there the way to another host
+    counts.
     """
     identity, ours = hosts[rank]
     others = [address for host, address in hosts if host != identity]

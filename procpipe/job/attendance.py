@@ -41,9 +41,7 @@ def _own_process() -> dict[str, str | int] | None:
 class Announcement:
     """Notes this process in the store; in the background where the store may not exist yet.
 
-    Args:
-        rank: this rank.
-        open_store: returns the store, given a function that says whether to stop waiting.
+    ``open_store`` returns the store, given a function that says whether to stop waiting.
     """
 
     def __init__(self, rank: int, open_store: Callable[[Callable[[], bool]], KeyValues]) -> None:
@@ -74,13 +72,7 @@ class Announcement:
 
 
 class Attendance:
-    """The processes of the other ranks on this host, polled for their end.
-
-    Args:
-        store: where they have noted who they are.
-        rank: this rank.
-        num_ranks: the number of ranks.
-    """
+    """The processes of the other ranks on this host, polled for their end."""
 
     def __init__(self, store: KeyValues, rank: int, num_ranks: int) -> None:
         self._store = store

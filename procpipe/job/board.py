@@ -144,8 +144,7 @@ class Board:
     def of_process(cls, pid: int) -> Board | None:
         """Find the board of another process of this host, the newest if there are several.
 
-        Returns:
-            A board to read, or None if the process has none, has ended or may not be read.
+        Returns None if the process has none, has ended or may not be read.
         """
         found: list[Board] = []
         folder = f"/proc/{pid}/fd"
@@ -184,10 +183,7 @@ class Board:
     # -- writing --------------------------------------------------------------------------------
 
     def tell_facts(self, facts: dict[str, Any]) -> None:
-        """Write facts about this process, once; plain JSON. "layers" describes its layers.
-
-        If they exceed 1 MiB, the longest are left out.
-        """
+        """Write facts about this process, once, as JSON; beyond 1 MiB the longest are left out."""
         texts = {name: json.dumps(fact) for name, fact in facts.items()}
         while len(text := json.dumps({name: facts[name] for name in texts})) > _FACTS[1] - 8:
             del texts[max(texts, key=lambda name: len(texts[name]))]
@@ -240,13 +236,9 @@ class Board:
         self._words[_NUM_MICRO_BATCHES] = num_micro_batches
 
     def end_program(self, num_samples: int, *, busy_ns: int, step_ns: int, held_bytes: int) -> None:
-        """Note that a program has run to its end.
+        """Note the end of a program, and the time in tasks and in programs so far.
 
-        Args:
-            num_samples: of the mini-batch that it completes; 0 if its backward pass is to follow.
-            busy_ns: nanoseconds in tasks so far.
-            step_ns: nanoseconds in programs so far.
-            held_bytes: most bytes held between tasks so far.
+        ``num_samples`` is 0 if the mini-batch's backward pass is to follow.
         """
         words = self._words
         words[_NUM_STEPS] += num_samples > 0

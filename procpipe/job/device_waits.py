@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from procpipe.channel.base import DeviceTransfers
-from procpipe.channel.mesh import Mesh, WaitReports
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
 from procpipe.job.endings import end_at_once, line_of
 from procpipe.notes import write_note
@@ -41,13 +42,7 @@ _STUCK_AFTER_S, _LEFT_AFTER_S = 0.5, 30.0
 class DeviceWaits:
     """A thread that ends waits for a device after a peer's failure.
 
-    Args:
-        mesh: this rank's sockets.
-        transports: what has transfers on the device.
-        caller: returns the thread that makes the calls of the pipeline.
-        reports: receives reports of waits and stalls.
-        timeout_s: how long a wait may last before it is an error.
-        stall_timeout_s: how long until it is called a stall.
+    ``caller`` returns the thread that makes the calls of the pipeline.
     """
 
     def __init__(
@@ -160,9 +155,7 @@ class DeviceWaits:
 def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
     """End the transfers of all transports at the same time, since one may wait for another's.
 
-    Returns:
-        Whether the device is free of them, once it has run the compute that was queued, or after
-        half a minute.
+    Returns whether the device is free of them, as ``DeviceTransfers.abort`` does.
     """
     transports = tuple(transports)  # another thread that closes them may empty the list
     freed: list[bool] = []

@@ -113,11 +113,7 @@ def _narrowed() -> str:
 
 
 def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
-    """Return the devices a user has listed, one per rank.
-
-    Raises:
-        ValueError: a device does not exist, or they are of several types.
-    """
+    """Return the devices a user has listed, one per rank; ``ValueError`` if they cannot be used."""
     text = f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices"
     if isinstance(devices, str):
         raise ValueError(text)

@@ -94,9 +94,7 @@ def _check_launcher() -> None:
 def print_victims_briefly(rank: int, board: Board) -> None:
     """Print one line, and no traceback, for an uncaught error that began on another rank.
 
-    Args:
-        rank: this rank.
-        board: says where it was when the error came; the newest counts.
+    The board says where this rank was when the error came; the newest one counts.
     """
     victims = _victims()
     victims.rank, victims.board, victims.pid = rank, board, os.getpid()
@@ -157,7 +155,7 @@ def watch_threads(
 
     Args:
         raised: called with an exception that ends a thread, in that thread.
-        main_ended: called again and again with the seconds since the main thread has ended, in a
+        main_ended: called repeatedly with the seconds since the main thread has ended, in a
             thread of its own, while another thread keeps the process alive.
         has_failed: returns whether the job has failed; then a process whose main thread an
             exception has ended does not live on for long.
@@ -221,11 +219,7 @@ def _report_until_exit(main_ended: Callable[[float], None]) -> None:
 
 
 class _EndAfterFailure:
-    """Ends the process, if its job has failed and Python waits for other threads too long.
-
-    Args:
-        has_failed: returns whether the job has failed.
-    """
+    """Ends the process, if its job has failed and Python waits for other threads too long."""
 
     def __init__(self, has_failed: Callable[[], bool]) -> None:
         self._has_failed = has_failed
@@ -282,10 +276,7 @@ def _waited_for() -> str:
 def line_of(rank: int, error: BaseException, reading: Reading | None = None) -> str:
     """Return the line to print instead of a traceback; "" to print the traceback.
 
-    Args:
-        rank: this rank.
-        error: what ends it.
-        reading: where it was; None to leave that out.
+    ``reading`` says where the rank was; None leaves that out.
     """
     if isinstance(error, KeyboardInterrupt) and reading is not None:
         return f"procpipe: rank {rank} was interrupted {reading.where()}"

@@ -57,15 +57,9 @@ _connected = itertools.count()
 class Start:
     """One pipeline's start on one rank.
 
-    Args:
-        rank: this rank.
-        num_ranks: the number of ranks.
-        store: a store all ranks share, or None to open the launcher's when it is needed.
-        timeout_s: how long to wait for the others.
-
-    Attributes:
-        network_address: where this rank listens for ranks on other hosts, once that is known;
-            None if there are none.
+    ``store`` is one that all ranks share, or None to open the launcher's when it is needed.
+    ``network_address`` is where this rank listens for ranks on other hosts, once that is known;
+    None if there are none.
     """
 
     def __init__(self, rank: int, num_ranks: int, store: Store | None, timeout_s: float) -> None:
@@ -81,8 +75,7 @@ class Start:
     def connect(self, purpose: str) -> dict[int, socket.socket]:
         """Return a proven connection to every other rank; waits for all of them.
 
-        Args:
-            purpose: what the ranks connect for, the same on every rank.
+        ``purpose`` says what the ranks connect for; it must be the same on every rank.
         """
         try:
             return self._connect_sockets(purpose)
@@ -94,11 +87,7 @@ class Start:
                 self._opened.attendance.close()
 
     def leave_note(self, story: str) -> None:
-        """Leave a note for the others that this rank failed.
-
-        Raises:
-            RuntimeError, OSError, ValueError: the store cannot be reached.
-        """
+        """Leave a note for the others that this rank failed; raises if the store is unreachable."""
         if self._opened is None:
             try:
                 key = given_key()
@@ -305,9 +294,7 @@ def _check_hosts(hosts: list[str]) -> None:
 def announce(rank: int, timeout_s: float) -> None:
     """Note in the store which process this is, unless a launcher monitors it; never blocks.
 
-    Args:
-        rank: this rank.
-        timeout_s: how long to wait for the store, in the background.
+    A background thread waits for the store for ``timeout_s``.
     """
     if not _has_launchers_store():
         _announced(os.getpid(), rank, timeout_s)

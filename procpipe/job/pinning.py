@@ -38,23 +38,14 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process of this host runs.
-
-    Attributes:
-        local_rank: which process of the host.
-        cpus: the logical CPUs it is pinned to; empty if it is not pinned.
-        num_cores: how many physical cores these are.
-        node: their NUMA node; None if they are in several, or it is not pinned.
-        device: what it computes on: "CPU" or "GPU 0000:3b:00.0".
-        why: the reason, for people.
-    """
+    """Where a process of this host runs."""
 
     local_rank: int
-    cpus: tuple[int, ...]
-    num_cores: int
-    node: int | None
-    device: str
-    why: str
+    cpus: tuple[int, ...]  # logical ones, to which it is pinned; empty if it is not pinned
+    num_cores: int  # how many physical cores these are
+    node: int | None  # their NUMA node; None if they are in several, or it is not pinned
+    device: str  # what it computes on: "CPU" or "GPU 0000:3b:00.0"
+    why: str  # the reason, for people
 
 
 def places(
@@ -62,10 +53,8 @@ def places(
 ) -> list[Place]:
     """Divide a host's cores among its processes; pure.
 
-    Args:
-        topology: what the host has.
-        num_processes: how many processes it runs.
-        devices: each process's GPU; None, or a shorter list, where there is none or it is unknown.
+    ``devices`` holds each process's GPU; None, or a shorter list, where there is none or it is
+    unknown.
     """
     devices = [*devices, *[None] * num_processes][:num_processes]
     names = ["CPU" if device is None else f"GPU {device.pci}" for device in devices]
@@ -94,12 +83,8 @@ def places(
 def places_of_host(num_processes: int, device_pcis: Sequence[str | None] = ()) -> list[Place]:
     """Divide this host's cores, those this process may use, among ``num_processes`` processes.
 
-    Args:
-        num_processes: how many processes the host runs.
-        device_pcis: the PCI address of each process's GPU; None, or a shorter list, for none.
-
-    Raises:
-        ValueError: an invalid PCI address.
+    ``device_pcis`` holds the PCI address of each process's GPU; None, or a shorter list, for none.
+    Raises ``ValueError`` for an invalid one.
     """
     devices = [None if pci is None else read_device(pci) for pci in device_pcis]
     found = places(read_topology(), num_processes, devices)
@@ -111,11 +96,7 @@ def places_of_host(num_processes: int, device_pcis: Sequence[str | None] = ()) -
 
 
 def pin(place: Place) -> None:
-    """Restrict all threads of this process, and those they start, to a place's CPUs.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Restrict all threads of this process, and those they start, to a place's CPUs."""
     done: set[str] = set()
     # A thread started meanwhile inherits the old CPUs: repeat until there is no new one.
     while place.cpus and (threads := set(os.listdir("/proc/self/task")) - done):
@@ -128,22 +109,15 @@ def pin(place: Place) -> None:
 
 
 def pin_this_process(device_pcis: Sequence[str | None] = ()) -> Place | None:
-    """Pin this process to its share of the host's cores.
+    """Pin this process to its share of the host's cores; return it, or None if nothing was done.
 
     ``World.from_environment`` calls it once in each process that a launcher has started, before
     much memory is used. It takes a few milliseconds at most and never raises: an error is one line
-    on standard error.
+    on standard error. ``device_pcis`` is as for ``places_of_host``, in the order of local ranks.
 
     It does nothing in a process that was not started by torchrun's engine (Slurm and MPI bind
     their processes themselves), in one that is pinned already, so that it may not run where its
     launcher may (``torchrun --numa-binding``, ``numactl``), and if PROCPIPE_PIN is 0.
-
-    Args:
-        device_pcis: the PCI address of the GPU of each process of this host, in the order of local
-            ranks; None, or a shorter list, where there is none or it is unknown.
-
-    Returns:
-        Where it runs, or would if there were enough cores; None if nothing was done.
     """
     try:
         run_id = os.environ.get(_RUN_ID)

@@ -68,13 +68,9 @@ def wait_until(
 ) -> None:
     """Wait until ``ready()``, which looks into a store, with longer and longer pauses.
 
-    Not ``store.wait`` with a short timeout, which prints a warning each time.
-
-    Args:
-        ready: the condition.
-        check: called while waiting; raises if the start has failed.
-        deadline_s: ``time.monotonic()`` at which waiting ends.
-        timed_out: returns the error to raise then.
+    ``check`` is called while waiting, and raises if the start has failed. At ``deadline_s`` the
+    error that ``timed_out`` returns is raised. ``store.wait`` with a short timeout would print a
+    warning each time.
     """
     pause_s = _FIRST_PAUSE_S
     while not ready():
@@ -90,14 +86,8 @@ def agree_on_round(
 ) -> str:
     """Return a name of this round: equal on all ranks, and different from that of earlier rounds.
 
-    Every rank calls it, and it waits for all of them.
-
-    Args:
-        store: lives as long as the job, or as this round.
-        rank: this rank.
-        num_ranks: the number of ranks in this round.
-        timeout_s: how long to wait for the others.
-        check: called while waiting; raises if the start has failed.
+    Every rank calls it, and it waits for all of them. The store lives as long as the job, or as
+    this round. ``check`` is called while waiting; it raises if the start has failed.
 
     Raises:
         PeerLostError: this process was replaced.
@@ -168,9 +158,7 @@ class _Failure:
 class Notes:
     """Failures of ranks that could not come, left in the store for those that wait for them.
 
-    Args:
-        store: as for :func:`agree_on_round`, with the same prefix of keys.
-        outlives_rounds: whether a note may be of an earlier round.
+    ``outlives_rounds`` says whether a note may be of an earlier round.
     """
 
     def __init__(self, store: KeyValues, *, outlives_rounds: bool) -> None:
@@ -183,13 +171,7 @@ class Notes:
                 self._old = found
 
     def leave(self, rank: int, story: str, *, is_lost: bool = False) -> None:
-        """Leave a note, unless this round has one.
-
-        Args:
-            rank: the rank that failed.
-            story: what happened.
-            is_lost: whether its process has ended without a message.
-        """
+        """Leave a note, unless this round has one; ``is_lost`` if the process left no message."""
         note = asdict(_Failure(rank, story, time.time(), is_lost))
         self._store.compare_set("failure", self._old.decode(), json.dumps(note))
 

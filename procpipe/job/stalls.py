@@ -16,7 +16,8 @@ import time
 
 import psutil
 
-from procpipe.channel.mesh import Mesh, WaitReports
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.channel.wire import peer_credentials
 from procpipe.job.board import Board
 from procpipe.notes import write_note

@@ -50,14 +50,10 @@ _RETRY_S = 0.05
 
 
 class JobStore(Store):  # type: ignore[misc, unused-ignore]
-    """A part of the job's store; torch uses it, too, from C++.
+    """A part of the job's store, where all names have a prefix; torch uses it, too, from C++.
 
-    Args:
-        store: any of torch's.
-        prefix: begins the names of all values.
-        key: the job's key, if it is not in the store itself.
-        timeout_s: how long to wait for a value.
-        check: called while waiting for a value; raises if the start has failed.
+    ``key`` is the job's, if it is not in the store itself. ``check`` is called while waiting for a
+    value; it raises if the start has failed.
     """
 
     def __init__(
@@ -107,11 +103,7 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         self.underlying_store.set(self._prefix + name, self._sealed(name, value))
 
     def get(self, name: str) -> bytes:
-        """Return a value, waiting until it is set.
-
-        Raises:
-            ValueError: it was not set by a process with this one's key.
-        """
+        """Return a value, waiting until it is set; ``ValueError`` if its writer had another key."""
         self.wait([name])
         return self._opened(name, self.underlying_store.get(self._prefix + name))
 
@@ -196,10 +188,7 @@ def launchers_store(timeout_s: float, is_given_up: Callable[[], bool] = lambda: 
 
     Without a launcher rank 0 holds the store, and the others wait for rank 0 here. The connection
     stays for as long as the process: another rank may already connect for the next pipeline.
-
-    Args:
-        timeout_s: how long to wait for the store.
-        is_given_up: called while waiting; returns whether to stop.
+    ``is_given_up`` is called while waiting, and returns whether to stop.
 
     Raises:
         WaitTimeoutError: nothing answered where the store should be.

@@ -25,32 +25,20 @@ _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0
 
 @dataclass(frozen=True)
 class Core:
-    """A physical core.
+    """A physical core."""
 
-    Attributes:
-        cpus: its logical CPUs that may be used; two with SMT.
-        package: the package (socket) it is in.
-        node: its NUMA node.
-        core_type: 0 for a host's fastest cores, 1 for the next slower ones, …
-    """
-
-    cpus: tuple[int, ...]
-    package: int = 0
-    node: int = 0
-    core_type: int = 0
+    cpus: tuple[int, ...]  # logical CPUs that may be used; two with SMT
+    package: int = 0  # socket
+    node: int = 0  # NUMA node
+    core_type: int = 0  # 0 for a host's fastest cores, 1 for the next slower ones, …
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-        pci: its address on the PCI bus: "0000:3b:00.0".
-        node: the NUMA node it is next to, None if unknown.
-    """
-
-    pci: str
-    node: int | None
+    pci: str  # its address on the PCI bus: "0000:3b:00.0"
+    node: int | None  # the NUMA node it is next to, None if unknown
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ class Topology:
 
 
 def read_topology(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Topology:
-    """Read what this host has; about 20 us a core.
+    """Read what this host has, about 20 us a core.
 
     Args:
         root: where ``sys`` is.
@@ -111,15 +99,7 @@ def read_topology(root: Path = Path("/"), allowed: Collection[int] | None = None
 
 
 def read_device(pci: str, root: Path = Path("/")) -> Device:
-    """Read where a GPU is.
-
-    Args:
-        pci: its address on the PCI bus, in any of the usual spellings.
-        root: where ``sys`` is.
-
-    Raises:
-        ValueError: an invalid address.
-    """
+    """Read which node a GPU is next to; any usual spelling of its address will do."""
     pci = normal_pci(pci)
     folder = f"{root}/sys/bus/pci/devices/{pci}"
     node = _read_number(f"{folder}/numa_node")
@@ -145,11 +125,7 @@ def gpu_pcis() -> list[str | None]:
 
 
 def normal_pci(text: str) -> str:
-    """Return a PCI address as /sys spells it: "00000000:3B:00.0" is "0000:3b:00.0".
-
-    Raises:
-        ValueError: an invalid address.
-    """
+    """Return a PCI address as /sys spells it: "00000000:3B:00.0" is "0000:3b:00.0"."""
     match = _PCI.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is no PCI address like '0000:3b:00.0'")
@@ -158,11 +134,7 @@ def normal_pci(text: str) -> str:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Return the CPUs of a list as the kernel writes it: "0-2,8" is 0, 1, 2 and 8.
-
-    Raises:
-        ValueError: an invalid list.
-    """
+    """Return the CPUs of a list as the kernel writes it: "0-2,8" is 0, 1, 2 and 8."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         if part:

@@ -127,11 +127,8 @@ class World:
     ) -> World:
         """Read torchrun's variables; without them the job is this process alone.
 
-        Args:
-            devices: one device per rank; by default this host's GPUs in the order of local ranks,
-                or the CPU where there are none.
-            timeout_s: as for the class.
-            stall_timeout_s: as for the class.
+        ``devices`` holds one device per rank; by default it is this host's GPUs in the order of
+        local ranks, or the CPU where there are none.
 
         Raises:
             IndexError: there are fewer devices than ranks.
@@ -202,15 +199,11 @@ class World:
     def open_transports(
         self, choice: Choice, channels: Iterable[tuple[int, int, int]]
     ) -> dict[int, Transport]:
-        """Open the transports; every rank calls it, and it waits for all of them.
+        """Open the transport to and from each rank with which this one has a channel.
 
-        Args:
-            choice: what all ranks have agreed on.
-            channels: ``(source rank, destination rank, channel id)`` of all channels of the job, in
-                an order that all ranks share.
-
-        Returns:
-            The transport to and from each rank with which this one has a channel.
+        Every rank calls it, and it waits for all of them. ``choice`` is what all ranks have agreed
+        on. ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of
+        the job, in an order that all ranks share.
         """
         by_name: dict[str, list[tuple[int, int, int]]] = {}
         for channel in channels:
@@ -224,11 +217,11 @@ class World:
         return found
 
     def agreed(self, key: str, make: Callable[[], Any]) -> Any:
-        """Make a value on rank 0 and return it on every rank; every rank calls it.
+        """Make a value, plain JSON, on rank 0 and return it on every rank; every rank calls it.
 
         Args:
             key: names the value in errors.
-            make: returns plain JSON; runs on rank 0 only, while the others wait.
+            make: runs on rank 0 only, while the others wait.
 
         Raises:
             ValueError: not every rank asks for it.

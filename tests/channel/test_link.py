@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, Receiver, Sender
-from procpipe.channel.mesh import Mesh, WaitReports
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
 

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import FAILURE, Mesh, WaitReports
+from procpipe.channel.mesh import FAILURE, Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
 HEADER = struct.Struct("<QIBB")

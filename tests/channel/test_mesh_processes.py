@@ -14,7 +14,8 @@ import pytest
 
 from procpipe.channel import mesh as mesh_module
 from procpipe.channel import wire
-from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh, WaitReports
+from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.channel.wire import open_process
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
 from tests.test_forks import in_child

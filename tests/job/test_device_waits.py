@@ -13,7 +13,8 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh, WaitReports
+from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.job import device_waits
 from procpipe.job.device_waits import DeviceWaits, abort_all

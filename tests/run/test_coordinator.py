@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import Mesh, WaitReports
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import CallMismatchError, PeerLostError, PlanError, WaitTimeoutError
 from procpipe.plan.routes import LOSS, TARGET, Routes
 from procpipe.plan.schedules.named import Schedule

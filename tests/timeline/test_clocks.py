@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import Mesh, WaitReports
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.timeline.clocks import CLOCK, Clocks, Reading, drift_ppm, offset_at
 
 

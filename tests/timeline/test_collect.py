@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from procpipe.channel.mesh import Mesh, WaitReports
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.timeline.clocks import Clocks
 from procpipe.timeline.collect import FIRST, LAST, Kept, Tracing, claimed
 
