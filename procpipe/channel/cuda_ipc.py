@@ -281,7 +281,6 @@ class CudaIpcTransport:
         return slot
 
     def _free_closed(self) -> None:
-        """Free dropped slots that no peer has open."""
         closed = [slot for slot in self._dropped if self._flags[slot.number] == _CLOSED]
         for slot in closed:
             self._dropped.remove(slot)
@@ -312,7 +311,6 @@ class _Flags:
 
     @classmethod
     def create(cls) -> _Flags:
-        """Create this process's flags, all free."""
         with naming_file_limit("the flags of a GPU's slots", 2):
             descriptor = os.memfd_create(_NAME)
             os.ftruncate(descriptor, _MAX_SLOTS)
@@ -322,7 +320,6 @@ class _Flags:
 
     @classmethod
     def open(cls, pid: int, descriptor: int) -> _Flags:
-        """Open another process's flags."""
         with naming_file_limit(f"the flags of process {pid}", 2):
             ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
             try:

@@ -119,7 +119,6 @@ class Sender:
         self.num_bytes += self._size_bytes
 
     def _send_pieces(self, tensors: list[Tensor]) -> None:
-        """Send the bytes of tensors, each piece when the socket has taken the one before."""
         mesh, peer = self._mesh, self._peer
         for data in map(_view_of, tensors):
             for start in range(0, len(data), PIECE_BYTES):
@@ -369,7 +368,6 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """Return the memory of a contiguous CPU tensor, without a copy."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
@@ -379,7 +377,6 @@ def _view_of(tensor: Tensor) -> memoryview:
 
 
 def _tensors_from(body: memoryview, meta: Meta) -> list[Tensor]:
-    """Return new CPU tensors filled from a token."""
     assert len(body) == meta.num_bytes, "a token carries what its metadata says"
     tensors = allocate(meta, "cpu")
     if len(body):

@@ -146,7 +146,6 @@ class Mesh:
 
     @property
     def _busy(self) -> list[int]:
-        """The peers for which data waits to be sent."""
         return [peer for peer, each in self._connections.items() if each.has_unsent]
 
     def _send_on(self, peer: int) -> None:
@@ -309,14 +308,12 @@ class Mesh:
             raise self._failure
 
     def _process_ended(self, peer: int) -> None:
-        """Read what a peer sent before its process ended."""
         while self._read(peer):
             pass
         if peer in self._connections:
             self._ended(peer)
 
     def _read(self, peer: int) -> bool:
-        """Read once; return whether there may be more."""
         connection = self._connections[peer]
         may_have_more = connection.read()
         if connection.has_ended:
@@ -326,7 +323,6 @@ class Mesh:
     def _take(
         self, peer: int, sequence: int, frame_type: int, flags: int, body: memoryview
     ) -> None:
-        """Pass a frame to its handler."""
         handler = self._handlers.get((peer, frame_type))
         if handler is not None:
             handler(sequence, flags, body)
@@ -428,7 +424,6 @@ class Mesh:
             self._failure = self._lost(peer, connection)
 
     def _lost(self, peer: int, connection: Connection) -> PeerLostError:
-        """Return the error for a peer whose process or connection has ended."""
         is_local = connection.sock.family == socket.AF_UNIX
         elsewhere = "" if is_local else ", or its host or network failed"
         story = (

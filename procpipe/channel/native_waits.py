@@ -21,8 +21,6 @@ _LOOK_EVERY_S = 0.2
 
 
 class _Blocked(NamedTuple):
-    """A wait of the main thread."""
-
     what: str
     since_s: float
 

@@ -126,7 +126,6 @@ class ShmTransport:
         self.close()
 
     def _free_slot(self, peer: int, channel_id: int, size: int) -> _ShmSlot:
-        """Return a free slot that is large enough."""
         slots = self._slots.setdefault((peer, channel_id), [])
         for slot in slots:
             if slot.size_bytes >= size and not slot.memory[_IN_USE]:
@@ -209,7 +208,6 @@ class _Mapped:
             ]
 
     def never_take_back(self) -> None:
-        """Leave the slot in use for ever."""
         self._lent = None
 
     def _take_back(self, lent: object) -> None:
@@ -223,7 +221,7 @@ class _Sent:
         self._slot = slot
 
     def wait(self) -> None:
-        """Do nothing."""
+        pass
 
     def is_done(self) -> bool:
         """Return whether the receiver has mapped the slot, and no longer needs the sender."""
@@ -231,13 +229,10 @@ class _Sent:
 
 
 class _Received:
-    """A message that can be used."""
-
     def wait(self) -> None:
         """Do nothing."""
 
     def is_done(self) -> bool:
-        """Return True."""
         return True
 
 

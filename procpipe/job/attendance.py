@@ -29,7 +29,6 @@ _LOOK_EVERY_S = 0.1
 
 
 def _own_process() -> dict[str, str | int] | None:
-    """Return what identifies this process; None where the system does not say."""
     try:
         namespace, pid = os.stat("/proc/self/ns/pid").st_ino, os.getpid()
         started = start_ticks_of(pid)

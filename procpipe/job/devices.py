@@ -96,7 +96,6 @@ def pci_addresses(devices: Sequence[torch.device]) -> list[str | None]:
 
 
 def _check_is_seen(rank: int, device: torch.device) -> None:
-    """Check that this process sees the GPU that it was given."""
     num_seen = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.type == "cuda" and device.index >= num_seen:
         names = "cuda:0" if num_seen == 1 else f"cuda:0 to cuda:{num_seen - 1}"

@@ -53,7 +53,7 @@ _LOOK_EVERY_S = 0.05
 #: How long threads and children may keep a process alive whose job has failed.
 _LIVE_ON_S = 1.0
 
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+Hook = Callable[[BaseException | None, Callable[[], object]], None]
 
 
 def end_with_launcher() -> None:
@@ -106,31 +106,35 @@ class _Victims:
     def __init__(self) -> None:
         self.rank, self.pid = 0, 0
         self.board: Board | None = None
-        self._previous: Hook = sys.excepthook
-        self._previous_of_threads = threading.excepthook
-        sys.excepthook = self._hook
-        threading.excepthook = self._hook_of_threads
+        _replace_hooks(self._handle, self._handle)
 
-    def _hook(
-        self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if not self._has_line(error):
-            self._previous(error_type, error, trace)
-
-    def _hook_of_threads(self, args: threading.ExceptHookArgs) -> None:
-        if not self._has_line(args.exc_value):
-            self._previous_of_threads(args)
-
-    def _has_line(self, error: BaseException | None) -> bool:
-        if error is None or self.board is None or os.getpid() != self.pid:
-            return False
-        line = line_of(self.rank, error, self.board.read())
+    def _handle(self, error: BaseException | None, print_traceback: Callable[[], object]) -> None:
+        line = ""
+        if error is not None and self.board is not None and os.getpid() == self.pid:
+            line = line_of(self.rank, error, self.board.read())
         if line:
             write_note(line)
-        return bool(line)
+        else:
+            print_traceback()
 
 
 _victims = functools.cache(_Victims)  # once a process, whatever the number of its stages
+
+
+def _replace_hooks(of_main_thread: Hook, of_threads: Hook) -> None:
+    """Call functions for uncaught errors, with the error and what the hook before would do."""
+    previous, previous_of_threads = sys.excepthook, threading.excepthook
+
+    def hook(
+        error_type: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        of_main_thread(error, lambda: previous(error_type, error, trace))
+
+    def hook_of_threads(args: threading.ExceptHookArgs) -> None:
+        of_threads(args.exc_value, lambda: previous_of_threads(args))
+
+    sys.excepthook = hook
+    threading.excepthook = hook_of_threads
 
 
 def error_of_script() -> BaseException | None:
@@ -160,23 +164,18 @@ def watch_threads(
         has_failed: returns whether the job has failed; then a process whose main thread an
             exception has ended does not live on for long.
     """
-    previous: Hook = sys.excepthook
     end = _EndAfterFailure(has_failed)
 
-    def hook(
-        error_type: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if not _is_at_prompt():
+    def of_main_thread(error: BaseException | None, go_on: Callable[[], object]) -> None:
+        if error is not None and not _is_at_prompt():
             raised(error)
             end.start()
-        previous(error_type, error, trace)
+        go_on()
 
-    previous_of_threads = threading.excepthook
-
-    def hook_of_threads(args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
-            raised(args.exc_value)
-        previous_of_threads(args)
+    def of_thread(error: BaseException | None, go_on: Callable[[], object]) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            raised(error)
+        go_on()
 
     def main_thread_ends() -> None:
         error = error_of_script()
@@ -187,8 +186,7 @@ def watch_threads(
         if _others():
             _report_until_exit(main_ended)
 
-    sys.excepthook = hook
-    threading.excepthook = hook_of_threads
+    _replace_hooks(of_main_thread, of_thread)
     # The last one registered runs first: this one before threads of pools are joined.
     importlib.import_module("concurrent.futures.thread")
     with contextlib.suppress(AttributeError, RuntimeError):  # then atexit does it
@@ -227,7 +225,6 @@ class _EndAfterFailure:
         self.main_thread_ends = threading.Event()
 
     def start(self) -> None:
-        """Start the thread, once; it waits until the main one ends."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._end, name="procpipe end", daemon=True)
             _started(self._thread)

@@ -225,7 +225,6 @@ class Start:
             raise self._lost_store(error) from error
 
     def _lost_store(self, error: Exception) -> PeerLostError:
-        """Return the error for a store that has ended before all ranks were connected."""
         holder = "the launcher of rank 0" if _has_launchers_store() else "rank 0"
         where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
         reason = str(error).partition("\n")[0]
@@ -246,14 +245,11 @@ class _OpenedStore:
 
 
 def _has_launchers_store() -> bool:
-    """Return whether torchrun's agent holds the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @functools.cache
 def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
-    """Announce this process in the store that rank 0 holds, once."""
-
     def open_store(is_given_up: Callable[[], bool]) -> JobStore:
         from procpipe.job.store import JobStore, launchers_store
 

@@ -190,7 +190,7 @@ def _domains(topology: Topology, wanted: Sequence[int | None]) -> list[tuple[Cor
 
 
 def _choose_domains(domains: Sequence[Sequence[Core]], wanted: Sequence[int | None]) -> list[int]:
-    """Return the index of each process's domain (step 1 above)."""
+    """Step 1 above."""
     counts = [0] * len(domains)
     chosen: dict[int, int] = {}
     of_node = {core.node: index for index, domain in enumerate(domains) for core in domain}
@@ -213,7 +213,7 @@ def _choose_domains(domains: Sequence[Sequence[Core]], wanted: Sequence[int | No
 
 
 def _divide(cores: Sequence[Core], num_processes: int) -> list[list[Core]]:
-    """Return each process's cores (step 2 above)."""
+    """Step 2 above."""
     parts: list[list[Core]] = [[] for _ in range(num_processes)]
     if not parts:
         return parts
@@ -235,7 +235,6 @@ def _shares(
 
 
 def _runs(shares: Sequence[int]) -> list[slice]:
-    """Return contiguous slices of these lengths."""
     ends = list(itertools.accumulate(shares))
     return [slice(end - share, end) for end, share in zip(ends, shares, strict=True)]
 

@@ -207,7 +207,6 @@ def launchers_store(timeout_s: float, is_given_up: Callable[[], bool] = lambda: 
 
 @functools.cache
 def _connection(pid: int, address: tuple[str, int]) -> _StoreConnection:
-    """Return the one connection of a process; a forked one has none of its parent's."""
     del pid
     return _StoreConnection(address)
 
@@ -226,7 +225,6 @@ class _StoreConnection:
         keep_for_ever(self._store)
 
     def get(self, timeout_s: float, is_given_up: Callable[[], bool]) -> Store:
-        """Return torch's store."""
         is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holds = os.environ["RANK"] == "0" and not is_launchers
         deadline_s = time.monotonic() + timeout_s
