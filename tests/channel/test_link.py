@@ -118,7 +118,7 @@ def test_settling_a_silent_transport_does_not_wait_for_a_socket(meshes):
     assert time.monotonic() - start < 0.5
 
 
-def test_what_is_under_way_is_let_go_as_it_ends(meshes):
+def test_what_is_under_way_is_released_as_it_ends(meshes):
     sender = Sender(meshes[0], 1, 1, Slow(), CPU)
 
     for _ in range(100):
@@ -206,7 +206,7 @@ def test_a_message_must_be_expected(meshes):
         receiver.take()
 
 
-def test_a_transfer_that_breaks_is_the_fault_of_who_broke_it(meshes):
+def test_a_transfer_that_breaks_names_the_rank_that_broke_it(meshes):
     """Gloo's own error comes first, and says nothing: the peer's story is on its way."""
     sender = Sender(meshes[0], 1, 1, Broken(), CPU)
     receiver = Receiver(meshes[1], 0, 1, Broken(), "x")
@@ -219,7 +219,7 @@ def test_a_transfer_that_breaks_is_the_fault_of_who_broke_it(meshes):
         receiver.take()
 
 
-def test_a_send_that_breaks_is_the_fault_of_who_broke_it(meshes):
+def test_a_send_that_breaks_names_the_rank_that_broke_it(meshes):
     sender = Sender(meshes[1], 0, 1, Broken(), CPU)
     sender.send(Flat.of(BIG))
     meshes[0].send_failure(0, "the story")

@@ -35,13 +35,13 @@ def connect(tcp, timeout_s=20.0):
 # -- which address -------------------------------------------------------------------------------
 
 
-def test_by_itself_it_is_the_one_on_the_way_to_rank_0(monkeypatch):
+def test_by_default_the_address_is_the_one_towards_rank_0(monkeypatch):
     assert own_address() == "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.9")
     assert own_address() == "127.0.0.1"
 
 
-def test_the_users_word_counts(monkeypatch):
+def test_the_users_address_counts(monkeypatch):
     monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.7")
     assert own_address() == "127.0.0.7"
     assert address_towards(0, [("a", "127.0.0.7"), ("b", "192.0.2.1")]) == "127.0.0.7"
@@ -55,7 +55,7 @@ def test_an_address_of_another_host_is_refused(monkeypatch, told):
         own_address()
 
 
-def test_processes_told_different_addresses_are_on_different_hosts(monkeypatch):
+def test_processes_given_different_addresses_are_on_different_hosts(monkeypatch):
     alone = host_identity()
     monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.2")
     told = host_identity()
@@ -161,7 +161,7 @@ def tcp_pair():
         yield ours, theirs
 
 
-def test_an_idle_connection_is_asked_after(tcp_pair):
+def test_an_idle_connection_is_probed(tcp_pair):
     for link in tcp_pair:
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle, interval, count = (

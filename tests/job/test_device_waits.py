@@ -163,7 +163,7 @@ def test_a_wait_that_no_transfer_causes_is_left_alone(watched):
     assert not device._free.acquire(blocking=False)
 
 
-def test_stalls_are_told_and_end_after_the_timeout(watched):
+def test_stalls_are_reported_and_end_after_the_timeout(watched):
     lines = Lines()
     _, device, _ = watched(timeout_s=1.2, stall_timeout_s=0.2, reports=lines)
 
@@ -176,7 +176,7 @@ def test_stalls_are_told_and_end_after_the_timeout(watched):
     assert lines.told[:4] == [waits, "stalls", waits, "stalls"]
 
 
-def test_after_its_end_the_watch_raises_nothing(watched):
+def test_after_close_nothing_is_raised(watched):
     mesh, device, peer = watched()
     mesh.close()
     peer.close()
@@ -199,7 +199,7 @@ def test_transfers_of_several_transports_are_ended_together():
     assert abort_all([])
 
 
-def test_transfers_are_ended_whose_transports_are_let_go_of_meanwhile():
+def test_transfers_end_although_their_transports_are_closed_meanwhile():
     transports: list[Device] = []
 
     class Closed(Device):

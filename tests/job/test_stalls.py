@@ -74,7 +74,7 @@ def wait_status(pid, status):
         time.sleep(0.01)
 
 
-def test_a_stall_is_told_with_where_everybody_is(reports, peer, capfd):
+def test_a_stall_report_says_where_every_rank_is(reports, peer, capfd):
     find_boards(reports, peer)
     reports.start_wait("gradient 2 from stage 1 (rank 1)", time.monotonic() - 3.0)
     reports.stalled("gradient 2 from stage 1 (rank 1)", 3.0)
@@ -86,7 +86,7 @@ def test_a_stall_is_told_with_where_everybody_is(reports, peer, capfd):
     assert second.startswith("  stage 1 (rank 1): in F3, layer 'b' (Conv2d), for ")
 
 
-def test_a_process_that_does_not_run_is_told(reports, peer, capfd):
+def test_a_stall_report_says_which_process_does_not_run(reports, peer, capfd):
     find_boards(reports, peer)
     peer.send_signal(signal.SIGSTOP)
     wait_status(peer.pid, psutil.STATUS_STOPPED)
@@ -106,7 +106,7 @@ def test_a_process_that_does_not_run_is_told(reports, peer, capfd):
     ]
 
 
-def test_a_peer_on_another_host_is_told_as_such(reports, capfd):
+def test_a_stall_report_says_which_peer_is_on_another_host(reports, capfd):
     ours, theirs = (socket.socket(socket.AF_INET) for _ in range(2))
     mesh = Mesh(0, {1: ours}, timeout_s=1.0, stall_timeout_s=1.0, reports=reports)
     reports.find_boards(mesh)
@@ -121,7 +121,7 @@ def test_a_peer_on_another_host_is_told_as_such(reports, capfd):
 @pytest.mark.parametrize(
     ("reported", "waited_s", "is_told"), [(True, 3.0, False), (False, 3.0, True)]
 )
-def test_what_another_rank_has_just_told_is_not_told_again(
+def test_a_stall_that_another_rank_has_just_reported_is_not_reported_again(
     reports, capfd, reported, waited_s, is_told
 ):
     other = Board.create(1, 2)
@@ -135,7 +135,7 @@ def test_what_another_rank_has_just_told_is_not_told_again(
     assert (reports._board.read().reported_s is not None) == is_told
 
 
-def test_who_reported_an_earlier_stall_does_not_silence_a_later_one(reports, capfd):
+def test_a_report_of_an_earlier_stall_does_not_silence_a_later_one(reports, capfd):
     other = Board.create(1, 2)
     other.note_report()
     deadline_s = time.monotonic() + DEADLINE_S
@@ -148,7 +148,7 @@ def test_who_reported_an_earlier_stall_does_not_silence_a_later_one(reports, cap
     assert "no progress" in capfd.readouterr().err
 
 
-def test_only_who_has_reported_says_that_it_goes_on(reports, capfd):
+def test_only_the_rank_that_reported_a_stall_reports_its_end(reports, capfd):
     find_boards(reports)
     reports.start_wait("an activation", time.monotonic() - 2.0)
     reports.end_wait()
@@ -173,7 +173,7 @@ def test_a_peer_is_last_seen_where_its_board_says_after_its_death_too(reports, p
     assert reports.last_seen(7) == ""
 
 
-def test_a_unix_socket_tells_whose_process_is_at_its_other_end():
+def test_a_unix_socket_shows_the_process_at_its_other_end():
     """Here this very process is, whose newest board is found."""
     board = Board.create(5, 6)
     board.start_call("fetch")
