@@ -89,12 +89,7 @@ def opened(value: Any, where: str = "") -> Container | None:
         return _opened_by_registration(value, name, at)
     assert base is not None
     items, keys = _items_of(value, base)
-    for key in keys if isinstance(keys, tuple) else ():
-        if type(key) is not str and type(key) is not int:
-            raise BoundaryError(
-                f"a dict key of type {type(key).__qualname__}{at} cannot travel between stages: "
-                "use str or int keys"
-            )
+    check_keys(keys if isinstance(keys, tuple) else (), at)
     attributes = _attributes_of(value)
     factory = ""
     if base is defaultdict and getattr(attributes["default_factory"], "__name__", "") in _FACTORIES:
@@ -132,6 +127,16 @@ def built(name: str, form: Form, children: Sequence[Any]) -> Any:
             f"a {name.replace(':', '.')} cannot be put together from what came: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def check_keys(keys: Iterable[Any], at: str) -> None:
+    """Raise ``BoundaryError`` if a dict's key cannot travel; ``at`` says where the dict is."""
+    for key in keys:
+        if type(key) is not str and type(key) is not int:
+            raise BoundaryError(
+                f"a dict key of type {type(key).__qualname__}{at} cannot travel between stages: "
+                "use str or int keys"
+            )
 
 
 def _class_named(name: str) -> type | None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from procpipe.containers import USABLE, built, opened
+from procpipe.containers import USABLE, built, check_keys, opened
 from procpipe.errors import BoundaryError
 
 T = TypeVar("T")
@@ -213,7 +213,9 @@ def _take_apart(value: Any, tensors: list[Tensor], where: str) -> Structure:
         children = (_take_apart(v, tensors, f"{where}[{k}]") for k, v in enumerate(value))
         return ("t" if cls is tuple else "l", tuple(children))
     if cls is dict:
-        return ("d", tuple(_take_item(key, v, tensors, where) for key, v in value.items()))
+        check_keys(value, _at(where))
+        items = ((k, _take_apart(v, tensors, f"{where}[{k!r}]")) for k, v in value.items())
+        return ("d", tuple(items))
     if (container := opened(value, where)) is not None:
         children = (
             _take_apart(v, tensors, where + label)
@@ -224,15 +226,6 @@ def _take_apart(value: Any, tensors: list[Tensor], where: str) -> Structure:
         f"a value of type {cls.__module__}.{cls.__qualname__}{_at(where)} cannot travel between "
         f"stages: use {USABLE}"
     )
-
-
-def _take_item(key: Any, value: Any, tensors: list[Tensor], where: str) -> tuple[Any, Structure]:
-    if type(key) is not str and type(key) is not int:
-        raise BoundaryError(
-            f"a dict key of type {type(key).__qualname__}{_at(where)} cannot travel between "
-            "stages: use str or int keys"
-        )
-    return (key, _take_apart(value, tensors, f"{where}[{key!r}]"))
 
 
 def _put_together(tensors: Iterator[Any], structure: Structure) -> Any:

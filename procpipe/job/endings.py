@@ -41,6 +41,7 @@ from typing import NoReturn
 
 from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
 from procpipe.job.board import Board, Reading
+from procpipe.job.rollcall import has_launchers_store
 from procpipe.notes import write_note
 
 _PR_SET_PDEATHSIG = 1
@@ -77,7 +78,7 @@ def _check_launcher() -> None:
 
     Otherwise the first use of the store would wait for it for half an hour.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not has_launchers_store():
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:

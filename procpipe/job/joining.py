@@ -28,7 +28,7 @@ from procpipe.channel.wire import Address, address_towards, host_identity, liste
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.job.attendance import Announcement, Attendance
 from procpipe.job.keys import given_key
-from procpipe.job.rollcall import Notes, agree_on_round, wait_until
+from procpipe.job.rollcall import Notes, agree_on_round, has_launchers_store, wait_until
 from procpipe.limits import check_file_limit
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Start:
         if self._store is not None:
             ours = part_of(self._store, "")
             return _OpenedStore(ours, Notes(ours, outlives_rounds=False), Attendance(ours, 0, 1))
-        launchers, is_older = launchers_store(timeout_s), _has_launchers_store()
+        launchers, is_older = launchers_store(timeout_s), has_launchers_store()
         self._serves_store = self.rank == 0 and not is_older
         ours = part_of(launchers, f"procpipe/{next(_connected)}/")
         num_ranks = 1 if is_older else self.num_ranks  # the launcher monitors its processes
@@ -225,7 +225,7 @@ class Start:
             raise self._lost_store(error) from error
 
     def _lost_store(self, error: Exception) -> PeerLostError:
-        holder = "the launcher of rank 0" if _has_launchers_store() else "rank 0"
+        holder = "the launcher of rank 0" if has_launchers_store() else "rank 0"
         where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
         reason = str(error).partition("\n")[0]
         return PeerLostError(
@@ -242,10 +242,6 @@ class _OpenedStore:
     store: JobStore
     notes: Notes
     attendance: Attendance
-
-
-def _has_launchers_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @functools.cache
@@ -292,5 +288,5 @@ def announce(rank: int, timeout_s: float) -> None:
 
     A background thread waits for the store for ``timeout_s``.
     """
-    if not _has_launchers_store():
+    if not has_launchers_store():
         _announced(os.getpid(), rank, timeout_s)

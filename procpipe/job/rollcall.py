@@ -189,6 +189,11 @@ def _decoded(text: bytes) -> _Failure:
     return _Failure(**json.loads(text))
 
 
+def has_launchers_store() -> bool:
+    """Return whether torchrun's agent holds the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def process_start_s() -> float:
     """Return when this process was started, as ``time.time()`` counts, to 10 ms."""
     try:

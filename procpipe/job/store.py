@@ -30,7 +30,7 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCP
 
 from procpipe.errors import WaitTimeoutError
 from procpipe.forks import give_up_in_children, keep_for_ever
-from procpipe.job.rollcall import wait_until
+from procpipe.job.rollcall import has_launchers_store, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -225,7 +225,7 @@ class _StoreConnection:
         keep_for_ever(self._store)
 
     def get(self, timeout_s: float, is_given_up: Callable[[], bool]) -> Store:
-        is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_launchers = has_launchers_store()
         holds = os.environ["RANK"] == "0" and not is_launchers
         deadline_s = time.monotonic() + timeout_s
         while True:
