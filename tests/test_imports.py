@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "channel": {"errors", "forks", "limits", "processes", "signals", "torch_internals", "tree"},
     "compute": {"skip", "errors", "torch_internals", "tree"},
     "model": {"compute", "errors"},
-    "job": {"channel", "errors", "forks", "limits", "notes", "processes", "run"},
+    "job": {"channel", "errors", "forks", "limits", "notes", "processes", "run", "words"},
     "run": {
         *("plan", "compute", "channel", "data", "job", "timeline", "tuning"),
         *("errors", "forks", "notes", "signals", "tree"),

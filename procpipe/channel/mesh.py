@@ -81,7 +81,7 @@ class Mesh:
     ) -> None:
         self.rank = rank
         self.num_looks = 0
-        self._peers = tuple(sorted(sockets))
+        self.peers = tuple(sorted(sockets))  # the other ranks, in order
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._reports = reports
@@ -104,11 +104,6 @@ class Mesh:
                 self._peer_of[descriptor] = peer
                 self._poller.register(descriptor, select.POLLIN)
         give_up_in_children(self)
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The other ranks, in order."""
-        return self._peers
 
     def socket_of(self, peer: int) -> socket.socket:
         """Return the socket to a connected peer."""

@@ -38,7 +38,8 @@ class StallReports(WaitReports):
         self._board = board
         self._rank = rank
         self._boards: dict[int, Board] = {rank: board}
-        self._pids: dict[int, int] = {}
+        #: The processes of those peers whose open files this process may open, too.
+        self.pids: dict[int, int] = {}
         self._peers: tuple[int, ...] = ()
         self._has_reported = False
 
@@ -51,16 +52,11 @@ class StallReports(WaitReports):
                 pid, _ = peer_credentials(sock)
                 board = Board.of_process(pid)
                 if board is not None:
-                    self._boards[peer], self._pids[peer] = board, pid
+                    self._boards[peer], self.pids[peer] = board, pid
 
     def close(self) -> None:
         """Drop the boards of the peers, each of which takes a descriptor."""
         self._boards = {self._rank: self._board}
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """The processes of those peers whose open files this process may open, too."""
-        return dict(self._pids)
 
     def start_wait(self, what: str, since_s: float) -> None:
         """Write on the board what this rank waits for."""

@@ -68,7 +68,7 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         super().__init__()
         self.underlying_store = store
         self._prefix = prefix
-        self._key = key
+        self.key = key
         self._check_start = check
         self._timeout_s = timeout_s
 
@@ -77,22 +77,17 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         return JobStore(
             self.underlying_store,
             self._prefix + prefix,
-            key=self._key,
+            key=self.key,
             check=check or self._check_start,
             timeout_s=self._timeout_s,
         )
 
-    @property
-    def key(self) -> bytes | None:
-        """The key by which values are sealed, if there is one."""
-        return self._key
-
     def key_for(self, purpose: str) -> bytes | None:
         """Derive a key for another purpose in this part of the store; None without a key."""
-        if self._key is None:
+        if self.key is None:
             return None
         text = b"key\0" + self._prefix.encode() + b"\0" + purpose.encode()
-        return hmac.new(self._key, text, hashlib.sha256).digest()
+        return hmac.new(self.key, text, hashlib.sha256).digest()
 
     def bare(self) -> Store:
         """Return this part as torch's own store: unsealed, and usable in any thread of torch's."""
@@ -154,23 +149,23 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
 
     def _sealed(self, name: str, value: str | bytes) -> Any:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        if self._key is None:
+        if self.key is None:
             return data
-        return _SEAL + self._proof(self._key, name, data) + data
+        return _SEAL + self._proof(self.key, name, data) + data
 
     def _opened(self, name: str, stored: bytes) -> bytes:
-        if self._key is None and not stored.startswith(_SEAL):
+        if self.key is None and not stored.startswith(_SEAL):
             return stored
         data = stored.removeprefix(_SEAL)
         proof, data = data[:_PROOF_DIGITS], data[_PROOF_DIGITS:]
         if (
-            self._key is not None
+            self.key is not None
             and stored.startswith(_SEAL)
-            and hmac.compare_digest(proof, self._proof(self._key, name, data))
+            and hmac.compare_digest(proof, self._proof(self.key, name, data))
         ):
             return data
         shown = data if stored.startswith(_SEAL) else stored
-        who = "has another key" if self._key is not None else "has a key, and this rank has none"
+        who = "has another key" if self.key is not None else "has a key, and this rank has none"
         raise ValueError(
             f"in the job's store, whoever wrote {name!r} {who}: give every rank of the job the "
             "same PROCPIPE_KEY_FILE, or none of them; if they have it, somebody else writes into "

@@ -19,6 +19,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from procpipe.words import counted
+
 _NODE_FOLDER = re.compile(r"node(\d+)")
 _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?")
 
@@ -63,7 +65,7 @@ class Topology:
 
     def summary(self) -> str:
         """Describe it: "64 cores (128 logical CPUs), 2 packages, 2 NUMA nodes"."""
-        text = _counted(len(self.cores), "core")
+        text = counted(len(self.cores), "core")
         if self.num_cpus != len(self.cores):
             text += f" ({self.num_cpus} logical CPUs)"
         types = Counter(core.core_type for core in self.cores)
@@ -71,8 +73,7 @@ class Topology:
             text += f", {types[0]} of them faster than the others"
         packages = {core.package for core in self.cores}
         return (
-            f"{text}, {_counted(len(packages), 'package')}, "
-            f"{_counted(len(self.nodes), 'NUMA node')}"
+            f"{text}, {counted(len(packages), 'package')}, {counted(len(self.nodes), 'NUMA node')}"
         )
 
 
@@ -259,7 +260,3 @@ def _read(path: str) -> str:
         return ""
     finally:
         os.close(descriptor)
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
