@@ -44,7 +44,7 @@ _NOTE = struct.Struct("<QQIH")
 _NUMBER = struct.Struct("<Q")
 _MAX_DROPPED = 1000
 
-#: A slot begins with a line of its own: a byte each for "in use" and "mapped by the receiver".
+#: A slot begins with a cache line for two bytes: "in use" and "mapped by the receiver".
 _HEADER_BYTES = 64
 _IN_USE, _IS_MAPPED = 0, 1
 
@@ -112,7 +112,7 @@ class ShmTransport:
                 slot.discard_unused()
         for file in self._files_of.values():
             file.close()
-        self._file = None  # open for as long as a message in it has not been received
+        self._file = None  # stays open while a message in it has not been received
         for held in (self._slots, self._files_of, self._mapped):
             held.clear()
 

@@ -24,7 +24,7 @@ from procpipe.errors import PeerLostError
 from procpipe.job.rollcall import KeyValues
 from procpipe.processes import boot_id, start_ticks_of
 
-#: How often to look who has come.
+#: How often to look which ranks have come.
 _LOOK_EVERY_S = 0.1
 
 

@@ -279,7 +279,7 @@ def line_of(rank: int, error: BaseException, reading: Reading | None = None) -> 
     if isinstance(error, KeyboardInterrupt) and reading is not None:
         return f"procpipe: rank {rank} was interrupted {reading.where()}"
     if isinstance(error, FOUND_BY_EACH) and rank != 0:
-        return f"procpipe: rank {rank} ends, because the ranks do not agree (rank 0 tells on what)"
+        return f"procpipe: rank {rank} ends, because the ranks do not agree (rank 0 prints on what)"
     if not isinstance(error, RemoteStageError):
         return ""
     meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""

@@ -134,7 +134,7 @@ def _check_seat(store: KeyValues, rank: int, ours: str) -> None:
         raise PeerLostError(
             rank,
             f"another process has started as rank {rank} while this one waited for the others: "
-            "the launcher has formed the job anew, and left this process over",
+            "the launcher has started the job again without ending this process",
         )
 
 

@@ -245,7 +245,7 @@ class _StoreConnection:
             is_master=holds,
             timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),  # it was listening just now
             wait_for_workers=False,  # the roll call waits for them
-            multi_tenant=not is_launchers,  # the user's process group may have it too
+            multi_tenant=not is_launchers,  # the user's process group may use it, too
         )
 
 

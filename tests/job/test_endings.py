@@ -46,7 +46,7 @@ def board(monkeypatch):
         ),
         (
             DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"]),
-            "procpipe: rank 2 ends, because the ranks do not agree (rank 0 tells on what)",
+            "procpipe: rank 2 ends, because the ranks do not agree (rank 0 prints on what)",
         ),
     ],
     ids=["a failure", "a failure without a story", "a loss", "a disagreement"],
