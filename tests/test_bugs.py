@@ -21,7 +21,7 @@ from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import allocate
 from procpipe.channel.native_waits import WaitReports
-from procpipe.channel.wire import listen
+from procpipe.channel.sockets import listen
 from procpipe.errors import PeerLostError, RemoteStageError
 from procpipe.job import endings
 from procpipe.job.board import Board

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from procpipe.channel.wire import open_process
+from procpipe.channel.sockets import open_process
 
 #: Takes a frame: sequence number, type, flags, body (writable, valid only during the call).
 Taker = Callable[[int, int, int, memoryview], None]

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from procpipe.channel.wire import Address, host_identity, is_of_this_user, prepared
+from procpipe.channel.sockets import Address, host_identity, is_of_this_user, prepared
 from procpipe.errors import FileLimitError, WaitTimeoutError
 from procpipe.limits import naming_file_limit
 

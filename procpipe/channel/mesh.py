@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 from procpipe.channel.connection import READ_BYTES, Connection
 from procpipe.channel.native_waits import NativeWaits, WaitReports
-from procpipe.channel.wire import has_vanished
+from procpipe.channel.sockets import has_vanished
 from procpipe.errors import (
     PeerLostError,
     ProcpipeError,

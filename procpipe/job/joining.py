@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from procpipe.channel.handshake import Joiner, accept_peers, connect_to
-from procpipe.channel.wire import Address, address_towards, host_identity, listen, own_address
+from procpipe.channel.sockets import Address, address_towards, host_identity, listen, own_address
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.job.attendance import Announcement, Attendance
 from procpipe.job.keys import given_key

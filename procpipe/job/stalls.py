@@ -18,7 +18,7 @@ import psutil
 
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.native_waits import WaitReports
-from procpipe.channel.wire import peer_credentials
+from procpipe.channel.sockets import peer_credentials
 from procpipe.job.board import Board
 from procpipe.notes import write_note
 

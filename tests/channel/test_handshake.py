@@ -15,7 +15,7 @@ import pytest
 
 from procpipe.channel import handshake
 from procpipe.channel.handshake import Joiner, accept_peers, connect_to
-from procpipe.channel.wire import Address, host_identity, listen
+from procpipe.channel.sockets import Address, host_identity, listen
 from procpipe.errors import WaitTimeoutError
 
 KEY = b"k" * 32

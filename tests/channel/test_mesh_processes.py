@@ -13,10 +13,10 @@ import sys
 import pytest
 
 from procpipe.channel import mesh as mesh_module
-from procpipe.channel import wire
+from procpipe.channel import sockets
 from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh
 from procpipe.channel.native_waits import WaitReports
-from procpipe.channel.wire import open_process
+from procpipe.channel.sockets import open_process
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
 from tests.test_forks import in_child
 
@@ -80,7 +80,7 @@ def nothing():
 @pytest.mark.parametrize("has_peerpidfd", [True, False])
 def test_a_killed_peer_whose_child_lives(peer, monkeypatch, has_peerpidfd):
     if not has_peerpidfd:
-        monkeypatch.setattr(wire, "_SO_PEERPIDFD", 1 << 20)
+        monkeypatch.setattr(sockets, "_SO_PEERPIDFD", 1 << 20)
     process, mesh = peer()
     os.kill(process.pid, signal.SIGKILL)
 
@@ -114,7 +114,7 @@ def test_a_goodbye_before_the_end_counts(peer):
 
 
 def test_a_process_that_cannot_be_opened_is_no_error(peer, monkeypatch):
-    monkeypatch.setattr(wire, "_SO_PEERPIDFD", 1 << 20)
+    monkeypatch.setattr(sockets, "_SO_PEERPIDFD", 1 << 20)
 
     def refuse(pid):
         raise PermissionError

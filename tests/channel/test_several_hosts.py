@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from procpipe.channel import handshake, wire
+from procpipe.channel import handshake, sockets
 from procpipe.channel.handshake import Joiner, connect_to
-from procpipe.channel.wire import (
+from procpipe.channel.sockets import (
     Address,
     address_towards,
     has_vanished,
@@ -76,7 +76,7 @@ def test_an_address_that_leads_to_peers_stays():
 
 def test_where_rank_0s_name_leads_to_itself_the_way_to_another_host_counts(monkeypatch):
     """As on Debian, where /etc/hosts gives a host's own name 127.0.1.1."""
-    monkeypatch.setattr(wire, "_address_on_the_way_to", lambda host: f"towards {host}")
+    monkeypatch.setattr(sockets, "_address_on_the_way_to", lambda host: f"towards {host}")
 
     found = address_towards(0, [("a", "127.0.1.1"), ("a", "127.0.1.1"), ("b", "192.0.2.2")])
 
@@ -84,14 +84,14 @@ def test_where_rank_0s_name_leads_to_itself_the_way_to_another_host_counts(monke
 
 
 def test_ipv6():
-    assert wire._is_loopback("::1")
-    assert not wire._is_loopback("fe80::1%eth0")
+    assert sockets._is_loopback("::1")
+    assert not sockets._is_loopback("fe80::1%eth0")
     if not socket.has_ipv6 or not can_bind("::1"):
         pytest.skip("this host has no IPv6")
-    sockets, address = listen("::1")
-    assert sockets[-1].family == socket.AF_INET6
+    listeners, address = listen("::1")
+    assert listeners[-1].family == socket.AF_INET6
     assert address.tcp[0] == "::1"
-    for sock in sockets:
+    for sock in listeners:
         sock.close()
 
 
@@ -142,8 +142,8 @@ def silent(address):
 
 
 def test_a_rank_of_this_host_that_has_ended():
-    sockets, address = listen(None)
-    sockets[0].close()
+    listeners, address = listen(None)
+    listeners[0].close()
 
     with pytest.raises(ConnectionError, match=r"rank 4 cannot reach rank 3 on this host .*ended"):
         connect_to(3, address, Joiner(4, b"k", time.monotonic() + 5, print))
@@ -157,7 +157,7 @@ def tcp_pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-    with wire.prepared(ours), wire.prepared(theirs):
+    with sockets.prepared(ours), sockets.prepared(theirs):
         yield ours, theirs
 
 
@@ -168,11 +168,11 @@ def test_an_idle_connection_is_probed(tcp_pair):
             link.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}"))
             for name in ("IDLE", "INTVL", "CNT")
         )
-        assert idle + interval * count == wire._VANISHED_AFTER_S
+        assert idle + interval * count == sockets._VANISHED_AFTER_S
 
 
 def test_what_is_never_answered_is_noticed(monkeypatch):
-    monkeypatch.setattr(wire, "_VANISHED_AFTER_S", 0.1)
+    monkeypatch.setattr(sockets, "_VANISHED_AFTER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         waiting = [silent(full.getsockname()) for _ in range(4)]
         wait_until(lambda: has_vanished(waiting[-1]))
@@ -183,7 +183,7 @@ def test_what_is_never_answered_is_noticed(monkeypatch):
 
 def test_a_reader_that_is_stopped_has_not_vanished(monkeypatch, tcp_pair):
     """Its system says that there is no room, and goes on saying so."""
-    monkeypatch.setattr(wire, "_VANISHED_AFTER_S", 0.0)
+    monkeypatch.setattr(sockets, "_VANISHED_AFTER_S", 0.0)
     ours, _ = tcp_pair
     with contextlib.suppress(BlockingIOError):
         while True:
