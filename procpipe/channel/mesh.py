@@ -82,9 +82,9 @@ class Mesh:
         self.rank = rank
         self.num_looks = 0
         self.peers = tuple(sorted(sockets))  # the other ranks, in order
-        self._timeout_s = timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._reports = reports
+        self.timeout_s = timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        self.reports = reports
         self.native_waits = NativeWaits(stall_timeout_s, reports)
         self._handlers: dict[tuple[int, int], Handler] = {}
         self._early: defaultdict[tuple[int, int], list[_Frame]] = defaultdict(list)
@@ -172,7 +172,7 @@ class Mesh:
         if ready():
             return
         started = time.monotonic()
-        stall_s, timeout_s, report_s = self._stall_timeout_s, self._timeout_s, _REPORT_AFTER_S
+        stall_s, timeout_s, report_s = self.stall_timeout_s, self.timeout_s, _REPORT_AFTER_S
         while True:
             waited = time.monotonic() - started
             self._read_and_write(
@@ -180,12 +180,12 @@ class Mesh:
             )
             if ready():  # before any failure: a peer may have sent it before it failed
                 if report_s == math.inf:
-                    self._reports.end_wait()
+                    self.reports.end_wait()
                 return
             self._raise_failure()
             waited = time.monotonic() - started
             if waited >= report_s:
-                self._reports.start_wait(what(), started)
+                self.reports.start_wait(what(), started)
                 report_s = math.inf
             if waited >= timeout_s:
                 raise WaitTimeoutError(
@@ -194,7 +194,7 @@ class Mesh:
                 )
             if waited >= stall_s:
                 self._end_vanished()
-                self._reports.stalled(what(), waited)
+                self.reports.stalled(what(), waited)
                 stall_s *= 2
 
     def wait_for(
@@ -425,7 +425,7 @@ class Mesh:
             f"rank {peer} ended without a word: it was killed (out of memory?) or crashed"
             f"{elsewhere}; its own output and the launcher's exit code tell more"
         )
-        seen = self._reports.last_seen(peer)
+        seen = self.reports.last_seen(peer)
         return PeerLostError(peer, f"{story}; {seen}" if seen else story)
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:

@@ -26,7 +26,6 @@ from typing import Any
 
 from procpipe.channel.base import DeviceTransfers
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
 from procpipe.job.endings import end_at_once, line_of
 from procpipe.notes import write_note
@@ -50,23 +49,17 @@ class DeviceWaits:
         mesh: Mesh,
         transports: Sequence[DeviceTransfers],
         caller: Callable[[], threading.Thread],
-        reports: WaitReports,
-        *,
-        timeout_s: float,
-        stall_timeout_s: float,
     ) -> None:
         self._mesh = mesh
         self._transports = transports
         self._caller = caller
-        self._reports = reports
-        self._timeout_s = timeout_s
-        self._stall_timeout_s = self._next_stall_s = stall_timeout_s
+        self._next_stall_s = mesh.stall_timeout_s
         self._is_closed = threading.Event()
         self._seen: Any = None
         self._since_s = 0.0
         self._raising = threading.Lock()
         self._has_raised_in: int | None = None
-        every_s = min(_LOOK_EVERY_S, stall_timeout_s / 4, timeout_s / 4)
+        every_s = min(_LOOK_EVERY_S, mesh.stall_timeout_s / 4, mesh.timeout_s / 4)
         self._thread = threading.Thread(
             target=self._run, args=(every_s,), name="procpipe device waits", daemon=True
         )
@@ -109,10 +102,10 @@ class DeviceWaits:
         seen = id(frame), frame.f_lasti, self._mesh.num_looks, peers
         del frame  # it would keep that function's variables alive
         if seen != self._seen:
-            if self._next_stall_s > self._stall_timeout_s:
-                self._reports.end_wait()
+            if self._next_stall_s > self._mesh.stall_timeout_s:
+                self._mesh.reports.end_wait()
             self._seen, self._since_s = seen, time.monotonic()
-            self._next_stall_s = self._stall_timeout_s
+            self._next_stall_s = self._mesh.stall_timeout_s
         return peers
 
     def _fault(self, peers: list[int], left: set[int], waited_s: float) -> ProcpipeError | None:
@@ -125,15 +118,15 @@ class DeviceWaits:
                 f"rank {peer} has left the pipeline (its script ended, or closed its stage) while "
                 f"rank {rank} waits for {what}: every rank must make the same calls",
             )
-        if waited_s >= self._timeout_s:
+        if waited_s >= self._mesh.timeout_s:
             return WaitTimeoutError(
                 f"rank {rank} has waited {waited_s:.1f} s for {what}; if that is not a fault, give "
                 "Stage a larger timeout_s"
             )
         if waited_s >= self._next_stall_s:
             self._next_stall_s *= 2
-            self._reports.start_wait(what, self._since_s)
-            self._reports.stalled(what, waited_s)
+            self._mesh.reports.start_wait(what, self._since_s)
+            self._mesh.reports.stalled(what, waited_s)
         return None
 
     def _end_wait(self, error: ProcpipeError) -> None:

@@ -354,12 +354,7 @@ class World:
         self._device_transports.append(transport)
         if self._device_waits is None:
             self._device_waits = DeviceWaits(
-                self._mesh,
-                self._device_transports,
-                lambda: self.caller,
-                self._stalls,
-                timeout_s=self._timeout_s,
-                stall_timeout_s=self._stall_timeout_s,
+                self._mesh, self._device_transports, lambda: self.caller
             )
         return self._added(transport)
 

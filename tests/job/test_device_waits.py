@@ -64,7 +64,7 @@ def watched():
             limits = {"timeout_s": timeout_s, "stall_timeout_s": stall_timeout_s}
             reports = reports or WaitReports()
             mesh, device = Mesh(0, {1: ours}, reports=reports, **limits), Device()
-            watch = DeviceWaits(mesh, [device], threading.main_thread, reports, **limits)
+            watch = DeviceWaits(mesh, [device], threading.main_thread)
             stack.callback(theirs.close)
             stack.callback(mesh.close)
             stack.callback(watch.close)
