@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from procpipe.channel.base import DeviceTransport, Transport
+from procpipe.channel.base import Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.board import Board
-from procpipe.job.device_waits import DeviceWaits, abort_all
 from procpipe.job.devices import devices_of, nccl_shares_gpus, of_this_host, pci_addresses
 from procpipe.job.endings import end_with_launcher, print_victims_briefly
 from procpipe.job.joining import FIRST_CALL, Start, announce
+from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pinning import pin_this_process
 from procpipe.job.stalls import StallReports
 from procpipe.limits import naming_file_limit, raise_file_limit
@@ -44,10 +44,6 @@ DEFAULT_STALL_TIMEOUT_S = 30.0
 
 #: More than the second to which torchrun rounds, and the tenth of a second at which it looks.
 _HEAD_START_S = 1.5
-
-#: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
-#: still receive by NCCL, and memory that they have open.
-_PART_TIMEOUT_S = 10.0
 
 #: The frame type of values of ``agreed``: no channel's, and not the control plane's.
 _AGREED = 200
@@ -110,9 +106,7 @@ class World:
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
-        self._transports: list[Transport] = []
-        self._device_transports: list[DeviceTransport] = []
-        self._device_waits: DeviceWaits | None = None
+        self._transports: OpenTransports | None = None
         self.caller = threading.main_thread()
         self.is_device_stuck = False
         give_up_in_children(self)
@@ -185,6 +179,9 @@ class World:
             reports=self._stalls,
         )
         self._stalls.find_boards(self._mesh)
+        self._transports = OpenTransports(
+            self._mesh, self._start, self.device, self._stalls.pids, lambda: self.caller
+        )
         return self._mesh
 
     def offer(self) -> Offer:
@@ -205,16 +202,8 @@ class World:
         on. ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of
         the job, in an order that all ranks share.
         """
-        by_name: dict[str, list[tuple[int, int, int]]] = {}
-        for channel in channels:
-            by_name.setdefault(choice.between(*channel[:2]), []).append(channel)
-        found: dict[int, Transport] = {}
-        for name in sorted(by_name):  # all ranks build them in one order
-            transport = self._new_transport(name, by_name[name])
-            for source, destination, _ in by_name[name]:
-                if self.rank in (source, destination):
-                    found[source + destination - self.rank] = transport
-        return found
+        assert self._transports is not None, "the ranks are connected first"
+        return self._transports.open(choice, channels)
 
     def agreed(self, key: str, make: Callable[[], Any]) -> Any:
         """Make a value, plain JSON, on rank 0 and return it on every rank; every rank calls it.
@@ -283,14 +272,13 @@ class World:
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
-        for transport in self._transports:
-            transport.drain()
+        if self._transports is not None:
+            self._transports.drain()
 
     def stop_watching_device(self) -> None:
         """Stop interrupting waits for the device, as this rank fails or leaves."""
-        if self._device_waits is not None:
-            self._device_waits.close()
-            self._device_waits = None
+        if self._transports is not None:
+            self._transports.stop_watching_device()
 
     def give_up_in_child(self) -> None:
         """In a forked child, leave the board, the store and the transports to the parent."""
@@ -300,63 +288,15 @@ class World:
     def close(self) -> None:
         """Send a goodbye to the peers and close every connection."""
         self.stop_watching_device()
-        if self._mesh is not None:
-            if self._device_transports:
-                self._mesh.part(_PART_TIMEOUT_S)
+        if self._mesh is not None and self._transports is not None:
+            self._transports.part()
             self._mesh.close()
-        if not abort_all(self._device_transports):
-            self.is_device_stuck = True
-            keep_for_ever([*self._transports])  # close() or their destructors would block
-            self._transports.clear()
-        self._device_transports.clear()
-        while self._transports:
-            self._transports.pop().close()
+            self.is_device_stuck |= not self._transports.close()
         self._start.close()
         self._mesh = None
         self._stalls.close()
         if self.board not in _closed_boards:
             _closed_boards.append(self.board)
-
-    # -- transports -----------------------------------------------------------------------------
-
-    def _new_transport(self, name: str, channels: Iterable[tuple[int, int, int]]) -> Transport:
-        """Open one transport for the channels that it is to carry."""
-        assert self._mesh is not None, "the ranks are connected first"
-        if name == "shm":
-            from procpipe.channel.shm import ShmTransport
-
-            return self._added(ShmTransport(self._stalls.pids))
-        if name == "cuda_ipc":
-            from procpipe.channel.cuda_ipc import CudaIpcTransport
-            from procpipe.channel.gpu import Gpu
-
-            return self._added_of_device(CudaIpcTransport(Gpu(self.device), self._stalls.pids))
-        store = self._shared_store().under("transport/", check=self._mesh.poll)
-        if name == "nccl":
-            from procpipe.channel.nccl import NcclTransport
-
-            nccl = NcclTransport(self.rank, self.device)
-            self._added_of_device(nccl)
-            nccl.connect(store.bare(), channels)
-            return nccl
-        from procpipe.channel.gloo import GlooTransport
-
-        host = self._start.network_address or "127.0.0.1"
-        return self._added(GlooTransport(store, self.rank, self.num_ranks, self._timeout_s, host))
-
-    def _added(self, transport: Transport) -> Transport:
-        self._transports.append(transport)
-        return transport
-
-    def _added_of_device(self, transport: DeviceTransport) -> Transport:
-        """Add a transport whose transfers a dead peer would leave on the device."""
-        assert self._mesh is not None, "the ranks are connected first"
-        self._device_transports.append(transport)
-        if self._device_waits is None:
-            self._device_waits = DeviceWaits(
-                self._mesh, self._device_transports, lambda: self.caller
-            )
-        return self._added(transport)
 
     def _shared_store(self) -> JobStore:
         return self._start.shared_store()
