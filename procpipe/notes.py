@@ -30,12 +30,8 @@ def write_note(text: str) -> None:
 def warn(text: str, *, stacklevel: int) -> None:
     """Warn as ``warnings.warn`` does, and drop a warning that cannot be written.
 
-    Args:
-        text: the warning.
-        stacklevel: as there: 2 names the caller's caller.
-
-    Raises:
-        UserWarning: the user's filter makes it an error.
+    ``stacklevel`` counts as there: 2 names the caller's caller. Raises ``UserWarning`` if the
+    user's filter makes it an error.
     """
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)

@@ -58,17 +58,10 @@ _closed_boards: list[Board] = []
 class World:
     """This process's place in the job.
 
-    Args:
-        rank: this process's rank.
-        num_ranks: the number of processes.
-        store: a store all ranks share, or None to open the launcher's when it is needed.
-        device: what this process computes on.
-        devices: what each rank computes on, as far as this one knows; by default like this one.
-        number: which of the script's pipelines this is, from 0 in the order they are made.
-        is_launched: False for a script started without a launcher.
-        may_share: whether it may share its GPU with other ranks.
-        timeout_s: how long any wait for a peer may last.
-        stall_timeout_s: how long a wait lasts before it is reported on standard error.
+    ``store`` is one that all ranks share, or None to open the launcher's when it is needed.
+    ``devices`` holds what each rank computes on, as far as this one knows; by default that is its
+    own. ``number`` says which of the script's pipelines this is. ``may_share`` says whether the
+    rank may share its GPU with others.
 
     Attributes:
         caller: the thread that makes the calls of the pipeline.
@@ -208,9 +201,7 @@ class World:
     def agreed(self, key: str, make: Callable[[], Any]) -> Any:
         """Make a value, plain JSON, on rank 0 and return it on every rank; every rank calls it.
 
-        Args:
-            key: names the value in errors.
-            make: runs on rank 0 only, while the others wait.
+        ``key`` names the value in errors. ``make`` runs on rank 0 only, while the others wait.
 
         Raises:
             ValueError: not every rank asks for it.
