@@ -105,12 +105,12 @@ def are_functions_transformed() -> bool:
 # -- layers --------------------------------------------------------------------------------------
 
 
-def conv_forward_of(kind: type[nn.Module]) -> Callable[..., Tensor] | None:
+def conv_forward_of(layer_type: type[nn.Module]) -> Callable[..., Tensor] | None:
     """Return what a convolution calls with its input, weight and bias; None for other layers.
 
     ``forward`` uses the layer's own weight, which a parametrization would compute once more.
     """
-    return getattr(kind, "_conv_forward", None)
+    return getattr(layer_type, "_conv_forward", None)
 
 
 # -- process groups ------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The handshake by which two ranks prove that they belong to one job; others are rejected.
 
 Both sides prove that they know the job's key before anything else is read (HMAC-SHA256 over the
-other's random challenge and both ranks). On a unix socket the kernel also tells each side the
+other's random challenge and both ranks). On a unix socket the kernel also shows each side the
 other's user, which must be this process's own:
 
     connector                                acceptor

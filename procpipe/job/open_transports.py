@@ -1,4 +1,4 @@
-"""The open transports of one rank: built, watched while the device waits for them, and closed."""
+"""The open transports of one rank: built, closed, and their waits for the device ended."""
 
 from __future__ import annotations
 
