@@ -13,9 +13,10 @@ from procpipe.channel.mesh import Mesh
 from procpipe.forks import keep_for_ever
 from procpipe.job.device_waits import DeviceWaits, abort_all
 from procpipe.job.joining import Start
+from procpipe.optional import needed
 
 if TYPE_CHECKING:
-    from procpipe.run.transports import Choice
+    from procpipe.job.transports import Choice
 
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.
@@ -71,19 +72,22 @@ class OpenTransports:
 
             return self._added(ShmTransport(self._pids))
         if name == "cuda_ipc":
-            from procpipe.channel.cuda_ipc import CudaIpcTransport
+            with needed("procpipe.channel.cuda_ipc", "exchanging tensors on one GPU"):
+                from procpipe.channel.cuda_ipc import CudaIpcTransport
             from procpipe.channel.gpu import Gpu
 
             return self._added_of_device(CudaIpcTransport(Gpu(self._device), self._pids))
         store = start.shared_store().under("transport/", check=mesh.poll)
         if name == "nccl":
-            from procpipe.channel.nccl import NcclTransport
+            with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
+                from procpipe.channel.nccl import NcclTransport
 
             nccl = NcclTransport(mesh.rank, self._device)
             self._added_of_device(nccl)
             nccl.connect(store.bare(), channels)
             return nccl
-        from procpipe.channel.gloo import GlooTransport
+        with needed("procpipe.channel.gloo", "exchanging tensors between hosts"):
+            from procpipe.channel.gloo import GlooTransport
 
         host = start.network_address or "127.0.0.1"
         return self._added(GlooTransport(store, mesh.rank, start.num_ranks, mesh.timeout_s, host))

@@ -30,9 +30,9 @@ from procpipe.job.joining import FIRST_CALL, Start, announce
 from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pinning import pin_this_process
 from procpipe.job.stalls import StallReports
+from procpipe.job.transports import Choice, Offer
 from procpipe.limits import naming_file_limit, raise_file_limit
 from procpipe.notes import write_note
-from procpipe.run.transports import Choice, Offer
 
 if TYPE_CHECKING:
     from torch.distributed import Store

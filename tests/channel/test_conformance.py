@@ -16,7 +16,7 @@ from procpipe.channel.cuda_ipc import CudaIpcTransport
 from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.native_waits import WaitReports
-from procpipe.run.transports import Choice
+from procpipe.job.transports import Choice
 from tests.channel.conformance import CASES, KINDS
 from tests.channel.memory import MemoryChannel
 from tests.channel.simulated import Device, Process

@@ -280,6 +280,7 @@ def test_without_a_launcher_nothing_is_pinned(monkeypatch):
     assert pin_this_process() is None
 
 
+@pytest.mark.dist
 @needs_two_cpus
 def test_a_wrapper_that_pinned_itself_is_not_the_launcher():
     """Its process may run where it may: that is no whole host to be divided."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import psutil
@@ -15,6 +13,8 @@ import pytest
 from procpipe.channel.mesh import Mesh
 from procpipe.job.board import Board
 from procpipe.job.stalls import StallReports
+from tests.dist.forks import ROOT, fork_server
+from tests.dist.pool import job_environment
 
 #: A process with a board that is in a layer, and stays there.
 PEER = """
@@ -34,15 +34,18 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 def peer():
-    """Rank 1 in a process of its own, and its end of the socket in this one."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    yield process
-    process.kill()
-    process.communicate()
+    """Rank 1 in a process of its own."""
+    theirs_in, ours_in = os.pipe()
+    ours_out, theirs_out = os.pipe()
+    argv, files = ["-c", PEER], (theirs_in, theirs_out, 2)
+    process = fork_server().start(argv, env=job_environment(), cwd=ROOT, files=files)
+    os.close(theirs_in)
+    os.close(theirs_out)
+    with open(ours_out) as output, open(ours_in, "w"):
+        assert output.readline() == "ready\n"
+        yield process
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture
@@ -74,6 +77,7 @@ def wait_status(pid, status):
         time.sleep(0.01)
 
 
+@pytest.mark.dist
 def test_a_stall_report_says_where_every_rank_is(reports, peer, capfd):
     find_boards(reports, peer)
     reports.start_wait("gradient 2 from stage 1 (rank 1)", time.monotonic() - 3.0)
@@ -86,6 +90,7 @@ def test_a_stall_report_says_where_every_rank_is(reports, peer, capfd):
     assert second.startswith("  stage 1 (rank 1): in F3, layer 'b' (Conv2d), for ")
 
 
+@pytest.mark.dist
 def test_a_stall_report_says_which_process_does_not_run(reports, peer, capfd):
     find_boards(reports, peer)
     peer.send_signal(signal.SIGSTOP)
@@ -163,6 +168,7 @@ def test_only_the_rank_that_reported_a_stall_reports_its_end(reports, capfd):
     assert told[0].startswith("procpipe: stage 0 (rank 0) goes on after 2.")
 
 
+@pytest.mark.dist
 def test_a_peer_is_last_seen_where_its_board_says_after_its_death_too(reports, peer):
     find_boards(reports, peer)
     peer.kill()
