@@ -142,7 +142,7 @@ def test_channels_do_not_share_slots(ends):
     assert len(ends.slots) == 2
 
 
-def test_a_message_is_done_when_the_receiver_can_do_without_the_sender(ends):
+def test_a_message_is_done_when_the_receiver_has_mapped_its_slot(ends):
     pending, note = ends.sender.post_send([numbers(10)], 1, KIND)
     assert not pending.is_done()
 
@@ -180,7 +180,7 @@ def test_nothing_has_a_name():
     assert not all(adds_a_name() for _ in range(10))
 
 
-def test_memory_goes_with_the_transports():
+def test_memory_is_freed_with_the_transports():
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         ends = Ends()

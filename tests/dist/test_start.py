@@ -195,6 +195,7 @@ KILLED = """
 import signal, sys, time
 import torch.distributed
 import procpipe.job.joining as starting, procpipe.channel.handshake as handshake
+from procpipe.job.open_transports import OpenTransports
 from procpipe.job.store import launchers_store
 from procpipe.job.world import World
 
@@ -224,9 +225,9 @@ if RANK == VICTIM:
     if WHERE == "connecting":
         starting.connect_to = starting.accept_peers = die
     if WHERE == "handshake":
-        handshake._introduce = handshake._Caller.hear = die
+        handshake._introduce = handshake._Caller.read = die
     if WHERE == "transport":
-        World._new_transport = die
+        OpenTransports._new = die
     if WHERE == "balance":
         import procpipe.balance.agreed
         procpipe.balance.agreed._found = World.agreed = die
