@@ -35,10 +35,10 @@ def for_each(
 
         @functools.wraps(test)
         def run(**rest: Any) -> None:
-            for given in every:
-                values = dict(zip(wanted, given, strict=True))
-                with case(values):
-                    test(**values, **rest)
+            for values in every:
+                arguments = dict(zip(wanted, values, strict=True))
+                with case(arguments):
+                    test(**arguments, **rest)
 
         run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
         return run
