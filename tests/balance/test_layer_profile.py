@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -53,10 +54,10 @@ def test_what_is_kept_inside_a_layer() -> None:
 
 
 def test_what_a_transformer_puts_off_is_what_a_partition_does() -> None:
-    block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    x = torch.rand(3, 4, 8)
+    block = nn.TransformerEncoderLayer(128, 2, 512, dropout=0.0, batch_first=True)
+    x = torch.rand(8, 32, 128)
 
-    (layer,) = profiled(block, sample=x).layers
+    (layer,) = profiled(block, sample=x, clock=time.thread_time).layers
 
     partition = Partition({"0": block}, torch.device("cpu"), is_first=False)
     partition.begin()
