@@ -1,6 +1,8 @@
-"""How lengths of time and amounts of bytes are written for people: in tables, pages and advice."""
+"""How times, sizes, counts and tables are written for people: on screens, pages and in advice."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def seconds_text(seconds: float) -> str:
@@ -20,3 +22,24 @@ def bytes_text(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.3g} GiB" if num_bytes < 999.5 else f"{num_bytes:,.0f} GiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a count with its noun: "1 stage", "4 micro-batches"."""
+    ending = "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{number} {noun}{'' if number == 1 else ending}"
+
+
+def column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return how many characters each column of a table takes."""
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def text_table(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
+    """Lay out a table as lines: its first columns flush left, the others right."""
+    adjust = (str.ljust if k < num_left else str.rjust for k in range(len(rows[0])))
+    columns = list(zip(adjust, column_widths(rows), strict=True))
+    return [
+        "  ".join(to(cell, width) for cell, (to, width) in zip(row, columns, strict=True)).rstrip()
+        for row in rows
+    ]

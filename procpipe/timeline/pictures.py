@@ -19,10 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from procpipe.plan.simulate import Timeline
 from procpipe.plan.task import KINDS, Plan, Task
 from procpipe.timeline.palette import LOOKS
+from procpipe.words import counted
 
 # Text ---------------------------------------------------------------------------------------
 
@@ -119,7 +121,7 @@ class _Picture:
     @property
     def title(self) -> str:
         m, n = self.plan.num_micro_batches, self.plan.num_stages
-        return f"{_counted(m, 'micro-batch')} on {_counted(n, 'stage')}, {self.idle:.1%} idle"
+        return f"{counted(m, 'micro-batch')} on {counted(n, 'stage')}, {self.idle:.1%} idle"
 
     @property
     def width(self) -> float:
@@ -178,9 +180,8 @@ def _rows(picture: _Picture) -> Iterator[str]:
     length = picture.total * picture.scale
     for j in range(picture.plan.num_stages):
         y = TOP + j * (ROW + GAP)
-        middle = y + ROW / 2 + 4
-        yield f"<text x='{LEFT - 12}' y='{middle:g}' text-anchor='end'>stage {j}</text>"
-        yield f"<rect x='{LEFT}' y='{y}' width='{length:.2f}' height='{ROW}' fill='#f1f1f1'/>"
+        yield _text(f"stage {j}", LEFT - 12, y + ROW / 2 + 4, text_anchor="end")
+        yield element("rect", x=LEFT, y=y, width=f"{length:.2f}", height=ROW, fill="#f1f1f1")
 
 
 def _boxes(picture: _Picture) -> Iterator[str]:
@@ -189,50 +190,54 @@ def _boxes(picture: _Picture) -> Iterator[str]:
         stage = picture.plan.placement[box.task.j]
         x, y = LEFT + box.start * picture.scale, TOP + stage * (ROW + GAP)
         width = (box.end - box.start) * picture.scale
-        yield f"<g><title>{box.task}: {look.name}, {box.when}</title>"
-        yield (
-            f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{ROW}' rx='2'"
-            f" fill='{look.fill}' stroke='#ffffff'/>"
-        )
+        size: dict[str, Any] = {"width": f"{width:.2f}", "height": ROW, "rx": 2}
+        parts = [
+            element("title", f"{box.task}: {look.name}, {box.when}"),
+            element("rect", x=f"{x:.2f}", y=y, **size, fill=look.fill, stroke="#ffffff"),
+        ]
         number = str(box.task.i)
         if width > 8 * len(number):
-            yield (
-                f"<text x='{x + width / 2:.2f}' y='{y + ROW / 2 + 4:g}' text-anchor='middle'"
-                f" fill='{look.ink}'>{number}</text>"
-            )
-        yield "</g>"
+            at, ink = (f"{x + width / 2:.2f}", y + ROW / 2 + 4), look.ink
+            parts.append(_text(number, *at, text_anchor="middle", fill=ink))
+        yield element("g", "\n".join(parts))
 
 
 def _axis(picture: _Picture) -> Iterator[str]:
-    step = _round_step(90 / picture.scale)
-    if picture.unit == "cycle":
-        step = max(1.0, step)
-    y = picture.bottom + 14
-    ink = "fill='#555555'"
-    yield f"<text x='{LEFT - 12}' y='{y}' text-anchor='end' {ink}>{picture.unit}</text>"
-    for tick in range(int(picture.total / step + 1e-9) + 1):
-        x = LEFT + tick * step * picture.scale
-        yield f"<text x='{x:.2f}' y='{y}' text-anchor='middle' {ink}>{tick * step:.4g}</text>"
+    y, ink = picture.bottom + 14, "#555555"
+    yield _text(picture.unit, LEFT - 12, y, text_anchor="end", fill=ink)
+    for tick in ticks(picture.total, 90 / picture.scale):
+        x = f"{LEFT + tick * picture.scale:.2f}"
+        yield _text(f"{tick:.4g}", x, y, text_anchor="middle", fill=ink)
 
 
 def _legend(picture: _Picture) -> Iterator[str]:
     x, y = LEFT, picture.bottom + 34
+    size: dict[str, Any] = {"y": y, "width": 14, "height": 14}
     for kind in KINDS:
         if any(box.task.kind == kind for box in picture.boxes):
             look = LOOKS[kind]
-            yield f"<rect x='{x}' y='{y}' width='14' height='14' rx='2' fill='{look.fill}'/>"
-            yield f"<text x='{x + 20}' y='{y + 11}'>{look.name}</text>"
+            yield element("rect", x=x, **size, rx=2, fill=look.fill)
+            yield _text(look.name, x + 20, y + 11)
             x += 104
-    yield f"<rect x='{x}' y='{y}' width='14' height='14' fill='#f1f1f1' stroke='#d0d0d0'/>"
-    yield f"<text x='{x + 20}' y='{y + 11}'>idle {picture.idle:.1%}</text>"
+    yield element("rect", x=x, **size, fill="#f1f1f1", stroke="#d0d0d0")
+    yield _text(f"idle {picture.idle:.1%}", x + 20, y + 11)
 
 
-def _round_step(least: float) -> float:
-    """Choose the distance of ticks: the first of 1, 2, 5, 10, 20, … that is not less."""
+def _text(text: str, x: object, y: object, **attributes: object) -> str:
+    return element("text", text, x=x, y=y, **attributes)
+
+
+def element(name: str, content: str = "", **attributes: object) -> str:
+    """Return an SVG element; ``text_anchor`` is the attribute "text-anchor", ``class_`` "class"."""
+    words = [name]
+    for key, value in attributes.items():
+        text = f"{value:g}" if isinstance(value, float) else value
+        words.append(f"{key.rstrip('_').replace('_', '-')}='{text}'")
+    return f"<{' '.join(words)}>{content}</{name}>" if content else f"<{' '.join(words)}/>"
+
+
+def ticks(total: float, least: float) -> list[float]:
+    """Return ticks from 0 to ``total``, ``least`` apart or more: 1, 2, 5, 10, 20, … of a unit."""
     power = 10.0 ** math.floor(math.log10(least))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
-
-
-def _counted(count: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{'' if count == 1 else plural}"
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
+    return [k * step for k in range(int(total / step + 1e-9) + 1)]
