@@ -10,25 +10,11 @@ from procpipe.launch.console import Table
 from procpipe.launch.plan.check import Rehearsal
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.schedules.named import AUTO, SCHEDULES
-from procpipe.plan.task import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    KINDS,
-    RECOMPUTE,
-    WEIGHT_GRADIENT,
-)
+from procpipe.plan.task import KINDS
+from procpipe.timeline.palette import LOOKS
 from procpipe.tuning.model import Model
 from procpipe.tuning.propose import Proposal
 from procpipe.words import bytes_text, seconds_text
-
-_KIND_NAMES = {
-    FORWARD: "forward",
-    RECOMPUTE: "recompute",
-    BACKWARD: "backward",
-    INPUT_GRADIENT: "backward, inputs",
-    WEIGHT_GRADIENT: "backward, weights",
-}
 
 
 def best_of_each(proposals: Sequence[Proposal], memory_bytes: int | None) -> list[Proposal]:
@@ -116,23 +102,19 @@ def has_run(proposal: Proposal, measured: Rehearsal) -> bool:
 
 
 def _tasks_compared(proposal: Proposal, measured: Rehearsal) -> Iterator[tuple[str, str, str, str]]:
-    placement, costs = proposal.plan.placement, proposal.costs
-    seconds = {
-        FORWARD: costs.forward_s,
-        RECOMPUTE: costs.recompute_s,
-        BACKWARD: costs.backward_s,
-        INPUT_GRADIENT: costs.input_gradient_s,
-        WEIGHT_GRADIENT: costs.weight_gradient_s,
+    placement, timeline = proposal.plan.placement, proposal.timeline
+    planned_s = {
+        (task.kind, task.j): timeline.end_s(task) - timeline.start_s(task)
+        for task in proposal.plan.tasks()
     }
-    planned = {(task.kind, task.j) for task in proposal.plan.tasks()}
     for j, stage in enumerate(placement):
         where = f"stage {stage}" if len(set(placement)) == len(placement) else f"partition {j}"
         for kind in KINDS:
             if (found_s := measured.task_s.get(f"{kind}{j}")) is None:
                 continue
-            what = f"{where}, {_KIND_NAMES[kind]}"
-            if (kind, j) in planned:
-                yield _compared(what, seconds[kind][j], found_s)
+            what = f"{where}, {LOOKS[kind].name}"
+            if (kind, j) in planned_s:
+                yield _compared(what, planned_s[kind, j], found_s)
             else:
                 yield what, "", seconds_text(found_s), ""
 

@@ -292,7 +292,7 @@ def test_a_run_of_another_plan_is_compared_only_in_part() -> None:
 
     assert not has_run(proposal, other)
     assert rows["stage 0, forward"] == ("4 ms", "4 ms", "+0.0%")
-    assert rows["stage 0, backward, inputs"] == ("", "4 ms", "")
+    assert rows["stage 0, input gradient"] == ("", "4 ms", "")
     assert rows["idle"] == ("", "50.0%", "")
     assert {rows[f"stage {stage}, held between tasks"][::2] for stage in (0, 1)} == {("", "")}
 
