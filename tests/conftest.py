@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.dist import devices
+from tests.dist import devices, forks
 from tests.dist.pool import Pool, Ranks
 from tests.on_gpus import NUMBERS_OF_GPUS
 
@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices of all tests."""
+    forks.find_launch()
     os.environ[devices.VARIABLE] = "gpus" if config.getoption("--gpus") else "cpus"
     if config.getoption("--gpus") == "share":
         os.environ[devices.SOME_CASES] = "1"

@@ -58,7 +58,7 @@ MAY_IMPORT = {
         *("errors", "forks", "notes", "signals", "tree"),
     },
     "data": {"compute", "run", "containers", "errors", "notes", "torch_internals", "tree"},
-    "balance": {"data", "job", "skip", "errors", "tree"},
+    "balance": {"compute", "data", "job", "skip", "errors", "tree"},
     "tuning": {"compute", "plan", "run", "errors"},
     "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
     "state": {"run", "stage", "errors", "forks", "notes", "version"},

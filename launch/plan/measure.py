@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -132,22 +132,8 @@ def _model(sizes: Sequence[int], profiles: Sequence[Profile]) -> Model:
 
 
 def _layer(of_sizes: Sequence[LayerProfile]) -> Layer:
-    largest = of_sizes[-1]
-    return Layer(
-        name=largest.name,
-        type=largest.type,
-        forward_s=_each(of_sizes, "forward_s"),
-        backward_s=_each(of_sizes, "backward_s"),
-        input_gradient_s=_each(of_sizes, "input_gradient_s"),
-        output_bytes=_each(of_sizes, "output_bytes"),
-        kept_bytes=_each(of_sizes, "kept_bytes"),
-        kept_input_bytes=_each(of_sizes, "kept_input_bytes"),
-        kept_output_bytes=_each(of_sizes, "kept_output_bytes"),
-        put_off_bytes=_each(of_sizes, "put_off_bytes"),
-        is_in_place=largest.is_in_place,
-        parameter_bytes=largest.parameter_bytes,
-        trained_bytes=largest.trained_bytes,
-    )
+    names = [field.name for field in fields(Layer) if field.type == "tuple[float, ...]"]
+    return Layer(**{**asdict(of_sizes[-1]), **{name: _each(of_sizes, name) for name in names}})
 
 
 def _each(of_sizes: Sequence[Any], name: str) -> tuple[float, ...]:

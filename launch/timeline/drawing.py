@@ -22,8 +22,7 @@ from typing import TypeVar
 
 from procpipe.plan.task import Task
 from procpipe.timeline.idle import median_seconds, replay
-from procpipe.timeline.palette import LOOKS
-from procpipe.timeline.pictures import element, ticks
+from procpipe.timeline.palette import LOOKS, tick_distance
 from procpipe.timeline.recording import Ran, Recording, Step
 from procpipe.words import seconds_text
 
@@ -98,36 +97,36 @@ class _Canvas:
             (self._measured_top, "Measured", self._step.seconds),
         ):
             right = {"x": _NAMES, "text_anchor": "end"}
-            lines.append(element("text", head, class_="head", x=0, y=top - 8))
+            lines.append(_element("text", head, class_="head", x=0, y=top - 8))
             lines.append(
-                element("text", seconds_text(length_s), class_="faint", y=top - 8, **right)
+                _element("text", seconds_text(length_s), class_="faint", y=top - 8, **right)
             )
             for stage in range(self._step.num_stages):
                 y = top + stage * _LANE + _BOX / 2 + 5
-                lines.append(element("text", f"stage {stage}", y=y, **right))
+                lines.append(_element("text", f"stage {stage}", y=y, **right))
         size = {"width": _NAMES + 8, "height": self.height}
-        return element("svg", "".join(lines), class_="names", **size, aria_hidden="true")
+        return _element("svg", "".join(lines), class_="names", **size, aria_hidden="true")
 
     def svg(self, planned: Sequence[Ran], measured: Sequence[Ran], planned_s: float) -> str:
         parts = [
-            element("title", f"Step {self._step.number}: the plan above, what was measured below"),
+            _element("title", f"Step {self._step.number}: the plan above, what was measured below"),
             *self._axes(),
             *self._lanes(),
             *self._waits(),
             *self._boxes(self._plan_top, planned),
             *self._boxes(self._measured_top, measured),
-            element("g", "\n".join(self._hops()), class_="hops"),
+            _element("g", "\n".join(self._hops()), class_="hops"),
             self._end(planned_s, "end of the plan"),
             self._end(self._step.seconds, "end of the step"),
         ]
         size = {"width": self.width, "height": self.height}
-        return element("svg", "\n".join(parts), class_="lanes", **size, role="img")
+        return _element("svg", "\n".join(parts), class_="lanes", **size, role="img")
 
     def _lanes(self) -> Iterator[str]:
         for top in (self._plan_top, self._measured_top):
             for stage in range(self._step.num_stages):
                 y = top + stage * _LANE
-                yield element("rect", class_="lane", x=0, y=y, width="100%", height=_BOX)
+                yield _element("rect", class_="lane", x=0, y=y, width="100%", height=_BOX)
 
     def _boxes(self, top: float, boxes: Sequence[Ran]) -> Iterator[str]:
         for box in boxes:
@@ -135,20 +134,20 @@ class _Canvas:
             x, y = self.share(box.start_s), top + box.stage * _LANE
             width = max(self.share(box.end_s) - x, 0.5 / self.width)
             parts = [
-                element(
+                _element(
                     "title",
                     f"{box.task}: {LOOKS[kind].name}, micro-batch {i}, partition {j}\n"
                     f"{seconds_text(box.seconds)}, from {seconds_text(box.start_s)} to "
                     f"{seconds_text(box.end_s)}",
                 ),
-                element("rect", x=f"{x:.4%}", y=y, width=f"{width:.4%}", height=_BOX, rx=2),
+                _element("rect", x=f"{x:.4%}", y=y, width=f"{width:.4%}", height=_BOX, rx=2),
             ]
             texts = [_label(box.task, width * wide) for wide in (self.width, _PAGE_WIDTH)]
             for text, shown in _in_either(*texts):
                 at = {"x": f"{x + width / 2:.4%}", "y": y + _BOX / 2 + 4}
-                parts.append(element("text", text, class_=f"number{shown}", **at))
+                parts.append(_element("text", text, class_=f"number{shown}", **at))
             later = " later" if j in self._later else ""
-            yield element("g", "".join(parts), class_=f"task {kind}{later}")
+            yield _element("g", "".join(parts), class_=f"task {kind}{later}")
 
     def _waits(self) -> Iterator[str]:
         start_s = self._step.start_s
@@ -163,7 +162,7 @@ class _Canvas:
                 f"{hop.i} from stage {hop.source} ({hop.num_bytes:,} bytes)"
             )
             place = {"x": f"{x:.4%}", "y": y, "width": f"{width:.4%}", "height": _WAIT}
-            yield element("rect", _title(title), class_="wait", **place)
+            yield _element("rect", _title(title), class_="wait", **place)
 
     def _hops(self) -> Iterator[str]:
         middle = self._measured_top + _BOX / 2
@@ -173,7 +172,7 @@ class _Canvas:
                 f"{hop.num_bytes:,} bytes, {seconds_text(hop.taken_s - hop.posted_s)} from posted "
                 "to taken"
             )
-            yield element(
+            yield _element(
                 "line",
                 _title(title),
                 x1=f"{self.share(hop.posted_s - self._step.start_s):.4%}",
@@ -185,16 +184,17 @@ class _Canvas:
     def _axes(self) -> Iterator[str]:
         if self._total_s:
             for width, shown in _in_either(self.width, _PAGE_WIDTH):
-                yield element("g", "\n".join(self._axis(width)), class_=f"axis{shown}")
+                yield _element("g", "\n".join(self._axis(width)), class_=f"axis{shown}")
 
     def _axis(self, width: int) -> Iterator[str]:
-        for tick_s in ticks(self._total_s, _TICK_WIDTH * self._total_s / width):
-            share = self.share(tick_s)
+        distance_s = tick_distance(_TICK_WIDTH * self._total_s / width)
+        for tick in range(int(self._total_s / distance_s + 1e-9) + 1):
+            share = self.share(tick * distance_s)
             is_cut = (1 - share) * width < _TICK_WIDTH / 3  # at the right edge
-            anchor = "start" if not tick_s else "end" if is_cut else "middle"
+            anchor = "start" if not tick else "end" if is_cut else "middle"
             yield self._upright("grid", share)
             at = {"x": f"{share:.4%}", "y": self._bottom + 16, "text_anchor": anchor}
-            yield element("text", seconds_text(tick_s), class_="faint", **at)
+            yield _element("text", seconds_text(tick * distance_s), class_="faint", **at)
 
     def _end(self, seconds: float, what: str) -> str:
         title = _title(f"{what}: {seconds_text(seconds)}")
@@ -202,11 +202,20 @@ class _Canvas:
 
     def _upright(self, name: str, share: float, content: str = "") -> str:
         x = f"{share:.4%}"
-        return element("line", content, class_=name, x1=x, y1=_HEAD - 4, x2=x, y2=self._bottom)
+        return _element("line", content, class_=name, x1=x, y1=_HEAD - 4, x2=x, y2=self._bottom)
 
 
 def _title(text: str) -> str:
-    return element("title", escape(text))
+    return _element("title", escape(text))
+
+
+def _element(name: str, content: str = "", **attributes: object) -> str:
+    """Return an SVG element; ``text_anchor`` is the attribute "text-anchor", ``class_`` "class"."""
+    words = [name]
+    for key, value in attributes.items():
+        text = f"{value:g}" if isinstance(value, float) else value
+        words.append(f"{key.rstrip('_').replace('_', '-')}='{text}'")
+    return f"<{' '.join(words)}>{content}</{name}>" if content else f"<{' '.join(words)}/>"
 
 
 def _label(task: Task, width: float) -> str:
@@ -243,7 +252,7 @@ def step_bars(recording: Recording, shown: Step) -> str:
         name = "bar shown" if step is shown else "bar"
         title = f"step {step.number} ({step.call}): {seconds_text(step.seconds)}"
         place = {"x": x, "y": f"{height - tall:.1f}", "width": width, "height": f"{tall:.1f}"}
-        bars.append(element("rect", _title(title), class_=name, **place))
+        bars.append(_element("rect", _title(title), class_=name, **place))
         x += width + gap
     bars.insert(0, _title("The length of each step"))
-    return element("svg", "".join(bars), class_="bars", width=x, height=height, role="img")
+    return _element("svg", "".join(bars), class_="bars", width=x, height=height, role="img")

@@ -1,4 +1,4 @@
-"""Finds a balance, so that nobody has to guess it: profiles the layers, divides them optimally.
+"""Finds a balance: profiles the layers of a model and divides them optimally.
 
     from procpipe.balance import balance_by_size, balance_by_time
 

@@ -1,19 +1,16 @@
-"""Runs the layers of a model in order, yet each alone: a copy of it, cut off from the others.
+"""Runs the layers of a model in order, each as a copy whose graph ends at its inputs.
 
     sample ──(1) copied ──(2) enter ── layer 0 ── roots ──(3) detached ──(2) enter ── layer 1 ── …
                                          │                                              ^
                                          └─(4) stashed, detached ───────────── popped ──┘
 
-(1) The sample is copied, so a layer may change its input in place. (2) What a layer gets looks as
-it does in the plain model: the result of an earlier layer, which may be changed in place, and not
-a leaf, which may not. (3) No graph goes from layer to layer, so a backward pass from a layer's
-roots ends where the layer begins. (4) Nor along a skip tensor: one that is stashed is a root of its
-layer, and what is popped is cut off.
+(1) The sample is copied, as a layer may change its input in place. (2) A layer's input is a node's
+result, as in the plain model, so that it may be changed in place; a leaf may not. (3) No graph goes
+from layer to layer, so a backward ends where the layer begins. (4) Nor does one go along skip
+tensors: a stashed one is a root of its layer, and a popped one is detached.
 
-There is one copied layer at a time, so a model need not fit on the device as a whole. The model,
-the sample and the random number generators stay as they are.
-
-Knows nothing of time or bytes.
+Only one layer is copied at a time, so a model need not fit on the device. The model, the sample and
+the random number generators do not change.
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from procpipe.compute.graph import Enter, Entry
 from procpipe.skip.tracker import tracking
 from procpipe.tree import Flat, flatten
 
@@ -47,7 +45,7 @@ class Inputs:
 
 
 class SkipCut:
-    """The skip tensors of one pass over all layers, in the place of the tracker of a stage."""
+    """The skip tensors of one pass over all layers; takes the place of a stage's tracker."""
 
     def __init__(self) -> None:
         self._stashed: list[Tensor] = []
@@ -55,17 +53,13 @@ class SkipCut:
         self._held: dict[Hashable, tuple[Flat, int]] = {}
 
     def stash(self, key: Hashable, tensor: Tensor | None, num_pops: int) -> None:
-        """Keep a tensor, cut off the graph, for the ``num_pops`` layers that will pop it."""
+        """Keep a detached tensor for the ``num_pops`` layers that will pop it."""
         if tensor is not None:
             self._stashed.append(tensor)
         self._held[key] = Flat.of(tensor), num_pops
 
     def pop(self, key: Hashable) -> Tensor | None:
-        """Give the tensor to one of them.
-
-        Raises:
-            RuntimeError: nothing is stashed under this key, or all have had it.
-        """
+        """Return the tensor to one of them."""
         if key not in self._held:
             raise RuntimeError(
                 f"skip tensor {key} is popped but was not stashed: see verify_skippables(module)"
@@ -79,22 +73,22 @@ class SkipCut:
         return tensor
 
     def waiting(self) -> dict[Hashable, list[Tensor]]:
-        """Return the tensors that wait to be popped, by what they were stashed under."""
+        """Return the tensors that are still to be popped, by key."""
         return {key: flat.tensors for key, (flat, _) in self._held.items()}
 
     def take_stashed(self) -> list[Tensor]:
-        """Return the tensors stashed since the last call, as they are in their layer's graph."""
+        """Return the tensors stashed since the last call, with their graph."""
         stashed, self._stashed = self._stashed, []
         return stashed
 
     def take_popped(self) -> list[GradientEdge]:
-        """Return where gradients of the tensors popped since the last call come out."""
+        """Return the gradient edges of the tensors popped since the last call."""
         popped, self._popped = self._popped, []
         return popped
 
     @property
     def held(self) -> list[Tensor]:
-        """Tensors that wait to be popped."""
+        """The tensors that are still to be popped."""
         return [tensor for tensors in self.waiting().values() for tensor in tensors]
 
 
@@ -104,9 +98,8 @@ class Layer:
     Attributes:
         module: the copy, in training mode, on the device.
         entering: its inputs' tensors.
-        inputs: all tensors that exist before its forward: ``entering``, and skip tensors to be
-            popped.
-        outputs: tensors its forward made: outputs, and stashed skip tensors.
+        inputs: all tensors before its forward: ``entering``, and skip tensors still to be popped.
+        outputs: tensors that its forward made: outputs and stashed skip tensors.
     """
 
     def __init__(self, module: nn.Module, arguments: Flat, cut: SkipCut) -> None:
@@ -120,30 +113,23 @@ class Layer:
         self._arguments: tuple[Any, ...] = _enter(arguments)
 
     def forward(self) -> None:
-        """Run the layer once; a second time would not find the skip tensors it pops."""
+        """Run the layer; only once, as its skip tensors are popped."""
         arguments, self._arguments = self._arguments, ()
         self.output = self.module(*arguments)
         self.outputs = flatten(self.output)[0] + self._cut.take_stashed()
         self._popped = self._cut.take_popped()
 
     def waiting_skips(self) -> dict[Hashable, list[Tensor]]:
-        """Return the skip tensors that wait to be popped, by what they were stashed under."""
+        """Return the skip tensors that are still to be popped, by key."""
         return self._cut.waiting()
 
     def entries(self) -> list[GradientEdge]:
-        """Return where the gradients of its inputs come out; to be called before its forward."""
+        """Return the gradient edges of its inputs; call this before ``forward``."""
         tensors, _ = flatten(self._arguments)
         return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
     def gradients_up_to(self, ends: list[GradientEdge], gradients: list[Tensor]) -> None:
-        """Run as much of the layer's backward pass as gradients at some places need.
-
-        Those of the skip tensors it popped are needed in any case.
-
-        Args:
-            ends: the places.
-            gradients: as ``output_gradients`` gave them.
-        """
+        """Run the part of the backward that computes gradients at ``ends`` and of popped skips."""
         ends = [*ends, *self._popped]
         if gradients and ends:
             torch.autograd.grad(self._roots(), ends, gradients, allow_unused=True)
@@ -153,7 +139,7 @@ class Layer:
         return [torch.ones_like(root) for root in self._roots()]
 
     def backward(self, gradients: list[Tensor]) -> None:
-        """Run the layer's backward pass, from gradients as ``output_gradients`` gave them."""
+        """Run the backward, from what ``output_gradients`` returned."""
         if gradients:
             torch.autograd.backward(self._roots(), gradients)
 
@@ -162,7 +148,7 @@ class Layer:
 
 
 def as_flat(sample: Any) -> Flat:
-    """Take apart what a user gave as the sample, as the first layer's positional inputs."""
+    """Flatten a user's sample as the positional inputs of the first layer."""
     return Flat.of(sample.values if isinstance(sample, Inputs) else (sample,))
 
 
@@ -172,16 +158,13 @@ def run_each(
     device: torch.device,
     measure: Callable[[Layer], T],
 ) -> list[T]:
-    """Run each layer alone, in order, each on what the one before it made.
+    """Call ``measure`` with each layer in order, and return the results.
 
     Args:
         module: the model, not changed.
-        inputs: as :func:`as_flat` gives them, not changed.
-        device: where the copies of layers and inputs live meanwhile.
-        measure: called with each layer, whose ``forward`` it must run once.
-
-    Returns:
-        What ``measure`` returned for each layer.
+        inputs: from :func:`as_flat`, not changed.
+        device: where copies of layers and inputs are.
+        measure: must call the layer's ``forward`` once.
     """
     found = []
     cut = SkipCut()
@@ -209,37 +192,19 @@ def _alone(original: nn.Module, arguments: Flat, device: torch.device, cut: Skip
 
 @contextmanager
 def _surroundings(device: torch.device) -> Iterator[None]:
-    """Build graphs, whatever the caller's mode; put the random number generators back."""
+    """Enable gradients, whatever the caller's mode, and restore the random number generators."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def _enter(flat: Flat) -> Any:
-    """Return the value as results of a node where they require gradients."""
-    tensors = [
-        _Enter.apply(_anchor(tensor), tensor.data) if wanted else tensor.data  # type: ignore[no-untyped-call]
-        for tensor, wanted in zip(flat.tensors, flat.requires_grad, strict=True)
-    ]
+    """Return the value as in step (2); tensors that require gradients are results of a node."""
+    given = list(zip(flat.tensors, flat.requires_grad, strict=True))
+    entering = [tensor for tensor, requires_grad in given if requires_grad]
+    entered: Iterator[Tensor] = iter(())
+    if entering:
+        anchor = torch.empty(0, device=entering[0].device, requires_grad=True)
+        entered = iter(Enter.apply(Entry(), anchor, *entering))  # type: ignore[no-untyped-call]
+    tensors = [next(entered) if requires_grad else tensor.data for tensor, requires_grad in given]
     return Flat(tensors, flat.structure, flat.requires_grad).value
-
-
-def _anchor(tensor: Tensor) -> Tensor:
-    return torch.empty(0, device=tensor.device, requires_grad=True)
-
-
-class _Enter(torch.autograd.Function):
-    """Step (2), without copying.
-
-    ``mark_dirty`` makes the very tensor the result, and not a view of it, which could not be
-    changed in place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        return None, None

@@ -1,4 +1,4 @@
-"""Chooses a balance: the costs of a model's layers, divided into partitions as evenly as can be."""
+"""Finds a balance: divides the measured costs of layers into partitions, as evenly as possible."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ def balance_by_time(
     """Balance a model by the seconds of its layers' forward and backward.
 
     Runs in this process only, and blocks. Seconds differ from run to run, so processes that must
-    agree take the balance that one of them has found.
+    agree use the balance that one of them found.
 
     Args:
-        partitions: how many there shall be, from 1 to the number of layers.
-        module: the model; copies of its layers are profiled, in training mode, so it keeps its
-            parameters, buffers, gradients and modes, as the random number generators their state.
+        partitions: their number, from 1 to the number of layers.
+        module: the model, not changed: copies of its layers are profiled, in training mode. The
+            random number generators are not changed either.
         sample: one micro-batch, not changed: what the model's one input is, a tensor
             ``(batch/m, …)`` or nested tuples, lists and dicts; or
-            :class:`~procpipe.balance.Inputs` of several. It should be of the size that training
-            will have.
+            :class:`~procpipe.balance.Inputs` of several. It should have the size used in training.
         timeout: seconds to spend; each layer is measured at least once.
         device: where copies of the layers run, one at a time; by default the sample's.
 
@@ -64,17 +63,17 @@ def balance_by_size(
     """Balance a model by the bytes its layers hold: activations and parameters.
 
     Runs in this process only, and blocks. Bytes are counted, so every process finds the same, and
-    a model on the meta device is balanced without memory for it.
+    a model on the meta device needs no memory.
 
     Args:
-        partitions: how many there shall be, from 1 to the number of layers.
-        module: the model; copies of its layers are profiled, in training mode, so it keeps its
-            parameters, buffers, gradients and modes, as the random number generators their state.
+        partitions: their number, from 1 to the number of layers.
+        module: the model, not changed: copies of its layers are profiled, in training mode. The
+            random number generators are not changed either.
         input: a mini-batch, not changed: what the model's one input is, a tensor ``(batch, …)`` or
             nested tuples, lists and dicts; or :class:`~procpipe.balance.Inputs` of several.
-            Tensors with as many samples as the first are split, others are not.
-        chunks: micro-batches in a mini-batch; the activations of one count, as those of the others
-            are recomputed.
+            Tensors with as many samples as the first are scattered, others are not.
+        chunks: micro-batches in a mini-batch; the activations of one count, as the others are
+            recomputed.
         param_scale: bytes held for each byte of parameters: 2 for plain SGD (parameters and
             gradients), 3 with momentum, 4 for Adam.
         device: where copies of the layers run, one at a time; by default the input's. A model with

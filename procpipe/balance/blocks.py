@@ -1,22 +1,19 @@
-"""Divides a sequence of costs into contiguous parts as evenly as can be.
+"""Divides a sequence of costs into contiguous parts as evenly as possible.
 
     costs    1  2  3  4  5  6          2 parts: [4, 2], as 1+2+3+4 = 10 and 5+6 = 11
              └────┬───┘  └─┬┘
 
-Optimal, not heuristic: no other division has a smaller largest part (the slowest stage sets the
-pace of a pipeline) and, of those that have the same, none has a smaller sum of squares of the
-parts' sums (the other stages are even too). Of equals, the last part has the most layers, then the
-one before it, and so on: in most schedules the first stages hold the most micro-batches.
+The division is optimal: it has the smallest largest part (the slowest stage determines the speed of
+a pipeline), then the smallest sum of squares of the parts' sums. Of equals, the last part has the
+most layers, then the one before it, and so on: in most schedules the first stages hold the most
+micro-batches.
 
-Costs become integers on a common scale first, so every comparison is exact for the numbers given
-and nothing depends on rounding.
+Costs are converted to integers on a common scale, so that comparisons are exact.
 
     n, m          layers, parts
     i, j          cuts: before layer 0 … behind layer n - 1, from 0 to n
     p             parts so far
-    prefix[j]     cost of the layers before cut j, so that i to j costs prefix[j] - prefix[i]
-
-Knows nothing of models, devices or seconds.
+    prefix[j]     cost of the layers before cut j; layers i to j cost prefix[j] - prefix[i]
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from procpipe.errors import BalanceError
 
 
 def blocks(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Divide layers into contiguous parts with the smallest largest cost, then the evenest.
+    """Divide layers into contiguous parts: the smallest largest cost, then the most even.
 
     Args:
         costs: one a layer, in any unit, from 0.
@@ -54,11 +51,7 @@ def blocks(costs: Sequence[float], num_parts: int) -> list[int]:
 
 
 def check_num_parts(num_parts: int, num_layers: int) -> None:
-    """Check that layers can be divided into so many parts.
-
-    Raises:
-        BalanceError: they cannot.
-    """
+    """Raise BalanceError unless there is a layer for each part, and a part."""
     if num_parts < 1:
         raise BalanceError(
             f"{num_layers} layers are to be divided into {num_parts} partitions: ask for at least 1"
@@ -71,7 +64,7 @@ def check_num_parts(num_parts: int, num_layers: int) -> None:
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """Return the costs times a number that makes all of them whole."""
+    """Return the costs on a scale on which all are integers."""
     faults = [
         f"cost {cost} of layer {index}"
         for index, cost in enumerate(costs)
@@ -85,10 +78,10 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
 
 
 def _smallest_limit(prefix: list[int], num_parts: int) -> int:
-    """Return the cost of the largest part, the smallest there can be.
+    """Return the smallest possible cost of the largest part.
 
-    Whether a limit can be kept is seen by filling one part after the other. Fewer parts than asked
-    for are good enough: dividing one further makes none larger.
+    A limit is possible if parts filled one after the other reach the end. They may be fewer than
+    ``num_parts``: dividing one further makes none larger.
     """
     total = prefix[-1]
     low, high = -(-total // num_parts), total
@@ -102,7 +95,7 @@ def _smallest_limit(prefix: list[int], num_parts: int) -> int:
 
 
 def _reach(prefix: list[int], num_parts: int, limit: int) -> list[int]:
-    """Return for p = 0 … num_parts the last cut that p parts within the limit can reach."""
+    """Return, for p = 0 … num_parts, the last cut that p parts within the limit can reach."""
     cuts = [0]
     for _ in range(num_parts):
         cuts.append(bisect_right(prefix, prefix[cuts[-1]] + limit) - 1)
@@ -110,17 +103,17 @@ def _reach(prefix: list[int], num_parts: int, limit: int) -> list[int]:
 
 
 def _evenest_cuts(prefix: list[int], num_parts: int, limit: int) -> list[int]:
-    """Return the cuts with the smallest sum of squares of all that keep the limit.
+    """Return the cuts within the limit with the smallest sum of squares.
 
-    By dynamic programming over p: only cuts count that p parts can reach from the left, and the
-    remaining ones from the right. Where the limit is tight these are few.
+    Dynamic programming over p, restricted to the cuts that p parts can reach from the left and the
+    remaining parts from the right.
     """
     n = len(prefix) - 1
     from_left = _reach(prefix, num_parts, limit)
     mirrored = [prefix[-1] - cost for cost in reversed(prefix)]
     from_right = [n - cut for cut in reversed(_reach(mirrored, num_parts, limit))]
 
-    step = _Step(first=0, squares=[0], choices=[0])
+    step = _Divisions(first=0, squares=[0], choices=[0])
     steps = []
     for p in range(1, num_parts + 1):
         first = max(p, from_right[p])
@@ -134,11 +127,11 @@ def _evenest_cuts(prefix: list[int], num_parts: int, limit: int) -> list[int]:
     return cuts[::-1]
 
 
-class _Step:
+class _Divisions:
     """The best divisions into p parts, for each cut at which part p may end.
 
     Attributes:
-        first: the first such cut, to which the first entry of the lists belongs.
+        first: the first such cut, that of the first entry of the lists.
         squares: the smallest sum of squares up to the cut.
         choices: the cut at which part p begins, the first of equals.
     """
@@ -148,15 +141,14 @@ class _Step:
         self.squares = squares
         self.choices = choices
 
-    def extended(self, prefix: list[int], limit: int, first: int, last: int) -> _Step:
-        """Return the same for one part more, which ends at one of the cuts ``first … last``.
+    def extended(self, prefix: list[int], limit: int, first: int, last: int) -> _Divisions:
+        """Return the same for one more part, which ends at one of the cuts ``first … last``.
 
-        The later a part ends, the later it begins at best (the square of a sum obeys the
-        quadrangle inequality, and does so too when too long a part counts as infinite). So the
-        best beginning for the middle cut bounds those on both sides, and the halves follow.
+        The later a part ends, the later it begins at best (quadrangle inequality). So the best
+        beginning for the middle cut bounds those on both sides: divide and conquer.
 
-        With the square multiplied out, what depends on the beginning i of a part that ends at j is
-        squares[i] + prefix[i]² - 2 · prefix[i] · prefix[j].
+        Of the cost of a part from i to j, squares[i] + prefix[i]² - 2 · prefix[i] · prefix[j]
+        depends on i.
         """
         starts = range(self.first, self.first + len(self.squares))
         costs = prefix[starts.start : starts.stop]
@@ -176,4 +168,4 @@ class _Step:
             i = low + values.index(best)
             squares[j - first], choices[j - first] = best + prefix[j] ** 2, i
             halves += [(first_j, j - 1, first_i, i), (j + 1, last_j, i, last_i)]
-        return _Step(first, squares, choices)
+        return _Divisions(first, squares, choices)

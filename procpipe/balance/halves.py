@@ -1,17 +1,15 @@
-"""What a backward in two tasks puts off: weights' gradients of stock layers, counted and left out.
+"""The weights' gradients that a split backward defers: counts their bytes, and leaves them out.
 
     x ──> Linear ──a──> LayerNorm ──> Linear ──b──> output
             │               │            │
             W               I            W              I: all gradients but those of W
 
-A stage does it with nodes of its own in the graph (``procpipe.compute.split``). Here the stock
-layers run, so hooks find the places where the first half ends: at ``a`` and ``b``, at parameters of
-all other layers, and at the inputs. Whatever autograd computes to get there is the first half.
+A stage splits backward with its own nodes in the graph (``procpipe.compute.split``). Here the stock
+layers run, and hooks find where the first half ends: at ``a`` and ``b``, at parameters of all other
+layers, and at the inputs. What autograd computes to get there is the first half.
 
-Attention shows its last projection's input to nobody, and no more do those of query, key and value:
-the first half ends at the bias of these, which costs next to nothing.
-
-Knows nothing of time.
+Hooks cannot see the projections inside attention: there the first half ends at the bias of query,
+key and value.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _STOCK = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @contextmanager
 def noting_ends(module: nn.Module) -> Iterator[list[GradientEdge]]:
-    """Collect where the first half of a backward ends, but for the inputs, while a forward runs."""
+    """Collect where the first half of a backward ends, except at the inputs, during a forward."""
     layers, attentions = _put_off_by(module)
     put_off = {id(p) for layer in (*layers, *attentions) for p in layer.parameters()}
     ends = [
@@ -58,9 +56,9 @@ def noting_ends(module: nn.Module) -> Iterator[list[GradientEdge]]:
 
 @contextmanager
 def counting_put_off(module: nn.Module) -> Iterator[Memories]:
-    """Collect what a forward shall leave behind for the weights' gradients of a module.
+    """Collect what the weights' gradients of a module will need, during a forward.
 
-    The gradient of an output, which does not exist yet, is as large as the output.
+    The gradient of an output is as large as the output.
     """
     found = Memories(())
 
@@ -74,7 +72,7 @@ def counting_put_off(module: nn.Module) -> Iterator[Memories]:
     def note_attention(
         _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any], output: tuple[Tensor, ...]
     ) -> None:
-        """Count query, key and value, what they are projected to, and the last projection."""
+        """Count query, key and value, their projections, and the last projection."""
         given = [*inputs[:3], *(named[name] for name in ("query", "key", "value") if name in named)]
         for each in given:
             found.add(each)
@@ -96,7 +94,7 @@ def counting_put_off(module: nn.Module) -> Iterator[Memories]:
 
 
 def _put_off_by(module: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Return the linear and convolution layers that put something off, and the attentions."""
+    """Return the linear and convolution layers, and the attentions, with deferred gradients."""
     layers: list[Any] = []
     attentions: list[Any] = []
     layer: Any

@@ -1,19 +1,16 @@
-"""What each layer of a model costs, as a plan needs it: each kind of task, each kind of memory.
+"""Measures each layer of a model for planning: seconds by task, bytes by where they are.
 
-``profile.py`` has one number a layer, to divide layers by. Here seconds are told apart by task, and
-bytes by where they lie, since which of them a stage holds depends on where the model is cut:
+Which bytes a stage holds depends on where the model is cut:
 
-    input ──> [ layer ]──> output           a boundary if the model is cut here, else one value
+    input ──> [ layer ]──> output           a boundary if the model is cut here, otherwise a value
                  │                          between two layers
                  └── kept inside: what autograd saves that is neither of them
 
-Each is measured in passes of its own over all layers (``alone.py``), as hooks that count take time:
+The passes over all layers (``alone.py``) are separate, since hooks that count take time:
 
     1  once        bytes
-    2  repeatedly  seconds of forward and backward, with gradients that are there to be added to
-    3  repeatedly  seconds of the backward without the weights' gradients that can be put off
-
-Knows nothing of plans, nor of more than one size of micro-batch.
+    2  repeatedly  seconds of forward and backward, with existing gradients to add to
+    3  repeatedly  seconds of the backward without the weights' gradients that can be deferred
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -47,7 +44,7 @@ _MIN_ROUNDS = 3
 #: How often the start of a task is timed.
 _NUM_STARTS = 25
 
-_LOSS = "(loss)"  # no layer of a user's has brackets in its name, as no attribute has
+_LOSS = "(loss)"  # no layer of a user has brackets in its name
 
 
 @dataclass(frozen=True)
@@ -58,17 +55,17 @@ class LayerProfile:
         name: its name in the model.
         type: its class.
         forward_s: seconds of its forward.
-        backward_s: seconds of its backward, gradients added to those that are there.
-        input_gradient_s: seconds of it without the weights' gradients that can be put off; all of
-            it where there are none.
+        backward_s: seconds of its backward, which adds to existing gradients.
+        input_gradient_s: seconds of it without the weights' gradients that can be deferred; all of
+            it if none can.
         output_bytes: its output.
-        kept_bytes: what autograd keeps that is neither input nor output nor a skip tensor.
-        kept_input_bytes: what autograd keeps of its input.
-        kept_output_bytes: what autograd keeps of its output.
-        put_off_bytes: inputs of its linear and convolution layers and of its attentions'
-            projections, and gradients of their outputs: what is kept until the weights' gradients
-            are computed.
-        is_in_place: whether its output lies in the memory of its input.
+        kept_bytes: what autograd saves that is neither input nor output nor a skip tensor.
+        kept_input_bytes: what autograd saves of its input.
+        kept_output_bytes: what autograd saves of its output.
+        put_off_bytes: what is kept until deferred weights' gradients are computed: inputs of linear
+            and convolution layers and of the projections of attentions, and gradients of their
+            outputs.
+        is_in_place: whether its output is in the memory of its input.
         parameter_bytes: its parameters and buffers.
         trained_bytes: parameters that get a gradient.
     """
@@ -96,7 +93,7 @@ class SkipProfile:
         source: the index of the layer that stashes it.
         destinations: the indices of the layers that pop it.
         tensor_bytes: its size.
-        kept_bytes: what autograd keeps of it where it is popped.
+        kept_bytes: what autograd saves of it where it is popped.
     """
 
     source: int
@@ -111,12 +108,12 @@ class Profile:
 
     Attributes:
         layers: its layers.
-        loss: the loss function, as a last layer; None if there was none.
+        loss: the loss function, as a last layer; None if none was given.
         skips: its skip tensors.
         input_bytes: the micro-batch's input.
         target_bytes: its target.
-        start_s: seconds that a forward and a backward take whatever is in them; the layers' seconds
-            are without.
+        start_s: seconds of an empty forward and of an empty backward, which are subtracted from
+            the layers' seconds.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -145,12 +142,12 @@ def profile_layers(
         module: the model, not changed.
         sample: one micro-batch, not changed: what the model's one input is, a tensor
             ``(batch/m, …)`` or nested tuples, lists and dicts; or :class:`Inputs` of several.
-        target: what the loss gets beside the output, if anything.
-        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target; it
-            is measured as a last layer.
+        target: the second argument of the loss, if it has one.
+        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target; measured as
+            a last layer.
         timeout: seconds after which no further round starts; three are always measured.
         device: where copies of the layers run, one at a time; by default the sample's.
-        clock: gives the seconds since some moment.
+        clock: returns seconds, from any start.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
@@ -168,21 +165,27 @@ def profile_layers(
         whole.add_module(_LOSS, _Loss(loss_fn, target))
     counts = _Counts()
     run_each(whole, inputs, device, counts.count)
-    start = _start_seconds(device, clock)
-    seconds = _all_seconds(whole, inputs, device, timeout, clock)
-    layers = [
-        _profile(name, layer, sizes, seconds_of.beyond(start))
-        for (name, layer), sizes, seconds_of in zip(
-            whole._modules.items(), counts.layers, seconds, strict=True
+    start_s = _start_seconds(device, clock)
+    layers = []
+    for (name, layer), sizes, seconds in zip(
+        whole._modules.items(),
+        counts.layers,
+        _all_seconds(whole, inputs, device, timeout, clock),
+        strict=True,
+    ):
+        forward_s, backward_s, first_s = (
+            max(0.0, took_s - none_s) for took_s, none_s in zip(seconds, start_s, strict=True)
         )
-    ]
+        first_s = min(first_s, backward_s) if sizes["put_off_bytes"] else backward_s
+        kind = type(layer).__name__
+        layers.append(LayerProfile(name, kind, forward_s, backward_s, first_s, **sizes))
     return Profile(
         layers=tuple(layers[: len(module)]),
         loss=layers[-1] if loss_fn is not None else None,
         skips=counts.skips(),
         input_bytes=_num_bytes(inputs.tensors),
         target_bytes=_num_bytes(flatten(target)[0]),
-        start_s=(start.forward_s, start.backward_s),
+        start_s=start_s[:2],
     )
 
 
@@ -203,32 +206,16 @@ class _Loss(nn.Module):
 # -- seconds --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Seconds:
-    forward_s: float
-    backward_s: float
-    input_gradient_s: float
-
-    def beyond(self, start: _Seconds) -> _Seconds:
-        """Take away what is spent before anything is done."""
-        return _Seconds(
-            max(0.0, self.forward_s - start.forward_s),
-            max(0.0, self.backward_s - start.backward_s),
-            max(0.0, self.input_gradient_s - start.input_gradient_s),
-        )
-
-
-def _start_seconds(device: torch.device, clock: Callable[[], float]) -> _Seconds:
-    """Time a layer that does nothing: its backward starts autograd's engine all the same."""
+def _start_seconds(device: torch.device, clock: Callable[[], float]) -> tuple[float, float, float]:
+    """Time layers that do nothing: their backward starts autograd's engine all the same."""
     inputs = as_flat(torch.ones(1, requires_grad=True))
     module = nn.Sequential(*(nn.Identity() for _ in range(_NUM_STARTS)))
-    layers = _all_seconds(module, inputs, device, 0.0, clock)
-    return _Seconds(
-        *(
-            statistics.median(getattr(layer, name) for layer in layers)
-            for name in ("forward_s", "backward_s", "input_gradient_s")
-        )
-    )
+    return _medians(_all_seconds(module, inputs, device, 0.0, clock))
+
+
+def _medians(times: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    forward_s, backward_s, first_s = map(statistics.median, zip(*times, strict=True))
+    return forward_s, backward_s, first_s
 
 
 def _all_seconds(
@@ -237,8 +224,8 @@ def _all_seconds(
     device: torch.device,
     timeout: float,
     clock: Callable[[], float],
-) -> list[_Seconds]:
-    """Time each layer in rounds, the first of which warms up; the median of each."""
+) -> list[tuple[float, float, float]]:
+    """Return each layer's median seconds of forward, backward and the backward's first half."""
     timer = Timer(device, clock)
 
     def time_both(layer: Layer) -> tuple[float, float]:
@@ -258,65 +245,30 @@ def _all_seconds(
         return timer.seconds(lambda: layer.gradients_up_to(ends, gradients))
 
     begun = clock()
-    run_each(module, inputs, device, time_both)
-    wholes: list[list[tuple[float, float]]] = []
-    halves: list[list[float]] = []
-    while len(wholes) < _MIN_ROUNDS or clock() - begun < timeout:
-        wholes.append(run_each(module, inputs, device, time_both))
-        halves.append(run_each(module, inputs, device, time_first_half))
-    return [
-        _Seconds(
-            statistics.median(forward_s for forward_s, _ in whole),
-            statistics.median(backward_s for _, backward_s in whole),
-            statistics.median(half),
-        )
-        for whole, half in zip(zip(*wholes, strict=True), zip(*halves, strict=True), strict=True)
-    ]
-
-
-def _profile(name: str, layer: nn.Module, sizes: _Sizes, seconds: _Seconds) -> LayerProfile:
-    half_s = min(seconds.input_gradient_s, seconds.backward_s)
-    return LayerProfile(
-        name,
-        type(layer).__name__,
-        seconds.forward_s,
-        seconds.backward_s,
-        half_s if sizes.put_off else seconds.backward_s,
-        sizes.output,
-        sizes.kept,
-        sizes.kept_input,
-        sizes.kept_output,
-        sizes.put_off,
-        sizes.is_in_place,
-        _num_bytes(chain(layer.parameters(), layer.buffers())),
-        _num_bytes(p for p in layer.parameters() if p.requires_grad),
-    )
+    run_each(module, inputs, device, time_both)  # warms up
+    rounds: list[list[tuple[float, float, float]]] = []
+    while len(rounds) < _MIN_ROUNDS or clock() - begun < timeout:
+        wholes = run_each(module, inputs, device, time_both)
+        halves = run_each(module, inputs, device, time_first_half)
+        rounds.append([(*whole, half) for whole, half in zip(wholes, halves, strict=True)])
+    return [_medians(of_layer) for of_layer in zip(*rounds, strict=True)]
 
 
 # -- bytes ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    output: int
-    kept: int
-    kept_input: int
-    kept_output: int
-    put_off: int
-    is_in_place: bool
 
 
 class _Counts:
     """Counts the bytes of each layer in one pass over all."""
 
     def __init__(self) -> None:
-        self.layers: list[_Sizes] = []
-        # The layer that stashes it, its bytes, bytes kept of it that are no in- or output's.
+        self.layers: list[dict[str, Any]] = []  # the bytes of each LayerProfile
+        # The layer that stashes it, its bytes, and what autograd saves of it elsewhere than in
+        # that layer's input and output.
         self._skips: dict[Hashable, tuple[int, int, int]] = {}
-        self._pops: dict[Hashable, list[tuple[int, int]]] = {}  # who pops it, bytes kept of it
+        self._pops: dict[Hashable, list[tuple[int, int]]] = {}  # layer that pops it, bytes saved
 
     def count(self, layer: Layer) -> None:
-        """Run a layer's forward, and count."""
+        """Run a layer's forward and count its bytes."""
         k = len(self.layers)
         stashes, pops = declared(layer.module)
         waiting = layer.waiting_skips()
@@ -334,14 +286,16 @@ class _Counts:
         own = Memories(chain(module.parameters(), module.buffers(), target))
         entered, left, made = (Memories(of) for of in (layer.entering, outputs, layer.outputs))
         self.layers.append(
-            _Sizes(
-                output=_num_bytes(outputs),
-                kept=saved.beyond(own | Memories(layer.inputs) | made).num_bytes(),
-                kept_input=saved.num_bytes_within(entered),
-                kept_output=saved.num_bytes_within(left),
-                put_off=put_off.num_bytes(),
-                is_in_place=entered.num_bytes_within(left) > 0,
-            )
+            {
+                "output_bytes": _num_bytes(outputs),
+                "kept_bytes": saved.beyond(own | Memories(layer.inputs) | made).num_bytes(),
+                "kept_input_bytes": saved.num_bytes_within(entered),
+                "kept_output_bytes": saved.num_bytes_within(left),
+                "put_off_bytes": put_off.num_bytes(),
+                "is_in_place": entered.num_bytes_within(left) > 0,
+                "parameter_bytes": _num_bytes(chain(module.parameters(), module.buffers())),
+                "trained_bytes": _num_bytes(p for p in module.parameters() if p.requires_grad),
+            }
         )
         for key in pops:
             kept = saved.num_bytes_within(Memories(waiting.get(key, ())))

@@ -1,8 +1,7 @@
-"""What each layer of a model costs: seconds of its forward and backward, bytes it holds.
+"""Measures the seconds and counts the bytes of each layer of a model.
 
-Measured in training mode on copies, a layer at a time; see ``alone``. Times differ from run to run
-and from machine to machine. Bytes are counted, not taken from the statistics of an allocator, so
-they are the same on every device, and on the meta device nothing is even computed.
+Layers run as copies in training mode, one at a time (``alone.py``). Bytes are counted, not taken
+from an allocator, so they are the same on every device; on meta nothing is computed.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ def layer_times(
 ) -> list[float]:
     """Measure the forward and backward of each layer.
 
-    All layers run once to warm up, then again and again, always on the same sample. Runs in this
-    process only, and blocks.
+    All layers run once to warm up, then repeatedly on the same sample. Runs in this process only,
+    and blocks.
 
     Args:
         module: the model, not changed.
@@ -39,7 +38,7 @@ def layer_times(
             ``(batch/m, …)`` or nested tuples, lists and dicts; or :class:`Inputs` of several.
         timeout: seconds after which no further round starts; one is always measured.
         device: where copies of the layers run, one at a time; by default the sample's.
-        clock: gives the seconds since some moment.
+        clock: returns seconds, from any start.
 
     Returns:
         Seconds a layer, the median of all rounds.
@@ -74,15 +73,15 @@ def layer_sizes(
     """Count the bytes that each layer holds in training.
 
     These are the activations of one micro-batch between its forward and its backward, and the
-    parameters with what an optimizer keeps beside them. Activations are all that autograd saves,
-    the output, and skip tensors stashed; each memory once, and none that was there before: not the
-    layer's input (the layer before it counts that as its output), its parameters or its buffers.
+    parameters with their optimizer states. Activations are all that autograd saves, the output, and
+    stashed skip tensors. Each memory counts once; the layer's input (which the previous layer
+    counts as its output), parameters and buffers do not count.
 
     Args:
         module: the model, not changed.
         input: a mini-batch, not changed: what the model's one input is, a tensor ``(batch, …)`` or
             nested tuples, lists and dicts; or :class:`Inputs` of several. Tensors with as many
-            samples as the first are split, others are not.
+            samples as the first are scattered, others are not.
         chunks: micro-batches in a mini-batch; the first, which is the largest, is measured.
         param_scale: bytes held for each byte of parameters: 2 for plain SGD (parameters and
             gradients), 3 with momentum, 4 for Adam.
@@ -113,11 +112,7 @@ def layer_sizes(
 
 
 def check_model(module: nn.Module) -> None:
-    """Check that a model is a chain of layers.
-
-    Raises:
-        TypeError: it is not an ``nn.Sequential``.
-    """
+    """Raise TypeError unless the model is an ``nn.Sequential``."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"the model is a {type(module).__qualname__}: pass an nn.Sequential, whose layers can "
@@ -126,7 +121,7 @@ def check_model(module: nn.Module) -> None:
 
 
 class Timer:
-    """Times what a layer does on a device that may lag behind the host."""
+    """Times layers on a device that may run behind the host."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self._device = device
@@ -139,7 +134,7 @@ class Timer:
         return forward_s + self.seconds(lambda: layer.backward(gradients))
 
     def seconds(self, run: Callable[[], None]) -> float:
-        """Return the seconds until the device has done what a function asks of it."""
+        """Return the seconds of a function, until the device has finished."""
         self._wait_device()
         begun = self._clock()
         run()
@@ -152,9 +147,9 @@ class Timer:
 
 
 class Memories:
-    """Memories that tensors lie in, each once however many tensors share it.
+    """The memories of tensors, each once however many tensors share it.
 
-    Holds on to them, since freed memory is soon another tensor's.
+    Keeps them alive, since freed memory would be reused.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -163,7 +158,7 @@ class Memories:
             self.add(tensor)
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Add a tensor's memory (sparse ones have no single one, and are passed over)."""
+        """Add a tensor's memory (sparse tensors, which have several, are ignored)."""
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             self._storages[id(storage)] = storage  # one object for all tensors in it
@@ -175,13 +170,13 @@ class Memories:
         return both
 
     def beyond(self, others: Memories) -> Memories:
-        """Return those that are not among the others."""
+        """Return those that are not in the others."""
         left = Memories(())
         left._storages = {k: v for k, v in self._storages.items() if k not in others._storages}
         return left
 
     def num_bytes_within(self, others: Memories) -> int:
-        """Return the bytes of those that are among the others."""
+        """Return the bytes of those that are in the others."""
         return self.num_bytes() - self.beyond(others).num_bytes()
 
     def num_bytes(self) -> int:
@@ -200,7 +195,7 @@ def _num_activation_bytes(layer: Layer) -> int:
 
 
 def leaves(outputs: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves of the outputs' graph, which it holds although they are not saved."""
+    """Yield the leaves of the outputs' graph, which keeps them alive without saving them."""
     nodes = [output.grad_fn for output in outputs]
     seen = set()
     while nodes:
@@ -217,7 +212,7 @@ def _num_parameter_bytes(module: nn.Module) -> int:
 
 
 def _first_micro_batch(inputs: Flat, chunks: int) -> Flat:
-    """Return the first of the parts that ``torch.chunk`` makes, which no other exceeds."""
+    """Return the first part that ``torch.chunk`` makes, which is the largest."""
     num_samples = next((len(tensor) for tensor in inputs.tensors if tensor.dim()), 0)
     num_rows = -(-num_samples // chunks)
     tensors = [
@@ -239,11 +234,7 @@ def _on_meta(module: nn.Module) -> bool:
 
 
 def check_not_meta(module: nn.Module, tensors: list[Tensor], device: torch.device) -> None:
-    """Check that there is something to time.
-
-    Raises:
-        ValueError: the model, the sample or the device is meta.
-    """
+    """Raise ValueError if the model, the sample or the device is meta."""
     on_meta = {
         "the model": _on_meta(module),
         "the sample": any(tensor.is_meta for tensor in tensors),

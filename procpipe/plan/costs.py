@@ -1,7 +1,4 @@
-"""What a model costs in each partition: the numbers that a simulation needs, and no more.
-
-They come from a measurement, from a guess, or from ``Costs.uniform`` to compare schedules.
-"""
+"""The seconds and bytes of each partition that a simulation needs."""
 
 from __future__ import annotations
 
@@ -12,26 +9,24 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds and bytes of one micro-batch in each partition (on each stage, if it has but one).
+    """Seconds and bytes of one micro-batch in each partition.
 
     Attributes:
         forward_s: seconds of a forward task, for each partition.
         backward_s: seconds of a backward task, for each partition.
         recompute_s: seconds of a recomputation, for each partition.
-        input_gradient_s: seconds of the first half of a backward in two, for each partition; half
-            of the backward if left out.
-        weight_gradient_s: seconds of the second half; what is left of the backward if left out.
-        transfer_s: seconds from the end of a task until the next partition has what it made,
-            either one number or one for each of the boundaries. The way back takes as long.
-            Between partitions of one stage it counts as nothing.
-        input_bytes: one micro-batch of the model's input, as stage 0 keeps it.
-        output_bytes: one micro-batch of each partition's output: the message to the next, which
-            keeps it as its input, and of the gradient that comes back.
-        skip_bytes: for each pair of partitions, the skip tensors of one micro-batch between them.
-        target_bytes: one micro-batch of the target.
-        saved_bytes: what autograd keeps inside each partition's layers for the backward of one
-            micro-batch, if it is to count.
-        put_off_bytes: what each partition keeps of it between the two halves of a backward.
+        input_gradient_s: seconds of ``I`` of a split backward, for each partition; by default half
+            of the backward.
+        weight_gradient_s: seconds of ``W``; by default the rest of the backward.
+        transfer_s: seconds from the end of a task until the next partition has its output, in
+            either direction: one number, or one for each boundary. 0 within a stage.
+        input_bytes: the model's input, as stage 0 keeps it.
+        output_bytes: each partition's output, which is the message to the next partition, its
+            input, and the size of the gradient that returns.
+        skip_bytes: the skip tensors between each pair of partitions.
+        target_bytes: the target.
+        saved_bytes: what autograd saves inside each partition's layers, if it is to count.
+        put_off_bytes: what each partition keeps of it between ``I`` and ``W``.
 
     Raises:
         ValueError: the numbers are not for the same number of partitions.
@@ -94,10 +89,9 @@ class Costs:
         saved_bytes: int = 0,
         put_off_bytes: int = 0,
     ) -> Costs:
-        """Make the costs of equal partitions.
+        """Return the costs of equal partitions.
 
-        A recomputation takes as long as a forward if nothing else is said, and the two halves of a
-        backward as long as each other.
+        By default a recomputation takes as long as a forward, and ``I`` as long as ``W``.
         """
         p = num_partitions
         return cls(
@@ -120,7 +114,7 @@ class Costs:
         return len(self.forward_s)
 
     def hops_s(self, placement: Sequence[int]) -> tuple[float, ...]:
-        """List the seconds over each boundary, for partitions on these stages."""
+        """List the seconds of a transfer across each boundary of a placement."""
         hops_s = self.transfer_s
         if not isinstance(hops_s, tuple):
             hops_s = (hops_s,) * (self.num_partitions - 1)

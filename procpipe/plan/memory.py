@@ -1,18 +1,18 @@
 """How many bytes a stage holds at each step of its program.
 
-Counted is what procpipe itself keeps, and what layers save for the backward pass if the costs say
-how much that is; not what the model's parameters take. A stage comes to hold bytes at three places
-and gives them back at one:
+Counts what procpipe keeps, and what layers save for the backward pass if the costs include it; not
+the model's parameters. Bytes are added when a message is received and when a task runs, and freed
+when a task ends:
 
     receive t    + the message: an activation, which the partition keeps as its input (not counted
                    again when the task runs), a gradient of its output, a skip, a skip gradient
                    or a target. The loss, one number, counts as nothing
     run F(i,j)   + in partition 0, its input
-                 + the output and what it stashes for others, kept as roots of the backward pass,
-                   and what its layers save. Not so a micro-batch that will be recomputed, nor any
-                   where the plan has no backward tasks
-                 + what it hands over to another partition of its stage, unless that is kept
-                   already as a root
+                 + the output and what it stashes, kept as roots of the backward pass, and what
+                   its layers save; not if the micro-batch will be recomputed, or the plan has no
+                   backward
+                 + what it hands over to another partition of its stage, unless already counted
+                   as a root
     run R(i,j)   + the roots and what its layers save
     run B(i,j)   + the gradients that it hands over to another partition of its stage
                  - at its end, all that micro-batch i holds in this partition
@@ -20,10 +20,9 @@ and gives them back at one:
     run W(i,j)   - at its end, that
     run F(i,j)   - at its end, all of micro-batch i, where the plan has no backward
 
-So it follows from the order of the program and not from time: a received message counts from where
-its buffer may be posted, whenever it arrives. A send counts as nothing: what it sends is held
-already, or is gone as soon as it has left. A plan that holds only backward starts with what its
-forward left. Every plan ends with nothing held.
+The count depends on the order of the program, not on time: a message counts from where its buffer
+may be posted. A send counts as nothing: its tensors are held already, or freed once sent. A plan
+with only backward tasks starts with what its forward plan left. Every plan ends with 0 bytes held.
 
 Stage 1 of 2 with two micro-batches, micro-batch 0 recomputed, activations ``x`` of 10 bytes,
 outputs ``y`` of 4, and no target:
@@ -60,7 +59,7 @@ from procpipe.plan.task import (
 
 
 def message_bytes(transfer: Transfer, costs: Costs) -> int:
-    """Tell the size of a message."""
+    """Return the size of a message."""
     payload, _, source, destination = transfer
     if payload == ACTIVATION:
         return costs.output_bytes[source]
@@ -76,17 +75,12 @@ def message_bytes(transfer: Transfer, costs: Costs) -> int:
 
 
 def peak_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> int:
-    """Tell the most that a stage holds at any step of its program."""
+    """Return the most bytes that a stage holds at any step of its program."""
     return max(held_bytes(plan, costs, routes, stage))
 
 
 def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]:
-    """Walk through a stage's program and tell the bytes that it holds.
-
-    Yields:
-        First what is held before the program, then for each step what is held while it runs, and
-        for a task also what is held after it has given back what it can.
-    """
+    """Yield the bytes that a stage holds: before its program, during each step, after each task."""
     ledger = Holdings(plan, costs, routes, stage)
     held = ledger.before()
     yield held
@@ -105,14 +99,7 @@ def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator
 
 
 class Holdings:
-    """The rules above, for the tasks of one stage.
-
-    Args:
-        plan: says what is recomputed, and whether a backward follows.
-        costs: the sizes.
-        routes: where tensors go.
-        stage: whose tasks.
-    """
+    """The rules above, for the tasks of one stage."""
 
     def __init__(self, plan: Plan, costs: Costs, routes: Routes, stage: int) -> None:
         self._plan = plan
@@ -127,7 +114,7 @@ class Holdings:
         self._recomputed = {(i, j) for kind, i, j in self._tasks if kind == RECOMPUTE}
 
     def before(self) -> int:
-        """Tell what a forward plan has left for this one, if this one holds only backward."""
+        """Return the bytes that a forward plan left, if this plan has only backward tasks."""
         if self._plan.has_forward:
             return 0
         backward = [t for t in self._tasks if t.kind in (BACKWARD, INPUT_GRADIENT)]
@@ -135,7 +122,7 @@ class Holdings:
         return sum(self.taken(task) + self._needed(task) for task in forward)
 
     def taken(self, task: Task) -> int:
-        """Tell what a task adds to what is held."""
+        """Return the bytes that a task adds when it runs."""
         kind, i, j = task
         if kind == RECOMPUTE:
             return self._roots[j] + self._costs.saved_bytes[j]
@@ -149,7 +136,7 @@ class Holdings:
         return 0
 
     def given_back(self, task: Task) -> int:
-        """Tell what is held no longer once a task has ended."""
+        """Return the bytes that a task frees when it ends."""
         kind, i, j = task
         forward = Task(FORWARD, i, j)
         if kind == WEIGHT_GRADIENT:
@@ -166,24 +153,23 @@ class Holdings:
         return self._plan.has_backward and (i, j) not in self._recomputed
 
     def _inputs(self, forward: Task) -> int:
-        """Tell what a partition holds as the inputs of a micro-batch."""
+        """Return the bytes of a forward task's inputs."""
         own_input = self._costs.input_bytes if forward.j == 0 else 0
         return own_input + self._needed(forward) + self._handed(forward)
 
     def _needed(self, task: Task) -> int:
-        """Tell the bytes of what a task has from other stages."""
         return sum(message_bytes(transfer, self._costs) for transfer in self._routes.needed(task))
 
     def _handed(self, task: Task) -> int:
-        """Tell the bytes of what a task has from other partitions of its stage."""
+        """Return the bytes that other partitions of its stage made for a task."""
         return sum(self._counted(t) for t in self._routes.used_by(task) if self._stays(t))
 
     def _handed_over(self, task: Task) -> int:
-        """Tell the bytes of what a task makes for other partitions of its stage."""
+        """Return the bytes that a task makes for other partitions of its stage."""
         return sum(self._counted(t) for t in self._routes.made_by(task) if self._stays(t))
 
     def _counted(self, transfer: Transfer) -> int:
-        """Tell what counts of a handover: what is a root of its maker is held there already."""
+        """Return the bytes of a handover; 0 if its maker counts them as a root."""
         if transfer.payload in (ACTIVATION, SKIP) and self._is_kept(transfer.i, transfer.source):
             return 0
         return 0 if transfer.payload == TARGET else message_bytes(transfer, self._costs)

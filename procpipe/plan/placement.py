@@ -1,16 +1,15 @@
-"""Which stage runs which partition, where there are several partitions a stage.
+"""Which stage runs which partition, if there are several partitions a stage.
 
     partitions 0 … 5 on three stages      stage 0   stage 1   stage 2
 
     looped   0 1 2 0 1 2                   0 3       1 4       2 5
     folded   0 1 2 2 1 0                   0 5       1 4       2 3
 
-Looped, every boundary is between stages. Folded, the micro-batch turns on the last stage and comes
-back to the first, whose two partitions are the first to start and the last to end: all stages
-hold micro-batches for about as long.
+Looped, every boundary is between stages. Folded, a micro-batch turns at the last stage and returns
+to the first, so that all stages hold micro-batches for about the same time.
 
-Partition 0 is on stage 0, where the mini-batch is, in every placement. The last partition, and so
-the loss, is on the last stage when looped and on stage 0 when folded in two.
+In every placement partition 0 is on stage 0, which has the mini-batch. The last partition, and so
+the loss, is on the last stage if looped, and on stage 0 if folded once.
 
 Source: looped, Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters"
 (2021), https://arxiv.org/abs/2104.04473, Section 2.2; folded, Qi et al., "Pipeline Parallelism with
@@ -28,7 +27,7 @@ def looped(num_partitions: int, num_stages: int) -> tuple[int, ...]:
 
 
 def folded(num_partitions: int, num_stages: int) -> tuple[int, ...]:
-    """Place partitions on stage 0, 1, … and back again, and so on."""
+    """Place partitions on stages 0, 1, …, n - 1, n - 1, …, 0, and so on."""
     there_and_back = [*range(num_stages), *reversed(range(num_stages))]
     return tuple(there_and_back[j % (2 * num_stages)] for j in range(num_partitions))
 
@@ -39,7 +38,7 @@ def partitions_of(placement: Sequence[int], stage: int) -> tuple[int, ...]:
 
 
 def placement_faults(placement: Sequence[int], num_stages: int) -> Iterator[str]:
-    """Walk through what keeps a placement from being one for so many stages."""
+    """Describe what is wrong with a placement on ``num_stages`` stages."""
     for j, stage in enumerate(placement):
         if not 0 <= stage < num_stages:
             yield f"partition {j} is placed on stage {stage}, but there are {num_stages}, from 0"

@@ -1,13 +1,13 @@
-"""Programs run on channels without any buffer, to see whether they come to their end.
+"""Checks programs for deadlocks by running them on channels without buffers.
 
-This is the strictest transport there can be, and a program that ends on it ends on every other:
+No transport is stricter: programs that end on unbuffered channels end on every transport.
 
     receive t    posts a buffer and goes on
     send t       waits until ``receive t`` has been posted at the other end
     run task     waits until ``send t`` is done for every ``t`` that the task needs
 
-So each step waits for steps of other stages and for nothing else, and stages that can never go on
-wait for each other in a ring. No step takes time here; ``simulate.py`` is about time.
+A step waits only for steps of other stages, so stages that never continue wait for each other in a
+ring. Steps take no time here; ``simulate.py`` computes times.
 """
 
 from __future__ import annotations
@@ -21,30 +21,27 @@ from procpipe.plan.routes import Routes
 
 
 class _Wait(NamedTuple):
-    """A stage stands at a step of its own until another stage has come to one of its steps."""
+    """A stage waits at its own step until another stage has done the awaited step."""
 
     step: Step
     awaited: Send | Receive
 
 
 def deadlocks(programs: Sequence[Program], routes: Routes) -> list[str]:
-    """Describe every ring of stages that wait for each other for ever.
+    """Describe every ring of stages that wait for each other forever, one sentence each.
 
     Args:
         programs: the program of each stage, in which every transfer has its send and its receive.
         routes: what each task needs.
-
-    Returns:
-        One sentence a ring; none if all programs run to their end.
     """
     waits = _run(programs, routes)
     return [_story(ring, waits, routes) for ring in _rings(waits, routes)]
 
 
 def _run(programs: Sequence[Program], routes: Routes) -> Mapping[int, _Wait]:
-    """Run programs as far as they go; returns where the stages stand that did not end."""
+    """Run programs as far as possible; return the waits of the stages that did not end."""
     done: set[Step] = set()
-    sleepers: dict[Step, int] = {}  # who stands still until this step is done
+    sleepers: dict[Step, int] = {}  # the stage that waits for this step
     waits: dict[int, _Wait] = {}
     places = [0] * len(programs)
     ready = deque(range(len(programs)))
@@ -66,7 +63,7 @@ def _run(programs: Sequence[Program], routes: Routes) -> Mapping[int, _Wait]:
 
 
 def _awaited(step: Step, routes: Routes) -> Sequence[Send | Receive]:
-    """List the steps of other stages that must be done before this one can be."""
+    """List the steps of other stages that must be done before this one."""
     match step:
         case Run(task):
             return [Send(transfer) for transfer in routes.needed(task)]
@@ -77,7 +74,6 @@ def _awaited(step: Step, routes: Routes) -> Sequence[Send | Receive]:
 
 
 def _rings(waits: Mapping[int, _Wait], routes: Routes) -> list[list[int]]:
-    """Find the rings among stages each of which waits for one other."""
     rings = []
     seen: set[int] = set()
     for first in sorted(waits):
@@ -99,8 +95,8 @@ def _owner(step: Send | Receive, routes: Routes) -> int:
 
 def _story(ring: Sequence[int], waits: Mapping[int, _Wait], routes: Routes) -> str:
     parts = [
-        f"stage {stage} stands at '{waits[stage].step}' until stage "
-        f"{_owner(waits[stage].awaited, routes)} comes to '{waits[stage].awaited}'"
+        f"stage {stage} waits at '{waits[stage].step}' until stage "
+        f"{_owner(waits[stage].awaited, routes)} reaches '{waits[stage].awaited}'"
         for stage in ring
     ]
     return "deadlock: " + "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Where tensors go: over each boundary, along skips, and the target and the loss on their own.
+"""Where tensors go: across each boundary, along skips, and the target and the loss directly.
 
           F0@0 ── activation ──▶ F0@1 ── activation ──▶ F0@2
             ├─────────── skip (0, 2) ────────────────────▲ ▲        forward
@@ -10,10 +10,8 @@
           ◀───────── loss, to every other stage ──────── F(last)@2
 
 A tensor goes straight from the partition that makes it to the partition that uses it. All tensors
-of one hop are one transfer: several skip tensors from ``a`` to ``b`` travel together. Between two
-partitions of one stage nothing travels; what one makes is handed over to the other.
-
-Knows which partitions speak to which, and after which task; not when (``fence.py``), nor how.
+of one hop are one transfer: skip tensors from ``a`` to ``b`` travel together. Two partitions of one
+stage hand tensors over without a transfer. ``program.py`` orders the transfers.
 """
 
 from __future__ import annotations
@@ -43,11 +41,11 @@ class Transfer(NamedTuple):
 
     Attributes:
         payload: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET`` or ``LOSS``.
-        i: the micro-batch. The loss, of which there is one a mini-batch, bears the micro-batch
-            after which it is complete.
+        i: the micro-batch. The loss of a mini-batch has the number of the micro-batch that
+            completes it.
         source: the partition whose stage sends it.
-        destination: the partition whose stage receives it. The loss, which goes to stages, is
-            addressed to the first partition of each.
+        destination: the partition whose stage receives it. The loss goes to the first partition
+            of each other stage.
     """
 
     payload: str
@@ -65,7 +63,7 @@ class Transfer(NamedTuple):
 
     @property
     def makers(self) -> tuple[Task, ...]:
-        """The tasks that can make what is sent, of which a plan holds one."""
+        """The tasks that can make what is sent; a plan has one of them."""
         if self.payload in (GRADIENT, SKIP_GRADIENT):
             return Task(BACKWARD, self.i, self.source), Task(INPUT_GRADIENT, self.i, self.source)
         return (Task(FORWARD, self.i, self.source),)
@@ -73,19 +71,18 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """Which partitions of a model speak to which.
+    """Which partitions of a model exchange tensors.
 
     Attributes:
         num_stages: ``n``.
         skips: pairs ``(a, b)`` with ``a < b``, each once: a skip tensor made in partition ``a`` is
             used in partition ``b``.
-        target: whether the target goes from stage 0 to the stage of the last partition.
-        loss: whether the stage of the last partition sends the loss of the mini-batch to every
-            other.
+        target: whether the target goes from stage 0 to the last partition's stage.
+        loss: whether the last partition's stage sends the loss to every other.
         placement: the stage of each partition; one partition a stage if left out.
 
     Raises:
-        ValueError: a skip that is no pair of partitions in order, or is given twice.
+        ValueError: a skip is not a pair of partitions in order, or is given twice.
     """
 
     num_stages: int
@@ -111,22 +108,16 @@ class Routes:
         return self.placement[transfer.source], self.placement[transfer.destination]
 
     def leaving(self, task: Task, plan: Plan) -> list[Transfer]:
-        """List what leaves a stage after a task, in the order in which it is sent.
-
-        Args:
-            task: the task that has just ended.
-            plan: the plan it belongs to, which tells when the loss is complete.
-        """
+        """List what a stage sends after a task of a plan, in order."""
         complete = task.i == plan.last_forward
         return [t for t in self.made_by(task, is_last=complete) if self._travels(t)]
 
     def made_by(self, task: Task, *, is_last: bool = False) -> list[Transfer]:
-        """List what a task makes for other partitions, those of its own stage included.
+        """List what a task makes for other partitions, including those of its own stage.
 
         Args:
             task: the task.
-            is_last: whether it completes the loss of its mini-batch, if it is of the last
-                partition.
+            is_last: whether its micro-batch completes the loss.
         """
         kind, i, j = task
         if kind == FORWARD:
@@ -137,11 +128,11 @@ class Routes:
         return []
 
     def needed(self, task: Task) -> list[Transfer]:
-        """List what must have come from other stages before a task can run."""
+        """List what a task needs from other stages."""
         return [transfer for transfer in self.used_by(task) if self._travels(transfer)]
 
     def used_by(self, task: Task) -> list[Transfer]:
-        """List what a task uses of other partitions, those of its own stage included."""
+        """List what a task uses from other partitions, including those of its own stage."""
         kind, i, j = task
         last = len(self.placement) - 1
         if kind == FORWARD:
@@ -164,7 +155,7 @@ class Routes:
         return self._skips_into.get(partition, ())
 
     def sources(self, stage: int) -> list[int]:
-        """List the stages that may send anything to this one."""
+        """List the stages that may send tensors to this one."""
         last = len(self.placement) - 1
         sources: set[int] = set()
         for j in partitions_of(self.placement, stage):
@@ -176,7 +167,7 @@ class Routes:
         return sorted({self.placement[j] for j in sources if 0 <= j <= last} - {stage})
 
     def channels(self) -> list[Channel]:
-        """List every channel between two stages that a plan over these routes may use."""
+        """List every channel between two stages that a plan may use."""
         last = len(self.placement) - 1
         forward = [(ACTIVATION, j, j + 1) for j in range(last)]
         forward += [(SKIP, a, b) for a, b in self.skips]

@@ -1,7 +1,7 @@
-"""When each task of a plan runs, and how long stages rest, without running anything.
+"""Computes when each task of a plan runs, and how long stages idle.
 
 A stage runs its tasks in the order of the plan, each as soon as the stage is free and its inputs
-have arrived; nothing waits for a clock cycle to end:
+have arrived. Clock cycles do not delay tasks:
 
     start(i,j) = max(end of the task before on j's stage, end of the maker + the hop's seconds)
 
@@ -9,12 +9,11 @@ have arrived; nothing waits for a clock cycle to end:
     stage 1       [F0][F1][──B1──][──B0──]
               0   1   2   3     5       7       9
 
-What is left out, on purpose: links are never busy, so that messages do not slow each other down;
-a send costs its stage no time; and a skip or a target, which goes straight, never comes later than
-the activation that goes from stage to stage, so only activations and gradients are waited for.
+Simplifications: links are never busy; a send takes its stage no time; skips and targets, which go
+straight, never arrive after the activation, so tasks wait for activations and gradients only.
 
-Cost grows with the number of tasks and nothing else, a microsecond or two each, so that plans of
-thousands of stages can be simulated. Memory is counted in ``memory.py``.
+A task takes a microsecond or two to simulate, so that thousands of stages can be. ``memory.py``
+counts bytes.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from procpipe.plan.task import (
 class _Track:
     """Start and end of every task of one kind, at infinity until they are known.
 
-    Row ``i`` has a place for each partition and one more at either end, for the makers of what the
-    first and the last take in, which have always ended: ``0.0 [0] [1] … [p-1] 0.0``.
+    Row ``i`` has a place for each partition and one more at either end, where inputs of the first
+    and the last partition come from, at time 0: ``0.0 [0] [1] … [p-1] 0.0``.
     """
 
     def __init__(self, m: int, p: int, ends_s: array[float] | None = None) -> None:
@@ -53,25 +52,18 @@ class _Track:
 
 
 class _Rule(NamedTuple):
-    """Where the times of one kind of task come from; what is listed is listed by partition."""
+    """How the times of one kind of task are computed; sequences are by partition."""
 
     track: _Track
     seconds: Sequence[float]
-    makers_s: array[float]  # the ends of the tasks that make what this kind takes in
+    makers_s: array[float]  # the ends of the tasks that make the inputs
     away: int  # how many partitions away those are
     hop_s: Sequence[float]
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each task of a plan starts and ends.
-
-    Attributes:
-        plan: what was simulated.
-        costs: with which costs.
-        routes: with which routes.
-        total_s: when the last task ends; the first starts at 0.
-    """
+    """When each task of a plan starts and ends, from 0 to ``total_s``."""
 
     plan: Plan
     costs: Costs
@@ -81,35 +73,35 @@ class Timeline:
     _busy_s: tuple[float, ...] = field(repr=False)
 
     def start_s(self, task: Task) -> float:
-        """Tell when a task starts.
+        """Return when a task starts.
 
         Raises:
-            KeyError: the plan does not hold the task.
+            KeyError: the plan does not have the task.
         """
         place = self._place(task)
         return self._tracks[task.kind].starts_s[place]
 
     def end_s(self, task: Task) -> float:
-        """Tell when a task ends.
+        """Return when a task ends.
 
         Raises:
-            KeyError: the plan does not hold the task.
+            KeyError: the plan does not have the task.
         """
         place = self._place(task)
         return self._tracks[task.kind].ends_s[place]
 
     def busy_s(self, stage: int) -> float:
-        """Tell how long a stage computes."""
+        """Return how long a stage computes."""
         return self._busy_s[stage]
 
     @property
     def bubble(self) -> float:
-        """The share of its time that a stage rests, as the mean over stages, from 0 to 1."""
+        """The idle share of the time, the mean over all stages, from 0 to 1."""
         whole_s = self.total_s * self.plan.num_stages
         return 1.0 - math.fsum(self._busy_s) / whole_s if whole_s else 0.0
 
     def peak_bytes(self, stage: int) -> int:
-        """Tell the most that a stage holds; ``memory.py`` says what counts."""
+        """Return the most bytes that a stage holds, as ``memory.py`` counts them."""
         return peak_bytes(self.plan, self.costs, self.routes, stage)
 
     def _place(self, task: Task) -> int:
@@ -122,12 +114,12 @@ class Timeline:
 
 
 def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline:
-    """Work out when each task of a plan runs.
+    """Compute when each task of a plan runs.
 
     Args:
         plan: a plan that verifies.
         costs: what its tasks and transfers cost.
-        routes: where its tensors go, for ``peak_bytes``; by default boundaries and no more.
+        routes: where its tensors go, for ``peak_bytes``; by default only across boundaries.
 
     Raises:
         ValueError: costs or routes are for another number of partitions, or a task uses what no
@@ -141,21 +133,17 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
     tracks, free_s, busy_s = _walk(plan, costs)
     total_s = max(free_s)
     if math.isinf(total_s):
-        raise ValueError("a task uses what no task before it makes; verify() tells which")
+        raise ValueError("a task uses what no task before it makes; verify() lists which")
     return Timeline(plan, costs, routes, total_s, tracks, tuple(busy_s))
 
 
 def _walk(plan: Plan, costs: Costs) -> tuple[Mapping[str, _Track], list[float], list[float]]:
-    """Give each task its start and end; what is unknown so far ends at infinity.
-
-    Returns:
-        The tracks, when each stage has ended, and how long each has computed.
-    """
+    """Return the tracks, when each stage has ended, and how long each has computed."""
     m, p, placement = plan.num_micro_batches, plan.num_partitions, plan.placement
     forward, backward, recompute = _Track(m, p), _Track(m, p), _Track(m, p)
     first_half = _Track(m, p, ends_s=backward.ends_s)  # of a backward; either makes the gradient
     second_half = _Track(m, p)
-    if not plan.has_forward:  # then an earlier plan has run it
+    if not plan.has_forward:  # an earlier plan has run it
         forward.ends_s = array("d", [0.0]) * len(forward.ends_s)
     hops_s = costs.hops_s(placement)
     down_s, up_s, none_s = (0.0, *hops_s), (*hops_s, 0.0), (0.0,) * p

@@ -1,29 +1,26 @@
 """The vocabulary of plans: a task, a clock cycle, and the plan of one mini-batch.
 
-A plan is data. It says which stage does what in which clock cycle and nothing about tensors,
-ranks or devices, so the same plan can be drawn, checked, simulated, sent as text and run.
+A plan says which stage does what in which clock cycle, and nothing about tensors, ranks or devices.
+The same plan can be drawn, verified, simulated, sent as text and run.
 
     F3@1            forward of micro-batch 3 through partition 1
-    R3@1            its recomputation, from the input that was kept
+    R3@1            its recomputation, from the stored input
     B3@1            its backward
-    I3@1  W3@1      its backward in two: the gradient of its input, which the partition before
-                    waits for, and that of the weights, which nobody does
+    I3@1  W3@1      its backward, split: the gradient of its input, which the previous partition
+                    needs, and the gradients of the weights, which no other task needs
 
-Where a stage runs one partition, both have the same number. Where it runs several, the plan says
-which: its *placement* lists the stage of each partition.
+The *placement* lists the stage of each partition. By default partition ``j`` is on stage ``j``.
 
-The text of a plan has a header and one line a clock cycle, so that plans can be kept in files,
-compared with ``diff`` and sent to other ranks without pickling anything:
+The text of a plan has a header and one line a clock cycle:
 
     plan m=2 n=2    2 micro-batches, 2 stages
     F0@0            cycle 0
     F1@0 F0@1       cycle 1
     F1@1            cycle 2
 
-A placement other than one partition a stage is in the header: ``plan m=2 n=2 placement=0,1,1,0``.
+Another placement is in the header: ``plan m=2 n=2 placement=0,1,1,0``.
 
-Knows nothing of how a schedule is chosen (``gpipe.py``) or what makes a plan right (``check.py``):
-a plan with faults can be built, so that all of them can be told at once.
+A plan with faults can be built; ``verify.py`` lists all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 FORWARD, BACKWARD, RECOMPUTE, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "R", "I", "W"
 
-#: Every kind of task there is, in the order in which one micro-batch meets them.
+#: Every kind of task, in the order in which they run for one micro-batch.
 KINDS = (FORWARD, RECOMPUTE, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 _TASK = re.compile(r"([A-Z])([0-9]+)@([0-9]+)")
@@ -51,7 +48,7 @@ class Task(NamedTuple):
     Attributes:
         kind: ``"F"``, ``"B"``, ``"R"``, ``"I"`` or ``"W"``; see ``KINDS``.
         i: the micro-batch.
-        j: the partition, which is also the stage where each runs one.
+        j: the partition.
     """
 
     kind: str
@@ -86,10 +83,10 @@ Row = Sequence[tuple[int, Task]]
 
 @runtime_checkable
 class RowSource(Protocol):
-    """Cycles that know what one stage does without a walk through all the others."""
+    """Cycles that find the row of one stage without those of the others."""
 
     def row(self, stage: int) -> Row:
-        """List what a stage does, each task with its cycle, in order."""
+        """List a stage's tasks in order, each with its cycle."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +98,7 @@ class Plan:
     Attributes:
         num_micro_batches: ``m``, at least 1.
         num_stages: ``n``, at least 1.
-        cycles: the clock cycles in order. Any sequence will do, one that makes its cycles when
-            asked for them included.
+        cycles: the clock cycles in order; any sequence, also one that computes them when needed.
         placement: the stage of each partition; one partition a stage if left out.
     """
 
@@ -127,7 +123,7 @@ class Plan:
         return hash(self.digest)
 
     def row(self, stage: int) -> Row:
-        """List what a stage does, each task with its clock cycle, in order."""
+        """List a stage's tasks in order, each with its clock cycle."""
         if isinstance(self.cycles, RowSource):
             return self.cycles.row(stage)
         return self._rows.get(stage, ())
@@ -142,23 +138,23 @@ class Plan:
         return [task for _, task in self.row(stage)]
 
     def tasks(self) -> Iterator[Task]:
-        """Walk through every task, cycle by cycle."""
+        """Yield every task, cycle by cycle."""
         for cycle in self.cycles:
             yield from cycle
 
     @cached_property
     def has_forward(self) -> bool:
-        """Whether the plan takes micro-batches forward (the first stage tells for all)."""
+        """Whether the plan has forward tasks (found by the first stage's)."""
         return any(task.kind == FORWARD for _, task in self.row(0))
 
     @cached_property
     def has_backward(self) -> bool:
-        """Whether the plan takes micro-batches backward (the first stage tells for all)."""
+        """Whether the plan has backward tasks (found by the first stage's)."""
         return any(task.kind in (BACKWARD, INPUT_GRADIENT) for _, task in self.row(0))
 
     @cached_property
     def last_forward(self) -> int | None:
-        """The micro-batch that the last partition takes forward last; ``None`` without forward."""
+        """The micro-batch of the last partition's last forward task; ``None`` if it has none."""
         last = self.num_partitions - 1
         row = self.row(self.placement[last])
         ends = (task.i for _, task in reversed(row) if task.kind == FORWARD and task.j == last)
@@ -176,7 +172,7 @@ class Plan:
         """Read a plan from its text.
 
         Raises:
-            ValueError: the text is not a plan; says in which line and why.
+            ValueError: the text is not a plan; names the line and the reason.
         """
         header, *lines = text.removesuffix("\n").split("\n")
         match = _HEADER.fullmatch(header)
@@ -192,13 +188,13 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits that name this plan: the start of its text's SHA-256."""
+        """The first 16 hexadecimal digits of its text's SHA-256."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:16]
 
     @cached_property
     def _rows(self) -> Mapping[int, Row]:
         rows: defaultdict[int, list[tuple[int, Task]]] = defaultdict(list)
-        stages = dict(enumerate(self.placement))  # a task may be of a partition that is not there
+        stages = dict(enumerate(self.placement))  # a faulty plan may name other partitions
         for k, cycle in enumerate(self.cycles):
             for task in cycle:
                 rows[stages.get(task.j, -1)].append((k, task))

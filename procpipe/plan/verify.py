@@ -1,16 +1,15 @@
-"""Proof that a plan can run, before it does: every fault at once, or none.
+"""Proves that a plan runs to its end, or lists every fault.
 
-    1. tasks        each task once, for a partition and a micro-batch that there are, one a stage
-                    and cycle; every forward has its backward, whole or in two, so that nothing
-                    stays held when the plan ends (unless the plan holds no backward at all)
-    2. order        what a task uses was made in an earlier cycle
-    3. transfers    the programs run the plan's tasks; every tensor that leaves is sent once and
-                    received once, in the same order at both ends of its channel
-    4. deadlock     the programs come to their end on channels without any buffer
+    1. tasks        each task once, for an existing partition and micro-batch, one a stage and
+                    cycle; every forward has its backward, whole or split, so that no tensor is
+                    held after the plan (unless the plan has no backward at all)
+    2. order        the inputs of a task were made in an earlier cycle
+    3. transfers    the programs run the plan's tasks; every tensor is sent once and received once,
+                    in the same order at both ends of its channel
+    4. deadlock     the programs end on channels without buffers
 
-A plan that holds only backward follows one that held only forward: its forward tasks count as
-done. A deadlock is looked for only where the rest is sound, because any other fault would stall
-the run as well and be told twice.
+A plan with only backward tasks follows one with only forward tasks, which count as done. Deadlocks
+are checked only if there is no other fault, since other faults cause deadlocks.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from procpipe.plan.task import (
     Task,
 )
 
-#: The cycles that hold a task, ascending; one, if all is well.
+#: The cycles that contain a task, ascending; one in a correct plan.
 _Cycles = Mapping[Task, Sequence[int]]
 
 
@@ -45,10 +44,10 @@ def verify(
     """Prove that a plan runs to its end on any transport.
 
     Args:
-        plan: what is to be run.
+        plan: the plan.
         routes: where its tensors go.
-        programs: the program of each stage, if not those that the plan makes.
-        ahead: how many tasks ahead those post a receive.
+        programs: the program of each stage; by default those of the plan.
+        ahead: how many tasks ahead the default programs post a receive.
 
     Raises:
         PlanError: the plan or its programs have faults; lists all of them.
@@ -87,10 +86,10 @@ def _task_faults(plan: Plan, cycles: _Cycles) -> Iterator[str]:
     for task, when in cycles.items():
         if task.kind not in KINDS:
             yield f"{task} is of the unknown kind {task.kind!r}; known: {', '.join(KINDS)}"
-        if not 0 <= task.i < plan.num_micro_batches:
-            yield f"{task} is of a micro-batch that is not there: {plan.num_micro_batches}, from 0"
-        if not 0 <= task.j < plan.num_partitions:
-            yield f"{task} is of a partition that is not there: {plan.num_partitions}, from 0"
+        if not 0 <= task.i < (m := plan.num_micro_batches):
+            yield f"{task} is of a micro-batch that does not exist: there are {m}, from 0"
+        if not 0 <= task.j < (p := plan.num_partitions):
+            yield f"{task} is of a partition that does not exist: there are {p}, from 0"
         if len(when) > 1:
             yield f"{task} comes {len(when)} times, in cycles {', '.join(map(str, when))}"
     yield from _crowded(plan)
@@ -113,7 +112,7 @@ def _missing(plan: Plan, cycles: _Cycles) -> Iterator[str]:
     kinds = {task.kind for task in cycles}
     backward = kinds & {BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT}
     if not backward and FORWARD not in kinds:
-        yield "the plan takes nothing forward and nothing backward"
+        yield "the plan has no forward and no backward tasks"
     for i in range(plan.num_micro_batches):
         for j in range(plan.num_partitions):
             if FORWARD in kinds and (FORWARD, i, j) not in cycles:
@@ -130,7 +129,7 @@ def _backwards(i: int, j: int) -> tuple[Task, Task]:
 
 
 def _backward_faults(i: int, j: int, cycles: _Cycles) -> Iterator[str]:
-    """Find a micro-batch that goes backward not at all, by half, or twice."""
+    """Find a micro-batch whose backward is missing, incomplete or duplicated."""
     whole, first = _backwards(i, j)
     second = Task(WEIGHT_GRADIENT, i, j)
     if whole in cycles:
@@ -162,7 +161,7 @@ def _order_faults(routes: Routes, cycles: _Cycles) -> Iterator[str]:
 
 
 def _local_needs(task: Task) -> Sequence[Task]:
-    """List what must have run before on the same stage, if the plan holds it."""
+    """List the tasks that must come before on the same stage, if the plan has them."""
     _, i, j = task
     if task.kind in (BACKWARD, INPUT_GRADIENT):
         return Task(FORWARD, i, j), Task(RECOMPUTE, i, j)
@@ -188,8 +187,8 @@ def _program_faults(plan: Plan, routes: Routes, programs: Sequence[Program]) -> 
             into[destination].append(transfer)
     for stage, program in enumerate(programs):
         yield from _run_faults(stage, program, plan.tasks_of(stage))
-        yield from _differences(stage, "send", out[stage], _sends(program))
-        yield from _differences(stage, "receive", into[stage], _receives(program))
+        yield from _differences(stage, "send", out[stage], _transfers(program, Send))
+        yield from _differences(stage, "receive", into[stage], _transfers(program, Receive))
         yield from _place_faults(stage, program, routes)
     yield from _channel_faults(programs)
 
@@ -206,13 +205,13 @@ def _run_faults(stage: int, program: Program, tasks: Sequence[Task]) -> Iterator
 def _differences(
     stage: int, verb: str, expected: Iterable[object], found: Iterable[object]
 ) -> Iterator[str]:
-    """Say which steps a program lacks, and which it holds without reason or more than once."""
+    """Describe the steps that a program lacks, adds or repeats."""
     right, real = Counter(expected), Counter(found)
     for thing in right | real:
         if not real[thing]:
             yield f"stage {stage} does not {verb} '{thing}'"
         elif not right[thing]:
-            yield f"stage {stage} would {verb} '{thing}', which the plan does not hold there"
+            yield f"stage {stage} would {verb} '{thing}', which the plan does not have there"
         elif real[thing] != right[thing]:
             yield f"stage {stage} would {verb} '{thing}' {real[thing]} times, not {right[thing]}"
 
@@ -232,8 +231,8 @@ def _place_faults(stage: int, program: Program, routes: Routes) -> Iterator[str]
 
 
 def _channel_faults(programs: Sequence[Program]) -> Iterator[str]:
-    sent = _by_channel(transfer for program in programs for transfer in _sends(program))
-    received = _by_channel(transfer for program in programs for transfer in _receives(program))
+    sent = _by_channel(t for program in programs for t in _transfers(program, Send))
+    received = _by_channel(t for program in programs for t in _transfers(program, Receive))
     for channel in sorted(sent.keys() & received.keys()):
         out, into = sent[channel], received[channel]
         if out != into and sorted(out) == sorted(into):
@@ -251,9 +250,5 @@ def _by_channel(transfers: Iterable[Transfer]) -> Mapping[Channel, list[int]]:
     return channels
 
 
-def _sends(program: Program) -> list[Transfer]:
-    return [step.transfer for step in program if isinstance(step, Send)]
-
-
-def _receives(program: Program) -> list[Transfer]:
-    return [step.transfer for step in program if isinstance(step, Receive)]
+def _transfers(program: Program, kind: type[Send | Receive]) -> list[Transfer]:
+    return [step.transfer for step in program if isinstance(step, kind)]

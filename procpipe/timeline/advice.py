@@ -1,14 +1,13 @@
-"""Plain advice from measured steps: what to change, and what it would give, by replaying them.
+"""Advice from measured steps: replays them with changes and reports what becomes faster.
 
     stage 0   [F0][F1]·········[B1][B0]        a step, with the median seconds of tasks
                   ↓ the same with another balance, schedule or number of micro-batches
     stage 0   [F0 ][F1 ]···[B1 ][B0 ]          so much shorter
 
-What a change would give is worked out for the *usual* step: its tasks and its length are medians
-over all kept steps that did the same, so that one odd step decides nothing. Only communication and
-odd tasks are those of the step that is shown. Each sentence carries its numbers and is left out
-when they do not support it. What a replay leaves out (transfers, the host's work between tasks) is
-taken to stay as it was measured.
+Changes are replayed for the *usual* step: its tasks and its length are medians over all recorded
+steps with the same work. Only communication and slow outliers are those of the step that is shown.
+Advice without enough effect is left out. What a replay leaves out (transfers, the host's work
+between tasks) is assumed not to change.
 """
 
 from __future__ import annotations
@@ -29,51 +28,51 @@ from procpipe.words import bytes_text, seconds_text
 #: Divides costs, one a layer, into contiguous parts; returns the number of layers in each.
 Divide = Callable[[Sequence[float], int], list[int]]
 
-#: A change must make the step so much shorter to be worth a sentence.
+#: A change must make the step shorter by this share to be reported.
 _WORTH = 0.02
 
-#: A stage is called slower than the mean from here on, and a task odd from so many medians on.
+#: A stage this much above the mean is slow; a task of so many medians is an outlier.
 _UNEQUAL, _ODD = 0.1, 2.0
 
-#: Idle shares from which on they are worth one.
+#: Smaller idle shares are not reported.
 _MUCH_BUBBLE, _MUCH_COMMUNICATION, _MUCH_ODD = 0.05, 0.1, 0.05
 
 Rows = list[list[Task]]
 
 
 def advise(recording: Recording, step: Step, divide: Divide) -> list[str]:
-    """Say what would make a step shorter or smaller, one sentence each; the best first.
+    """Describe what would make a step shorter or need less memory.
 
     Args:
-        recording: what the step is from.
+        recording: the recording of the step.
         step: the step.
-        divide: finds the best balance; ``procpipe.balance.blocks``, which is not of this package.
+        divide: finds the best balance; ``procpipe.balance.blocks``.
     """
-    look = _Look(recording, step, divide)
-    found = (look.balance(), look.chunks(), look.schedule(), look.communication(), look.odd_tasks())
+    of = _Advisor(recording, step, divide)
+    found = (of.balance(), of.chunks(), of.schedule(), of.communication(), of.outliers())
     return [advice for advice in found if advice]
 
 
 def basis(recording: Recording, step: Step) -> str:
-    """Say what advice on a step is worked out from."""
+    """Describe what advice on a step is based on."""
     num_like = len(recording.like(step))
     return "this step alone" if num_like == 1 else f"the medians of {num_like} steps like this one"
 
 
 @dataclass(frozen=True)
-class _Model:
-    """Seconds of the tasks of an imagined step: by kind and partition."""
+class _TaskSeconds:
+    """Seconds of tasks by kind and partition."""
 
     seconds: dict[tuple[str, int], float]
 
     def step_s(self, rows: Rows) -> float:
         return replay(rows, lambda task: self.seconds[task.kind, task.j]).total_s
 
-    def scaled(self, factors: Sequence[float]) -> _Model:
-        return _Model({(kind, j): s * factors[j] for (kind, j), s in self.seconds.items()})
+    def scaled(self, factors: Sequence[float]) -> _TaskSeconds:
+        return _TaskSeconds({(kind, j): s * factors[j] for (kind, j), s in self.seconds.items()})
 
     def splits(self, rows: Rows, like: Step, step_s: float) -> list[StageTime]:
-        """Divide the time of a step of so many seconds, in which the tasks take these."""
+        """Divide the time of a step of ``step_s`` seconds with these tasks."""
         n = len(rows)
         spans_s = replay(rows, lambda task: self.seconds[task.kind, task.j]).spans_s
         tasks = tuple(Ran(at, task, *spans_s[task]) for at, row in enumerate(rows) for task in row)
@@ -82,8 +81,8 @@ class _Model:
         )
 
 
-class _Look:
-    """One look at one step."""
+class _Advisor:
+    """Finds advice on one step; an empty text where there is none."""
 
     def __init__(self, recording: Recording, step: Step, divide: Divide) -> None:
         self._recording = recording
@@ -91,16 +90,16 @@ class _Look:
         self._divide = divide
         self._rows: Rows = [[r.task for r in step.row(j)] for j in range(step.num_stages)]
         like = recording.like(step)
-        self._model = _Model(median_seconds(like, lambda task: (task.kind, task.j)))
-        self._model_s = self._model.step_s(self._rows)
+        self._seconds = _TaskSeconds(median_seconds(like, lambda task: (task.kind, task.j)))
+        self._replayed_s = self._seconds.step_s(self._rows)
         usual_s = median(other.seconds for other in like)
-        self._usual_s = max(usual_s, self._model_s)  # medians of tasks may add up to more
-        self._usual = self._model.splits(self._rows, step, self._usual_s)
+        self._usual_s = max(usual_s, self._replayed_s)  # medians of tasks may add up to more
+        self._usual = self._seconds.splits(self._rows, step, self._usual_s)
         self._balance: list[int] = list(recording.facts.get("balance", ()))
         self._num_partitions = len(self._balance)
 
     def balance(self) -> str:
-        """Say whether another balance would make the step shorter."""
+        """Report whether another balance would make the step shorter."""
         busy_s = self._busy_of_partitions()
         mean_s = fmean(busy_s) if busy_s else 0.0
         if self._num_partitions < 2 or not mean_s:
@@ -110,7 +109,7 @@ class _Look:
         cuts = list(accumulate(better, initial=0))
         sums_s = [sum(layers_s[a:b]) for a, b in pairwise(cuts)]
         factors = [new / old if old else 1.0 for new, old in zip(sums_s, busy_s, strict=True)]
-        saved_s = self._model_s - self._model.scaled(factors).step_s(self._rows)
+        saved_s = self._replayed_s - self._seconds.scaled(factors).step_s(self._rows)
         saved = saved_s / self._usual_s
         slowest = max(range(self._num_partitions), key=busy_s.__getitem__)
         beyond = busy_s[slowest] / mean_s - 1
@@ -126,16 +125,16 @@ class _Look:
         return f"{told}, but no other balance of whole layers would give {_WORTH:.0%} ({source})."
 
     def chunks(self) -> str:
-        """Say what twice as many micro-batches would make of the bubble."""
+        """Report the bubble with twice as many micro-batches."""
         m, n = len(self._step.sizes), self._step.num_stages
         now = fmean(one.bubble_s for one in self._usual) / self._usual_s
         rows = self._rows_of(self._schedule, 2 * m)
         if now < _MUCH_BUBBLE or n == 1 or rows is None or 2 * m > sum(self._step.sizes):
             return ""
-        halves = _Model({key: s / 2 for key, s in self._model.seconds.items()})
+        halves = _TaskSeconds({key: s / 2 for key, s in self._seconds.seconds.items()})
         if not halves.seconds.keys() >= {(task.kind, task.j) for row in rows for task in row}:
-            return ""  # what is not recomputed now would be
-        saved_s = self._model_s - halves.step_s(rows)
+            return ""  # it would recompute what was not recomputed
+        saved_s = self._replayed_s - halves.step_s(rows)
         then = (now * self._usual_s - saved_s) / (self._usual_s - saved_s)
         if saved_s / self._usual_s < _WORTH or then < 0:
             return ""
@@ -145,7 +144,7 @@ class _Look:
         )
 
     def schedule(self) -> str:
-        """Say what 1F1B would hold."""
+        """Report what 1F1B would hold."""
         if self._schedule == "1f1b" or self._step.num_stages == 1:
             return ""
         rows = self._rows_of("1f1b", len(self._step.sizes))
@@ -156,7 +155,7 @@ class _Look:
         now, then = (max(map(_peak_held, some)) for some in (self._rows, rows))
         if then >= now:
             return ""
-        change = self._model.step_s(rows) / self._model_s - 1
+        change = self._seconds.step_s(rows) / self._replayed_s - 1
         pace = "as fast" if abs(change) < _WORTH else f"{abs(change):.0%} " + (
             "slower" if change > 0 else "faster"
         )  # fmt: skip
@@ -166,7 +165,7 @@ class _Look:
         )
 
     def communication(self) -> str:
-        """Say how much goes into messages and the host, and where most is waited."""
+        """Report the share of messages and the host, and the longest waits."""
         share = fmean(one.communication_s for one in stage_times(self._step)) / self._step.seconds
         if share < _MUCH_COMMUNICATION or not self._step.hops:
             return ""
@@ -185,9 +184,11 @@ class _Look:
             "Fewer or larger micro-batches make fewer messages."
         )
 
-    def odd_tasks(self) -> str:
-        """Say how much of the step went into tasks that took far longer than they usually do."""
-        usual_s = {ran: self._model.seconds[ran.task.kind, ran.task.j] for ran in self._step.tasks}
+    def outliers(self) -> str:
+        """Report the time in tasks that took far longer than usual."""
+        usual_s = {
+            ran: self._seconds.seconds[ran.task.kind, ran.task.j] for ran in self._step.tasks
+        }
         odd = [ran for ran, median_s in usual_s.items() if ran.seconds > _ODD * median_s]
         extra_s = sum(ran.seconds - usual_s[ran] for ran in odd)
         if extra_s / self._step.num_stages < _MUCH_ODD * self._step.seconds:
@@ -200,11 +201,11 @@ class _Look:
             "else used its processor, or at another step."
         )
 
-    # -- what they look at ----------------------------------------------------------------------
+    # -- from the step and the recording --------------------------------------------------------
 
     @property
     def _schedule(self) -> str:
-        """The fixed schedule that the step ran: "zb-h1" where auto was "trying zb-h1", too."""
+        """The fixed schedule of the step: "zb-h1" also for "trying zb-h1"."""
         name = self._step.schedule or str(self._recording.facts.get("schedule", ""))
         return name.rpartition(" ")[2]
 
@@ -217,11 +218,11 @@ class _Look:
         busy_s = [0.0] * self._num_partitions
         for ran in self._step.tasks:
             if ran.task.j < self._num_partitions:
-                busy_s[ran.task.j] += self._model.seconds[ran.task.kind, ran.task.j]
+                busy_s[ran.task.j] += self._seconds.seconds[ran.task.kind, ran.task.j]
         return busy_s
 
     def _layer_seconds(self, busy_s: Sequence[float]) -> tuple[list[float], str]:
-        """Divide each partition's seconds among its layers, and say by what."""
+        """Divide each partition's seconds among its layers; also return the basis in words."""
         measured = self._recording.layer_s
         source = "by each layer's forward seconds"
         if len(measured) != sum(self._balance):
@@ -236,7 +237,7 @@ class _Look:
         return layers_s, source
 
     def _rows_of(self, schedule: str, m: int) -> Rows | None:
-        """Return what each stage would do with its partitions; None if that is not known."""
+        """Return the tasks of each stage under a schedule; None if they are not known."""
         n, facts = self._step.num_stages, self._recording.facts
         mode, at = facts.get("checkpoint"), tuple(facts.get("placement", range(n)))
         is_known = schedule in SCHEDULES and mode in ("always", "except_last", "never")
@@ -244,17 +245,17 @@ class _Look:
             return None
         recomputes = {task.i for row in self._rows for task in row if task.kind == RECOMPUTE}
         if self._step.schedule and recomputes != recomputed(str(mode), len(self._step.sizes)):
-            return None  # whoever chose the schedule has more recomputed than the user asked for
+            return None  # "auto" recomputes more than the user wants
         try:
             if SCHEDULES[schedule].place(len(at), n) != at:
                 return None
-        except BalanceError:  # it is for another number of partitions
+        except BalanceError:  # it does not support this number of partitions
             return None
         plan = SCHEDULES[schedule].plan(m, at, recomputed(str(mode), m))
         return [plan.tasks_of(stage) for stage in range(n)]
 
 
 def _peak_held(row: Sequence[Task]) -> int:
-    """Return the most micro-batches that are between forward and backward at a time."""
+    """Return the most micro-batches between forward and backward at a time."""
     held = accumulate({"F": 1, "B": -1, "W": -1}.get(task.kind, 0) for task in row)
     return max(held, default=0)

@@ -1,7 +1,7 @@
-"""A recording as a file: JSON in the Trace Event Format, and back.
+"""Writes a recording as JSON in the Trace Event Format, and reads it back.
 
-Opens in https://ui.perfetto.dev and ``chrome://tracing``. A stage is a process there, and has rows
-(threads) of its own for what it ran, what it waited for, messages, and for whole steps:
+The file opens in https://ui.perfetto.dev and ``chrome://tracing``. A stage is a process with rows
+(threads) for steps, tasks, waits and messages:
 
     stage 0   steps      [──────────── step 0 (step) ────────────]
               tasks      [F0@0][F1@0]                 [B1@0][B0@0]
@@ -9,7 +9,7 @@ Opens in https://ui.perfetto.dev and ``chrome://tracing``. A stage is a process 
               transfers       ─ ─     activation 0 to stage 1
                               └──▶ an arrow to the receiver's row of transfers
 
-Everything else is in ``otherData``. What another program writes into the file besides is not read.
+Everything else is in ``otherData``. Entries of other programs are ignored.
 
 Source: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -23,7 +23,7 @@ from typing import Any
 from procpipe.plan.task import Task
 from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
 
-#: Names the file's form; the number rises when older readers can no longer read it.
+#: The file format; the number increases when older readers cannot read it.
 FORMAT = "procpipe timeline 1"
 
 #: The rows of a stage, in order from the top.
@@ -33,14 +33,14 @@ _STEPS, _TASKS, _WAITS, _TRANSFERS = range(4)
 #: The number of stage 0's process.
 _FIRST_PID = 1000
 
-#: The least length of a slice, without which no arrow can end in it.
+#: The least length of a slice in which an arrow can end.
 _INSTANT_US = 0.001
 
 Event = dict[str, Any]
 
 
 def to_chrome(recording: Recording) -> dict[str, Any]:
-    """Write a recording as plain JSON."""
+    """Return a recording as plain JSON."""
     events = list(_names(recording))
     num_hops = 0
     for step in recording.steps:
@@ -71,7 +71,7 @@ def from_chrome(data: Any) -> Recording:
     """Read what :func:`to_chrome` wrote.
 
     Raises:
-        ValueError: it is something else, or damaged; says what.
+        ValueError: it is something else, or damaged.
     """
     other = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(other, dict) or "format" not in other:
@@ -98,10 +98,10 @@ def _names(recording: Recording) -> Iterator[Event]:
 
 
 def _place(stage: int, row: int) -> Event:
-    """Name a row of a stage as a thread of a process.
+    """Return the numbers of process and thread for a row of a stage.
 
-    Perfetto takes a thread for its process's main one if their numbers are the same, and thread 0
-    for a processor that idles; so each number is used once, and 0 never.
+    Each number is used once and 0 never: for Perfetto, a thread with its process's number is the
+    main thread, and thread 0 is an idle processor.
     """
     pid = _FIRST_PID + stage
     return {"pid": pid, "tid": 10 * pid + row}
@@ -134,7 +134,7 @@ def _task_event(number: int, ran: Ran) -> Event:
 
 
 def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
-    """Write a message: its sending, the wait for it, its arrival, and an arrow between them."""
+    """Yield the events of a message: sending, waiting, arrival, and an arrow."""
     told = {
         "step": step,
         "transfer": number,
@@ -145,21 +145,21 @@ def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
         "bytes": hop.num_bytes,
         "posted_to_taken_us": _microseconds(hop.taken_s - hop.posted_s),
     }
+    arrives = f"{hop.payload} {hop.i} from stage {hop.source}"
     yield _slice(
         f"{hop.payload} {hop.i} to stage {hop.destination}", "transfer",
         hop.source, _TRANSFERS, hop.posted_s, hop.sent_s, **told,
     )  # fmt: skip
     yield _slice(
-        f"{hop.payload} {hop.i} from stage {hop.source}", "wait",
-        hop.destination, _WAITS, hop.asked_s, hop.taken_s,
-        **{"step": step, "transfer": number, "micro_batch": hop.i, "from": hop.source},
+        arrives, "wait", hop.destination, _WAITS, hop.asked_s, hop.taken_s,
+        **{name: told[name] for name in ("step", "transfer", "micro_batch", "from")},
     )  # fmt: skip
-    # Perfetto turns an arrow round that leads into a slice which began earlier, as waits do. So
-    # there is one more slice: the end of the wait, from when the message had been sent.
+    # Perfetto reverses an arrow into a slice that began earlier, as waits do. So the end of the
+    # wait, from when the message was sent, is a slice of its own.
     taken_us = _microseconds(hop.taken_s)
     arrival_us = min(_microseconds(max(hop.asked_s, hop.sent_s)), round(taken_us - _INSTANT_US, 3))
     yield {
-        "ph": "X", "name": f"{hop.payload} {hop.i} from stage {hop.source}", "cat": "arrival",
+        "ph": "X", "name": arrives, "cat": "arrival",
         **_place(hop.destination, _TRANSFERS),
         "ts": arrival_us, "dur": round(taken_us - arrival_us, 3), "args": told,
     }  # fmt: skip
@@ -181,7 +181,7 @@ def _boundaries(step: Step) -> dict[str, Any]:
 
 
 def _microseconds(seconds: float) -> float:
-    """Return microseconds to the nanosecond, which is as fine as the clocks are."""
+    """Return microseconds rounded to nanoseconds, the resolution of the clocks."""
     return round(seconds * 1e6, 3)
 
 

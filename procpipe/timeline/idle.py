@@ -1,25 +1,25 @@
-"""Where the time of a measured step went, stage by stage: one function for page and statistics.
+"""Divides the time of a measured step, on each stage, into four parts.
 
-Each stage's share of a step of ``T`` seconds is divided in four, which add up to ``T``:
+They add up to ``T``, the seconds of the step:
 
     busy             in tasks, as measured
-    bubble           idle in a step of equal stages whose transfers take no time: what the plan
-                     costs, whatever the balance
-    imbalance        idle beyond that because tasks take unequally long, from stage to stage or
-                     from one micro-batch to the next; transfers still take no time
-    communication    the rest, ``T`` less the length of that step without transfers: messages on
-                     their way, and what the host does between tasks. The same for all stages
+    bubble           idle if all tasks of a kind took equally long and transfers no time: what the
+                     plan costs, whatever the balance
+    imbalance        idle in addition because tasks take different times, between stages or
+                     micro-batches; transfers still take no time
+    communication    the rest: ``T`` less the length of that step without transfers. Messages, and
+                     the host's work between tasks. The same for all stages
 
-The two imagined steps come from a replay: each stage runs its tasks in the order in which it did
-run them, each as soon as the stage is free and the tasks that feed it have ended. With every
-task's own measured seconds this is never longer than what was measured, so nothing is negative.
+The two steps without transfers are replayed: each stage runs its tasks in the measured order, each
+as soon as the stage is free and its inputs are made. With every task's own measured seconds a
+replay is never longer than the measurement, so no part is negative.
 
     measured     stage 0  [F0][F1] ···· [─B1─] · [─B0─]        T
                  stage 1    · [F0] [F1][─B1─][─B0─] ·····
     replayed     stage 0  [F0][F1]···[─B1─][─B0─]              T less communication
                  stage 1  ···[F0][F1][─B1─][─B0─]····
 
-``simulate.py`` does the same for plans that have not run, with one number a stage and kind.
+``simulate.py`` does the same for plans, with one number for each partition and kind.
 """
 
 from __future__ import annotations
@@ -30,27 +30,16 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TypeVar
 
+from procpipe.plan.schedules.rows import makers
 from procpipe.plan.task import Task
 from procpipe.timeline.recording import Step
 
 K = TypeVar("K")
 
-#: The kinds that send a gradient to the partition before.
-_SENDS_UP = ("B", "I")
-
 
 @dataclass(frozen=True)
 class StageTime:
-    """How one stage spent one step; the last four add up to the first.
-
-    Attributes:
-        stage: which stage.
-        step_s: the step, from the first stage's beginning to the last one's end.
-        busy_s: in tasks.
-        bubble_s: idle because of the plan.
-        imbalance_s: idle because tasks take unequally long.
-        communication_s: idle because of transfers, and in what the host does between tasks.
-    """
+    """How one stage spent one step; the last four parts add up to ``step_s``."""
 
     stage: int
     step_s: float
@@ -75,35 +64,23 @@ def stage_times(step: Step) -> list[StageTime]:
     means = mean_seconds(step, lambda task: task.kind)
     equal_s = replay(rows, lambda task: means[task.kind]).total_s
     free_s = min(replay(rows, measured.__getitem__).total_s, step.seconds)  # clocks may be off
-    return [
-        _stage_time(stage, row, step.seconds, free_s, equal_s, measured, means)
-        for stage, row in enumerate(rows)
-    ]
-
-
-def _stage_time(
-    stage: int,
-    row: Sequence[Task],
-    step_s: float,
-    free_s: float,
-    equal_s: float,
-    measured: Mapping[Task, float],
-    means: Mapping[str, float],
-) -> StageTime:
-    busy_s = sum(measured[task] for task in row)
-    idle_s = max(0.0, free_s - busy_s)
-    bubble_s = min(idle_s, max(0.0, equal_s - sum(means[task.kind] for task in row)))
-    imbalance_s = idle_s - bubble_s
-    return StageTime(stage, step_s, busy_s, bubble_s, imbalance_s, step_s - busy_s - idle_s)
+    found = []
+    for stage, row in enumerate(rows):
+        busy_s = sum(measured[task] for task in row)
+        idle_s = max(0.0, free_s - busy_s)
+        bubble_s = min(idle_s, max(0.0, equal_s - sum(means[task.kind] for task in row)))
+        rest_s = step.seconds - busy_s - idle_s
+        found.append(StageTime(stage, step.seconds, busy_s, bubble_s, idle_s - bubble_s, rest_s))
+    return found
 
 
 def mean_seconds(step: Step, key: Callable[[Task], K]) -> dict[K, float]:
-    """Return the mean seconds of the tasks that have a key in common."""
+    """Return the mean seconds of the tasks with the same key."""
     return {k: fmean(values) for k, values in _grouped([step], key).items()}
 
 
 def median_seconds(steps: Iterable[Step], key: Callable[[Task], K]) -> dict[K, float]:
-    """Return the median seconds, over several steps, of the tasks that have a key in common."""
+    """Return the median seconds, over several steps, of the tasks with the same key."""
     return {k: median(values) for k, values in _grouped(steps, key).items()}
 
 
@@ -116,16 +93,17 @@ def _grouped(steps: Iterable[Step], key: Callable[[Task], K]) -> dict[K, list[fl
 
 
 def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> Replay:
-    """Run tasks in their stages' order without transfers, each as early as it can.
+    """Compute the times of tasks without transfers, each as early as its stage's order allows.
 
     Args:
         rows: the tasks of each stage, in order.
         seconds: how long a task takes.
 
     Raises:
-        ValueError: the stages would wait for each other for ever.
+        ValueError: the stages would wait for each other forever.
     """
     present = {task for row in rows for task in row}
+    num_partitions = 1 + max((task.j for task in present), default=0)
     spans_s: dict[Task, tuple[float, float]] = {}
     free_s = [0.0] * len(rows)
     places = [0] * len(rows)
@@ -133,10 +111,10 @@ def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> 
         num_before = len(spans_s)
         for stage, row in enumerate(rows):
             for task in row[places[stage] :]:
-                makers = [maker for maker in _makers(task) if maker in present]
-                if any(maker not in spans_s for maker in makers):
+                inputs = present.intersection(makers(task, num_partitions))
+                if not inputs <= spans_s.keys():
                     break
-                start_s = max([free_s[stage], *(spans_s[maker][1] for maker in makers)])
+                start_s = max([free_s[stage], *(spans_s[maker][1] for maker in inputs)])
                 free_s[stage] = start_s + seconds(task)
                 spans_s[task] = start_s, free_s[stage]
                 places[stage] += 1
@@ -145,18 +123,8 @@ def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> 
     return Replay(spans_s, max(free_s, default=0.0))
 
 
-def _makers(task: Task) -> list[Task]:
-    """List the tasks of other partitions that make what a task uses."""
-    kind, i, j = task
-    if kind == "F":
-        return [Task("F", i, j - 1)]
-    if kind in _SENDS_UP:
-        return [Task(sender, i, j + 1) for sender in _SENDS_UP]
-    return []
-
-
 def time_table(splits: Sequence[StageTime]) -> str:
-    """Lay out how the stages spent a step as a text table: milliseconds and shares."""
+    """Write how the stages spent a step as a text table: milliseconds and shares."""
     names = ("busy", "bubble", "imbalance", "comm. etc.")
     lines = ["stage" + "".join(f"{name + ' ms':>22}" for name in names) + f"{'step ms':>11}"]
     for one in splits:

@@ -1,13 +1,13 @@
-"""How the tasks of each kind look in pictures: one palette for plans, timelines and pages.
+"""What all pictures of plans and timelines share: colours and the distance of ticks.
 
-The colours are Okabe and Ito's, which people who do not see all of them can tell apart; what goes
-forward is blue, what goes back is warm, and each ink can be read on its fill.
+The colours are Okabe and Ito's, which colour-blind people can tell apart.
 
 Source: Okabe and Ito, "Color Universal Design" (2008), https://jfly.uni-koeln.de/color/
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -18,7 +18,7 @@ class Look:
     Attributes:
         name: the kind in words.
         fill: colour of the box.
-        ink: colour of what is written in it.
+        ink: colour of its text.
     """
 
     name: str
@@ -33,3 +33,9 @@ LOOKS = {
     "I": Look("input gradient", "#d55e00", "#000000"),
     "W": Look("weight gradient", "#009e73", "#000000"),
 }
+
+
+def tick_distance(least: float) -> float:
+    """Return the first of …, 0.1, 0.2, 0.5, 1, 2, 5, 10, … that is not less."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)

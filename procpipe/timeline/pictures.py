@@ -10,21 +10,17 @@
     4   B1        B0
     5   B0
 
-``render_svg`` draws either with stages as rows. Its colours are told apart by people who do not
-see all of them (Okabe and Ito's palette), and each box tells its task when pointed at.
+``render_svg`` draws either with stages as rows; each box has its task as a tooltip.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from procpipe.plan.simulate import Timeline
-from procpipe.plan.task import KINDS, Plan, Task
-from procpipe.timeline.palette import LOOKS
-from procpipe.words import counted
+from procpipe.plan.task import Plan, Task
+from procpipe.timeline.palette import LOOKS, tick_distance
 
 # Text ---------------------------------------------------------------------------------------
 
@@ -42,9 +38,9 @@ def render_text(plan: Plan) -> str:
 
 
 def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
-    """Draw a timeline: a row for each stage, time to the right, dots where a stage rests.
+    """Draw a timeline: a row for each stage, time to the right, dots where a stage idles.
 
-    Tasks that are too short for their numbers show their kind only, several in a row once.
+    Tasks that are too short for their number show only their kind, several in a row once.
 
     Args:
         timeline: what to draw.
@@ -77,7 +73,7 @@ def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
 
 
 def _label(task: Task, plan: Plan) -> str:
-    """Return a task's text, without its partition where that is the stage's only one."""
+    """Return a task's text, with its partition only if stages have several."""
     is_only = plan.num_partitions == plan.num_stages
     return f"{task.kind}{task.i}" if is_only else str(task)
 
@@ -89,43 +85,15 @@ FONT = "font-family='system-ui, sans-serif' font-size='12'"
 
 
 @dataclass(frozen=True)
-class _Box:
-    """A task and when it runs, in the picture's unit of time and in words."""
-
-    task: Task
-    start: float
-    end: float
-    when: str
-
-
-@dataclass(frozen=True)
 class _Picture:
-    """A plan or a timeline, as far as drawing goes.
-
-    Attributes:
-        plan: whose tasks they are.
-        boxes: the tasks.
-        total: when the last ends.
-        idle: the share of time that stages rest.
-        unit: of time, for the axis.
-        scale: pixels for one unit of time.
-    """
+    """What to draw: boxes are tasks with start, end and words; ``scale`` is pixels per ``unit``."""
 
     plan: Plan
-    boxes: Sequence[_Box]
+    boxes: Sequence[tuple[Task, float, float, str]]
     total: float
     idle: float
     unit: str
     scale: float
-
-    @property
-    def title(self) -> str:
-        m, n = self.plan.num_micro_batches, self.plan.num_stages
-        return f"{counted(m, 'micro-batch')} on {counted(n, 'stage')}, {self.idle:.1%} idle"
-
-    @property
-    def width(self) -> float:
-        return max(LEFT + self.total * self.scale + 24, 380)
 
     @property
     def bottom(self) -> int:
@@ -136,14 +104,17 @@ class _Picture:
 def render_svg(what: Plan | Timeline) -> str:
     """Draw a plan, each task one clock cycle long, or a timeline, as an SVG document."""
     picture = _of_plan(what) if isinstance(what, Plan) else _of_timeline(what)
-    width, height = picture.width, picture.bottom + 64
+    width, height = max(LEFT + picture.total * picture.scale + 24, 380), picture.bottom + 64
+    m, n = picture.plan.num_micro_batches, picture.plan.num_stages
+    title = f"{m} micro-batch{'' if m == 1 else 'es'} on {n} stage{'' if n == 1 else 's'}, "
+    title += f"{picture.idle:.1%} idle"
     return "\n".join(
         [
             f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height}'"
             f" viewBox='0 0 {width:.0f} {height}' role='img' {FONT}>",
-            f"<title>{picture.title}</title>",
+            f"<title>{title}</title>",
             f"<rect width='{width:.0f}' height='{height}' fill='#ffffff'/>",
-            f"<text x='{LEFT}' y='30' font-size='16' font-weight='600'>{picture.title}</text>",
+            f"<text x='{LEFT}' y='30' font-size='16' font-weight='600'>{title}</text>",
             *_rows(picture),
             *_boxes(picture),
             *_axis(picture),
@@ -154,11 +125,8 @@ def render_svg(what: Plan | Timeline) -> str:
 
 
 def _of_plan(plan: Plan) -> _Picture:
-    boxes = [
-        _Box(task, k, k + 1, when=f"cycle {k}")
-        for k, cycle in enumerate(plan.cycles)
-        for task in cycle
-    ]
+    cycles = enumerate(plan.cycles)
+    boxes = [(task, k, k + 1, f"cycle {k}") for k, cycle in cycles for task in cycle]
     total = len(plan.cycles)
     idle = 1 - len(boxes) / (total * plan.num_stages) if total else 0.0
     return _Picture(plan, boxes, total, idle, unit="cycle", scale=34)
@@ -169,9 +137,9 @@ def _of_timeline(timeline: Timeline) -> _Picture:
     boxes = []
     for task in plan.tasks():
         start_s, end_s = timeline.start_s(task), timeline.end_s(task)
-        boxes.append(_Box(task, start_s, end_s, when=f"{start_s:.4g} to {end_s:.4g} s"))
-    shortest = min((box.end - box.start for box in boxes if box.end > box.start), default=1.0)
-    # Wide enough for the number in the shortest box, but no wider than a page scrolls well.
+        boxes.append((task, start_s, end_s, f"{start_s:.4g} to {end_s:.4g} s"))
+    shortest = min((end - start for _, start, end, _ in boxes if end > start), default=1.0)
+    # Wide enough for the number in the shortest box, but not too wide to scroll.
     scale = min(28 / shortest, 4000 / timeline.total_s) if timeline.total_s else 1.0
     return _Picture(plan, boxes, timeline.total_s, timeline.bubble, unit="s", scale=scale)
 
@@ -180,64 +148,50 @@ def _rows(picture: _Picture) -> Iterator[str]:
     length = picture.total * picture.scale
     for j in range(picture.plan.num_stages):
         y = TOP + j * (ROW + GAP)
-        yield _text(f"stage {j}", LEFT - 12, y + ROW / 2 + 4, text_anchor="end")
-        yield element("rect", x=LEFT, y=y, width=f"{length:.2f}", height=ROW, fill="#f1f1f1")
+        middle = y + ROW / 2 + 4
+        yield f"<text x='{LEFT - 12}' y='{middle:g}' text-anchor='end'>stage {j}</text>"
+        yield f"<rect x='{LEFT}' y='{y}' width='{length:.2f}' height='{ROW}' fill='#f1f1f1'/>"
 
 
 def _boxes(picture: _Picture) -> Iterator[str]:
-    for box in picture.boxes:
-        look = LOOKS[box.task.kind]
-        stage = picture.plan.placement[box.task.j]
-        x, y = LEFT + box.start * picture.scale, TOP + stage * (ROW + GAP)
-        width = (box.end - box.start) * picture.scale
-        size: dict[str, Any] = {"width": f"{width:.2f}", "height": ROW, "rx": 2}
-        parts = [
-            element("title", f"{box.task}: {look.name}, {box.when}"),
-            element("rect", x=f"{x:.2f}", y=y, **size, fill=look.fill, stroke="#ffffff"),
-        ]
-        number = str(box.task.i)
+    for task, start, end, when in picture.boxes:
+        look = LOOKS[task.kind]
+        stage = picture.plan.placement[task.j]
+        x, y = LEFT + start * picture.scale, TOP + stage * (ROW + GAP)
+        width = (end - start) * picture.scale
+        yield f"<g><title>{task}: {look.name}, {when}</title>"
+        yield (
+            f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{ROW}' rx='2'"
+            f" fill='{look.fill}' stroke='#ffffff'/>"
+        )
+        number = str(task.i)
         if width > 8 * len(number):
-            at, ink = (f"{x + width / 2:.2f}", y + ROW / 2 + 4), look.ink
-            parts.append(_text(number, *at, text_anchor="middle", fill=ink))
-        yield element("g", "\n".join(parts))
+            yield (
+                f"<text x='{x + width / 2:.2f}' y='{y + ROW / 2 + 4:g}' text-anchor='middle'"
+                f" fill='{look.ink}'>{number}</text>"
+            )
+        yield "</g>"
 
 
 def _axis(picture: _Picture) -> Iterator[str]:
-    y, ink = picture.bottom + 14, "#555555"
-    yield _text(picture.unit, LEFT - 12, y, text_anchor="end", fill=ink)
-    for tick in ticks(picture.total, 90 / picture.scale):
-        x = f"{LEFT + tick * picture.scale:.2f}"
-        yield _text(f"{tick:.4g}", x, y, text_anchor="middle", fill=ink)
+    step = tick_distance(90 / picture.scale)
+    if picture.unit == "cycle":
+        step = max(1.0, step)
+    y = picture.bottom + 14
+    ink = "fill='#555555'"
+    yield f"<text x='{LEFT - 12}' y='{y}' text-anchor='end' {ink}>{picture.unit}</text>"
+    for tick in range(int(picture.total / step + 1e-9) + 1):
+        x = LEFT + tick * step * picture.scale
+        yield f"<text x='{x:.2f}' y='{y}' text-anchor='middle' {ink}>{tick * step:.4g}</text>"
 
 
 def _legend(picture: _Picture) -> Iterator[str]:
     x, y = LEFT, picture.bottom + 34
-    size: dict[str, Any] = {"y": y, "width": 14, "height": 14}
-    for kind in KINDS:
-        if any(box.task.kind == kind for box in picture.boxes):
-            look = LOOKS[kind]
-            yield element("rect", x=x, **size, rx=2, fill=look.fill)
-            yield _text(look.name, x + 20, y + 11)
+    drawn = {task.kind for task, *_ in picture.boxes}
+    for kind, look in LOOKS.items():
+        if kind in drawn:
+            yield f"<rect x='{x}' y='{y}' width='14' height='14' rx='2' fill='{look.fill}'/>"
+            yield f"<text x='{x + 20}' y='{y + 11}'>{look.name}</text>"
             x += 104
-    yield element("rect", x=x, **size, fill="#f1f1f1", stroke="#d0d0d0")
-    yield _text(f"idle {picture.idle:.1%}", x + 20, y + 11)
-
-
-def _text(text: str, x: object, y: object, **attributes: object) -> str:
-    return element("text", text, x=x, y=y, **attributes)
-
-
-def element(name: str, content: str = "", **attributes: object) -> str:
-    """Return an SVG element; ``text_anchor`` is the attribute "text-anchor", ``class_`` "class"."""
-    words = [name]
-    for key, value in attributes.items():
-        text = f"{value:g}" if isinstance(value, float) else value
-        words.append(f"{key.rstrip('_').replace('_', '-')}='{text}'")
-    return f"<{' '.join(words)}>{content}</{name}>" if content else f"<{' '.join(words)}/>"
-
-
-def ticks(total: float, least: float) -> list[float]:
-    """Return ticks from 0 to ``total``, ``least`` apart or more: 1, 2, 5, 10, 20, … of a unit."""
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
-    return [k * step for k in range(int(total / step + 1e-9) + 1)]
+    yield f"<rect x='{x}' y='{y}' width='14' height='14' fill='#f1f1f1' stroke='#d0d0d0'/>"
+    yield f"<text x='{x + 20}' y='{y + 11}'>idle {picture.idle:.1%}</text>"

@@ -1,14 +1,11 @@
-"""What really happened in some steps of a run, on all stages, as data.
+"""A recording: the measured tasks and messages of some steps of a run, on all stages.
 
     stage 0   [F0][F1]  ·····wait·····  [──B1──][──B0──]      Ran: a task, when and where
                   └─ hop ─┐    ┌─ hop ─┘
     stage 1   ··wait··  [F0][F1][──B1──][──B0──]              Hop: a message, at both its ends
 
-All times are seconds on one clock, from the beginning of the first step that is kept. A partition
-is not a stage: several may live on one, so the stage is that of the rank that ran the task.
-
-Made of what the ranks recorded (``timeline/merging.py``) or read from a file (``chrome.py``); taken
-apart in ``idle.py``. Knows nothing of either.
+All times are seconds on one clock, from the start of the first recorded step. A recording comes
+from the ranks (``merging.py``) or from a file (``chrome.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ class Ran:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.end_s - self.start_s
 
 
@@ -43,12 +40,12 @@ class Hop:
         payload: what it carried: "activation", "gradient", …
         i: the micro-batch.
         source: the stage that sent it.
-        destination: the stage that took it.
+        destination: the stage that received it.
         num_bytes: of its tensors.
-        posted_s: when the sender began to send it, and ``sent_s`` when it could go on.
-        sent_s: see above.
-        asked_s: when the receiver began to wait for it, and ``taken_s`` when it had it.
-        taken_s: see above.
+        posted_s: when the sender began to send it.
+        sent_s: when the sender continued.
+        asked_s: when the receiver began to wait for it.
+        taken_s: when the receiver had it.
     """
 
     payload: str
@@ -75,16 +72,16 @@ class Step:
     """One run of a plan on all stages.
 
     Attributes:
-        number: counted from 0 over all runs of a plan, evaluation included.
+        number: counted from 0 over all runs of a plan, including evaluation.
         call: the method that ran it: "step", "forward" or "backward".
         plan: the digest of its plan.
         sizes: samples of each micro-batch.
         begins_s: when each stage began.
-        ends_s: when each stage had done its part.
-        tasks: what ran, each stage's in the order in which it ran them.
+        ends_s: when each stage ended.
+        tasks: what ran; those of a stage in order.
         hops: the messages, in the order in which they were sent.
-        schedule: which schedule was chosen for it, for people: "zb-h1", "trying zb-h1", …; "" if
-            the run has the same one throughout.
+        schedule: the schedule that was chosen for it, such as "zb-h1" or "trying zb-h1"; "" if the
+            run has only one.
     """
 
     number: int
@@ -109,29 +106,29 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """From the first stage's beginning to the last one's end."""
+        """The seconds from the first stage's start to the last one's end."""
         return max(self.ends_s) - self.start_s
 
     @property
     def trains(self) -> bool:
-        """Whether it has tasks of a backward pass."""
+        """Whether it has backward tasks."""
         return any(ran.task.kind in "BIW" for ran in self.tasks)
 
     def row(self, stage: int) -> list[Ran]:
-        """List what a stage ran, in order."""
+        """List a stage's tasks in order."""
         return [ran for ran in self.tasks if ran.stage == stage]
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How a stage's clock compares with that of stage 0.
+    """A stage's clock, compared with that of stage 0.
 
     Attributes:
-        stage: whose clock.
-        offset_s: how far it is ahead of stage 0's, as measured last; already taken out of all
-            times. 0 if it could not be told from 0.
-        error_s: how far off the offset may be: half of the shortest round trip.
-        drift_ppm: how much faster it runs, in millionths; None if it was measured once only.
+        stage: the stage.
+        offset_s: how far it is ahead, as measured last; all times are corrected for it. 0 if it is
+            less than its error.
+        error_s: the possible error of the offset: half of the shortest round trip.
+        drift_ppm: how much faster it runs, in parts per million; None if measured only once.
     """
 
     stage: int
@@ -142,18 +139,17 @@ class Clock:
 
 @dataclass(frozen=True)
 class Recording:
-    """The steps of a run that were kept.
+    """The recorded steps of a run.
 
     Attributes:
         steps: in order; those in the middle of a long run are left out.
-        num_steps: how many steps every stage brought to an end.
+        num_steps: how many steps every stage ended.
         plans: the plans' texts by digest.
-        facts: what the ``Stage`` was made with: "balance", "chunks", "checkpoint", "schedule",
+        facts: the arguments of the ``Stage``: "balance", "chunks", "checkpoint", "schedule",
             "layers", versions.
         clocks: one a stage.
-        layer_s: mean forward seconds of each layer of the model for one micro-batch; empty if they
-            are not known.
-        is_closed: whether the run closed its stages, rather than failed.
+        layer_s: mean forward seconds of each layer for one micro-batch; empty if unknown.
+        is_closed: whether the run closed its stages, and did not fail.
     """
 
     steps: tuple[Step, ...]
@@ -170,7 +166,7 @@ class Recording:
 
     @property
     def clock_error_s(self) -> float:
-        """How far apart two stages' times may be at most."""
+        """The largest possible error between the times of two stages."""
         errors = sorted(clock.error_s for clock in self.clocks)
         return sum(errors[-2:])
 
@@ -178,20 +174,19 @@ class Recording:
         """Return a step by its number; by default the last that trained, else the last.
 
         Raises:
-            KeyError: it is not there; says which are.
+            KeyError: it was not recorded; names the recorded steps.
         """
         if number is None:
             if not self.steps:
-                raise KeyError("no step was brought to an end on all stages")
+                raise KeyError("no step ended on all stages")
             return picked(self.steps)
         if number not in self._by_number:
-            raise KeyError(
-                f"step {number} is not in it: it has {self.kept_text()} of {self.num_steps}"
-            )
+            kept = self.kept_text()
+            raise KeyError(f"step {number} is not in it: it has {kept} of {self.num_steps}")
         return self._by_number[number]
 
     def like(self, step: Step) -> list[Step]:
-        """Return the steps that did the same as one; not the first of a run if there are others."""
+        """Return the steps with the same work; without the first of a run if there are others."""
         same = [
             other
             for other in self.steps
@@ -200,12 +195,12 @@ class Recording:
         return same[1:] if len(same) > 1 and same[0].number == 0 else same
 
     def schedule_of(self, step: Step) -> str:
-        """Say which schedule a step ran: "gpipe", or "auto: zb-h1"."""
+        """Return the name of a step's schedule: "gpipe", or "auto: zb-h1"."""
         name = str(self.facts.get("schedule"))
         return f"{name}: {step.schedule}" if step.schedule else name
 
     def kept_text(self) -> str:
-        """Say which steps are kept: "steps 0 to 4 and 20 to 119"."""
+        """Describe which steps were recorded: "steps 0 to 4 and 20 to 119"."""
         ranges: list[list[int]] = []
         for step in self.steps:
             if ranges and step.number == ranges[-1][1] + 1:
@@ -219,5 +214,5 @@ class Recording:
 
 
 def picked(steps: Sequence[Step]) -> Step:
-    """Return the step to show when none is asked for: the last that trained, else the last."""
+    """Return the default step: the last that trained, else the last."""
     return next((step for step in reversed(steps) if step.trains), steps[-1])

@@ -1,10 +1,10 @@
-"""The costs of a model's layers as a text, so that a plan can be made where they were not measured.
+"""The costs of a model's layers as a text, for planning on another machine.
 
     {
       "procpipe layer costs": 1,                     the version of the format
-      "device": "NVIDIA H100",                       where they were measured, for people
+      "device": "NVIDIA H100",                       where they were measured
       "batch": 64,                                   samples in a mini-batch
-      "samples": [2, 16],                            the sizes that were measured
+      "samples": [2, 16],                            sizes of the measured micro-batches
       "link": {"latency_s": 2e-05, "bytes_per_s": 2e10},
       "input_bytes": [8192, 65536],                  a number for each size, here and below
       "target_bytes": [16, 128],
@@ -20,11 +20,8 @@
       "shared": [[0, 5]]                             layers that share a parameter, first and last
     }
 
-A layer needs a name, ``forward_s``, ``backward_s`` and ``output_bytes``; of the rest, what
-``layers.py`` says of each holds if it is left out, or null. A text written by hand will do:
-whatever is wrong is told with its place.
-
-Knows only the form of the numbers.
+The entries of a layer and of a skip are the fields of ``model.Layer`` and ``model.Skip``. Entries
+with a default may be left out, or null. Errors name the faulty entry.
 """
 
 from __future__ import annotations
@@ -33,7 +30,8 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import partial
 from typing import Any, TypeVar
 
 from procpipe.tuning.model import Layer, Link, Model, Skip
@@ -44,17 +42,14 @@ VERSION = 1
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 
-#: More seconds or bytes than anything has; sums of less stay finite.
+#: Reads a JSON value; the second argument is its place, for errors.
+Reader = Callable[[Any, str], T]
+
+#: A limit for seconds and bytes; sums of less stay finite.
 _TOO_MANY = 1 << 63
 
-_NEEDED = ("forward_s", "backward_s", "output_bytes")
-_NO_NUMBERS: tuple[float, ...] = ()
-_COUNTS = ("parameter_bytes", "trained_bytes")
-_OPTIONAL = tuple(
-    field.name
-    for field in fields(Layer)
-    if field.type == "tuple[float, ...]" and field.name not in _NEEDED
-)
+#: The model's entries in the order in which they are written.
+_ORDER = ("samples", "input_bytes", "target_bytes", "start_s", "layers", "loss", "skips", "shared")
 
 
 @dataclass(frozen=True)
@@ -77,31 +72,29 @@ class Measured:
 def to_text(measured: Measured) -> str:
     """Write costs as JSON; ``from_text`` reads it back."""
     model = asdict(measured.model)
-    link = {"latency_s": measured.link.latency_s}
-    if math.isfinite(measured.link.bytes_per_s):  # JSON has no infinity
-        link["bytes_per_s"] = measured.link.bytes_per_s
     whole = {
         FORMAT: VERSION,
         "device": measured.device,
         "batch": measured.batch,
-        "samples": model["samples"],
-        "link": link,
-        "input_bytes": model["input_bytes"],
-        "target_bytes": model["target_bytes"],
-        "start_s": model["start_s"],
-        "layers": [_without_nothing(layer) for layer in model["layers"]],
-        "loss": _without_nothing(model["loss"]) if model["loss"] else None,
-        "skips": [_without_nothing(skip) for skip in model["skips"]],
-        "shared": model["shared"],
+        "link": asdict(measured.link),
+        **{name: model[name] for name in _ORDER},
     }
-    return json.dumps(_without_nothing(whole), indent=1) + "\n"
+    return json.dumps(_without_empty(whole), indent=1) + "\n"
+
+
+def _without_empty(value: Any) -> Any:
+    """Leave out empty entries, which read as their defaults; an infinite bandwidth likewise."""
+    if isinstance(value, dict):
+        empty: tuple[Any, ...] = ((), [], None, "", math.inf)
+        return {name: _without_empty(part) for name, part in value.items() if part not in empty}
+    return [_without_empty(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def from_text(text: str) -> Measured:
     """Read costs from JSON.
 
     Raises:
-        ValueError: the text is not of this format; says where and why.
+        ValueError: the text does not have this format; names the place and the reason.
     """
     try:
         whole = json.loads(text)
@@ -116,19 +109,22 @@ def from_text(text: str) -> Measured:
         raise ValueError(f"it is of another version than {VERSION}, which this procpipe reads")
     found = _Object(whole, "")
     samples = found.take("samples", _sizes)
-    numbers = _Numbers(len(samples))
-    layers = found.take("layers", _list_of(lambda value, at: _layer(value, at, numbers)))
+    numbers = partial(_numbers, count=len(samples))
+    readers: dict[str, Reader[Any]] = {**_READERS, "tuple[float, ...]": numbers}
+    read_layer = partial(_layer, readers=readers)
+    layers = found.take("layers", _list_of(read_layer))
     if not layers:
         raise ValueError("layers: there is none")
+    num_layers = len(layers)
     model = Model(
         samples,
         layers,
-        found.take("loss", lambda value, at: _layer(value, at, numbers), None),
-        found.take("skips", _list_of(lambda v, at: _skip(v, at, numbers, len(layers))), ()),
-        found.take("input_bytes", numbers, _NO_NUMBERS),
-        found.take("target_bytes", numbers, _NO_NUMBERS),
+        found.take("loss", read_layer, None),
+        found.take("skips", _list_of(partial(_skip, readers=readers, num_layers=num_layers)), ()),
+        found.take("input_bytes", numbers, ()),
+        found.take("target_bytes", numbers, ()),
         found.take("start_s", _pair, (0.0, 0.0)),
-        found.take("shared", _list_of(lambda value, at: _shared(value, at, len(layers))), ()),
+        found.take("shared", _list_of(partial(_shared, num_layers=num_layers)), ()),
     )
     link = found.take("link", _link, Link())
     batch = found.take("batch", _count, samples[-1])
@@ -146,8 +142,8 @@ class _Object:
         self._left = dict(value)
         self._at = at
 
-    def take(self, name: str, read: Callable[[Any, str], T], *default: T) -> T:
-        """Read an entry; it must be there, and not null, unless there is a default."""
+    def take(self, name: str, read: Reader[T], *default: T) -> T:
+        """Read an entry; without a default it is required."""
         at = f"{self._at}.{name}" if self._at else name
         if default and self._left.get(name) is None:
             self._left.pop(name, None)
@@ -157,48 +153,55 @@ class _Object:
         return read(self._left.pop(name), at)
 
     def close(self) -> None:
-        """Refuse what was not read."""
+        """Refuse entries that were not read."""
         if self._left:
             names = ", ".join(map(repr, self._left))
             raise ValueError(f"{self._at or 'the top'}: there is no such entry as {names}")
 
 
-class _Numbers:
-    """Reads a list with a number from 0 for each size that was measured."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __call__(self, value: Any, at: str) -> tuple[float, ...]:
-        if not isinstance(value, list) or len(value) != self._count:
-            raise ValueError(f"{at}: {_shown(value)} is not a list of {self._count} numbers")
-        return tuple(_number(number, at) for number in value)
-
-
-def _layer(value: Any, at: str, numbers: _Numbers) -> Layer:
+def _record(kind: type[T], value: Any, at: str, readers: Mapping[str, Reader[Any]]) -> T:
+    """Read an object whose entries are the fields of a dataclass, each by its type."""
     found = _Object(value, at)
-    entries: dict[str, Any] = {
-        "name": found.take("name", _text),
-        "type": found.take("type", _text, ""),
-        "is_in_place": found.take("is_in_place", _truth, False),
+    entries = {
+        field.name: found.take(
+            field.name,
+            readers[str(field.type)],
+            *([] if field.default is MISSING else [field.default]),
+        )
+        for field in fields(kind)  # type: ignore[arg-type]
     }
-    entries |= {name: found.take(name, numbers) for name in _NEEDED}
-    entries |= {name: found.take(name, numbers, _NO_NUMBERS) for name in _OPTIONAL}
-    entries |= {name: found.take(name, _natural, 0) for name in _COUNTS}
     found.close()
+    return kind(**entries)
+
+
+def _layer(value: Any, at: str, readers: Mapping[str, Reader[Any]]) -> Layer:
+    layer = _record(Layer, value, at, readers)
     for part, whole in (("trained_bytes", "parameter_bytes"), ("input_gradient_s", "backward_s")):
-        if _exceeds(entries[part], entries[whole]):
+        less, more = getattr(layer, part), getattr(layer, whole)
+        if any(map(operator.gt, less, more)) if isinstance(less, tuple) else less > more:
             raise ValueError(
-                f"{at}.{part}: {_shown(entries[part])} is more than {whole}, "
-                f"{_shown(entries[whole])}, of which it is a part"
+                f"{at}.{part}: {_shown(less)} is more than {whole}, {_shown(more)}, of which it is "
+                "a part"
             )
-    return Layer(**entries)
+    return layer
 
 
-def _exceeds(part: Any, whole: Any) -> bool:
-    if isinstance(part, tuple):
-        return any(map(operator.gt, part, whole))
-    return bool(part > whole)
+def _skip(value: Any, at: str, readers: Mapping[str, Reader[Any]], num_layers: int) -> Skip:
+    skip = _record(Skip, value, at, readers)
+    if not skip.destinations:
+        raise ValueError(f"{at}.destinations: there is none, so nothing is sent")
+    if not all(skip.source < destination < num_layers for destination in skip.destinations):
+        raise ValueError(f"{at}: layers {skip.destinations} do not come after layer {skip.source}")
+    return skip
+
+
+def _link(value: Any, at: str) -> Link:
+    link = _record(Link, value, at, _READERS)
+    if link.bytes_per_s < 1:
+        raise ValueError(
+            f"{at}.bytes_per_s: at {link.bytes_per_s:g} bytes a second nothing arrives"
+        )
+    return link
 
 
 def _shared(value: Any, at: str, num_layers: int) -> tuple[int, int]:
@@ -208,41 +211,18 @@ def _shared(value: Any, at: str, num_layers: int) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _skip(value: Any, at: str, numbers: _Numbers, num_layers: int) -> Skip:
-    found = _Object(value, at)
-    source = found.take("source", _natural)
-    destinations = found.take("destinations", _list_of(_natural))
-    skip = Skip(
-        source,
-        destinations,
-        found.take("tensor_bytes", numbers),
-        found.take("kept_bytes", numbers, _NO_NUMBERS),
-    )
-    found.close()
-    if not destinations:
-        raise ValueError(f"{at}.destinations: there is none, so nothing is sent")
-    if not all(source < destination < num_layers for destination in destinations):
-        raise ValueError(f"{at}: layers {destinations} do not come after layer {source}")
-    return skip
-
-
-def _link(value: Any, at: str) -> Link:
-    found = _Object(value, at)
-    link = Link(found.take("latency_s", _number, 0.0), found.take("bytes_per_s", _number, math.inf))
-    found.close()
-    if link.bytes_per_s < 1:
-        raise ValueError(
-            f"{at}.bytes_per_s: at {link.bytes_per_s:g} bytes a second nothing arrives"
-        )
-    return link
+def _numbers(value: Any, at: str, count: int) -> tuple[float, ...]:
+    if not isinstance(value, list) or len(value) != count:
+        raise ValueError(f"{at}: {_shown(value)} is not a list of {count} numbers")
+    return tuple(_number(number, at) for number in value)
 
 
 def _pair(value: Any, at: str) -> tuple[float, float]:
-    first, second = _Numbers(2)(value, at)
+    first, second = _numbers(value, at, 2)
     return first, second
 
 
-def _list_of(read: Callable[[Any, str], T]) -> Callable[[Any, str], tuple[T, ...]]:
+def _list_of(read: Reader[T]) -> Reader[tuple[T, ...]]:
     def read_all(value: Any, at: str) -> tuple[T, ...]:
         if not isinstance(value, list):
             raise ValueError(f"{at}: {_shown(value)} is not a list")
@@ -300,6 +280,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _without_nothing(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what is empty: reading it gives the same."""
-    return {name: value for name, value in entries.items() if value not in ((), [], None, "")}
+#: How fields of dataclasses are read, by their types.
+_READERS: Mapping[str, Reader[Any]] = {
+    "str": _text,
+    "bool": _truth,
+    "int": _natural,
+    "float": _number,
+    "tuple[int, ...]": _list_of(_natural),
+}

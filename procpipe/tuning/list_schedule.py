@@ -1,36 +1,37 @@
-"""A plan made task by task, from what tasks cost and what stages may hold.
+"""List scheduling: makes a plan task by task, from costs and memory limits.
 
-Time runs from one event to the next: a task has ended, or a message has come. Whichever stage is
-idle then starts the best of the tasks that it can start:
+Time advances from event to event: a task ends, or a message arrives. An idle stage then starts the
+most urgent task that it can start:
 
-    1  I or B      what the partition before waits for, the oldest micro-batch first
-    2  R           so that it ends when the gradient comes, no sooner
-    3  F           where no more micro-batches than its partition's window are under way
-    4  W           what nobody waits for; not where something better comes before it would end
+    1  I or B      the previous partition waits for its gradient; oldest micro-batch first
+    2  R           no earlier than needed to end when the gradient arrives
+    3  F           if the partition's window of micro-batches is not full
+    4  W           unless a more urgent task arrives before it would end
 
-    two stages, room for three micro-batches, F, I and W as long as each other, no time a hop
+    two stages, memory for three micro-batches; F, I and W take equally long, hops take no time
 
     stage 0   F0 F1 F2 I0 W0 F3 I1 W1 …
     stage 1      F0 I0 F1 I1 F2 I2 W0 …
 
-**Windows.** Partition ``j`` need not have more micro-batches under way than come to it while the
-first of them goes to the last partition and back: the *round trip* over the *period*, which is the
-work of the longest stage on a micro-batch. With equal tasks that is 1F1B's ``n - j``. A rule can
-make windows wider (to fill the start with forward tasks) or narrower (for less memory).
+**Windows.** The window of a partition is the number of micro-batches between their forward and
+their backward there. It suffices to have as many as arrive during the *round trip* of one
+micro-batch to the last partition and back: the round trip divided by the *period*, which is the
+time of the slowest stage for a micro-batch. With equal tasks that is 1F1B's ``n - j``. A rule can
+widen windows (more forward tasks at the start) or narrow them (less memory).
 
-**Memory.** A task starts only if all that it makes has room at its own stage and, message by
-message, at the others, counted as ``memory.py`` does. So that stages cannot fill up with
-micro-batches none of which can go on, a stage sets room for one whole micro-batch apart:
+**Memory.** A task starts only if its own stage, and each stage that it sends to, has memory for
+what it makes, counted as in ``memory.py``. Each stage reserves memory for one whole micro-batch:
 
     limit   |··· others ···|········ the oldest micro-batch ········|
-                            what it holds now, and room for the rest
+                            what it holds now, and the rest that it will need
 
-Only the oldest micro-batch that has not gone backward there may use that room. It is then the next
-micro-batch's. ``W`` needs no room and gives some back, so that what waits for one counts as room.
+Only the oldest micro-batch without a backward on the stage may use the reserve, so that stages
+cannot fill up with micro-batches that cannot continue. ``W`` only frees memory, so what a pending
+``W`` will free counts as free.
 
-A message counts from the start of the task that its receiver began last, since its buffer is
-posted there; that task's own bytes are given back only when the next one starts. So stages can
-still come to stand: then there is no plan by this rule. ``one_at_a_time`` needs the least.
+A message counts from the start of the receiver's current task, where its buffer is posted; that
+task's own bytes are freed only when the next one starts. Stages can still deadlock; the rule then
+yields no plan. ``one_at_a_time`` needs the least memory.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from procpipe.plan.costs import Costs
 from procpipe.plan.memory import Holdings, message_bytes, peak_bytes
@@ -56,21 +58,20 @@ from procpipe.plan.task import (
     Task,
 )
 
-#: Times that differ by less are the same; sums in another order differ in their last digits.
+#: Times that differ by less are equal: sums in another order differ in their last digits.
 _SAME_S = 1e-12
 
 
 @dataclass(frozen=True)
 class Rule:
-    """By what the stages choose.
+    """How stages choose their next task.
 
     Attributes:
-        in_two: backward as I and W instead of B.
+        in_two: whether backward is split in I and W.
         window: what is added to the windows; None for no windows.
-        patience: a ``W``, or an ``F``, does not start if a better task comes before this share of
-            its time is over.
-        deep_first: among tasks of a kind, those of later partitions first; else older micro-batches
-            first.
+        patience: a task does not start if a more urgent one arrives within this share of its time.
+        deep_first: whether, among equally urgent tasks, later partitions come first; otherwise
+            older micro-batches.
     """
 
     in_two: bool = False
@@ -88,21 +89,18 @@ def list_schedule(
     limits_bytes: Sequence[int] | None = None,
     rule: Rule = Rule(),
 ) -> Plan | None:
-    """Plan a whole mini-batch.
+    """Plan a whole mini-batch; None if the rule yields no plan within the limits.
 
     Args:
         m: the number of micro-batches.
         costs: what its tasks and transfers cost.
-        routes: where its tensors go, and on which stages the partitions are.
+        routes: where its tensors go, and the placement.
         recompute: the micro-batches to recompute.
         limits_bytes: the most that each stage may hold.
-        rule: by what the stages choose.
-
-    Returns:
-        The plan; None if by this rule there is none within the limits.
+        rule: how stages choose.
 
     Raises:
-        ValueError: a micro-batch to recompute is not there.
+        ValueError: a micro-batch to recompute does not exist.
     """
     if strangers := sorted(set(recompute) - set(range(m))):
         raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
@@ -114,16 +112,10 @@ def list_schedule(
 def one_at_a_time(
     m: int, routes: Routes, *, recompute: Collection[int] = (), in_two: bool = False
 ) -> Plan:
-    """Plan a mini-batch whose micro-batches go forward and backward one after another.
+    """Plan a mini-batch whose micro-batches run one after another, which holds the least memory.
 
-    It holds about as little as can be: where backward is in two, a plan that waits for a message
-    elsewhere may hold a little less on a stage.
-
-    Args:
-        m: the number of micro-batches.
-        routes: where its tensors go, and on which stages the partitions are.
-        recompute: the micro-batches to recompute.
-        in_two: backward as I and W instead of B.
+    (With split backward, a plan that waits for a message elsewhere may hold a little less.) The
+    arguments are those of ``list_schedule`` and ``Rule``.
     """
     partitions = range(len(routes.placement))
     backward = (INPUT_GRADIENT, WEIGHT_GRADIENT) if in_two else (BACKWARD,)
@@ -140,7 +132,7 @@ def _plan(m: int, order: Sequence[Task], routes: Routes) -> Plan:
 
 
 def windows(m: int, costs: Costs, placement: Sequence[int], rule: Rule) -> list[int]:
-    """List how many micro-batches may be under way in each partition."""
+    """Return each partition's window; see the module docstring."""
     p = len(placement)
     if rule.window is None:
         return [m] * p
@@ -169,7 +161,7 @@ def _backward_s(costs: Costs, rule: Rule) -> Sequence[float]:
 
 
 def _cycles(order: Sequence[Task], placement: Sequence[int]) -> tuple[Cycle, ...]:
-    """Put tasks, in the order of their starts, into as few clock cycles as keep that order."""
+    """Put tasks, in the order of their starts, into as few clock cycles as possible."""
     cycles: list[list[Task]] = []
     busy: set[int] = set()
     cycle_of: dict[tuple[bool, int, int], int] = {}
@@ -190,19 +182,16 @@ def _cycles(order: Sequence[Task], placement: Sequence[int]) -> tuple[Cycle, ...
     return tuple(map(tuple, cycles))
 
 
-class _Effect:
-    """What a task does to the bytes held, for micro-batches that are, or are not, recomputed."""
+class _Effect(NamedTuple):
+    """The bytes that a task takes, frees and sends to other stages."""
 
-    __slots__ = ("given_back", "messages", "taken")
-
-    def __init__(self, taken: int, given_back: int, messages: tuple[tuple[int, int], ...]) -> None:
-        self.taken = taken
-        self.given_back = given_back
-        self.messages = messages  # each a stage and the bytes of all that it is sent
+    taken: int
+    given_back: int
+    messages: tuple[tuple[int, int], ...]  # each a stage and the bytes of all that it is sent
 
 
 class _Room:
-    """What the stages hold, and whether there is room for more."""
+    """The bytes that each stage holds, and whether there is room for more."""
 
     def __init__(
         self, costs: Costs, routes: Routes, limits_bytes: Sequence[int], in_two: bool
@@ -219,10 +208,10 @@ class _Room:
                 self._apart[stage] = max(self._apart[stage], peak)
                 self._note_effects(again, stage, plan, costs, routes)
         self._held = [0] * n  # what each stage holds, that of its last task included
-        self._leaving = [(0, 0)] * n  # of that, what its last task gives back: micro-batch, bytes
+        self._leaving = [(0, 0)] * n  # of that, what its last task frees: micro-batch, bytes
         self._of: list[dict[int, int]] = [{} for _ in range(n)]  # of that, by micro-batch
-        self._put_off = [0] * n  # of that, what W would give back
-        self._num_back = [0] * len(routes.placement)  # micro-batches that went backward
+        self._put_off = [0] * n  # of that, what W will free
+        self._num_back = [0] * len(routes.placement)  # backward tasks that were started
         self._parts = [partitions_of(routes.placement, stage) for stage in range(n)]
 
     def _note_effects(
@@ -238,7 +227,7 @@ class _Room:
             self._effects[again, task.kind, task.j] = effect
 
     def lacking(self, task: Task, again: bool) -> int | None:
-        """Tell the stage that has no room for what a task makes; None if all have."""
+        """Return a stage without room for what a task makes; None if all have room."""
         effect = self._effects[again, task.kind, task.j]
         here = self._placement[task.j]
         if effect.taken and not self._has_room(here, task.i, effect.taken, is_start=True):
@@ -264,7 +253,7 @@ class _Room:
         return total - of_oldest - self._put_off[stage] <= limit - self._apart[stage]
 
     def start(self, task: Task, again: bool) -> None:
-        """Count what a task takes, and what the one before it has given back."""
+        """Count what a task takes, and what the task before it has freed."""
         kind, i, j = task
         effect = self._effects[again, kind, j]
         stage = self._placement[j]
@@ -289,8 +278,6 @@ class _Room:
 
 
 class _NoLimit(_Room):
-    """Room for everything."""
-
     def __init__(self) -> None:
         pass
 
@@ -302,7 +289,7 @@ class _NoLimit(_Room):
 
 
 class _Maker:
-    """One run from the first event to the last."""
+    """One run of the list scheduling."""
 
     def __init__(
         self,
@@ -343,7 +330,7 @@ class _Maker:
         self._order: list[Task] = []
 
     def run(self) -> list[Task] | None:
-        """Return all tasks in the order of their starts; None if stages came to stand."""
+        """Return all tasks in the order of their starts; None if stages deadlock."""
         num_kinds = 3 if self._rule.in_two else 2
         num_tasks = (num_kinds * self._m + len(self._recompute)) * len(self._placement)
         events = self._events
@@ -383,7 +370,7 @@ class _Maker:
             heapq.heappush(self._events, (wake_s, stage))
 
     def _candidates(self, stage: int) -> list[tuple[int, Task, float]]:
-        """List what a stage may come to start next: how urgent, what, and from when."""
+        """List what a stage may start next: the urgency, the task, and from when."""
         found: list[tuple[int, Task, float]] = []
         forward, gradient = self._ends_s[FORWARD], self._ends_s[self._gradient]
         for j in self._parts[stage]:
@@ -427,7 +414,7 @@ class _Maker:
         for other in self._waiting[stage]:
             heapq.heappush(events, (now_s, other))
         self._waiting[stage].clear()
-        # The next partition may start when this has come, or its recomputation to be done by then.
+        # The receiver may start when this arrives, or recompute so as to end when it arrives.
         if kind == FORWARD and j + 1 < len(self._placement):
             heapq.heappush(events, (end_s + self._hops_s[j], self._placement[j + 1]))
         elif kind == self._gradient and j > 0:

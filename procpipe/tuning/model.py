@@ -1,24 +1,17 @@
-"""What each layer of a model costs, measured once, and what any balance of them costs.
-
-A profile measures layers one by one, on micro-batches of a few sizes. From these numbers follow
-the costs of every partition at every size, so that thousands of balances and numbers of chunks are
-compared without another measurement:
+"""Computes the costs of any balance, at any size of micro-batch, from those of single layers.
 
     measured      seconds and bytes of a layer on 2, 8 and 32 samples
-    between       a straight line from one size to the next; the last line goes on beyond
-    a partition   the sum of its layers, and for bytes not quite the sum (below)
+    between       a straight line from one size to the next; the last line is extended
+    a partition   the sum of its layers; for bytes see below
 
-What autograd keeps within a partition is what each layer keeps of its own, and the values between
-its layers that one of them keeps. A value is counted once, however many layers keep it; layers
-that work in place hand on the memory that they got, so all values of such a run are one:
+What autograd saves within a partition is what each layer saves of its own, and the values between
+its layers that one of them saves. A value counts once, however many layers save it. An in-place
+layer returns the memory of its input, so its input and output are one value:
 
-    Linear ──a── ReLU(inplace) ──a── Linear       a, kept by both: counted once
-    Linear ──a── Dropout ──b── Linear             b, kept by the second Linear; a by nobody
+    Linear ──a── ReLU(inplace) ──a── Linear       a, saved by both: counted once
+    Linear ──a── Dropout ──b── Linear             b, saved by the second Linear; a by no layer
 
-The first and the last value of a partition are its input and its output, which the schedule's own
-count has (``memory.py``).
-
-Knows nothing of schedules, nor of how layers are measured.
+A partition's input and output are not counted here, but by ``memory.py``.
 """
 
 from __future__ import annotations
@@ -34,24 +27,9 @@ from procpipe.plan.costs import Costs
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer costs; seconds and bytes of a micro-batch of each size in ``Model.samples``.
+    """The fields of ``balance.LayerProfile``, with a number for each size in ``Model.samples``.
 
-    Attributes:
-        name: its name in the model.
-        forward_s: seconds of its forward, and of its recomputation.
-        backward_s: seconds of its backward.
-        output_bytes: what it returns.
-        input_gradient_s: seconds of the backward's first half; half of it if left out.
-        kept_bytes: what autograd keeps that is neither its input nor its output.
-        kept_input_bytes: what autograd keeps of its input.
-        kept_output_bytes: what autograd keeps of its output.
-        put_off_bytes: what is kept between the two halves of a backward.
-        is_in_place: whether its output lies in the memory of its input.
-        parameter_bytes: its parameters and buffers, whatever the micro-batch.
-        trained_bytes: those of them that get a gradient.
-        type: what it is, for people.
-
-    What is left out is nothing.
+    ``input_gradient_s`` is half of the backward if left out.
     """
 
     name: str
@@ -71,14 +49,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Skip:
-    """A skip tensor.
-
-    Attributes:
-        source: the layer that stashes it.
-        destinations: the layers that pop it.
-        tensor_bytes: its size, on a micro-batch of each size in ``Model.samples``.
-        kept_bytes: what autograd keeps of it where it is popped.
-    """
+    """The fields of ``balance.SkipProfile``, with a number for each size in ``Model.samples``."""
 
     source: int
     destinations: tuple[int, ...]
@@ -88,31 +59,30 @@ class Skip:
 
 @dataclass(frozen=True)
 class Link:
-    """How a message gets from one device to the next: so many seconds, and so many a byte."""
+    """The latency and the bandwidth between devices."""
 
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
 
     def seconds(self, num_bytes: float) -> float:
-        """Tell how long a message is under way."""
+        """Return the seconds of a message."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model, as far as its costs go.
+    """The costs of a model.
 
     Attributes:
-        samples: the sizes of the micro-batches that were measured, ascending, at least one.
+        samples: the sizes of the measured micro-batches, ascending, at least one.
         layers: the layers, in order.
-        loss: what computes the loss from the last layer's output, if that was measured too. It
-            belongs to the last partition.
+        loss: the loss function as a layer of the last partition, if it was measured.
         skips: the skip tensors.
-        input_bytes: the model's input, on a micro-batch of each size.
-        target_bytes: the target likewise; empty if there is none.
-        start_s: seconds that a forward task and a backward task take beside those of the layers.
-        shared: the first and the last of layers that share a parameter or buffer, each time that
-            some do; they must be in one partition.
+        input_bytes: the model's input, for each size.
+        target_bytes: the target, for each size; empty if there is none.
+        start_s: seconds of a forward task and of a backward task in addition to the layers'.
+        shared: first and last of the layers that share a parameter or buffer, for each such
+            group; they must be in one partition.
     """
 
     samples: tuple[int, ...]
@@ -126,19 +96,13 @@ class Model:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """How many layers there are from each place where the model may be cut to the next."""
+        """The numbers of layers between the places where the model may be cut."""
         within = {k for first, last in self.shared for k in range(first + 1, last + 1)}
         cuts = [k for k in range(len(self.layers)) if k not in within]
         return tuple(after - cut for cut, after in pairwise([*cuts, len(self.layers)]))
 
     def costs(self, balance: Sequence[int], num_samples: int, link: Link) -> Costs:
-        """Work out the costs of each partition.
-
-        Args:
-            balance: the number of layers in each partition.
-            num_samples: samples in a micro-batch.
-            link: what carries messages between partitions.
-        """
+        """Return the costs of each partition, for micro-batches of ``num_samples``."""
         parts = self._parts(balance)
         output_bytes = tuple(self._count(part[-1].output_bytes, num_samples) for part in parts)
         at = _Line(self.samples, num_samples)
@@ -166,15 +130,15 @@ class Model:
         )
 
     def skip_routes(self, balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """List the pairs of partitions between which skip tensors go."""
+        """List the pairs of partitions that exchange skip tensors."""
         return tuple(self._crossing(balance, self.samples[0]))
 
     def static_bytes(self, balance: Sequence[int], states: float) -> tuple[int, ...]:
-        """Tell what each partition's parameters, their gradients and the optimizer take.
+        """Return the bytes of each partition's parameters, gradients and optimizer states.
 
         Args:
             balance: the number of layers in each partition.
-            states: bytes that the optimizer keeps for each byte of parameters that it trains.
+            states: bytes of optimizer states for each byte of trained parameters.
         """
         return tuple(
             sum(
@@ -184,7 +148,7 @@ class Model:
         )
 
     def layer_seconds(self, num_samples: int, *, is_recomputed: bool = False) -> list[float]:
-        """List the seconds of each layer's forward, backward and, if so asked, recomputation."""
+        """List the seconds of each layer's forward, backward and, if wanted, recomputation."""
         at = _Line(self.samples, num_samples)
         num_forwards = 2 if is_recomputed else 1
         layers_s = [num_forwards * at(la.forward_s) + at(la.backward_s) for la in self.layers]
@@ -193,13 +157,7 @@ class Model:
         return layers_s
 
     def layer_bytes(self, num_samples: int, states: float, num_held: int) -> list[float]:
-        """List what each layer takes, roughly: for its parameters and some micro-batches held.
-
-        Args:
-            num_samples: samples in a micro-batch.
-            states: see ``static_bytes``.
-            num_held: how many micro-batches its device holds at a time.
-        """
+        """Estimate the bytes of each layer: static ones, and of ``num_held`` micro-batches."""
         at = _Line(self.samples, num_samples)
         return [
             layer.parameter_bytes
@@ -224,7 +182,7 @@ class Model:
         return math.ceil(_Line(self.samples, num_samples)(measured))
 
     def _crossing(self, balance: Sequence[int], num_samples: int) -> dict[tuple[int, int], int]:
-        """Add up the skip tensors between each pair of partitions, each once a partition."""
+        """Return the bytes of skip tensors between each pair of partitions."""
         found: dict[tuple[int, int], int] = {}
         for skip, source, destinations in self._placed_skips(balance):
             for destination in destinations - {source}:
@@ -233,7 +191,7 @@ class Model:
         return dict(sorted(found.items()))
 
     def _kept_of_skips(self, balance: Sequence[int], num_samples: int) -> list[int]:
-        """Add up what autograd keeps of skip tensors that stay in their partition."""
+        """Return the bytes that autograd saves of skip tensors within each partition."""
         kept = [0] * len(balance)
         for skip, source, destinations in self._placed_skips(balance):
             if source in destinations:
@@ -247,7 +205,7 @@ class Model:
 
 
 class _Line:
-    """Reads a number at a size from those measured at other sizes."""
+    """Interpolates measured numbers at another size."""
 
     def __init__(self, samples: Sequence[int], num_samples: int) -> None:
         self._last = min(max(1, bisect_left(samples, num_samples)), len(samples) - 1)
@@ -258,7 +216,7 @@ class _Line:
             self._share = (num_samples - low) / (high - low)
 
     def __call__(self, measured: Sequence[float]) -> float:
-        """Return the number; it is in proportion to the size if one size was measured."""
+        """Return the number; proportional to the size if one size was measured."""
         if not measured:
             return 0.0
         if len(measured) == 1:
@@ -272,15 +230,14 @@ def _first_half_s(layer: Layer) -> tuple[float, ...]:
 
 
 def _kept_bytes(part: Sequence[Layer], at: _Line) -> float:
-    """Add up what autograd keeps between the ends of a partition."""
+    """Return the bytes that autograd saves within a partition, without its input and output."""
     kept = [at(layer.kept_bytes) for layer in part]
-    # Value k is before layer k; a run is of values that lie in one memory.
+    # Value k is the input of layer k; the values of a run share their memory.
     runs: list[list[int]] = [[0]]
     for k, layer in enumerate(part, start=1):
-        if layer.is_in_place:
-            runs[-1].append(k)
-        else:
-            runs.append([k])
+        if not layer.is_in_place:
+            runs.append([])
+        runs[-1].append(k)
     for run in runs:
         if 0 in run or len(part) in run:
             continue

@@ -1,22 +1,19 @@
-"""Chooses how to run a model whose layers' costs are known: by simulating all there is.
+"""Proposes how to run a model whose layers' costs are known, by simulating every way.
 
-    for each number of chunks          so many micro-batches, of so many samples
+    for each number of chunks          the number and the size of micro-batches
     for each checkpoint mode           which of them are recomputed
     for each placement                 one partition a device; two, looped or folded
-    for each balance                   by seconds; where memory is short, more and more by bytes
+    for each balance                   by seconds; if memory is short, increasingly by bytes
     for each schedule                  a plan: its seconds, and the bytes that each device holds
 
-For the best of these in each mode a plan is searched too, task by task (``search.py``), which takes
-too long to be done for all.
+For the best of these in each mode a plan is also searched (``search.py``), which takes too long to
+be done for all.
 
-Of what fits into memory the fastest is chosen. Predictions are not that exact, so whatever takes
-at most 2% longer counts as equally fast: of those, what needs the least memory, and a searched plan
-only if nothing else is there.
+The fastest proposal that fits into memory is chosen. Predictions within 2% count as equal: then the
+one that needs the least memory, and a searched plan only if there is no other.
 
     bytes of a device = parameters, gradients, optimizer     static
                       + what it holds for backward passes    held
-
-Knows nothing of processes and devices but their number and memory.
 """
 
 from __future__ import annotations
@@ -37,36 +34,36 @@ from procpipe.plan.task import Plan
 from procpipe.tuning.model import Link, Model
 from procpipe.tuning.search import SEARCHED, fixed_plans, least_bytes, searched
 
-#: Divides layers with these costs into so many parts: ``procpipe.balance.blocks``.
+#: Divides costs of layers into parts: ``procpipe.balance.blocks``.
 Divide = Callable[[Sequence[float], int], list[int]]
 
-#: The checkpoint modes, that which computes least first.
+#: The checkpoint modes; the first computes least.
 MODES = ("never", "except_last", "always")
 
-#: Predictions that differ by less count as equal.
+#: Predictions that differ by less are equal.
 _MARGIN = 0.02
 
-#: How much bytes count in a balance, and seconds for the rest.
+#: The weights of bytes in a balance; seconds have the rest.
 _SHARES_OF_BYTES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
-#: In each mode, for so many numbers of chunks and balances a plan is searched.
+#: The number of searches in each mode.
 _NUM_SEARCHES = 2
 
-#: More micro-batches than so many a device shorten the bubble by next to nothing.
+#: More micro-batches a device hardly shorten the bubble.
 _MOST_CHUNKS_A_DEVICE = 8
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a model is to be planned for.
+    """What to plan for.
 
     Attributes:
-        num_devices: how many there are, one stage each.
+        num_devices: the number of devices, one stage each.
         batch: samples in a mini-batch.
-        memory_bytes: of each device; None if it does not matter.
-        states: bytes that the optimizer keeps for each byte of parameters that it trains.
-        chunks: the numbers of chunks to try; chosen if left out.
-        link: what carries messages between devices.
+        memory_bytes: of each device; None for no limit.
+        states: bytes of optimizer states for each byte of trained parameters.
+        chunks: the numbers of chunks to try; by default powers of two.
+        link: between devices.
     """
 
     num_devices: int
@@ -90,20 +87,13 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """One way to run the model, and what is to be expected of it.
+    """One way to run the model, with its predicted time and memory.
 
     Attributes:
-        schedule: the schedule's name.
         balance: the number of layers in each partition.
-        chunks: the number of chunks.
-        micro_batch: samples in each micro-batch; in the last there may be fewer.
-        checkpoint: the checkpoint mode.
-        plan: the plan.
-        costs: what its tasks cost.
-        routes: where tensors go.
-        total_s: seconds of a mini-batch.
+        micro_batch: samples in each micro-batch; the last may have fewer.
         held_bytes: the most that each stage holds for backward passes.
-        static_bytes: what each stage's parameters, their gradients and the optimizer take.
+        static_bytes: each stage's parameters, gradients and optimizer states.
     """
 
     schedule: str
@@ -120,7 +110,7 @@ class Proposal:
 
     @property
     def needed_bytes(self) -> tuple[int, ...]:
-        """What each stage takes."""
+        """The bytes that each stage needs."""
         return tuple(map(sum, zip(self.static_bytes, self.held_bytes, strict=True)))
 
     def fits(self, memory_bytes: int | None) -> bool:
@@ -134,7 +124,7 @@ class Proposal:
 
     @property
     def between_tasks_bytes(self) -> tuple[int, ...]:
-        """The most of ``held_bytes`` that each stage itself counts: not what is within layers."""
+        """The peak that each stage itself counts: ``held_bytes`` without what is inside layers."""
         nothing = (0,) * self.costs.num_partitions
         outside = replace(self.costs, saved_bytes=nothing, put_off_bytes=nothing)
         stages = range(self.plan.num_stages)
@@ -142,15 +132,15 @@ class Proposal:
 
 
 def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
-    """Simulate all ways to run a model, those that do not fit included.
+    """Simulate all ways to run a model, including those that do not fit.
 
     Args:
-        model: what its layers cost.
-        question: what it is to be run on.
-        divide: divides costs of layers into contiguous parts, the largest as small as can be.
+        model: the costs of its layers.
+        question: what to plan for.
+        divide: divides costs of layers into contiguous parts, as evenly as possible.
 
     Raises:
-        ValueError: there are more devices than layers, or than groups of those that share
+        ValueError: there are more devices than layers, or than groups of layers that share
             parameters.
     """
     n = question.num_devices
@@ -177,13 +167,13 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
 
 
 def default_chunks(batch: int, num_devices: int) -> tuple[int, ...]:
-    """List the numbers of chunks that are worth a try: powers of two."""
+    """List the default numbers of chunks: powers of two."""
     most = min(batch, _MOST_CHUNKS_A_DEVICE * num_devices)
     return tuple(2**k for k in range(most.bit_length()))
 
 
 def alone_s(model: Model, question: Question) -> float:
-    """Tell how long one device would take for a mini-batch, if it had the memory for it."""
+    """Return the seconds of a mini-batch on one device with enough memory."""
     chunks = question.chunks or default_chunks(question.batch, question.num_devices)
     sizes = {-(-question.batch // count) for count in chunks}
     return min(
@@ -193,24 +183,19 @@ def alone_s(model: Model, question: Question) -> float:
 
 
 def choose(proposals: Sequence[Proposal], memory_bytes: int | None) -> Proposal | None:
-    """Choose the fastest that fits; of those as fast the one that needs least, then the simplest.
-
-    Returns:
-        None if none fits.
-    """
+    """Return the fastest that fits, or None; if equal, the leanest, then the simplest."""
     fitting = [proposal for proposal in proposals if proposal.fits(memory_bytes)]
     if not fitting:
         return None
     fastest_s = min(proposal.total_s for proposal in fitting)
     as_fast = [p for p in fitting if p.total_s <= (1 + _MARGIN) * fastest_s]
-    # schedule="auto" has to measure before it finds its plan, which is worth it only for one that
-    # is faster than those that have a name.
+    # schedule="auto" measures before it finds its plan, which only a faster plan justifies.
     as_fast = [p for p in as_fast if p.schedule in SCHEDULES] or as_fast
     return min(as_fast, key=lambda p: (max(p.needed_bytes), _simplicity(p.schedule), p.chunks))
 
 
 def leanest(proposals: Sequence[Proposal]) -> Proposal:
-    """Return what needs the least memory on its largest stage; of equals what has a name."""
+    """Return what needs the least memory on its largest stage; if equal, a named schedule."""
     return min(
         proposals, key=lambda p: (max(p.needed_bytes), p.schedule not in SCHEDULES, p.total_s)
     )
@@ -218,15 +203,7 @@ def leanest(proposals: Sequence[Proposal]) -> Proposal:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What is decided before a balance.
-
-    Attributes:
-        chunks: the number of chunks.
-        micro_batch: samples in each micro-batch.
-        num_micro_batches: how many there really are.
-        checkpoint: the mode.
-        placement: the stage of each partition.
-    """
+    """What is decided before a balance."""
 
     chunks: int
     micro_batch: int
@@ -257,7 +234,7 @@ def _settings(model: Model, question: Question) -> Iterator[_Setting]:
 def _of_setting(
     model: Model, question: Question, setting: _Setting, divide: Divide
 ) -> list[Proposal]:
-    """Simulate the balance by seconds, and others if it does not fit under every schedule."""
+    """Simulate the balance by seconds, and others unless it fits under every schedule."""
     found: list[Proposal] = []
     balances: set[tuple[int, ...]] = set()
     for share in _SHARES_OF_BYTES:
@@ -273,18 +250,18 @@ def _of_setting(
 
 
 def _balance(
-    groups: Sequence[int], weights: Sequence[float], num_parts: int, divide: Divide
+    groups: Sequence[int], weights: Sequence[float], num_partitions: int, divide: Divide
 ) -> tuple[int, ...]:
-    """Divide layers, but not those of a group."""
+    """Divide layers, but not within groups."""
     layers_left, groups_left = iter(weights), iter(groups)
     of_groups = [sum(islice(layers_left, count)) for count in groups]
-    return tuple(sum(islice(groups_left, count)) for count in divide(of_groups, num_parts))
+    return tuple(sum(islice(groups_left, count)) for count in divide(of_groups, num_partitions))
 
 
 def _weights(
     model: Model, question: Question, setting: _Setting, share_of_bytes: float
 ) -> list[float]:
-    """Weigh each layer by its part of all seconds and its part of all bytes."""
+    """Weight each layer by its share of all seconds and of all bytes."""
     is_recomputed = setting.checkpoint != "never"
     seconds = model.layer_seconds(setting.micro_batch, is_recomputed=is_recomputed)
     num_held = 1 if is_recomputed else min(setting.num_micro_batches, question.num_devices)
@@ -311,7 +288,7 @@ def _of_balance(
     )
     m = setting.num_micro_batches
     for schedule, plan in fixed_plans(m, routes, recomputed(setting.checkpoint, m)):
-        if schedule == "interleaved" and len(placement) == n:  # 1F1B by another name
+        if schedule == "interleaved" and len(placement) == n:  # the same as 1F1B
             continue
         held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
         yield Proposal(
@@ -321,7 +298,7 @@ def _of_balance(
 
 
 def _searched(question: Question, found: Sequence[Proposal]) -> Iterator[Proposal]:
-    """Search plans where fixed schedules do best, on placements that ``"auto"`` has."""
+    """Search plans for the best settings, on placements that ``"auto"`` supports."""
     n = question.num_devices
 
     def key(proposal: Proposal) -> tuple[bool, float]:
@@ -341,7 +318,7 @@ def _searched(question: Question, found: Sequence[Proposal]) -> Iterator[Proposa
 
 
 def _with_searched(base: Proposal, limits_bytes: Sequence[int] | None) -> Proposal:
-    """Search a plan within limits, or within the least that there can be."""
+    """Search a plan within limits, or within the least possible ones."""
     m, n, costs, routes = base.plan.num_micro_batches, base.plan.num_stages, base.costs, base.routes
     recompute = recomputed(base.checkpoint, m)
     plan = searched(m, costs, routes, recompute=recompute, limits_bytes=limits_bytes)
@@ -359,6 +336,6 @@ def _counted(number: int, what: str = "layer") -> str:
 
 
 def _simplicity(schedule: str) -> int:
-    """Return a schedule's place among those by name, the simplest first."""
+    """Return a schedule's place among the named ones, the simplest first."""
     names = list(SCHEDULES)
     return names.index(schedule) if schedule in names else len(names)

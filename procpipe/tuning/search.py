@@ -1,13 +1,14 @@
-"""Plans for a model whose costs are known, the fastest first.
+"""Finds plans for known costs, the fastest first.
 
-The fixed schedules are among them, and the best of the plans that ``list_schedule.py`` makes by
-several rules. So what comes first is never slower, as simulated, than the best fixed schedule. A
-searched plan wins where the fixed ones take for granted what is not so: that stages are equal, that
-F, I and W are, that transfers cost nothing, or that there is as much memory as they happen to need.
+The candidates are the fixed schedules and the best plan that ``list_schedule.py`` makes by several
+rules. So the first one is, as simulated, never slower than the best fixed schedule. A searched plan
+is faster where stages differ, where F, I and W differ, where transfers take time, or where a fixed
+schedule needs too much memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -25,30 +26,23 @@ from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
 from procpipe.tuning.list_schedule import Rule, list_schedule, one_at_a_time
 
-#: The name of the candidate that is no fixed schedule.
+#: The name of a plan that was searched.
 SEARCHED = "searched"
 
-#: How many tasks the search may place before it ends: a second's work. By count and not by the
-#: clock, so that the same costs give the same plan. The first rules are tried in any case.
+#: The search ends after placing so many tasks, about a second's work. Not by the clock, so that
+#: equal costs give equal plans. The first rules are always tried.
 _MOST_TASKS = 30_000
 
-#: A plan must be faster by this share to be taken instead of one found before, which holds less.
+#: A plan must be faster by this share than an earlier one, which holds less.
 _FASTER = 0.005
 
-#: Sums of seconds in another order differ by less than this share.
+#: Seconds that differ by less than this share are equal.
 _SAME = 1e-9
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and what is to be expected of it.
-
-    Attributes:
-        name: the schedule's name; ``SEARCHED`` for one that the search has made.
-        plan: the plan.
-        total_s: simulated seconds of a mini-batch.
-        peak_bytes: the most that each stage holds.
-    """
+    """A plan, its name (``SEARCHED`` or a schedule's), and its predicted time and memory."""
 
     name: str
     plan: Plan
@@ -64,15 +58,15 @@ def candidates(
     recompute: Collection[int] = (),
     limits_bytes: Sequence[int] | None = None,
 ) -> list[Candidate]:
-    """Make plans of a whole mini-batch, the fastest first, and of the equally fast the smallest.
+    """Make plans of a whole mini-batch, the fastest first, then those with the least memory.
 
     Args:
         m: the number of micro-batches.
         costs: what its tasks and transfers cost.
-        routes: where its tensors go, and on which stages the partitions are.
+        routes: where its tensors go, and the placement.
         recompute: the micro-batches to recompute.
-        limits_bytes: the most that each stage may hold; plans that hold more are left out, so
-            there may be none; ``least_bytes`` tells then what would do.
+        limits_bytes: the most that each stage may hold. There may be no plan within the limits;
+            ``least_bytes`` then returns sufficient ones.
     """
     plans = list(fixed_plans(m, routes, recompute))
     if plan := searched(m, costs, routes, recompute=recompute, limits_bytes=limits_bytes):
@@ -93,54 +87,59 @@ def searched(
     recompute: Collection[int] = (),
     limits_bytes: Sequence[int] | None = None,
 ) -> Plan | None:
-    """Make plans by several rules, and return the fastest that runs to its end.
+    """Make plans by several rules, and return the fastest one that verifies.
 
-    Of plans about as fast, the one with fewer micro-batches under way. Takes about a second for a
-    thousand and a half tasks (32 micro-batches, 8 stages of 2 partitions, backward in two). For
-    the arguments see ``candidates``.
+    Of plans about as fast, returns the one with narrower windows. Takes about a second for 1,500
+    tasks (32 micro-batches, 8 stages of 2 partitions, split backward). For the arguments see
+    ``candidates``.
 
     Returns:
         The plan; None if there is none within the limits.
     """
-    best: Plan | None = None
-    best_s = num_tasks = 0.0
-    if limits_bytes is not None:
-        plans = [
-            one_at_a_time(m, routes, recompute=recompute, in_two=in_two) for in_two in (False, True)
-        ]
-        plans += [plan for _, plan in plans_in_two(m, routes, recompute)]
-        fitting = [plan for plan in plans if _fits(_peaks(plan, costs, routes), limits_bytes)]
-        for plan in fitting:
-            total_s = simulate(plan, costs, routes).total_s
-            if best is None or total_s < best_s:
-                best, best_s = plan, total_s
+    best, best_s = _fastest_known(m, costs, routes, recompute, limits_bytes)
     shortest_s = _shortest_s(m, costs, routes, recompute)
+    num_tasks = 0
     for is_first, share, rule in _rules(routes.num_stages, m):
         if limits_bytes is None and share < 1.0:
             continue
-        room = None if limits_bytes is None else [int(share * limit) for limit in limits_bytes]
-        if best is not None and best_s <= shortest_s * (1.0 + _SAME):
+        if best_s <= shortest_s * (1.0 + _SAME) or (num_tasks > _MOST_TASKS and not is_first):
             break
-        if num_tasks > _MOST_TASKS and not is_first:
-            break
-        made = list_schedule(m, costs, routes, recompute=recompute, limits_bytes=room, rule=rule)
+        limits = None if limits_bytes is None else [int(share * limit) for limit in limits_bytes]
+        made = list_schedule(m, costs, routes, recompute=recompute, limits_bytes=limits, rule=rule)
         num_tasks += (2 + rule.in_two) * m * len(routes.placement)
         if made is None:
             continue
         if rule.in_two:
             joined = fused(made, costs)
-            if limits_bytes is None or _fits(_peaks(joined, costs, routes), limits_bytes):
+            if _fits(_peaks(joined, costs, routes), limits_bytes):
                 made = joined
         total_s = simulate(made, costs, routes).total_s
-        if (best is None or total_s < best_s * (1.0 - _FASTER)) and _runs(made, routes):
+        if total_s < best_s * (1.0 - _FASTER) and _runs(made, routes):
             best, best_s = made, total_s
     return best
+
+
+def _fastest_known(
+    m: int,
+    costs: Costs,
+    routes: Routes,
+    recompute: Collection[int],
+    limits_bytes: Sequence[int] | None,
+) -> tuple[Plan | None, float]:
+    """Return the fastest plan within limits that needs no search, and its seconds."""
+    if limits_bytes is None:
+        return None, math.inf
+    plans = [one_at_a_time(m, routes, recompute=recompute, in_two=split) for split in (False, True)]
+    plans += [plan for _, plan in plans_in_two(m, routes, recompute)]
+    fitting = [plan for plan in plans if _fits(_peaks(plan, costs, routes), limits_bytes)]
+    timed = [(plan, simulate(plan, costs, routes).total_s) for plan in fitting]
+    return min(timed, key=lambda one: one[1], default=(None, math.inf))
 
 
 def fixed_plans(
     m: int, routes: Routes, recompute: Collection[int] = ()
 ) -> Iterator[tuple[str, Plan]]:
-    """Walk through the fixed schedules that are for this placement."""
+    """Yield the fixed schedules that support the placement, by name."""
     placement, n = routes.placement, routes.num_stages
     v, rest = divmod(len(placement), n)
     for schedule in SCHEDULES.values():
@@ -153,9 +152,10 @@ def fixed_plans(
 def plans_in_two(
     m: int, routes: Routes, recompute: Collection[int] = ()
 ) -> Iterator[tuple[str, Plan]]:
-    """Walk through the zero-bubble schedules for this placement, with every backward in two.
+    """Yield the zero-bubble schedules for the placement, with every backward split.
 
-    What a fixed schedule joins holds a message more at times, as buffers are posted by task.
+    Where a fixed schedule fuses I and W, it may hold one more message, as buffers are posted by
+    task.
     """
     n = routes.num_stages
     for name, make, placement in (("zb-h1", zb_h1, looped(n, n)), ("zb-v", zb_v, folded(2 * n, n))):
@@ -166,14 +166,11 @@ def plans_in_two(
 def least_bytes(
     m: int, costs: Costs, routes: Routes, *, recompute: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Tell what each stage must be allowed to hold for there surely to be a plan.
+    """Return limits for each stage within which there is a plan: one micro-batch at a time.
 
-    In it, one micro-batch at a time goes forward and backward. For the arguments see
-    ``candidates``.
+    For the arguments see ``candidates``.
     """
-    plans = (
-        one_at_a_time(m, routes, recompute=recompute, in_two=in_two) for in_two in (False, True)
-    )
+    plans = [one_at_a_time(m, routes, recompute=recompute, in_two=split) for split in (False, True)]
     return min((_peaks(plan, costs, routes) for plan in plans), key=sum)
 
 
@@ -182,7 +179,7 @@ def _peaks(plan: Plan, costs: Costs, routes: Routes) -> tuple[int, ...]:
 
 
 def _shortest_s(m: int, costs: Costs, routes: Routes, recompute: Collection[int]) -> float:
-    """Return what no plan can pass: a stage's work, once its first micro-batch has come."""
+    """Return a lower bound: the arrival of a stage's first micro-batch, and its work after that."""
     placement, come_s = routes.placement, 0.0
     shortest_s = [0.0] * routes.num_stages
     work_s = [0.0] * routes.num_stages
@@ -200,13 +197,10 @@ def _shortest_s(m: int, costs: Costs, routes: Routes, recompute: Collection[int]
 
 
 def _rules(n: int, m: int) -> Iterator[tuple[bool, float, Rule]]:
-    """Walk through the rules to try, each with the share of the memory that it is given.
+    """Yield the rules to try: whether always to try it, the share of the limits, and the rule.
 
-    Narrow windows come before wide ones: of two plans as fast, the first needs less memory. To use
-    all memory there is can be slower than to leave some, as it lets forward tasks run ahead.
-
-    Yields:
-        Whether the rule is tried in any case, the share, and the rule.
+    Narrow windows come first, as they need less memory. A share below 1 can be faster, as forward
+    tasks do not run as far ahead.
     """
     windows = (-m, -1, 0, 1, 2, n, None)
     variants = ((1.0, 0.0, True), (0.85, 0.0, True), (1.0, 0.5, True), (1.0, 1.0, True))

@@ -20,10 +20,12 @@ know what the processes do.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import gc
 import importlib
+import importlib.util
 import os
 import pickle
 import socket
@@ -38,8 +40,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-#: What takes long to import; the second is what the first optimizer of a process imports.
-IMPORTS = ("torch.distributed", "torch._dynamo", "sklearn.datasets", "procpipe.state")
+#: What takes long to import; the second is what the first optimizer of a process imports, the last
+#: one what some examples do, where it is installed.
+IMPORTS = ("torch.distributed", "torch._dynamo", "procpipe.state", "sklearn.datasets")
 
 _MAX_MESSAGE_BYTES = 1 << 17
 
@@ -127,7 +130,8 @@ class ForkServer:
         """Start a process; the files are its standard input, output and error."""
         message = pickle.dumps(Start(tuple(argv), dict(env), str(cwd)))
         assert len(message) < _MAX_MESSAGE_BYTES
-        socket.send_fds(self._requests, [message], list(files))
+        with contextlib.suppress(ConnectionError):  # no answer comes then, which is an error
+            socket.send_fds(self._requests, [message], list(files))
         return Forked(self, self._answer())
 
     def code_of(self, pid: int) -> int:
@@ -141,7 +145,9 @@ class ForkServer:
         self._process.wait()
 
     def _answer(self) -> int:
-        message = self._requests.recv(_MAX_MESSAGE_BYTES)
+        message = b""
+        with contextlib.suppress(ConnectionError):
+            message = self._requests.recv(_MAX_MESSAGE_BYTES)
         if not message:
             raise RuntimeError(f"the fork server has ended, exit code {self._process.wait()}")
         return int(pickle.loads(message))
@@ -153,6 +159,14 @@ def fork_server() -> ForkServer:
     server = ForkServer()
     atexit.register(server.close)
     return server
+
+
+def find_launch() -> None:
+    """Make procpipe.launch importable where procpipe is not installed: it is the folder launch/."""
+    import procpipe
+
+    if importlib.util.find_spec("procpipe.launch") is None:
+        procpipe.__path__.append(str(ROOT))
 
 
 def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
@@ -204,8 +218,10 @@ if __name__ == "__main__":
     # child ends, so Triton is not imported here; torch works without it.
     sys.modules["triton"] = None  # type: ignore[assignment]
     for name in IMPORTS:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     del sys.modules["triton"]
+    find_launch()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork would lose some"
     gc.collect()

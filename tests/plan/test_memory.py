@@ -15,6 +15,7 @@ from procpipe.plan.routes import Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan, Task
+from tests.cases import for_each
 
 COSTS = Costs((1, 1), (1, 1), (1, 1), input_bytes=100, output_bytes=(10, 4), target_bytes=1000)
 
@@ -71,7 +72,7 @@ def test_the_size_of_a_message(kind: str, source: int, destination: int, size: i
     assert message_bytes(Transfer(kind, 0, source, destination), costs) == size
 
 
-@pytest.mark.parametrize("n", range(1, 6))
+@for_each("n", range(1, 6))
 def test_recomputation_keeps_inputs_and_one_output(n: int) -> None:
     costs = Costs.uniform(n, input_bytes=1, output_bytes=1)
     for m in range(1, 9):

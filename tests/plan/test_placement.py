@@ -12,6 +12,7 @@ from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan, Task
 from procpipe.plan.verify import verify
+from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -97,7 +98,7 @@ def test_all_micro_batches_through_one_partition_before_the_next() -> None:
     """)
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_both_parts_of_a_users_mini_batch_verify(m: int, n: int) -> None:
     for placement in (looped(2 * n, n), folded(2 * n, n), folded(3 * n, n)):
         p = len(placement)

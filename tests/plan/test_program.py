@@ -10,6 +10,7 @@ from procpipe.plan.program import Program, Receive, Run, Send, Step, fences, pro
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.task import Plan
+from tests.cases import for_each
 
 SIZES = [(m, n) for m in range(1, 7) for n in range(1, 7)]
 
@@ -110,8 +111,8 @@ def all_skips(n: int) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a in range(n) for b in range(a + 1, n))
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each("ahead", [0, 1, 2])
+@for_each(("m", "n"), SIZES)
 def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int, ahead: int) -> None:
     routes = Routes(n, all_skips(n), target=True, loss=True)
     for plan in (gpipe(m, n, recompute={0}), forward_plan(m, n), backward_plan(m, n)):
@@ -127,7 +128,7 @@ def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int, 
             assert receives == [transfer for transfer in order if transfer.destination == stage]
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_not_hoisted_a_stage_walks_through_the_fences(m: int, n: int) -> None:
     routes = Routes(n, all_skips(n), target=True, loss=True)
     plan = gpipe(m, n, recompute={0})
@@ -143,7 +144,7 @@ def test_not_hoisted_a_stage_walks_through_the_fences(m: int, n: int) -> None:
         assert list(steps) == expected
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_a_receive_is_posted_before_the_task_that_precedes_its_use(m: int, n: int) -> None:
     routes = Routes(n, all_skips(n), target=True, loss=True)
     for steps in programs(gpipe(m, n, recompute={0}), routes):

@@ -13,6 +13,7 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.simulate import Timeline, simulate
 from procpipe.plan.task import Plan, Task
+from tests.cases import for_each
 
 SECONDS = st.floats(0, 9, allow_nan=False)
 
@@ -51,16 +52,16 @@ def test_hops_take_their_own_time_there_and_back() -> None:
     assert timeline.start_s(Task("B", 0, 0)) == 225
 
 
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize("m", range(1, 9))
+@for_each("n", range(1, 9))
+@for_each("m", range(1, 9))
 def test_the_bubble_of_fill_and_drain_is_the_papers(m: int, n: int) -> None:
     costs = Costs.uniform(n, forward_s=0.7, backward_s=1.9, recompute_s=0.3)
     for plan in (forward_plan(m, n), backward_plan(m, n), gpipe(m, n)):
         assert simulate(plan, costs).bubble == pytest.approx((n - 1) / (m + n - 1), abs=1e-12)
 
 
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize("m", range(1, 9))
+@for_each("n", range(1, 9))
+@for_each("m", range(1, 9))
 def test_recomputation_adds_no_idle_time(m: int, n: int) -> None:
     f, b, r = 0.7, 1.9, 0.3
     costs = Costs.uniform(n, forward_s=f, backward_s=b, recompute_s=r)

@@ -17,6 +17,7 @@ from procpipe.plan.routes import LOSS, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.task import Cycle, Plan, Task
 from procpipe.plan.verify import verify
+from tests.cases import for_each
 
 MODES = ["always", "except_last", "never"]
 
@@ -39,8 +40,8 @@ def faults_in(text: str, routes: Routes | None = None) -> list[str]:
 # Plans that can run -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize("m", range(1, 9))
+@for_each("n", range(1, 9))
+@for_each("m", range(1, 9))
 def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
     for mode in MODES:
         again = recomputed(mode, m)
@@ -89,8 +90,8 @@ def test_all_faults_of_a_plan_are_told_at_once() -> None:
         F0@1
     """) == [
         "F0@1 comes 2 times, in cycles 1, 2",
-        "F5@1 is of a micro-batch that is not there: 2, from 0",
-        "F0@7 is of a partition that is not there: 2, from 0",
+        "F5@1 is of a micro-batch that does not exist: there are 2, from 0",
+        "F0@7 is of a partition that does not exist: there are 2, from 0",
         "stage 0 has 2 tasks in cycle 0: F0@0 and F1@0",
         "stage 1 has 2 tasks in cycle 1: F0@1 and F5@1",
         "F1@1 is missing",
@@ -116,7 +117,7 @@ def test_a_recomputation_needs_its_backward() -> None:
 
 
 def test_a_plan_without_tasks_is_none() -> None:
-    assert faults_in("plan m=1 n=1") == ["the plan takes nothing forward and nothing backward"]
+    assert faults_in("plan m=1 n=1") == ["the plan has no forward and no backward tasks"]
 
 
 def test_a_task_of_an_unknown_kind_is_told() -> None:
@@ -172,7 +173,7 @@ def can_run(plan: Plan) -> bool:
     return all(len({task.j for task in cycle}) == len(cycle) for cycle in plan.cycles)
 
 
-@pytest.mark.parametrize("plan", SMALL)
+@for_each("plan", SMALL)
 def test_a_dropped_task_is_told(plan: Plan) -> None:
     for k, p in places(plan):
         task = plan.cycles[k][p]
@@ -183,7 +184,7 @@ def test_a_dropped_task_is_told(plan: Plan) -> None:
             assert f"{task} is missing" in faults
 
 
-@pytest.mark.parametrize("plan", SMALL)
+@for_each("plan", SMALL)
 def test_a_doubled_task_is_told(plan: Plan) -> None:
     for k, p in places(plan):
         task = plan.cycles[k][p]
@@ -197,7 +198,7 @@ def test_a_doubled_task_is_told(plan: Plan) -> None:
         )
 
 
-@pytest.mark.parametrize("plan", SMALL)
+@for_each("plan", SMALL)
 def test_swapped_tasks_are_told_just_when_they_cannot_run(plan: Plan) -> None:
     verdicts = set()
     for one, other in combinations(places(plan), 2):
@@ -212,7 +213,7 @@ def test_swapped_tasks_are_told_just_when_they_cannot_run(plan: Plan) -> None:
     assert False in verdicts
 
 
-@pytest.mark.parametrize("plan", SMALL)
+@for_each("plan", SMALL)
 def test_a_task_moved_to_another_stage_is_told(plan: Plan) -> None:
     for k, p in places(plan):
         kind, i, j = plan.cycles[k][p]
@@ -246,21 +247,21 @@ def verb_of(step: Step) -> str:
     return type(step).__name__.lower()
 
 
-@pytest.mark.parametrize(("stage", "p"), STEPS)
+@for_each(("stage", "p"), STEPS)
 def test_a_dropped_step_is_told(stage: int, p: int) -> None:
     step = PROGRAMS[stage][p]
     faults = faults_of(PLAN, WIRED, replaced(stage, p))
     assert f"stage {stage} does not {verb_of(step)} '{name_of(step)}'" in faults
 
 
-@pytest.mark.parametrize(("stage", "p"), STEPS)
+@for_each(("stage", "p"), STEPS)
 def test_a_doubled_step_is_told(stage: int, p: int) -> None:
     step = PROGRAMS[stage][p]
     faults = faults_of(PLAN, WIRED, replaced(stage, p, step, step))
     assert f"stage {stage} would {verb_of(step)} '{name_of(step)}' 2 times, not 1" in faults
 
 
-@pytest.mark.parametrize(("stage", "p"), TRANSFER_STEPS)
+@for_each(("stage", "p"), TRANSFER_STEPS)
 def test_a_rerouted_transfer_is_told(stage: int, p: int) -> None:
     step = PROGRAMS[stage][p]
     assert not isinstance(step, Run)
@@ -277,7 +278,7 @@ def test_a_rerouted_transfer_is_told(stage: int, p: int) -> None:
         assert any(fault.startswith(told) for fault in faults)
 
 
-@pytest.mark.parametrize("kind", [Send, Receive])
+@for_each("kind", [Send, Receive])
 def test_transfers_that_overtake_in_their_channel_are_told(kind: type[Send | Receive]) -> None:
     num_swaps = 0
     for stage, steps in enumerate(PROGRAMS):
@@ -335,21 +336,21 @@ def test_one_forward_one_backward_with_late_receives_is_a_deadlock() -> None:
     late = [posted_late(program(plan, routes, stage), routes) for stage in range(2)]
     assert faults_of(plan, routes, late) == [
         "deadlock:"
-        " stage 0 stands at 'send activation 1: 0->1'"
-        " until stage 1 comes to 'receive activation 1: 0->1';"
-        " stage 1 stands at 'send gradient 0: 1->0'"
-        " until stage 0 comes to 'receive gradient 0: 1->0'"
+        " stage 0 waits at 'send activation 1: 0->1'"
+        " until stage 1 reaches 'receive activation 1: 0->1';"
+        " stage 1 waits at 'send gradient 0: 1->0'"
+        " until stage 0 reaches 'receive gradient 0: 1->0'"
     ]
 
 
-@pytest.mark.parametrize("n", range(2, 5))
+@for_each("n", range(2, 5))
 def test_a_loss_posted_late_is_a_deadlock(n: int) -> None:
     routes = Routes(n, loss=True)
     plan = gpipe(3, n)
     late = [posted_late(program(plan, routes, stage), routes) for stage in range(n)]
     (fault,) = faults_of(plan, routes, late)
     assert fault.startswith("deadlock:")
-    assert f"stage {n - 1} stands at 'send loss 2: {n - 1}->0'" in fault
+    assert f"stage {n - 1} waits at 'send loss 2: {n - 1}->0'" in fault
 
 
 def test_two_rings_are_told_apart() -> None:
@@ -358,6 +359,6 @@ def test_two_rings_are_told_apart() -> None:
         return [(Send(there), Receive(back)), (Send(back), Receive(there))]
 
     rings = deadlocks([*crossed(0, 1), *crossed(2, 3)], Routes(4))
-    assert [ring.count("stands at") for ring in rings] == [2, 2]
-    assert "stage 0 stands" in rings[0]
-    assert "stage 2 stands" in rings[1]
+    assert [ring.count("waits at") for ring in rings] == [2, 2]
+    assert "stage 0 waits" in rings[0]
+    assert "stage 2 waits" in rings[1]

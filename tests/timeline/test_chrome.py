@@ -124,7 +124,7 @@ def test_a_step_is_found_by_its_number_and_the_last_that_trained_without() -> No
     assert picked(recording.steps[3:]).number == 6
     with pytest.raises(KeyError, match="step 3 is not in it: it has steps 0 to 1 and 5 to 6 of 8"):
         recording.step(3)
-    with pytest.raises(KeyError, match="no step was brought to an end"):
+    with pytest.raises(KeyError, match="no step ended on all stages"):
         recording_of().step()
 
 

@@ -17,6 +17,7 @@ from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
 from procpipe.tuning.list_schedule import Rule, list_schedule, one_at_a_time, windows
 from procpipe.tuning.search import SEARCHED, Candidate, candidates, least_bytes, searched
+from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -90,7 +91,7 @@ def test_the_memory_of_a_limit_is_used_and_no_more() -> None:
 # -- bounds --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_equal_tasks_reach_the_published_bounds(m: int, n: int) -> None:
     routes, costs = Routes(n), Costs.uniform(n, forward_s=1.0, backward_s=2.0)
     whole = made(m, costs, routes, rule=Rule())
@@ -104,7 +105,7 @@ def test_equal_tasks_reach_the_published_bounds(m: int, n: int) -> None:
         assert total_s <= max(3 * m + n - 1, simulate(zb_h1(m, n), costs).total_s)
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_no_plan_is_worse_than_the_best_fixed_one(m: int, n: int) -> None:
     placement = (looped, folded)[m % 2](2 * n, n) if m * n <= 16 else looped(n, n)
     p = len(placement)

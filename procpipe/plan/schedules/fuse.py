@@ -1,9 +1,9 @@
-"""Backward in one where it need not be in two.
+"""Fuses I and W into B where splitting gains nothing.
 
-A split costs something: two tasks for one, and tensors that are kept between them. It gains
-something only where another stage waits for the gradient while the weights' are still to come.
-Where ``W`` follows right after its ``I``, and whoever uses the gradient starts no sooner than ``W``
-ends, both are one ``B`` and nobody starts later:
+Split backward has a cost: two tasks instead of one, and tensors that are kept between them. It
+gains time only if another stage needs the gradient before ``W`` has ended. Where ``W`` follows
+right after its ``I``, and the user of the gradient starts no sooner than ``W`` ends, one ``B``
+delays no task:
 
     stage 0   ······[I0][W0]            stage 0   ······[I0][W0]
     stage 1   [I0][W0]                  stage 1   [──B0──]          and likewise B0 on stage 0
@@ -22,7 +22,7 @@ from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, 
 
 
 def fused(plan: Plan, costs: Costs) -> Plan:
-    """Join halves of backward tasks that nobody needs apart; nothing starts later for it.
+    """Fuse I and W into B wherever no other task starts later because of it.
 
     Args:
         plan: a plan that verifies.
@@ -51,7 +51,7 @@ def _joined(row: Sequence[Task], timeline: Timeline, hops_s: Sequence[float]) ->
 
 
 def _needed_s(i: int, j: int, timeline: Timeline) -> float:
-    """Tell when the partition before starts to use the gradient that partition ``j`` makes."""
+    """Return when the previous partition starts to use the gradient of partition ``j``."""
     if j == 0:
         return math.inf
     for kind in (INPUT_GRADIENT, BACKWARD):

@@ -1,8 +1,7 @@
 """GPipe's schedule, fill and drain: every micro-batch forward, then every micro-batch backward.
 
-A cycle holds at most one task a stage, and a micro-batch moves on by one stage a cycle. The
-backward pass mirrors the forward pass with the micro-batches in reverse order, so the micro-batch
-whose activations are the youngest is the first to free them.
+A micro-batch moves by one stage per cycle. The backward pass mirrors the forward pass, with the
+micro-batches in reverse order: the newest activations are freed first.
 
     k   stage 0   stage 1   stage 2          (m = 3, n = 3, recompute = {0, 1}: 'except_last')
     0   F0
@@ -18,8 +17,8 @@ whose activations are the youngest is the first to free them.
     10  R0        B0
     11  B0
 
-A recomputation sits in the cycle before its backward, which is the one in which the next stage
-makes the gradient: R1 of stage 1 runs beside B1 of stage 2, and only B1 of stage 1 waits for it.
+A recomputation is in the cycle before its backward, in which the next stage computes the gradient:
+R1 of stage 1 runs beside B1 of stage 2, and only B1 of stage 1 waits for that.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Cycle, Plan, Task
 
 
 def clock_cycles(m: int, n: int) -> Iterator[Cycle]:
-    """Make the forward cycles: cycle ``k`` holds every ``F(i,j)`` with ``i + j = k``.
+    """Yield the forward cycles: cycle ``k`` holds every ``F(i,j)`` with ``i + j = k``.
 
     m: number of micro-batches    i: index of a micro-batch
     n: number of stages           j: index of a stage
@@ -51,10 +50,10 @@ def clock_cycles(m: int, n: int) -> Iterator[Cycle]:
 
 
 def backward_cycles(m: int, n: int, recompute: Collection[int] = ()) -> Iterator[Cycle]:
-    """Make the backward cycles: micro-batches in reverse, from the last stage to stage 0.
+    """Yield the backward cycles: micro-batches in reverse, from the last stage to stage 0.
 
         d: distance from the last stage, n - 1 - j
-        p: place of a task in the work that every stage does in turn, (R(i)) B(i) for i = m-1 … 0
+        p: place of a task in the work of every stage, (R(i)) B(i) for i = m-1 … 0
         k: clock cycle, p + d
 
         k   stage 0   stage 1   stage 2          (m = 2, n = 3, recompute = {0, 1})
@@ -88,8 +87,8 @@ def gpipe(
         n: the number of stages.
         recompute: the micro-batches to recompute; ``recomputed`` makes them from a mode.
         backward: whether to plan the backward pass, too.
-        placement: the stage of each partition. Where a stage runs several, it takes all
-            micro-batches through one before the next.
+        placement: the stage of each partition. A stage with several runs all micro-batches
+            through one before the next.
     """
     if placement not in ((), tuple(range(n))):
         return _of_partitions(m, n, placement, recompute, forward=True, backward=backward)
@@ -138,11 +137,10 @@ def recomputed(mode: str, m: int) -> frozenset[int]:
 
     Args:
         mode: ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none.
-        m: how many micro-batches there really are, which may be fewer than the user's ``chunks``;
-            the last of *these* is the one that ``"except_last"`` spares.
+        m: the real number of micro-batches, which may be less than ``chunks``.
 
     Raises:
-        ValueError: there is no such mode.
+        ValueError: the mode is unknown.
     """
     counts = {"always": m, "except_last": m - 1, "never": 0}
     if mode not in counts:
@@ -162,9 +160,8 @@ def _backward(m: int, n: int, recompute: Collection[int]) -> Wave:
 
 
 def _backward_work(m: int, recompute: Collection[int]) -> tuple[list[str], list[int]]:
-    """List the kinds and micro-batches of what takes a partition's micro-batches backward."""
-    strangers = sorted(set(recompute) - set(range(m)))
-    if strangers:
+    """List the kind and the micro-batch of each backward task of a partition, in order."""
+    if strangers := sorted(set(recompute) - set(range(m))):
         raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
     kinds: list[str] = []
     micro_batches: list[int] = []

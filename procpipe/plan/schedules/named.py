@@ -1,4 +1,4 @@
-"""The schedules a user can name, and what a schedule is: a placement, and from sizes a plan."""
+"""The named schedules: each makes a placement, and a plan for any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.task import Plan
 
+#: Plans a whole mini-batch: number of micro-batches, placement, micro-batches to recompute.
+PlanAt = Callable[[int, tuple[int, ...], Collection[int]], Plan]
+
 
 @dataclass(frozen=True)
 class Schedule:
     """A way to run mini-batches of any number of micro-batches on any number of stages.
 
     Attributes:
-        name: what the user calls it.
-        plan: makes the plan of a whole mini-batch, forward and backward, from the number of
-            micro-batches, the placement and the micro-batches to recompute.
-        placement: makes the stage of each partition from the numbers of partitions and of stages.
-        partitions_per_stage: how many partitions a stage it is for; None for any number.
-        count: makes the number of partitions from that of stages, where the user does not say.
+        name: its name for users.
+        plan: plans a mini-batch.
+        placement: returns the stage of each partition, from the numbers of partitions and stages.
+        partitions_per_stage: the only number that it supports; None for any number.
+        count: returns the default number of partitions, from the number of stages.
     """
 
     name: str
-    plan: Callable[[int, tuple[int, ...], Collection[int]], Plan]
+    plan: PlanAt
     placement: Callable[[int, int], tuple[int, ...]] = looped
     partitions_per_stage: int | None = 1
     count: Callable[[int], int] = lambda num_stages: num_stages
@@ -39,7 +41,7 @@ class Schedule:
         """Return the stage of each partition.
 
         Raises:
-            BalanceError: the schedule is not for so many partitions a stage.
+            BalanceError: the schedule does not support this number of partitions a stage.
         """
         if num_partitions == 1:
             return (0,)
@@ -55,43 +57,43 @@ class Schedule:
         return self.placement(num_partitions, num_stages)
 
 
-def _num_stages(placement: tuple[int, ...]) -> int:
-    return max(placement) + 1
-
-
 def _twice(num_stages: int) -> int:
     return 2 * num_stages
 
 
+def _at(make: Callable[..., Plan], *, is_split: bool = False) -> PlanAt:
+    """Turn a schedule of ``(m, n, recompute=…)`` into one of a placement.
+
+    Args:
+        make: the schedule.
+        is_split: whether it splits backward. ``I`` and ``W`` are then joined where this costs no
+            time if all tasks take equally long.
+    """
+
+    def plan_at(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
+        plan = make(m, max(placement) + 1, recompute=recompute)
+        return fused(plan, Costs.uniform(plan.num_partitions)) if is_split else plan
+
+    return plan_at
+
+
 def _interleaved(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
-    n = _num_stages(placement)
+    n = max(placement) + 1
     return interleaved(m, n, len(placement) // n, recompute=recompute)
 
 
-def _zb_h1(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
-    return _in_two_where_it_helps(zb_h1(m, _num_stages(placement), recompute=recompute))
-
-
 def _zb_v(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
-    if len(placement) == 1:  # one stage with the whole model
-        return _zb_h1(m, placement, recompute)
-    return _in_two_where_it_helps(zb_v(m, _num_stages(placement), recompute=recompute))
-
-
-def _in_two_where_it_helps(plan: Plan) -> Plan:
-    """Join the halves that would be needed apart by nobody if all tasks took equally long."""
-    return fused(plan, Costs.uniform(plan.num_partitions, forward_s=1.0, backward_s=2.0))
+    make = zb_h1 if len(placement) == 1 else zb_v  # one stage has the whole model
+    return _at(make, is_split=True)(m, placement, recompute)
 
 
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("gpipe", lambda m, at, recompute: gpipe(m, _num_stages(at), recompute=recompute)),
-        Schedule(
-            "1f1b", lambda m, at, recompute: one_f_one_b(m, _num_stages(at), recompute=recompute)
-        ),
+        Schedule("gpipe", _at(gpipe)),
+        Schedule("1f1b", _at(one_f_one_b)),
         Schedule("interleaved", _interleaved, partitions_per_stage=None, count=_twice),
-        Schedule("zb-h1", _zb_h1),
+        Schedule("zb-h1", _at(zb_h1, is_split=True)),
         Schedule("zb-v", _zb_v, placement=folded, partitions_per_stage=2, count=_twice),
     )
 }
@@ -106,24 +108,23 @@ def _no_plan(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> 
     raise AssertionError("the plans of 'auto' come from tuning/auto.py")
 
 
-#: What a user asks for by ``schedule="auto"``: a placement, for which plans are searched.
+#: ``schedule="auto"``: a placement only; ``tuning/auto.py`` searches the plans.
 AUTO = Schedule("auto", _no_plan, placement=_auto_placement, partitions_per_stage=None)
 
 
 def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
-    """Return the schedule that a user names or has written.
+    """Return the schedule of a name or of a user's function.
 
     Args:
-        schedule: a name in ``SCHEDULES``, or ``"auto"``; or a function of the number of
-            micro-batches and of stages, whose plan says itself what is recomputed and where its
-            partitions are.
+        schedule: a name in ``SCHEDULES``, or ``"auto"``; or a function of the numbers of
+            micro-batches and of stages, whose plans include recomputations and a placement.
 
     Raises:
-        ValueError: there is no schedule of that name.
+        ValueError: the name is unknown.
         TypeError: neither a name nor a function.
     """
     if callable(schedule):
-        return _written(schedule)
+        return _of_function(schedule)
     if not isinstance(schedule, str):
         raise TypeError(f"schedule is {schedule!r}, but must be a str or a function (m, n) -> Plan")
     if schedule == AUTO.name:
@@ -134,7 +135,7 @@ def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
     return SCHEDULES[schedule]
 
 
-def _written(function: Callable[[int, int], Plan]) -> Schedule:
+def _of_function(function: Callable[[int, int], Plan]) -> Schedule:
     def planned(m: int, n: int) -> Plan:
         plan = function(m, n)
         if not isinstance(plan, Plan):
@@ -154,9 +155,9 @@ def _written(function: Callable[[int, int], Plan]) -> Schedule:
         return plan
 
     def plan_at(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
-        n = _num_stages(placement)
+        n = max(placement) + 1
         plan = planned(m, n)
-        if n == 1 and len(placement) < plan.num_partitions:  # one stage with the whole model
+        if n == 1 and len(placement) < plan.num_partitions:  # one stage has the whole model
             return one_f_one_b(m, 1, recompute=recompute)
         if plan.placement != placement:
             raise PlanError(

@@ -1,17 +1,14 @@
-"""Cycles that are made when asked for: a list of work that travels through the stages as a wave.
-
-Every stage of a fill-and-drain plan does the same work in the same order, one clock cycle after
-the stage before it. So the whole grid follows from that one list:
+"""Cycles that are computed when needed: every stage does the same work, one cycle after the last.
 
     work   F0 F1 F2                     k   stage 0   stage 1   stage 2
                                         0   F0
                                         1   F1        F0
     cycle k holds work[k - d] on        2   F2        F1        F0
     the stage at distance d from        3             F2        F1
-    where the wave comes in             4                       F2
+    where the wave enters               4                       F2
 
-A plan of thousands of stages and micro-batches then takes no more memory than its list of work,
-and what one stage does is known without a walk through all the others.
+A fill-and-drain plan of thousands of stages needs no more memory than its list of work, and the row
+of one stage is found without the others.
 """
 
 from __future__ import annotations
@@ -19,21 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
-from typing import overload
+from typing import Any
 
 from procpipe.plan.task import Cycle, Task
 
 
 @dataclass(frozen=True)
 class Wave:
-    """One list of work and the direction in which it travels.
-
-    Attributes:
-        kinds: the kind of each piece of work, in order.
-        micro_batches: the micro-batch of each piece of work, in the same order.
-        num_stages: how many stages the wave passes.
-        upwards: whether it comes in at the last stage and ends at stage 0 (backward).
-    """
+    """One list of work, as kinds and micro-batches; ``upwards`` begins at the last stage."""
 
     kinds: Sequence[str]
     micro_batches: Sequence[int]
@@ -44,7 +34,7 @@ class Wave:
         return len(self.kinds) + self.num_stages - 1 if self.kinds else 0
 
     def cycle(self, k: int) -> Cycle:
-        """Make cycle ``k`` of this wave, its tasks by stage."""
+        """Return the tasks of cycle ``k`` of this wave, by stage."""
         nearest = max(0, k - len(self.kinds) + 1)
         farthest = min(k, self.num_stages - 1)
         work = slice(k - farthest, k - nearest + 1)  # from the farthest stage to the nearest
@@ -56,14 +46,14 @@ class Wave:
         return tuple(map(Task, kinds, micro_batches, range(first, first + len(kinds))))
 
     def row(self, stage: int) -> Iterator[tuple[int, Task]]:
-        """Walk through what one stage does, each task with its cycle."""
+        """Yield a stage's tasks, each with its cycle."""
         distance = self.num_stages - 1 - stage if self.upwards else stage
         tasks = map(Task, self.kinds, self.micro_batches, repeat(stage))
         return enumerate(tasks, start=distance)
 
 
 class Waves(Sequence[Cycle]):
-    """The cycles of waves that follow one another, each starting where the one before has ended."""
+    """The cycles of several waves, one wave after another."""
 
     def __init__(self, *waves: Wave) -> None:
         self._waves = waves
@@ -75,23 +65,16 @@ class Waves(Sequence[Cycle]):
     def __iter__(self) -> Iterator[Cycle]:
         return chain.from_iterable(map(wave.cycle, range(len(wave))) for wave in self._waves)
 
-    @overload
-    def __getitem__(self, k: int) -> Cycle: ...
-
-    @overload
-    def __getitem__(self, k: slice) -> tuple[Cycle, ...]: ...
-
-    def __getitem__(self, k: int | slice) -> Cycle | tuple[Cycle, ...]:
-        if isinstance(k, slice):
-            return tuple(self[index] for index in range(*k.indices(len(self))))
-        index = range(len(self))[k]  # negative indices and IndexError as everywhere
-        for wave, start in zip(self._waves, self._starts, strict=False):
-            if index < start + len(wave):
-                return wave.cycle(index - start)
-        raise AssertionError("the waves do not add up to their length")
+    def __getitem__(self, k: int | slice) -> Any:
+        index = range(len(self))[k]  # negative indices and IndexError as for any sequence
+        if isinstance(index, range):
+            return tuple(self[at] for at in index)
+        parts = zip(self._waves, self._starts, strict=False)
+        wave, start = next(part for part in parts if index < part[1] + len(part[0]))
+        return wave.cycle(index - start)
 
     def row(self, stage: int) -> list[tuple[int, Task]]:
-        """List what one stage does, each task with its cycle."""
+        """List a stage's tasks, each with its cycle."""
         return [
             (start + k, task)
             for wave, start in zip(self._waves, self._starts, strict=False)

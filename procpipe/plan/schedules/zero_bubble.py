@@ -1,12 +1,12 @@
-"""Zero bubble: backward in two, so that the half nobody waits for fills the time stages would rest.
+"""Zero bubble: split backward, so that weight gradients fill the time in which stages would idle.
 
-A backward makes the gradient of its input, for which the partition before waits, and those of the
-weights, for which nobody does. In two tasks, ``I`` and ``W``, the first goes on its way sooner and
-the second is done when there is nothing else to do.
+A backward computes the gradient of its input, which the previous partition needs, and those of the
+weights, which no other task needs. Split into ``I`` and ``W``, the first is sent sooner, and the
+second runs when there is nothing else to do.
 
-**ZB-H1** is 1F1B with ``W`` of stage ``j`` put off by ``j`` micro-batches. Every stage holds ``n``
-micro-batches then, as many as stage 0 does under 1F1B; the bubble is ``(n-1)(F + I - W)``, a third
-of 1F1B's ``(n-1)(F + I + W)`` where the three take as long as each other.
+**ZB-H1** is 1F1B with ``W`` of stage ``j`` deferred by ``j`` micro-batches. Every stage then holds
+``n`` micro-batches, as many as stage 0 under 1F1B. If F, I and W take equally long, the bubble,
+``(n-1)(F + I - W)``, is a third of 1F1B's ``(n-1)(F + I + W)``.
 
     k   stage 0   stage 1   stage 2          (m = 4, n = 3)
     0   F0
@@ -20,15 +20,15 @@ of 1F1B's ``(n-1)(F + I + W)`` where the three take as long as each other.
     8   I1        F3        W0
     9   W1        I2        F3
     10  I2        W1        I3
-    11  W2        I3        W1               cool-down: what was put off
+    11  W2        I3        W1               cool-down: the deferred W
     12  I3        W2        W2
     13  W3        W3        W3
 
-**ZB-V** has two partitions a stage, folded, so that a micro-batch starts and ends on stage 0 and
-every stage is near one end. No stage holds more than ``2n`` half micro-batches, 1F1B's peak.
-Where the three kinds take as long as each other and ``m >= 2n - 1``, each stage rests only until
-the first micro-batch comes: ``6m + n - 1`` tasks' time from end to end. (With fewer micro-batches
-the whole is up to ``n / 2`` tasks' time longer than its longest way or stage.)
+**ZB-V** has two partitions a stage, folded: a micro-batch starts and ends on stage 0. No stage
+holds more than ``2n`` half micro-batches, the peak of 1F1B. If F, I and W take equally long and
+``m >= 2n - 1``, each stage idles only until its first micro-batch arrives, and the plan takes the
+time of ``6m + n - 1`` tasks. (With fewer micro-batches it is up to ``n / 2`` tasks longer than its
+longest path or stage.)
 
     k   stage 0   stage 1                    (m = 3, n = 2: partitions 0 and 3 on stage 0)
     0   F0@0
@@ -46,7 +46,7 @@ the whole is up to ``n / 2`` tasks' time longer than its longest way or stage.)
     12  I2@3      W1@2
     13  W2@3      I2@2
     14            I1@1
-    15  I1@0      I2@1                       cool-down: I first, then what was put off
+    15  I1@0      I2@1                       cool-down: I first, then the deferred W
     16  I2@0      W2@2
     17  W1@0      W1@1
     18  W2@0      W2@1
@@ -61,7 +61,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from procpipe.plan.placement import folded
-from procpipe.plan.schedules.rows import plan_of_rows
+from procpipe.plan.schedules.rows import one_forward_one_backward, plan_of_rows
 from procpipe.plan.task import (
     FORWARD,
     INPUT_GRADIENT,
@@ -76,18 +76,20 @@ def zb_h1(m: int, n: int, *, recompute: Collection[int] = ()) -> Plan:
     """Plan a whole mini-batch with one partition a stage.
 
     Args:
-        m: the number of micro-batches, of which there may be fewer than stages.
+        m: the number of micro-batches, which may be less than ``n``.
         n: the number of stages.
         recompute: the micro-batches to recompute right before their backward.
     """
-    return plan_of_rows(m, [list(_h1_row(m, n, j, recompute)) for j in range(n)])
+    works = [[(i, j) for i in range(m)] for j in range(n)]
+    rows = [one_forward_one_backward(w, w, n - 1 - j, recompute, j) for j, w in enumerate(works)]
+    return plan_of_rows(m, [list(row) for row in rows])
 
 
 def zb_v(m: int, n: int, *, recompute: Collection[int] = ()) -> Plan:
     """Plan a whole mini-batch with two partitions a stage, placed by ``folded``.
 
     Args:
-        m: the number of micro-batches, any.
+        m: the number of micro-batches.
         n: the number of stages.
         recompute: the micro-batches to recompute right before their backward.
     """
@@ -95,30 +97,13 @@ def zb_v(m: int, n: int, *, recompute: Collection[int] = ()) -> Plan:
     return plan_of_rows(m, rows, folded(2 * n, n))
 
 
-def _h1_row(m: int, n: int, j: int, recompute: Collection[int]) -> Iterator[Task]:
-    """Walk through the tasks of stage ``j``."""
-    num_warm_up = min(m, n - 1 - j)
-    for i in range(num_warm_up):
-        yield Task(FORWARD, i, j)
-    for i in range(m):
-        if num_warm_up + i < m:
-            yield Task(FORWARD, num_warm_up + i, j)
-        if i in recompute:
-            yield Task(RECOMPUTE, i, j)
-        yield Task(INPUT_GRADIENT, i, j)
-        if i >= j:
-            yield Task(WEIGHT_GRADIENT, i - j, j)
-    for i in range(max(0, m - j), m):
-        yield Task(WEIGHT_GRADIENT, i, j)
-
-
 def _v_row(m: int, n: int, stage: int, recompute: Collection[int]) -> Iterator[Task]:
-    """Walk through the tasks of a stage: each phase a count and what is done so often.
+    """Yield the tasks of a stage, phase by phase.
 
-    Micro-batches come to their turn one after another, kind by kind and partition by partition. A
-    turn without a micro-batch is left out, so that there may be any number of them.
+    Each call of ``take`` yields the next micro-batch's task of a kind in a partition, or nothing if
+    no micro-batch is left, so that any number of micro-batches works.
     """
-    near, far = stage, 2 * n - 1 - stage  # its partitions, on the way there and on the way back
+    near, far = stage, 2 * n - 1 - stage  # its partitions, by their distance from the input
     turns: Counter[tuple[str, int]] = Counter()
 
     def take(kind: str, j: int) -> Iterator[Task]:
@@ -134,7 +119,7 @@ def _v_row(m: int, n: int, stage: int, recompute: Collection[int]) -> Iterator[T
         for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
             yield from take(kind, j)
 
-    # warm-up: until the first micro-batch is back, and until it is back backward
+    # warm-up: until the first micro-batch returns, forward and then backward
     for _ in range(2 * (n - stage) - 1):
         yield from take(FORWARD, near)
     for _ in range(stage):
@@ -142,13 +127,13 @@ def _v_row(m: int, n: int, stage: int, recompute: Collection[int]) -> Iterator[T
         yield from take(FORWARD, near)
     for _ in range(n - stage):
         yield from take_through(far)
-    # steady: a whole micro-batch's work in one partition, then in the other
+    # steady: F, I and W of one micro-batch in one partition, then in the other
     while turns[FORWARD, far] < m:
         yield from take(FORWARD, near)
         yield from take(INPUT_GRADIENT, near)
         yield from take(WEIGHT_GRADIENT, near)
         yield from take_through(far)
-    # cool-down: what others wait for first, then what was put off
+    # cool-down: first the gradients that other stages need, then the deferred W
     while turns[INPUT_GRADIENT, near] < m:
         yield from take(INPUT_GRADIENT, far)
         yield from take(INPUT_GRADIENT, near)

@@ -166,7 +166,7 @@ def test_a_run_that_failed_in_its_first_step_has_nothing_to_show(run, capsys):
     Path("run.json").write_text(json.dumps(to_chrome(recording_of(num_steps=0))))
 
     assert main(["timeline", "run.json"]) == 1
-    assert "run.json: no step was brought to an end on all stages" in capsys.readouterr().err
+    assert "run.json: no step ended on all stages" in capsys.readouterr().err
 
 
 def test_a_folder_is_no_file_and_no_page(run, capsys):

@@ -13,6 +13,7 @@ from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
+from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -48,7 +49,7 @@ def test_a_half_that_the_stage_before_waits_for_stays() -> None:
     """)
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_nothing_ends_later_and_no_stage_holds_more(m: int, n: int) -> None:
     for make in (zb_h1, zb_v):
         for mode in ("never", "except_last"):

@@ -13,6 +13,7 @@ from procpipe.plan.schedules.gpipe import (
     recomputed,
 )
 from procpipe.plan.task import Plan, Task
+from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 
 MODES = ["always", "except_last", "never"]
@@ -87,7 +88,7 @@ def test_always_recomputes_the_last_too() -> None:
     """)
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_forward_cycle_k_holds_every_i_plus_j_equal_k(m: int, n: int) -> None:
     cycles = list(clock_cycles(m, n))
     assert len(cycles) == m + n - 1
@@ -95,8 +96,8 @@ def test_forward_cycle_k_holds_every_i_plus_j_equal_k(m: int, n: int) -> None:
         assert cycle == tuple(Task("F", k - j, j) for j in range(n) if 0 <= k - j < m)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each("mode", MODES)
+@for_each(("m", "n"), SIZES)
 def test_backward_sits_where_the_formula_says(m: int, n: int, mode: str) -> None:
     again = recomputed(mode, m)
     expected = set()
@@ -112,7 +113,7 @@ def test_backward_sits_where_the_formula_says(m: int, n: int, mode: str) -> None
     assert all(cycles), "a cycle without tasks"
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_the_whole_is_forward_and_then_backward(m: int, n: int) -> None:
     again = recomputed("except_last", m)
     whole = gpipe(m, n, recompute=again)
@@ -121,7 +122,7 @@ def test_the_whole_is_forward_and_then_backward(m: int, n: int) -> None:
     assert gpipe(m, n, backward=False) == forward_plan(m, n)
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_cycles_made_when_asked_for_are_those_of_the_walk(m: int, n: int) -> None:
     plan = gpipe(m, n, recompute={0})
     walk = list(plan.cycles)

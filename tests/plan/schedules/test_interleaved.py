@@ -11,6 +11,7 @@ from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.simulate import simulate
 from procpipe.plan.verify import verify
+from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -60,8 +61,8 @@ def test_with_one_partition_a_stage_it_is_one_forward_one_backward() -> None:
     assert interleaved(5, 3, 1, recompute={1}) == one_f_one_b(5, 3, recompute={1})
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
-@pytest.mark.parametrize("v", [2, 3])
+@for_each(("m", "n"), SIZES)
+@for_each("v", [2, 3])
 def test_every_small_plan_runs_to_its_end(m: int, n: int, v: int) -> None:
     p = v * n
     skips = tuple((a, b) for a in range(p) for b in (a + 2, p - 1 - a) if a < b < p)
@@ -71,8 +72,8 @@ def test_every_small_plan_runs_to_its_end(m: int, n: int, v: int) -> None:
         verify(plan, Routes(n, skips, target=n > 1, loss=True, placement=plan.placement))
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
-@pytest.mark.parametrize("v", [2, 3, 4])
+@for_each(("m", "n"), SIZES)
+@for_each("v", [2, 3, 4])
 def test_it_takes_the_time_of_its_longest_stage_or_way(m: int, n: int, v: int) -> None:
     """(n-1)(F+B)/v of bubble, as published, where there are micro-batches enough."""
     costs = Costs.uniform(v * n, forward_s=1.0 / v, backward_s=2.0 / v)
@@ -83,7 +84,7 @@ def test_it_takes_the_time_of_its_longest_stage_or_way(m: int, n: int, v: int) -
     assert m < n or total_s == pytest.approx(longest_stage_s)
 
 
-@pytest.mark.parametrize("v", [2, 3, 4])
+@for_each("v", [2, 3, 4])
 def test_a_stage_holds_what_the_warm_up_takes_in(v: int) -> None:
     """Stage j holds 2(n-1-j) + (v-1)g + 1 partitions' micro-batches, of groups of g."""
     for n in range(1, 5):

@@ -12,6 +12,7 @@ from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import BACKWARD, FORWARD, Task
 from procpipe.plan.verify import verify
+from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 
 MODES = ["always", "except_last", "never"]
@@ -62,15 +63,15 @@ def test_a_recomputation_is_right_before_its_backward() -> None:
     """)
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
-@pytest.mark.parametrize("mode", MODES)
+@for_each(("m", "n"), SIZES)
+@for_each("mode", MODES)
 def test_every_small_plan_runs_to_its_end(m: int, n: int, mode: str) -> None:
     skips = tuple((a, b) for a in range(n) for b in range(a + 1, n))
     plan = one_f_one_b(m, n, recompute=recomputed(mode, m))
     verify(plan, Routes(n, skips=skips, target=n > 1, loss=True))
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_a_stage_holds_no_more_than_there_are_stages_from_it_on(m: int, n: int) -> None:
     for j in range(n):
         held = most = 0
@@ -80,7 +81,7 @@ def test_a_stage_holds_no_more_than_there_are_stages_from_it_on(m: int, n: int) 
         assert most == min(m, n - j)
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_it_takes_as_long_as_fill_and_drain(m: int, n: int) -> None:
     costs = Costs.uniform(n, forward_s=1.0, backward_s=2.0)
     total_s = simulate(one_f_one_b(m, n), costs).total_s
@@ -110,5 +111,5 @@ def test_rows_that_wait_for_each_other_are_told() -> None:
         [Task(BACKWARD, 0, 0), Task(FORWARD, 0, 0)],
         [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 1)],
     ]
-    with pytest.raises(ValueError, match="stage 0 stands at B0@0, stage 1 stands at F0@1"):
+    with pytest.raises(ValueError, match="stage 0 waits at B0@0, stage 1 waits at F0@1"):
         plan_of_rows(1, rows)

@@ -14,6 +14,7 @@ from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
+from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -80,7 +81,7 @@ def test_a_recomputation_is_right_before_its_first_half() -> None:
     """)
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
     for mode in ("always", "except_last", "never"):
         recompute = recomputed(mode, m)
@@ -92,8 +93,8 @@ def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
             verify(plan, Routes(n, skips, target=target, loss=True, placement=plan.placement))
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
-@pytest.mark.parametrize("halves_s", [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 2.0, 1.0)])
+@for_each(("m", "n"), SIZES)
+@for_each("halves_s", [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 2.0, 1.0)])
 def test_the_bubble_of_zb_h1(m: int, n: int, halves_s: tuple[float, float, float]) -> None:
     """(n-1)(F + I - W), where 1F1B's is (n-1)(F + I + W)."""
     f, i, w = halves_s
@@ -106,7 +107,7 @@ def test_the_bubble_of_zb_h1(m: int, n: int, halves_s: tuple[float, float, float
     assert n == 1 or bubble_s < whole_s
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_zb_v_rests_until_its_first_micro_batch_comes_and_no_longer(m: int, n: int) -> None:
     """Six tasks a micro-batch and stage; with few micro-batches, the way of the last counts."""
     total_s = simulate(zb_v(m, n), Costs.uniform(2 * n, forward_s=1.0, backward_s=2.0)).total_s
@@ -116,7 +117,7 @@ def test_zb_v_rests_until_its_first_micro_batch_comes_and_no_longer(m: int, n: i
     assert least_s <= total_s <= least_s + n / 2
 
 
-@pytest.mark.parametrize(("m", "n"), SIZES)
+@for_each(("m", "n"), SIZES)
 def test_both_hold_no_more_than_1f1b(m: int, n: int) -> None:
     """``n`` micro-batches a stage, or ``2n`` halves, though what W needs is as much as all."""
     whole = Costs.uniform(n, saved_bytes=2, put_off_bytes=2)
