@@ -1,4 +1,4 @@
-"""How times, sizes, counts and tables are written for people: on screens, pages and in advice."""
+"""How counts, seconds, bytes and tables are written for people: on screens, pages and in errors."""
 
 from __future__ import annotations
 

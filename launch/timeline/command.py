@@ -13,9 +13,10 @@ from pathlib import Path
 
 from procpipe.balance.blocks import blocks
 from procpipe.launch.timeline.page import page
+from procpipe.run.statistics import split_table
 from procpipe.timeline.advice import advise, basis
 from procpipe.timeline.chrome import from_chrome
-from procpipe.timeline.idle import stage_times, time_table
+from procpipe.timeline.idle import split
 from procpipe.timeline.recording import Recording
 
 _EPILOG = """\
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         if target.absolute() == path.absolute():
             raise ValueError("the page would take its place; give another -o")
         step = recording.step(options.step)
-        splits, advice = stage_times(step), advise(recording, step, blocks)
+        splits, advice = split(step), advise(recording, step, blocks)
         target.write_text(page(path.name, recording, step, splits, advice), encoding="utf-8")
     except (OSError, ValueError, KeyError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error.args[0]
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"procpipe timeline: {where}: {reason}", file=sys.stderr)
         return 1
     print(f"step {step.number} of {path} ({recording.kept_text()} of {recording.num_steps}):\n")
-    print(time_table(splits))
+    print(split_table(splits))
     for sentence in advice:
         print(f"\n- {sentence}")
     if advice:

@@ -12,13 +12,13 @@ from statistics import fmean
 from typing import Any
 
 from procpipe.launch.timeline.drawing import draw, later_partitions, step_bars
+from procpipe.run.statistics import Split
 from procpipe.timeline.advice import basis
-from procpipe.timeline.idle import StageTime
 from procpipe.timeline.palette import LOOKS
 from procpipe.timeline.recording import Recording, Step
 from procpipe.words import counted, seconds_text
 
-#: The parts of a stage's time: the field of StageTime, its name, and what it is.
+#: The parts of a stage's time: the field of Split, its name, and what it is.
 _PARTS = (
     ("busy_s", "busy", "in tasks, as measured"),
     ("bubble_s", "bubble", "idle because of the plan: also with equal stages and no transfers"),
@@ -28,7 +28,7 @@ _PARTS = (
 
 
 def page(
-    name: str, recording: Recording, step: Step, splits: Sequence[StageTime], advice: Sequence[str]
+    name: str, recording: Recording, step: Step, splits: Sequence[Split], advice: Sequence[str]
 ) -> str:
     """Return the page of one step of a recording, whose file has this name, with advice."""
     drawing = draw(recording, step)
@@ -74,7 +74,7 @@ def page(
     return "\n".join(parts)
 
 
-def _lead(step: Step, splits: Sequence[StageTime]) -> str:
+def _lead(step: Step, splits: Sequence[Split]) -> str:
     shares = [
         f"<span class='key {name.split()[0]}'></span>"
         f"{_percent(_mean(splits, field), step.seconds)} {name}"
@@ -124,19 +124,19 @@ def _legend(step: Step) -> Iterator[str]:
     yield "<label for='messages'>messages</label></span>"
 
 
-def _table(recording: Recording, splits: Sequence[StageTime]) -> str:
+def _table(recording: Recording, splits: Sequence[Split]) -> str:
     balance: Sequence[Any] = recording.facts.get("balance", ())
     has_layers = len(balance) == len(splits)
     heads = ["stage", *["layers"] * has_layers, *(name for _, name, _ in _PARTS), "step", ""]
 
-    def row(name: str, layers: str, one: StageTime) -> str:
+    def row(name: str, layers: str, one: Split) -> str:
         cells = [layers] * has_layers
         cells += [_cell(getattr(one, field), one.step_s) for field, _, _ in _PARTS]
         cells.append(_ms(one.step_s))
         columns = "".join(f"<td>{cell}</td>" for cell in cells)
         return f"<tr><th>{name}</th>{columns}<td class='bar'>{_bar(one)}</td></tr>"
 
-    mean = StageTime(-1, splits[0].step_s, *(_mean(splits, field) for field, _, _ in _PARTS))
+    mean = Split(-1, splits[0].step_s, *(_mean(splits, field) for field, _, _ in _PARTS))
     layers = balance if has_layers else [""] * len(splits)
     mean_layers = f"{fmean(balance):.3g}" if has_layers else ""
     return "\n".join(
@@ -156,7 +156,7 @@ def _cell(part_s: float, whole_s: float) -> str:
     return f"{_ms(part_s)} <small>{_percent(part_s, whole_s)}</small>"
 
 
-def _bar(one: StageTime) -> str:
+def _bar(one: Split) -> str:
     pieces = []
     for field, name, _ in _PARTS:
         share = getattr(one, field) / one.step_s if one.step_s else 0.0
@@ -206,7 +206,7 @@ def _clock_text(recording: Recording) -> str:
     return f"{text} {'Tasks by the device, waits by the host.' if is_cuda else 'All by the hosts.'}"
 
 
-def _mean(splits: Sequence[StageTime], field: str) -> float:
+def _mean(splits: Sequence[Split], field: str) -> float:
     return fmean(getattr(one, field) for one in splits)
 
 

@@ -32,6 +32,9 @@ SKIP_GRADIENT = "skip gradient"
 TARGET = "target"
 LOSS = "loss"
 
+#: Not a message: names the bytes of a partition's output that are kept for backward.
+ROOTS = "output"
+
 #: A FIFO of transfers: payload, source and destination, which are partitions.
 Channel = tuple[str, int, int]
 
@@ -62,9 +65,14 @@ class Transfer(NamedTuple):
         return self.payload, self.source, self.destination
 
     @property
+    def is_gradient(self) -> bool:
+        """Whether it goes backward."""
+        return self.payload in (GRADIENT, SKIP_GRADIENT)
+
+    @property
     def makers(self) -> tuple[Task, ...]:
         """The tasks that can make what is sent; a plan has one of them."""
-        if self.payload in (GRADIENT, SKIP_GRADIENT):
+        if self.is_gradient:
             return Task(BACKWARD, self.i, self.source), Task(INPUT_GRADIENT, self.i, self.source)
         return (Task(FORWARD, self.i, self.source),)
 

@@ -21,7 +21,8 @@ from procpipe.errors import BalanceError
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import RECOMPUTE, Task
-from procpipe.timeline.idle import StageTime, median_seconds, replay, stage_times
+from procpipe.run.statistics import Split
+from procpipe.timeline.idle import median_seconds, replay, split
 from procpipe.timeline.recording import Ran, Recording, Step
 from procpipe.words import bytes_text, seconds_text
 
@@ -71,14 +72,12 @@ class _TaskSeconds:
     def scaled(self, factors: Sequence[float]) -> _TaskSeconds:
         return _TaskSeconds({(kind, j): s * factors[j] for (kind, j), s in self.seconds.items()})
 
-    def splits(self, rows: Rows, like: Step, step_s: float) -> list[StageTime]:
+    def splits(self, rows: Rows, like: Step, step_s: float) -> list[Split]:
         """Divide the time of a step of ``step_s`` seconds with these tasks."""
         n = len(rows)
         spans_s = replay(rows, lambda task: self.seconds[task.kind, task.j]).spans_s
         tasks = tuple(Ran(at, task, *spans_s[task]) for at, row in enumerate(rows) for task in row)
-        return stage_times(
-            replace(like, begins_s=(0.0,) * n, ends_s=(step_s,) * n, tasks=tasks, hops=())
-        )
+        return split(replace(like, begins_s=(0.0,) * n, ends_s=(step_s,) * n, tasks=tasks, hops=()))
 
 
 class _Advisor:
@@ -166,7 +165,7 @@ class _Advisor:
 
     def communication(self) -> str:
         """Report the share of messages and the host, and the longest waits."""
-        share = fmean(one.communication_s for one in stage_times(self._step)) / self._step.seconds
+        share = fmean(one.communication_s for one in split(self._step)) / self._step.seconds
         if share < _MUCH_COMMUNICATION or not self._step.hops:
             return ""
         waited_s: dict[tuple[str, int, int], float] = {}

@@ -32,21 +32,10 @@ from typing import TypeVar
 
 from procpipe.plan.schedules.rows import makers
 from procpipe.plan.task import Task
+from procpipe.run.statistics import Split
 from procpipe.timeline.recording import Step
 
 K = TypeVar("K")
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """How one stage spent one step; the last four parts add up to ``step_s``."""
-
-    stage: int
-    step_s: float
-    busy_s: float
-    bubble_s: float
-    imbalance_s: float
-    communication_s: float
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,7 @@ class Replay:
     total_s: float
 
 
-def stage_times(step: Step) -> list[StageTime]:
+def split(step: Step) -> list[Split]:
     """Divide a step's time on each stage."""
     rows = [[ran.task for ran in step.row(stage)] for stage in range(step.num_stages)]
     measured = {ran.task: ran.seconds for ran in step.tasks}
@@ -70,7 +59,7 @@ def stage_times(step: Step) -> list[StageTime]:
         idle_s = max(0.0, free_s - busy_s)
         bubble_s = min(idle_s, max(0.0, equal_s - sum(means[task.kind] for task in row)))
         rest_s = step.seconds - busy_s - idle_s
-        found.append(StageTime(stage, step.seconds, busy_s, bubble_s, idle_s - bubble_s, rest_s))
+        found.append(Split(stage, step.seconds, busy_s, bubble_s, idle_s - bubble_s, rest_s))
     return found
 
 
@@ -121,18 +110,3 @@ def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> 
         if len(spans_s) == num_before:
             raise ValueError("the stages' tasks wait for each other")
     return Replay(spans_s, max(free_s, default=0.0))
-
-
-def time_table(splits: Sequence[StageTime]) -> str:
-    """Write how the stages spent a step as a text table: milliseconds and shares."""
-    names = ("busy", "bubble", "imbalance", "comm. etc.")
-    lines = ["stage" + "".join(f"{name + ' ms':>22}" for name in names) + f"{'step ms':>11}"]
-    for one in splits:
-        parts_s = (one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s)
-        cells = [f"{s * 1e3:>14.2f} {_share(s, one.step_s):>7}" for s in parts_s]
-        lines.append(f"{one.stage:>5}{''.join(cells)}{one.step_s * 1e3:>11.2f}")
-    return "\n".join(lines)
-
-
-def _share(part_s: float, whole_s: float) -> str:
-    return f"{part_s / whole_s if whole_s else 0.0:.1%}"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from procpipe.plan.simulate import Timeline
 from procpipe.plan.task import Plan, Task
 from procpipe.timeline.palette import LOOKS, tick_distance
+from procpipe.words import counted
 
 # Text ---------------------------------------------------------------------------------------
 
@@ -106,8 +107,7 @@ def render_svg(what: Plan | Timeline) -> str:
     picture = _of_plan(what) if isinstance(what, Plan) else _of_timeline(what)
     width, height = max(LEFT + picture.total * picture.scale + 24, 380), picture.bottom + 64
     m, n = picture.plan.num_micro_batches, picture.plan.num_stages
-    title = f"{m} micro-batch{'' if m == 1 else 'es'} on {n} stage{'' if n == 1 else 's'}, "
-    title += f"{picture.idle:.1%} idle"
+    title = f"{counted(m, 'micro-batch')} on {counted(n, 'stage')}, {picture.idle:.1%} idle"
     return "\n".join(
         [
             f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height}'"

@@ -277,17 +277,6 @@ class _Room:
             of[i] = of.get(i, 0) + size
 
 
-class _NoLimit(_Room):
-    def __init__(self) -> None:
-        pass
-
-    def lacking(self, task: Task, again: bool) -> int | None:
-        return None
-
-    def start(self, task: Task, again: bool) -> None:
-        pass
-
-
 class _Maker:
     """One run of the list scheduling."""
 
@@ -316,9 +305,9 @@ class _Maker:
             WEIGHT_GRADIENT: costs.weight_gradient_s,
         }
         self._hops_s = (*costs.hops_s(placement), 0.0)
-        self._room = (
-            _NoLimit() if limits_bytes is None else _Room(costs, routes, limits_bytes, rule.in_two)
-        )
+        self._room = None
+        if limits_bytes is not None:
+            self._room = _Room(costs, routes, limits_bytes, rule.in_two)
         # By partition: when each micro-batch's task of the kind ends; how many there are.
         self._ends_s: dict[str, list[list[float]]] = {
             kind: [[] for _ in range(p)]
@@ -354,7 +343,8 @@ class _Maker:
             key = (urgency, -j, i) if self._rule.deep_first else (urgency, i, -j)
             if best is not None and best[0] <= key:
                 continue
-            lacking = self._room.lacking(task, task.i in self._recompute)
+            again = task.i in self._recompute
+            lacking = None if self._room is None else self._room.lacking(task, again)
             if lacking is None:
                 best = key, task
             else:
@@ -405,7 +395,8 @@ class _Maker:
     def _start(self, stage: int, task: Task, now_s: float) -> None:
         kind, i, j = task
         end_s = now_s + self._seconds[kind][j]
-        self._room.start(task, i in self._recompute)
+        if self._room is not None:
+            self._room.start(task, i in self._recompute)
         self._order.append(task)
         self._ends_s[kind][j].append(end_s)
         self._free_s[stage] = end_s

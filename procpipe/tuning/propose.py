@@ -33,6 +33,7 @@ from procpipe.plan.simulate import Timeline, simulate
 from procpipe.plan.task import Plan
 from procpipe.tuning.model import Link, Model
 from procpipe.tuning.search import SEARCHED, fixed_plans, least_bytes, searched
+from procpipe.words import counted
 
 #: Divides costs of layers into parts: ``procpipe.balance.blocks``.
 Divide = Callable[[Sequence[float], int], list[int]]
@@ -146,8 +147,8 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
     n = question.num_devices
     if n > len(model.layers):
         raise ValueError(
-            f"{n} devices are asked for, but the model has {_counted(len(model.layers))}: ask for "
-            "at most that many, or divide the model into more layers"
+            f"{n} devices are asked for, but the model has {counted(len(model.layers), 'layer')}: "
+            "ask for at most that many, or divide the model into more layers"
         )
     if n > len(model.groups):
         (first, last), *_ = model.shared
@@ -155,7 +156,7 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
         raise ValueError(
             f"{n} devices are asked for, but layers that share a parameter or buffer, as "
             f"{names[0]!r} and {names[1]!r} do, must be in one partition, with all between: that "
-            f"makes {_counted(len(model.groups), 'partition')} at most; ask for no more, or give "
+            f"makes {counted(len(model.groups), 'partition')} at most; ask for no more, or give "
             "each layer its own"
         )
     found = [
@@ -329,10 +330,6 @@ def _with_searched(base: Proposal, limits_bytes: Sequence[int] | None) -> Propos
     held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
     total_s = simulate(plan, costs, routes).total_s
     return replace(base, schedule=SEARCHED, plan=plan, total_s=total_s, held_bytes=held)
-
-
-def _counted(number: int, what: str = "layer") -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _simplicity(schedule: str) -> int:

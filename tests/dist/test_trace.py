@@ -14,7 +14,7 @@ from torch import nn
 from procpipe import RemoteStageError, Stage
 from procpipe.errors import DisagreementError
 from procpipe.timeline.chrome import from_chrome
-from procpipe.timeline.idle import stage_times
+from procpipe.timeline.idle import split
 from tests.dist.devices import is_on_gpus
 from tests.dist.stages import stage_of, world_of
 
@@ -98,7 +98,7 @@ def test_a_run_is_recorded_and_so_is_one_that_fails(ranks: Any, tmp_path: Path) 
     assert {hop.num_bytes for hop in last.hops} == {2 * 4 * 4, 4}
 
     # The page's numbers are those of the statistics; only the clocks were read anew.
-    for told, one in zip((first, second), stage_times(last), strict=True):
+    for told, one in zip((first, second), split(last), strict=True):
         assert told["split"].stage == one.stage
         assert told["split"].busy_s == pytest.approx(one.busy_s, abs=1e-6)
         assert told["split"].step_s == pytest.approx(one.step_s, abs=4 * error_s)

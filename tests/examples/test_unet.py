@@ -7,12 +7,15 @@ image -> encode0 -> encode1 -> bottleneck -> decode1 -> decode0 -> head
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from examples.models.unet import PopConcat, unet
 from procpipe.skip import verify_skippables
+from tests.cases import for_each
 
 
 def small() -> nn.Sequential:
@@ -53,10 +56,10 @@ def test_channels_double_on_the_way_down_and_halve_on_the_way_up() -> None:
     ]
 
 
-@pytest.mark.parametrize("num_convs", [1, 2, 3])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("size", [(16, 16), (17, 16), (23, 31), (8, 16)])
-@pytest.mark.parametrize("is_training", [True, False])
+@for_each(
+    ("num_convs", "depth", "size", "is_training"),
+    product([1, 2, 3], [1, 2, 3], [(16, 16), (17, 16), (23, 31), (8, 16)], [True, False]),
+)
 def test_the_result_has_the_size_of_the_image(
     num_convs: int, depth: int, size: tuple[int, int], is_training: bool
 ) -> None:

@@ -78,7 +78,7 @@ def test_the_loss_follows_the_last_forward_whatever_the_order() -> None:
     assert leaving(routes, "F0@1", turned) == ["loss 0: 1->0"]
 
 
-def test_one_stage_speaks_to_nobody() -> None:
+def test_one_stage_has_no_transfers() -> None:
     alone = Routes(1, target=True, loss=True)
     assert all(not alone.leaving(task, gpipe(2, 1)) for task in gpipe(2, 1).tasks())
     assert all(not alone.needed(task) for task in gpipe(2, 1).tasks())

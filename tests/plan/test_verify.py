@@ -82,7 +82,7 @@ def test_a_large_plan_is_verified_in_a_moment() -> None:
 # Literal faults -----------------------------------------------------------------------------
 
 
-def test_all_faults_of_a_plan_are_told_at_once() -> None:
+def test_all_faults_of_a_plan_are_reported_at_once() -> None:
     assert faults_in("""
         plan m=2 n=2
         F0@0 F1@0
@@ -120,7 +120,7 @@ def test_a_plan_without_tasks_is_none() -> None:
     assert faults_in("plan m=1 n=1") == ["the plan has no forward and no backward tasks"]
 
 
-def test_a_task_of_an_unknown_kind_is_told() -> None:
+def test_a_task_of_an_unknown_kind_is_reported() -> None:
     plan = Plan(1, 1, ((Task("F", 0, 0),), (Task("Z", 0, 0),)))
     assert faults_of(plan, Routes(1)) == ["Z0@0 is of the unknown kind 'Z'; known: F, R, B, I, W"]
 
@@ -130,7 +130,7 @@ def test_plan_and_routes_must_be_of_one_model() -> None:
     assert fault.startswith("the plan has 2 stages and the routes 3")
 
 
-def test_a_program_too_few_is_told() -> None:
+def test_a_program_too_few_is_reported() -> None:
     plan = gpipe(1, 2)
     steps = programs(plan, Routes(2))[:1]
     assert faults_of(plan, Routes(2), steps) == ["there are 1 programs for 2 stages"]
@@ -174,7 +174,7 @@ def can_run(plan: Plan) -> bool:
 
 
 @for_each("plan", SMALL)
-def test_a_dropped_task_is_told(plan: Plan) -> None:
+def test_a_dropped_task_is_reported(plan: Plan) -> None:
     for k, p in places(plan):
         task = plan.cycles[k][p]
         if task.kind == "R":  # a plan that does not recompute here: another plan, and a good one
@@ -185,7 +185,7 @@ def test_a_dropped_task_is_told(plan: Plan) -> None:
 
 
 @for_each("plan", SMALL)
-def test_a_doubled_task_is_told(plan: Plan) -> None:
+def test_a_doubled_task_is_reported(plan: Plan) -> None:
     for k, p in places(plan):
         task = plan.cycles[k][p]
         doubled = edited(plan, (k, p, (task, task)))
@@ -199,7 +199,7 @@ def test_a_doubled_task_is_told(plan: Plan) -> None:
 
 
 @for_each("plan", SMALL)
-def test_swapped_tasks_are_told_just_when_they_cannot_run(plan: Plan) -> None:
+def test_swapped_tasks_are_reported_just_when_they_cannot_run(plan: Plan) -> None:
     verdicts = set()
     for one, other in combinations(places(plan), 2):
         tasks = plan.cycles[one[0]][one[1]], plan.cycles[other[0]][other[1]]
@@ -214,7 +214,7 @@ def test_swapped_tasks_are_told_just_when_they_cannot_run(plan: Plan) -> None:
 
 
 @for_each("plan", SMALL)
-def test_a_task_moved_to_another_stage_is_told(plan: Plan) -> None:
+def test_a_task_moved_to_another_stage_is_reported(plan: Plan) -> None:
     for k, p in places(plan):
         kind, i, j = plan.cycles[k][p]
         moved = edited(plan, (k, p, (Task(kind, i, (j + 1) % plan.num_stages),)))
@@ -248,21 +248,21 @@ def verb_of(step: Step) -> str:
 
 
 @for_each(("stage", "p"), STEPS)
-def test_a_dropped_step_is_told(stage: int, p: int) -> None:
+def test_a_dropped_step_is_reported(stage: int, p: int) -> None:
     step = PROGRAMS[stage][p]
     faults = faults_of(PLAN, WIRED, replaced(stage, p))
     assert f"stage {stage} does not {verb_of(step)} '{name_of(step)}'" in faults
 
 
 @for_each(("stage", "p"), STEPS)
-def test_a_doubled_step_is_told(stage: int, p: int) -> None:
+def test_a_doubled_step_is_reported(stage: int, p: int) -> None:
     step = PROGRAMS[stage][p]
     faults = faults_of(PLAN, WIRED, replaced(stage, p, step, step))
     assert f"stage {stage} would {verb_of(step)} '{name_of(step)}' 2 times, not 1" in faults
 
 
 @for_each(("stage", "p"), TRANSFER_STEPS)
-def test_a_rerouted_transfer_is_told(stage: int, p: int) -> None:
+def test_a_rerouted_transfer_is_reported(stage: int, p: int) -> None:
     step = PROGRAMS[stage][p]
     assert not isinstance(step, Run)
     kind, i, source, destination = step.transfer
@@ -279,7 +279,7 @@ def test_a_rerouted_transfer_is_told(stage: int, p: int) -> None:
 
 
 @for_each("kind", [Send, Receive])
-def test_transfers_that_overtake_in_their_channel_are_told(kind: type[Send | Receive]) -> None:
+def test_transfers_that_overtake_in_their_channel_are_reported(kind: type[Send | Receive]) -> None:
     num_swaps = 0
     for stage, steps in enumerate(PROGRAMS):
         ours = [(p, step) for p, step in enumerate(steps) if isinstance(step, kind)]
@@ -297,7 +297,7 @@ def test_transfers_that_overtake_in_their_channel_are_told(kind: type[Send | Rec
     assert num_swaps == 8 - 1  # all channels but the loss's carry two micro-batches
 
 
-def test_tasks_in_another_order_than_the_plan_are_told() -> None:
+def test_tasks_in_another_order_than_the_plan_are_reported() -> None:
     steps = programs(forward_plan(2, 1), Routes(1))[0]
     faults = faults_of(forward_plan(2, 1), Routes(1), [steps[::-1]])
     assert faults == [
@@ -306,7 +306,7 @@ def test_tasks_in_another_order_than_the_plan_are_told() -> None:
     ]
 
 
-def test_a_send_before_its_task_and_a_receive_after_its_use_are_told() -> None:
+def test_a_send_before_its_task_and_a_receive_after_its_use_are_reported() -> None:
     plan, routes = forward_plan(1, 2), Routes(2)
     faults = faults_of(plan, routes, [made[::-1] for made in programs(plan, routes)])
     assert faults == [
@@ -353,7 +353,7 @@ def test_a_loss_posted_late_is_a_deadlock(n: int) -> None:
     assert f"stage {n - 1} waits at 'send loss 2: {n - 1}->0'" in fault
 
 
-def test_two_rings_are_told_apart() -> None:
+def test_two_rings_are_distinguished() -> None:
     def crossed(a: int, b: int) -> list[Program]:
         there, back = Transfer("activation", 0, a, b), Transfer("gradient", 0, b, a)
         return [(Send(there), Receive(back)), (Send(back), Receive(there))]

@@ -22,7 +22,7 @@ def advice_on(step: Step, **fields: object) -> list[str]:
     return advise(recording_of(step, **fields), step, blocks)
 
 
-def test_another_balance_is_told_with_what_it_would_give() -> None:
+def test_another_balance_is_reported_with_what_it_would_give() -> None:
     # 2 layers of 3 s each on stage 0, 3 of 4 s each on stage 1: [3, 2] makes 6 and 12 s 10 and 8 s.
     # Stage 0: F 1.67 s, B 3.33 s, stage 1: F 1.33 s, B 2.67 s. The step of 15 s is 14 s then:
     #     0  F0 F1 3.33 .......... B1 7.33-10.67 B0 10.67-14
@@ -142,7 +142,7 @@ def test_one_stage_is_not_advised_another_schedule() -> None:
     assert advice_on(step, facts={"balance": [5]}) == []
 
 
-def test_communication_is_told_with_its_longest_waits() -> None:
+def test_communication_is_reported_with_its_longest_waits() -> None:
     hops = [
         Hop("activation", 0, 0, 1, 1 << 20, 1.0, 1.1, 0.0, 1.5),
         Hop("activation", 1, 0, 1, 1 << 20, 2.0, 2.1, 2.5, 2.5),
@@ -157,7 +157,7 @@ def test_communication_is_told_with_its_longest_waits() -> None:
     )
 
 
-def test_tasks_that_took_far_longer_than_usual_are_told() -> None:
+def test_tasks_that_took_far_longer_than_usual_are_reported() -> None:
     # B1 of stage 1 takes 2 s in the other steps, and 6 s in this one; all after it is 4 s later.
     slow = """
         F0 0-1 F1 1-2                        B1 10-12 B0 12-14

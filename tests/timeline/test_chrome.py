@@ -100,12 +100,12 @@ def test_the_rest_is_in_other_data() -> None:
         ({"otherData": {"format": "procpipe timeline 1"}}, "damaged .KeyError: 'traceEvents'"),
     ],
 )
-def test_a_file_of_another_kind_is_told(data: object, told: str) -> None:
+def test_a_file_of_another_kind_is_reported(data: object, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         from_chrome(data)
 
 
-def test_a_damaged_file_is_told() -> None:
+def test_a_damaged_file_is_reported() -> None:
     data = to_chrome(recorded())
     data["traceEvents"] = [e for e in data["traceEvents"] if e.get("cat") != "wait"]
 

@@ -9,49 +9,48 @@ from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Task
-from procpipe.timeline.idle import StageTime, mean_seconds, replay, stage_times, time_table
+from procpipe.run.statistics import Split, split_table
+from procpipe.timeline.idle import mean_seconds, replay, split
 from tests.timeline.recordings import EQUAL, UNEQUAL, read_step
 
 
 def test_equal_stages_lose_time_to_the_plan_and_to_messages() -> None:
-    assert stage_times(read_step(EQUAL)) == [
-        StageTime(0, 10, busy_s=6, bubble_s=3, imbalance_s=0, communication_s=1),
-        StageTime(1, 10, busy_s=6, bubble_s=3, imbalance_s=0, communication_s=1),
+    assert split(read_step(EQUAL)) == [
+        Split(0, 10, busy_s=6, bubble_s=3, imbalance_s=0, communication_s=1),
+        Split(1, 10, busy_s=6, bubble_s=3, imbalance_s=0, communication_s=1),
     ]
 
 
 def test_unequal_stages_lose_more_than_equal_ones_would() -> None:
     # Equal stages, F of 1.5 s and B of 3 s, would be idle for 4.5 s of 13.5 s.
-    assert stage_times(read_step(UNEQUAL)) == [
-        StageTime(0, 15, busy_s=6, bubble_s=4.5, imbalance_s=4.5, communication_s=0),
-        StageTime(1, 15, busy_s=12, bubble_s=3, imbalance_s=0, communication_s=0),
+    assert split(read_step(UNEQUAL)) == [
+        Split(0, 15, busy_s=6, bubble_s=4.5, imbalance_s=4.5, communication_s=0),
+        Split(1, 15, busy_s=12, bubble_s=3, imbalance_s=0, communication_s=0),
     ]
 
 
 def test_a_late_beginning_and_a_slow_end_are_communication_and_overhead() -> None:
     step = read_step(UNEQUAL, begins_s=(-1.0, 0.5), ends_s=(16.0, 13.0))
 
-    assert [one.communication_s for one in stage_times(step)] == [2, 2]
-    assert {one.step_s for one in stage_times(step)} == {17}
+    assert [one.communication_s for one in split(step)] == [2, 2]
+    assert {one.step_s for one in split(step)} == {17}
 
 
 def test_a_micro_batch_that_takes_longer_is_imbalance() -> None:
-    (alone,) = stage_times(read_step("F0 0-1 F1 1-4 B1 4-5 B0 5-6"))
-    assert alone == StageTime(0, 6, busy_s=6, bubble_s=0, imbalance_s=0, communication_s=0)
+    (alone,) = split(read_step("F0 0-1 F1 1-4 B1 4-5 B0 5-6"))
+    assert alone == Split(0, 6, busy_s=6, bubble_s=0, imbalance_s=0, communication_s=0)
 
     # Stage 0 is equal to stage 1 in sum, but B1 waits for the long F1 of stage 1.
-    first, second = stage_times(
-        read_step("F0 0-2 F1 2-4 B1 8-9 B0 9-10 \n F0 2-3 F1 4-7 B1 7-8 B0 8-9")
-    )
-    assert first == StageTime(0, 10, busy_s=6, bubble_s=3, imbalance_s=1, communication_s=0)
-    assert second == StageTime(1, 10, busy_s=6, bubble_s=3, imbalance_s=1, communication_s=0)
+    first, second = split(read_step("F0 0-2 F1 2-4 B1 8-9 B0 9-10 \n F0 2-3 F1 4-7 B1 7-8 B0 8-9"))
+    assert first == Split(0, 10, busy_s=6, bubble_s=3, imbalance_s=1, communication_s=0)
+    assert second == Split(1, 10, busy_s=6, bubble_s=3, imbalance_s=1, communication_s=0)
 
 
 def test_clocks_that_are_off_make_nothing_negative() -> None:
     # By stage 0's clock all was over after 14 s, less than its tasks can take.
     step = read_step("F0 0-1 F1 1-2 B1 8-10 B0 12-14 \n F0 1-3 F1 3-5 B1 5-9 B0 9-13")
 
-    for one in stage_times(step):
+    for one in split(step):
         parts = (one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s)
         assert min(parts) >= 0
         assert sum(parts) == one.step_s == 14
@@ -111,7 +110,7 @@ def test_means_are_over_what_has_a_key_in_common() -> None:
 
 
 def test_the_table_has_milliseconds_and_shares() -> None:
-    table = time_table(stage_times(read_step(UNEQUAL)))
+    table = split_table(split(read_step(UNEQUAL)))
     assert [line.split() for line in table.splitlines()] == [
         ["stage", "busy", "ms", "bubble", "ms", "imbalance", "ms", "comm.", "etc.", "ms",
          "step", "ms"],

@@ -141,7 +141,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("spoil", "told"), WRONG, ids=[told for _, told in WRONG])
-def test_what_is_wrong_is_told_with_its_place(spoil, told: str) -> None:
+def test_what_is_wrong_is_reported_with_its_place(spoil, told: str) -> None:
     whole = json.loads(to_text(Measured(MODEL, 64, Link())))
     spoil(whole)
 

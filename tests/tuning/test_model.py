@@ -73,7 +73,7 @@ def test_a_value_that_two_layers_keep_is_counted_once() -> None:
     assert saved([1, 1], maker, user) == (1, 2)
 
 
-def test_a_value_that_nobody_keeps_is_not_counted() -> None:
+def test_a_value_that_no_layer_keeps_is_not_counted() -> None:
     assert saved([3], layer(), layer(kept_bytes=(1.0,)), layer()) == (1,)
 
 

@@ -90,12 +90,7 @@ def gpipe(
         placement: the stage of each partition. A stage with several runs all micro-batches
             through one before the next.
     """
-    if placement not in ((), tuple(range(n))):
-        return _of_partitions(m, n, placement, recompute, forward=True, backward=backward)
-    waves = [_forward(m, n)]
-    if backward:
-        waves.append(_backward(m, n, recompute))
-    return Plan(m, n, Waves(*waves))
+    return _plan(m, n, placement, recompute, forward=True, backward=backward)
 
 
 def forward_plan(m: int, n: int, placement: tuple[int, ...] = ()) -> Plan:
@@ -107,12 +102,10 @@ def backward_plan(
     m: int, n: int, recompute: Collection[int] = (), placement: tuple[int, ...] = ()
 ) -> Plan:
     """Plan the backward pass alone, after a forward pass that has a plan of its own."""
-    if placement not in ((), tuple(range(n))):
-        return _of_partitions(m, n, placement, recompute, forward=False, backward=True)
-    return Plan(m, n, Waves(_backward(m, n, recompute)))
+    return _plan(m, n, placement, recompute, forward=False, backward=True)
 
 
-def _of_partitions(
+def _plan(
     m: int,
     n: int,
     placement: tuple[int, ...],
@@ -121,6 +114,10 @@ def _of_partitions(
     forward: bool,
     backward: bool,
 ) -> Plan:
+    if placement in ((), tuple(range(n))):
+        waves = [_forward(m, n)] if forward else []
+        waves += [_backward(m, n, recompute)] if backward else []
+        return Plan(m, n, Waves(*waves))
     rows: list[list[Task]] = []
     for stage in range(n):
         ours = partitions_of(placement, stage)

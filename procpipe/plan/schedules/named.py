@@ -29,6 +29,7 @@ class Schedule:
         placement: returns the stage of each partition, from the numbers of partitions and stages.
         partitions_per_stage: the only number that it supports; None for any number.
         count: returns the default number of partitions, from the number of stages.
+        is_measured: whether ``tuning.auto`` chooses its plans by measurements instead.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Schedule:
     placement: Callable[[int, int], tuple[int, ...]] = looped
     partitions_per_stage: int | None = 1
     count: Callable[[int], int] = lambda num_stages: num_stages
+    is_measured: bool = False
 
     def place(self, num_partitions: int, num_stages: int) -> tuple[int, ...]:
         """Return the stage of each partition.
@@ -109,7 +111,9 @@ def _no_plan(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> 
 
 
 #: ``schedule="auto"``: a placement only; ``tuning/auto.py`` searches the plans.
-AUTO = Schedule("auto", _no_plan, placement=_auto_placement, partitions_per_stage=None)
+AUTO = Schedule(
+    "auto", _no_plan, placement=_auto_placement, partitions_per_stage=None, is_measured=True
+)
 
 
 def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:

@@ -16,7 +16,7 @@ from procpipe.launch.main import main
 from procpipe.launch.timeline.page import page
 from procpipe.plan.task import Task
 from procpipe.timeline.chrome import to_chrome
-from procpipe.timeline.idle import stage_times
+from procpipe.timeline.idle import split
 from procpipe.timeline.recording import Clock, Hop, Ran
 from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, recording_of
 
@@ -73,7 +73,7 @@ def rows_of(recording, number):
     """The table's rows of stages, as they must be."""
     step = recording.step(number)
     rows = []
-    for one, layers in zip(stage_times(step), recording.facts["balance"], strict=True):
+    for one, layers in zip(split(step), recording.facts["balance"], strict=True):
         parts = one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s
         cells = [f"{part * 1e3:.2f} ms {part / one.step_s:.1%}" for part in parts]
         rows.append([str(one.stage), str(layers), *cells, f"{one.step_s * 1e3:.2f} ms", ""])
@@ -177,7 +177,7 @@ def test_a_folder_is_no_file_and_no_page(run, capsys):
 
 def html_of(recording):
     step = recording.step()
-    return page("run.json", recording, step, stage_times(step), [])
+    return page("run.json", recording, step, split(step), [])
 
 
 def stretched(step, factor):

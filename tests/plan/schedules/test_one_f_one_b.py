@@ -97,7 +97,7 @@ def test_its_peak_does_not_grow_with_the_number_of_micro_batches() -> None:
     assert simulate(gpipe(64, 4), costs).peak_bytes(0) > 5 * peaks[64][0]
 
 
-def test_tasks_in_the_wrong_row_and_tasks_that_come_twice_are_told() -> None:
+def test_tasks_in_the_wrong_row_and_tasks_that_come_twice_are_reported() -> None:
     rows = [
         [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 0)],
         [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 1), Task(FORWARD, 0, 1)],
@@ -106,7 +106,7 @@ def test_tasks_in_the_wrong_row_and_tasks_that_come_twice_are_told() -> None:
         plan_of_rows(1, rows)
 
 
-def test_rows_that_wait_for_each_other_are_told() -> None:
+def test_rows_that_wait_for_each_other_are_reported() -> None:
     rows = [
         [Task(BACKWARD, 0, 0), Task(FORWARD, 0, 0)],
         [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 1)],

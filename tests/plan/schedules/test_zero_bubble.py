@@ -139,7 +139,7 @@ def test_both_hold_no_more_than_1f1b(m: int, n: int) -> None:
         ("F0@0\nI0@0\nR0@0\nW0@0", "I0@0 in cycle 1 needs R0@0, in cycle 2"),
     ],
 )
-def test_a_backward_that_is_not_whole_is_told(text: str, fault: str) -> None:
+def test_a_backward_that_is_not_whole_is_reported(text: str, fault: str) -> None:
     with pytest.raises(PlanError) as caught:
         verify(Plan.from_text(f"plan m=1 n=1\n{text}\n"), Routes(1))
     assert caught.value.faults == (fault,)
