@@ -1,6 +1,8 @@
-"""How counts, seconds and bytes are written for people: in tables, pages, errors and advice."""
+"""How counts, seconds, bytes and tables are written for people: on screens, pages and in errors."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def seconds_text(seconds: float) -> str:
@@ -26,3 +28,18 @@ def counted(number: int, noun: str) -> str:
     """Write a count with its noun: "1 stage", "4 micro-batches"."""
     ending = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number} {noun}{'' if number == 1 else ending}"
+
+
+def column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return how many characters each column of a table takes."""
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def text_table(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
+    """Lay out a table as lines: its first columns flush left, the others right."""
+    adjust = (str.ljust if k < num_left else str.rjust for k in range(len(rows[0])))
+    columns = list(zip(adjust, column_widths(rows), strict=True))
+    return [
+        "  ".join(to(cell, width) for cell, (to, width) in zip(row, columns, strict=True)).rstrip()
+        for row in rows
+    ]

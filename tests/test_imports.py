@@ -77,6 +77,9 @@ OPTIONAL = tuple(
 #: Built on public names; the folders beside procpipe/, and the launcher.
 USERS = ("procpipe.launch", "examples", "benchmarks")
 
+#: The launcher's commands; none imports another one, and nothing else imports any.
+COMMANDS = ("run", "doctor", "timeline", "plan")
+
 #: Whose __all__ holds names for users.
 PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state")
 
@@ -222,6 +225,11 @@ BAD_EXAMPLES = {
         {"procpipe": "__all__ = ['Stage']", "procpipe.launch.main": "from procpipe import World"},
         "procpipe.launch.main:1 imports procpipe.World, which is not in procpipe.__all__",
     ),
+    "a command of the launcher imports another one": (
+        {"procpipe.launch.plan.check": "from procpipe.launch.doctor import probe"},
+        "procpipe.launch.plan.check:1 imports procpipe.launch.doctor.probe, a command, which can "
+        "be deleted",
+    ),
     "torch.distributed in the wrong place": (
         {"procpipe.stage": "import torch.distributed as dist"},
         "procpipe.stage:1 imports torch.distributed",
@@ -324,6 +332,8 @@ def fault_of(module: str, an_import: Import, public: dict[str, set[str]]) -> str
 
 def fault_of_user(module: str, an_import: Import, public: dict[str, set[str]]) -> str | None:
     target = str(an_import)
+    if within(target, ("procpipe.launch",)) and within(module, ("procpipe.launch",)):
+        return fault_of_command(module, target)
     if target in PUBLIC or within(target, ("procpipe.launch", *OPEN)):
         return None
     if within(module, ("procpipe.launch",)) and within(target, FOR_LAUNCHER):
@@ -332,6 +342,14 @@ def fault_of_user(module: str, an_import: Import, public: dict[str, set[str]]) -
         return f"imports {target}: use public names, procpipe.plan, timeline and tuning"
     if an_import.name not in public.get(an_import.module, ()):
         return f"imports {target}, which is not in {an_import.module}.__all__"
+    return None
+
+
+def fault_of_command(module: str, target: str) -> str | None:
+    """Say what is wrong with an import within the launcher, whose commands can be deleted."""
+    here, there = (name.split(".")[2:3] for name in (module, target))
+    if there[0] in COMMANDS and here != there:
+        return f"imports {target}, a command, which can be deleted"
     return None
 
 

@@ -1,41 +1,55 @@
-"""What ``procpipe doctor`` says of what it found: pure functions of the facts (see facts.py).
+"""What ``procpipe doctor`` says about what it found: pure functions of the facts (see facts.py).
 
-Each check looks at one thing that has ended or slowed down runs, and for whatever is not well says
-what to do. A failure keeps a run from starting or from ending well, a warning makes it slower or
-fail later.
+Each check looks at one thing that has ended or slowed down runs, and says what to do about it. A
+failure keeps a run from starting or from ending well; a warning makes it slower or fail later.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from procpipe.launch.doctor.facts import Facts
+from procpipe.launch.doctor.facts import NO_LIMIT, Facts
+from procpipe.launch.start_ranks import Result
 from procpipe.words import bytes_text, counted
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
-
-#: NCCL takes about 10 MiB a pair of GPUs that cannot reach one another, a loader more.
+#: NCCL takes about 10 MiB for each pair of GPUs without peer access, a loader more.
 _MIN_SHM_BYTES = 256 * _MIB
 
 #: A process of torch and its libraries alone takes 0.3 GiB.
-_MIN_BYTES_A_PROCESS = _GIB // 2
+_MIN_BYTES_PER_PROCESS = _GIB // 2
 
-#: 7 and 3 a process are open on CPUs; loaders, logs and drivers come on top.
-_FILES_ALONE, _FILES_A_PROCESS, _COMFORTABLE_FILES = 40, 4, 1024
+#: On CPUs, 7 are open and 3 for each process; loaders, logs and drivers come on top.
+_FILES_ALONE, _FILES_PER_PROCESS, _COMFORTABLE_FILES = 40, 4, 1024
 
 _SLOW_NAME_S = 2.0
 
+#: A host that is not overloaded is far better: 0.03 ms and 1 GB/s on a 2-core virtual machine.
+_SLOW_LATENCY_S = 1e-3
+_SLOW_CPU_BYTES_PER_S = 0.25e9
+_SLOW_GPU_BYTES_PER_S = 5e9
+
+#: A pair is an outlier below this share of the best one's bandwidth.
+_OUTLIER = 0.4
+
 
 class Status(enum.StrEnum):
-    """How well something is."""
+    """How good something is."""
 
     OK = "ok"
     WARNING = "warning"
     FAILURE = "failure"
+
+
+OK, WARNING, FAILURE = Status
+
+#: What a check yields: status, what was found, and what to do unless that is good.
+Verdict = tuple[Status, str] | tuple[Status, str, str]
 
 
 @dataclass(frozen=True)
@@ -44,322 +58,340 @@ class Check:
 
     Attributes:
         name: what was looked at, in a word or two.
-        status: how well it is.
-        told: what was found.
-        mend: what to do; "" if all is well.
+        status: how good it is.
+        found: what was found.
+        advice: what to do; "" if nothing.
     """
 
     name: str
     status: Status
-    told: str
-    mend: str = ""
-
-
-def ok(name: str, told: str) -> Check:
-    """Return what all is well with."""
-    return Check(name, Status.OK, told)
-
-
-def warning(name: str, told: str, mend: str) -> Check:
-    """Return what makes a run slower, or fail later."""
-    return Check(name, Status.WARNING, told, mend)
-
-
-def failure(name: str, told: str, mend: str) -> Check:
-    """Return what keeps a run from starting, or from ending well."""
-    return Check(name, Status.FAILURE, told, mend)
+    found: str
+    advice: str = ""
 
 
 def check_host(facts: Facts) -> list[Check]:
     """Judge what this host has."""
-    parts = (
-        _check_python,
-        _check_torch,
-        _check_gpus,
-        _check_sharing,
-        _check_peer_access,
-        _check_cores,
-        _check_threads,
-        _check_memory,
-        _check_shared_memory,
-        _check_files,
-        _check_address_space,
-        _check_sockets,
-        _check_name,
-    )
-    return [check for part in parts for check in part(facts)]
+    return [Check(name, *verdict) for name, check in _CHECKS.items() for verdict in check(facts)]
 
 
-def _check_python(facts: Facts) -> Iterator[Check]:
-    if _numbers(facts.python) < (3, 11):
-        yield failure("Python", facts.python, "procpipe needs Python 3.11 or newer")
+def _check_python(facts: Facts) -> Iterator[Verdict]:
+    if tuple(map(int, facts.python.split(".")[:2])) < (3, 11):
+        yield FAILURE, facts.python, "procpipe needs Python 3.11 or newer"
     else:
-        yield ok("Python", facts.python)
+        yield OK, facts.python
 
 
-def _check_torch(facts: Facts) -> Iterator[Check]:
+def _check_torch(facts: Facts) -> Iterator[Verdict]:
     torch = facts.torch
-    built = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs only"
-    told = f"{torch.version}, {built}"
+    found = f"{torch.version}, for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs only'}"
     if not torch.is_distributed:
-        yield failure("torch", f"{told}, without torch.distributed", "install torch's own build")
+        yield FAILURE, f"{found}, without torch.distributed", "install torch's own build"
     elif torch.cuda and not torch.nccl:
-        yield failure("torch", f"{told}, without NCCL", "install torch's own build: GPUs need NCCL")
+        yield FAILURE, f"{found}, without NCCL", "install torch's own build: GPUs need NCCL"
     else:
-        nccl = f", NCCL {'.'.join(map(str, torch.nccl))}" if torch.nccl else ""
-        yield ok("torch", f"{told}{nccl}")
+        yield OK, found + (f", NCCL {'.'.join(map(str, torch.nccl))}" if torch.nccl else "")
 
 
-def _check_gpus(facts: Facts) -> Iterator[Check]:
+def _check_gpus(facts: Facts) -> Iterator[Verdict]:
+    used = [k for k, gpu in enumerate(facts.gpus) if gpu.free_bytes < 0.9 * gpu.total_bytes]
+    found = counted(len(facts.gpus), "GPU")
+    found += f" ({', '.join(sorted({gpu.name for gpu in facts.gpus}))})"
     if facts.gpu_error:
-        yield failure(
-            "GPUs",
-            f"torch cannot be asked for them: {facts.gpu_error}",
-            "see whether nvidia-smi works; if not, the driver must be mended or loaded again",
+        yield (
+            FAILURE,
+            f"torch cannot ask for them: {facts.gpu_error}",
+            "see whether nvidia-smi works; if not, repair the driver or load it again",
         )
-    elif not facts.gpus and facts.num_nvidia_devices:
-        told = f"{counted(facts.num_nvidia_devices, 'GPU')} in this host, none that torch can use"
+    elif used:
+        shares = [
+            f"GPU {k}, {_gib(facts.gpus[k].free_bytes)} of {_gib(facts.gpus[k].total_bytes)} free"
+            for k in used
+        ]
+        yield (
+            WARNING,
+            f"{found}; in use already: {', '.join(shares)}",
+            "nvidia-smi lists the processes that use them; end those, or choose others by "
+            "CUDA_VISIBLE_DEVICES",
+        )
+    elif facts.gpus:
+        least = min(gpu.free_bytes for gpu in facts.gpus)
+        yield OK, f"{found}, at least {_gib(least)} free on each"
+    elif not facts.num_nvidia_devices:
+        yield OK, "none: stages run on CPUs"
+    else:
+        found = f"{counted(facts.num_nvidia_devices, 'GPU')} in this host, none that torch can use"
         if not facts.torch.cuda:
-            mend = "this torch is built for CPUs only: install one that is built for CUDA"
-        elif "CUDA_VISIBLE_DEVICES" in facts.environment:
-            seen = facts.environment["CUDA_VISIBLE_DEVICES"]
-            mend = f"CUDA_VISIBLE_DEVICES={seen!r} hides them: unset it"
+            advice = "this torch is built for CPUs only: install one that is built for CUDA"
+        elif (visible := facts.environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+            advice = f"CUDA_VISIBLE_DEVICES={visible!r} hides them: unset it"
         else:
-            mend = (
+            advice = (
                 f"the driver may be too old for CUDA {facts.torch.cuda} (see nvidia-smi): update "
                 "it, or install a torch that is built for an older CUDA"
             )
-        yield warning("GPUs", told, mend)
-    elif not facts.gpus:
-        yield ok("GPUs", "none: stages run on CPUs")
-    else:
-        used = [k for k, gpu in enumerate(facts.gpus) if gpu.free_bytes < 0.9 * gpu.total_bytes]
-        names = ", ".join(sorted({gpu.name for gpu in facts.gpus}))
-        told = f"{counted(len(facts.gpus), 'GPU')} ({names})"
-        if used:
-            yield warning(
-                "GPUs",
-                f"{told}; in use already: "
-                + ", ".join(
-                    f"GPU {k}, {_gib(facts.gpus[k].free_bytes)} of "
-                    f"{_gib(facts.gpus[k].total_bytes)} free"
-                    for k in used
-                ),
-                "nvidia-smi tells who uses them; end it, or choose others by CUDA_VISIBLE_DEVICES",
-            )
-        else:
-            least = min(gpu.free_bytes for gpu in facts.gpus)
-            yield ok("GPUs", f"{told}, at least {_gib(least)} free on each")
+        yield WARNING, found, advice
 
 
-def _check_sharing(facts: Facts) -> Iterator[Check]:
-    """More processes than GPUs."""
-    if not 0 < len(facts.gpus) < facts.num_processes:
-        return
-    yield warning(
-        "sharing GPUs",
-        f"{facts.num_processes} processes for {counted(len(facts.gpus), 'GPU')}",
-        f"start {counted(len(facts.gpus), 'process')}, or say which GPU each one uses: "
-        "Stage(..., devices=['cuda:0', 'cuda:0', ...])",
-    )
+def _check_sharing(facts: Facts) -> Iterator[Verdict]:
+    if 0 < len(facts.gpus) < facts.num_processes:
+        yield (
+            WARNING,
+            f"{facts.num_processes} processes for {counted(len(facts.gpus), 'GPU')}",
+            f"start {counted(len(facts.gpus), 'process')}, or set the GPU of each one: "
+            "Stage(..., devices=['cuda:0', 'cuda:0', ...])",
+        )
 
 
-def _check_peer_access(facts: Facts) -> Iterator[Check]:
+def _check_peer_access(facts: Facts) -> Iterator[Verdict]:
     gpus = facts.gpus[: facts.num_processes]
-    if len(gpus) < 2:
-        return
     apart = [
         f"{a}-{b}"
         for a, b in itertools.pairwise(range(len(gpus)))
         if b not in gpus[a].peers or a not in gpus[b].peers
     ]
+    if len(gpus) < 2:
+        return
     if apart:
-        yield warning(
-            "peer access",
+        yield (
+            WARNING,
             f"neighbours that cannot reach one another's memory: GPUs {', '.join(apart)}",
-            "their tensors go through the host's memory; nvidia-smi topo -p2p r tells why (in a "
+            "their tensors go through the host's memory; nvidia-smi topo -p2p r shows why (in a "
             "virtual machine or with IOMMU on, PCI access control must be off)",
         )
     elif facts.environment.get("NCCL_P2P_DISABLE", "0") != "0":
-        yield warning(
-            "peer access",
+        yield (
+            WARNING,
             "turned off by NCCL_P2P_DISABLE",
             "unset NCCL_P2P_DISABLE, or tensors go through the host's memory",
         )
     else:
-        yield ok("peer access", "between all neighbours")
+        yield OK, "between all neighbours"
 
 
-def _check_cores(facts: Facts) -> Iterator[Check]:
-    num_cpus = facts.limits.num_cpus
+def _check_cores(facts: Facts) -> Iterator[Verdict]:
+    num_cpus, num_processes = facts.limits.num_cpus, facts.num_processes
     shares = sorted({place.num_cores for place in facts.places})
-    if num_cpus is not None and num_cpus < facts.num_processes:
-        yield warning(
-            "cores",
+    if num_cpus is not None and num_cpus < num_processes:
+        yield (
+            WARNING,
             f"{facts.topology}, but CPU time of {num_cpus:g} CPUs only, for "
-            f"{counted(facts.num_processes, 'process')}",
+            f"{counted(num_processes, 'process')}",
             "raise the container's CPU limit (docker run --cpus, a pod's resources.limits.cpu): "
-            "who has used it up stands still until the next tenth of a second",
+            "when it is used up, all processes stop until the next tenth of a second",
         )
     elif shares[0] > 0:
-        told = f"{shares[0]}" if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
-        yield ok("cores", f"{facts.topology}; each process has {told} of its own")
+        number = f"{shares[0]}" if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
+        yield OK, f"{facts.topology}; each process has {number} of its own"
     elif facts.environment.get("PROCPIPE_PIN") == "0":
-        yield ok("cores", f"{facts.topology}; nobody is pinned, by PROCPIPE_PIN=0")
+        yield OK, f"{facts.topology}; no process is pinned, because of PROCPIPE_PIN=0"
     else:
-        yield warning(
-            "cores",
-            f"{facts.topology}, for {facts.num_processes} processes: nobody is pinned",
+        yield (
+            WARNING,
+            f"{facts.topology}, for {num_processes} processes: none is pinned",
             "start fewer processes, or stages that should run at the same time take turns",
         )
 
 
-def _check_threads(facts: Facts) -> Iterator[Check]:
-    told = facts.environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if not told:
-        return
+def _check_threads(facts: Facts) -> Iterator[Verdict]:
+    number = facts.environment.get("OMP_NUM_THREADS", "").partition(",")[0]
     least = min(place.num_cores for place in facts.places) or 1
-    if told.isdigit() and 0 < int(told) <= least:
-        yield ok("threads", f"OMP_NUM_THREADS={told}")
-    else:
-        yield warning(
-            "threads",
-            f"OMP_NUM_THREADS={told}, and {counted(least, 'core')} a process",
+    if number.isdigit() and 0 < int(number) <= least:
+        yield OK, f"OMP_NUM_THREADS={number}"
+    elif number:
+        yield (
+            WARNING,
+            f"OMP_NUM_THREADS={number}, and {counted(least, 'core')} a process",
             f"unset it, or set it to {least}: more threads than cores wait for one another",
         )
 
 
-def _check_memory(facts: Facts) -> Iterator[Check]:
-    limits = facts.limits
-    available_bytes, told = facts.available_bytes, f"{_gib(facts.available_bytes)} available"
-    if limits.memory_bytes is not None:
-        left_bytes = limits.memory_bytes - limits.used_bytes
-        if left_bytes < available_bytes:
-            available_bytes = left_bytes
-            told = (
-                f"{_gib(left_bytes)} left of the {_gib(limits.memory_bytes)} that this control "
-                "group may use"
-            )
-    if available_bytes < facts.num_processes * _MIN_BYTES_A_PROCESS:
-        yield warning(
-            "memory",
-            f"{told}, for {counted(facts.num_processes, 'process')}",
+def _check_memory(facts: Facts) -> Iterator[Verdict]:
+    limits, available = facts.limits, facts.available_bytes
+    found = f"{_gib(available)} available"
+    if limits.memory_bytes is not None and limits.memory_bytes - limits.used_bytes < available:
+        available = limits.memory_bytes - limits.used_bytes
+        whole = _gib(limits.memory_bytes)
+        found = f"{_gib(available)} left of the {whole} that this control group may use"
+    if available < facts.num_processes * _MIN_BYTES_PER_PROCESS:
+        yield (
+            WARNING,
+            f"{found}, for {counted(facts.num_processes, 'process')}",
             "free some, raise the container's limit or start fewer processes: one that finds none "
             "is killed (each takes 0.3 GiB before it has a model)",
         )
     elif facts.swapped_bytes > _GIB:
-        yield warning(
-            "memory",
-            f"{told}, {_gib(facts.swapped_bytes)} swapped out",
-            "end what needs it: a stage that waits for its memory holds up all others",
+        yield (
+            WARNING,
+            f"{found}, {_gib(facts.swapped_bytes)} swapped out",
+            "end what needs it: a stage that waits for its memory delays all others",
         )
     else:
-        yield ok("memory", told)
+        yield OK, found
 
 
-def _check_shared_memory(facts: Facts) -> Iterator[Check]:
-    name = "shared memory"
-    mend = (
+def _check_shared_memory(facts: Facts) -> Iterator[Verdict]:
+    advice = (
         "give the container more (docker run --shm-size=1g or --ipc=host; an emptyDir of medium "
         "Memory at /dev/shm in a pod): NCCL and loaders' workers need it"
     )
     if facts.shm_bytes is None:
-        yield warning(name, "there is no /dev/shm", mend)
-    elif facts.shm_free_bytes < _MIN_SHM_BYTES:
-        free, whole = bytes_text(facts.shm_free_bytes), bytes_text(facts.shm_bytes)
-        told = f"{free} of {whole} free in /dev/shm"
-        if facts.shm_bytes >= _MIN_SHM_BYTES:
-            mend = "see what is left in /dev/shm by programs that have ended, and remove it"
-        yield warning(name, told, mend)
-    else:
-        yield ok(name, f"{_gib(facts.shm_free_bytes)} free in /dev/shm")
+        yield WARNING, "there is no /dev/shm", advice
+        return
+    free, size = facts.shm_bytes
+    if free >= _MIN_SHM_BYTES:
+        yield OK, f"{_gib(free)} free in /dev/shm"
+        return
+    if size >= _MIN_SHM_BYTES:
+        advice = "remove files that programs which have ended left in /dev/shm"
+    yield WARNING, f"{bytes_text(free)} of {bytes_text(size)} free in /dev/shm", advice
 
 
-def _check_files(facts: Facts) -> Iterator[Check]:
-    needed = _FILES_ALONE + _FILES_A_PROCESS * facts.num_processes
-    told = f"{facts.max_files} a process" if facts.max_files < 1 << 60 else "no limit"
+def _check_files(facts: Facts) -> Iterator[Verdict]:
+    soft, hard = facts.max_files
+    needed = _FILES_ALONE + _FILES_PER_PROCESS * facts.num_processes
     more = max(needed, 65536)
-    mends = [f"ulimit -n {min(more, facts.max_files_hard)}"]
-    if facts.max_files_hard < more:
-        mends.append(f"have root allow more (limits.conf, docker run --ulimit nofile={more})")
-    mend = ", or ".join(mends if facts.max_files < facts.max_files_hard else mends[-1:])
-    if facts.max_files < needed:
-        yield failure("open files", f"{told}, of which {needed} are needed", mend)
-    elif facts.max_files < _COMFORTABLE_FILES:
-        yield warning("open files", f"{told}, which a loader's workers may use up", mend)
+    found = f"{soft} a process" if soft < NO_LIMIT else "no limit"
+    ways = [f"ulimit -n {min(more, hard)}"] if soft < hard else []
+    if hard < more or not ways:
+        ways.append(f"have root allow more (limits.conf, docker run --ulimit nofile={more})")
+    if soft < needed:
+        yield FAILURE, f"{found}, of which {needed} are needed", ", or ".join(ways)
+    elif soft < _COMFORTABLE_FILES:
+        yield WARNING, f"{found}, which a loader's workers may use up", ", or ".join(ways)
     else:
-        yield ok("open files", told)
+        yield OK, found
 
 
-def _check_address_space(facts: Facts) -> Iterator[Check]:
-    if facts.max_address_bytes is not None:
-        told = f"a process may have {_gib(facts.max_address_bytes)}"
-        mend = "ulimit -v unlimited: threads' stacks count, and CUDA reserves far more than it uses"
-        yield (failure if facts.gpus else warning)("address space", told, mend)
-
-
-def _check_sockets(facts: Facts) -> Iterator[Check]:
-    faults = [
-        Check("sockets", Status.FAILURE, told.format(error), mend)
-        for error, told, mend in (
-            (
-                facts.loopback_error,
-                "nothing can be sent over 127.0.0.1 ({})",
-                "bring the loopback interface up (ip link set lo up), and let a firewall pass it",
-            ),
-            (
-                facts.unix_error,
-                "abstract unix sockets cannot be used ({})",
-                "run on Linux, and in a sandbox that allows them",
-            ),
-            (
-                facts.memfd_error,
-                "memory cannot be shared by memfd_create ({})",
-                "run on Linux, and in a sandbox that allows it",
-            ),
+def _check_address_space(facts: Facts) -> Iterator[Verdict]:
+    if facts.max_address_bytes < NO_LIMIT:
+        yield (
+            FAILURE if facts.gpus else WARNING,
+            f"a process may have {_gib(facts.max_address_bytes)}",
+            "ulimit -v unlimited: threads' stacks count, and CUDA reserves far more than it uses",
         )
-        if error
-    ]
-    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    faults += [
-        failure(
-            "sockets",
-            f"{variable} names {facts.environment[variable]}, and this host has "
-            f"{', '.join(facts.interfaces)}",
-            "unset it, or name an interface that there is on every host",
-        )
-        for variable in variables
-        if not _names_an_interface(facts.environment.get(variable, ""), facts.interfaces)
-    ]
-    yield from faults or [ok("sockets", "loopback and abstract unix sockets")]
 
 
-def _names_an_interface(named: str, interfaces: Sequence[str]) -> bool:
+def _check_sockets(facts: Facts) -> Iterator[Verdict]:
+    faults: list[Verdict] = []
+    if error := facts.loopback_error:
+        advice = "bring the loopback interface up (ip link set lo up), and let a firewall pass it"
+        faults.append((FAILURE, f"nothing can be sent over 127.0.0.1 ({error})", advice))
+    sandbox = "run on Linux, and in a sandbox that allows {}"
+    if error := facts.unix_error:
+        found = f"abstract unix sockets cannot be used ({error})"
+        faults.append((FAILURE, found, sandbox.format("them")))
+    if error := facts.memfd_error:
+        found = f"memory cannot be shared by memfd_create ({error})"
+        faults.append((FAILURE, found, sandbox.format("it")))
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        names = facts.environment.get(variable, "")
+        if not _names_an_interface(names, facts.interfaces):
+            found = f"{variable} names {names}, and this host has {', '.join(facts.interfaces)}"
+            advice = "unset it, or name an interface that there is on every host"
+            faults.append((FAILURE, found, advice))
+    yield from faults or [(OK, "loopback and abstract unix sockets")]
+
+
+def _names_an_interface(text: str, interfaces: Sequence[str]) -> bool:
     """Tell whether an interface is named; NCCL takes beginnings too, =names and ^exceptions."""
-    names = [name.removeprefix("=").partition(":")[0] for name in named.split(",") if name]
-    if not names or named.startswith("^"):
+    names = [name.removeprefix("=").partition(":")[0] for name in text.split(",") if name]
+    if not names or text.startswith("^"):
         return True
     return any(there.startswith(name) for name in names for there in interfaces)
 
 
-def _check_name(facts: Facts) -> Iterator[Check]:
-    mend = (
-        f"put {facts.host_name} into /etc/hosts; until then give torchrun --local-addr=127.0.0.1 "
-        "(procpipe run does not ask)"
+def _check_name(facts: Facts) -> Iterator[Verdict]:
+    name, (error, seconds) = facts.host_name, facts.name_lookup
+    advice = (
+        f"put {name} into /etc/hosts; until then give torchrun --local-addr=127.0.0.1 "
+        "(procpipe run needs no such address)"
     )
-    if facts.name_error:
-        told = f"no address is found for {facts.host_name} ({facts.name_error})"
-        yield warning("host name", told, mend)
-    elif facts.name_s > _SLOW_NAME_S:
-        told = f"finding the address of {facts.host_name} took {facts.name_s:.1f} s"
-        yield warning("host name", told, mend)
+    if error:
+        yield WARNING, f"no address is found for {name} ({error})", advice
+    elif seconds > _SLOW_NAME_S:
+        yield WARNING, f"finding the address of {name} took {seconds:.1f} s", advice
     else:
-        yield ok("host name", facts.host_name)
+        yield OK, name
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return (2, 13) for "2.13.0a0+cpu"."""
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+_CHECKS: Mapping[str, Callable[[Facts], Iterator[Verdict]]] = {
+    "Python": _check_python,
+    "torch": _check_torch,
+    "GPUs": _check_gpus,
+    "sharing GPUs": _check_sharing,
+    "peer access": _check_peer_access,
+    "cores": _check_cores,
+    "threads": _check_threads,
+    "memory": _check_memory,
+    "shared memory": _check_shared_memory,
+    "open files": _check_files,
+    "address space": _check_address_space,
+    "sockets": _check_sockets,
+    "host name": _check_name,
+}
+
+
+def check_channels(result: Result, num_processes: int) -> list[Check]:
+    """Judge how the measurement of the channels ended, and what it found."""
+    processes = counted(num_processes, "process")
+    if result.value is None:
+        found = f"{processes} could not measure the channels between them: {result.reason}"
+        advice = "repair what is found above; if that is nothing, what the processes report"
+        return [Check("start", FAILURE, found, advice)]
+    found = f"{processes} started, connected and ended in {result.seconds:.1f} s"
+    start = Check("start", OK, found)
+    pairs: Sequence[Mapping[str, Any]] = result.value["pairs"]
+    if not pairs:
+        return [start, Check("channels", OK, "none, as one process has no neighbours")]
+    is_cpu = all(rank["device"] == "cpu" for rank in result.value["ranks"])
+    faults = [*_check_latency(pairs), *_check_bandwidth(pairs, is_cpu=is_cpu)]
+    found = f"{min(map(_least, pairs)) / 1e9:.2f} GB/s and more between neighbouring stages"
+    return [start, *(faults or [Check("channels", OK, found)])]
+
+
+def _check_latency(pairs: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    slowest = max(pairs, key=lambda pair: float(pair["small_latency_s"]))
+    latency_s = slowest["small_latency_s"]
+    if latency_s > _SLOW_LATENCY_S:
+        yield Check(
+            "latency",
+            WARNING,
+            f"a message of 8 bytes takes {latency_s * 1e3:.1f} ms between {_stages(slowest)}",
+            "see what else runs on this host (top), and give each process a core of its own",
+        )
+
+
+def _check_bandwidth(pairs: Sequence[Mapping[str, Any]], *, is_cpu: bool) -> Iterator[Check]:
+    narrowest = min(pairs, key=_least)
+    least, most = _least(narrowest), max(map(_least, pairs))
+    usual = _SLOW_CPU_BYTES_PER_S if is_cpu else _SLOW_GPU_BYTES_PER_S
+    found = f"{least / 1e9:.2f} GB/s between {_stages(narrowest)}"
+    if least < usual:
+        yield Check(
+            "bandwidth",
+            WARNING,
+            f"{found}, where {usual / 1e9:.2f} GB/s and much more is usual",
+            "see what else runs on this host (top), and whether its CPU time is limited"
+            if is_cpu
+            else "run once with NCCL_DEBUG=INFO: 'via SHM' or 'via NET' means that these GPUs "
+            "cannot reach one another directly",
+        )
+    elif least < _OUTLIER * most:
+        yield Check(
+            "bandwidth",
+            WARNING,
+            f"{found}, {most / 1e9:.2f} GB/s between others",
+            "choose the order of devices so that neighbours are close (nvidia-smi topo -m), or a "
+            "balance that cuts where activations are small",
+        )
+
+
+def _stages(pair: Mapping[str, Any]) -> str:
+    return f"stages {pair['lower']} and {pair['lower'] + 1}"
+
+
+def _least(pair: Mapping[str, Any]) -> float:
+    return float(min(pair["down_bytes_per_s"], pair["up_bytes_per_s"]))
 
 
 def _gib(num_bytes: int) -> str:

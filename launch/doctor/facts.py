@@ -1,7 +1,7 @@
 """What ``procpipe doctor`` looks at: this host, its limits, and the Python and torch in use.
 
-Only looks, and judges nothing (see checks.py). What may hang, a driver or a name service, is asked
-in a process of its own with a time limit:
+Looks only; checks.py decides what is good. A driver or a name service may hang, so both are asked
+in processes of their own with a time limit:
 
     python -m procpipe.launch.doctor.facts     the GPUs, as JSON
 """
@@ -19,28 +19,42 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
+import torch
 
 from procpipe.job.pinning import Place, places_of_host
 from procpipe.job.topology import gpu_pcis, read_topology
 
-#: A driver that has to start takes seconds; one that is broken takes for ever.
+#: A driver that has to start takes seconds; a broken one never answers.
 _GPUS_TIMEOUT_S = 60.0
 _NAME_TIMEOUT_S = 10.0
 
+#: More than any limit.
+NO_LIMIT = 1 << 62
+
+#: The variables that change what happens.
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "PROCPIPE_PIN",
+)
+
 
 @dataclass(frozen=True)
-class Gpu:
+class VisibleGpu:
     """A GPU that torch can use.
 
     Attributes:
         name: its model.
-        pci: its address on the PCI bus; None if torch does not tell.
-        free_bytes: memory nobody uses.
+        pci: its address on the PCI bus; None if torch does not know it.
+        free_bytes: unused memory.
         total_bytes: all its memory.
         peers: the GPUs whose memory it can reach directly, by index.
     """
@@ -53,15 +67,8 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Torch:
-    """The torch in use.
-
-    Attributes:
-        version: "2.13.0+cpu".
-        is_distributed: whether it was built with torch.distributed.
-        cuda: the CUDA it was built for; "" for a build without.
-        nccl: NCCL's version; empty without.
-    """
+class TorchBuild:
+    """The torch in use: what it was built with, "" and () for nothing."""
 
     version: str
     is_distributed: bool = True
@@ -70,7 +77,7 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Limits:
+class GroupLimits:
     """What the control group of this process is given; None without a limit.
 
     Attributes:
@@ -84,120 +91,7 @@ class Limits:
     used_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Facts:
-    """All that is looked at. Texts called ``…_error`` are "" where all is well.
-
-    Attributes:
-        num_processes: how many processes the host is to run.
-        python: its version.
-        torch: the torch in use.
-        num_nvidia_devices: GPUs that the kernel's driver has, whether or not torch can use them.
-        gpus: those torch can use.
-        gpu_error: why torch could not be asked.
-        topology: cores in words.
-        places: where each process would run.
-        limits: the control group's.
-        available_bytes: the host's memory that is free or can be freed.
-        swapped_bytes: what is swapped out.
-        shm_bytes: size of /dev/shm, None without one.
-        shm_free_bytes: what is free of it.
-        max_files: how many files a process may have open.
-        max_files_hard: what it may raise that to.
-        max_address_bytes: limit of a process's address space, None without.
-        memfd_error: why memory cannot be shared as a file without a name.
-        unix_error: why abstract unix sockets cannot be used.
-        loopback_error: why a process cannot reach another over 127.0.0.1.
-        host_name: this host's.
-        name_error: why its address is not found.
-        name_s: seconds that took.
-        interfaces: the network interfaces.
-        environment: variables that matter, those that are set.
-    """
-
-    num_processes: int
-    python: str
-    torch: Torch
-    num_nvidia_devices: int
-    gpus: tuple[Gpu, ...]
-    gpu_error: str
-    topology: str
-    places: tuple[Place, ...]
-    limits: Limits
-    available_bytes: int
-    swapped_bytes: int
-    shm_bytes: int | None
-    shm_free_bytes: int
-    max_files: int
-    max_files_hard: int
-    max_address_bytes: int | None
-    memfd_error: str
-    unix_error: str
-    loopback_error: str
-    host_name: str
-    name_error: str
-    name_s: float
-    interfaces: tuple[str, ...]
-    environment: Mapping[str, str]
-
-
-#: The variables that change what happens.
-VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-    "PROCPIPE_PIN",
-)
-
-
-def gather(num_processes: int | None = None) -> Facts:
-    """Look at everything; takes a second or two, of which most is torch's.
-
-    Args:
-        num_processes: how many processes the host is to run; by default one a GPU, else one a core,
-            but 2 to 4.
-    """
-    torch = _torch()
-    num_devices = _num_nvidia_devices()
-    gpus, gpu_error = _gpus() if torch.cuda else ((), "")
-    topology = read_topology()
-    if num_processes is None:
-        num_processes = len(gpus) or max(2, min(4, len(topology.cores)))
-    name_error, name_s = _look_up_own_name()
-    shm_bytes, shm_free_bytes = _shared_memory()
-    max_files, max_files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    max_address, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return Facts(
-        num_processes=num_processes,
-        python=platform.python_version(),
-        torch=torch,
-        num_nvidia_devices=num_devices,
-        gpus=gpus,
-        gpu_error=gpu_error,
-        topology=topology.summary(),
-        places=tuple(places_of_host(num_processes, [gpu.pci for gpu in gpus][:num_processes])),
-        limits=limits_of(),
-        available_bytes=psutil.virtual_memory().available,
-        swapped_bytes=psutil.swap_memory().used,
-        shm_bytes=shm_bytes,
-        shm_free_bytes=shm_free_bytes,
-        max_files=_or_huge(max_files),
-        max_files_hard=_or_huge(max_files_hard),
-        max_address_bytes=None if max_address == resource.RLIM_INFINITY else max_address,
-        memfd_error=_try_memfd(),
-        unix_error=_try_socket(socket.AF_UNIX, f"\0procpipe-doctor-{os.getpid()}"),
-        loopback_error=_try_socket(socket.AF_INET, ("127.0.0.1", 0)),
-        host_name=socket.gethostname(),
-        name_error=name_error,
-        name_s=name_s,
-        interfaces=tuple(name for _, name in socket.if_nameindex()),
-        environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
-    )
-
-
-def limits_of(root: Path = Path("/")) -> Limits:
+def limits_of(root: Path = Path("/")) -> GroupLimits:
     """Read the limits of this process's control group, and of those around it.
 
     Args:
@@ -206,7 +100,7 @@ def limits_of(root: Path = Path("/")) -> Limits:
     num_cpus: list[float] = []
     memory: list[tuple[int, int]] = []
     for folder in _group_folders(root):
-        quota, period = [*_words(folder / "cpu.max"), "", ""][:2]
+        quota, period = [*_text(folder / "cpu.max").split(), "", ""][:2]
         if not quota:  # version 1 of control groups
             quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():  # "max" and -1 are no limit
@@ -215,7 +109,7 @@ def limits_of(root: Path = Path("/")) -> Limits:
         if limit.isdigit() and int(limit) < 1 << 60:  # version 1 writes its own infinity
             memory.append((int(limit), _used_bytes(folder)))
     limit_bytes, used_bytes = min(memory, key=lambda pair: pair[0] - pair[1], default=(None, 0))
-    return Limits(min(num_cpus, default=None), limit_bytes, used_bytes)
+    return GroupLimits(min(num_cpus, default=None), limit_bytes, used_bytes)
 
 
 def _group_folders(root: Path) -> list[Path]:
@@ -240,29 +134,9 @@ def _used_bytes(folder: Path) -> int:
     parts: dict[str, str] = dict(
         re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
     )
-    # Version 1 tells it with the groups inside this one, and without.
+    # Version 1 has it with the groups inside this one, and without.
     droppable = parts.get("total_inactive_file") or parts.get("inactive_file") or "0"
     return max(0, int(used) - int(droppable))
-
-
-def _torch() -> Torch:
-    import torch
-
-    return Torch(
-        version=str(torch.__version__),
-        is_distributed=torch.distributed.is_available(),
-        cuda=torch.version.cuda or "",
-        nccl=_nccl_version(),
-    )
-
-
-def _nccl_version() -> tuple[int, ...]:
-    import torch
-
-    try:
-        return tuple(torch.cuda.nccl.version())
-    except AttributeError:  # this torch was built without NCCL
-        return ()
 
 
 def _num_nvidia_devices() -> int:
@@ -271,27 +145,26 @@ def _num_nvidia_devices() -> int:
     return 0
 
 
-def _gpus() -> tuple[tuple[Gpu, ...], str]:
-    """Ask for the GPUs in another process; return them, and what went wrong."""
-    command = [sys.executable, "-W", "ignore", "-m", "procpipe.launch.doctor.facts"]
+def _nccl_version() -> tuple[int, ...]:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_GPUS_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return (), f"the driver has not answered in {_GPUS_TIMEOUT_S:.0f} s"
+        return tuple(torch.cuda.nccl.version())
+    except AttributeError:  # this torch was built without NCCL
+        return ()
+
+
+def _gpus() -> tuple[tuple[VisibleGpu, ...], str]:
+    """Ask the driver for the GPUs; return them, and what went wrong."""
+    words = ["-W", "ignore", "-m", "procpipe.launch.doctor.facts"]
+    output, error = _run_python(words, _GPUS_TIMEOUT_S)
     try:
-        told = json.loads(done.stdout)
+        found = json.loads(output)
     except ValueError:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return (), lines[-1]
-    return tuple(Gpu(**{**gpu, "peers": tuple(gpu["peers"])}) for gpu in told), ""
+        return (), error or "no answer"
+    return tuple(VisibleGpu(**{**gpu, "peers": tuple(gpu["peers"])}) for gpu in found), ""
 
 
 def print_gpus() -> None:
     """Print the GPUs that torch can use, as JSON."""
-    import torch
-
     found = []
     num_gpus = torch.cuda.device_count()
     for index, pci in enumerate(gpu_pcis()):
@@ -299,28 +172,30 @@ def print_gpus() -> None:
         reachable = torch.cuda.can_device_access_peer
         peers = tuple(k for k in range(num_gpus) if k != index and reachable(index, k))
         name = torch.cuda.get_device_name(index)
-        found.append(asdict(Gpu(name, pci, free_bytes, total_bytes, peers)))
+        found.append(asdict(VisibleGpu(name, pci, free_bytes, total_bytes, peers)))
     print(json.dumps(found))
 
 
-def _shared_memory() -> tuple[int | None, int]:
+def _shared_memory() -> tuple[int, int] | None:
     try:
         stat = os.statvfs("/dev/shm")
     except OSError:
-        return None, 0
-    return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+        return None
+    return stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
 
 
 def _try_memfd() -> str:
     try:
         os.close(os.memfd_create("procpipe-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except (OSError, AttributeError) as error:  # no such call outside Linux
-        return _told(error)
+        return _error_text(error)
     return ""
 
 
-def _try_socket(family: socket.AddressFamily, address: str | tuple[str, int]) -> str:
+def _try_socket(family: socket.AddressFamily) -> str:
     """Send a byte from one socket to another."""
+    is_unix = family == socket.AF_UNIX
+    address = f"\0procpipe-doctor-{os.getpid()}" if is_unix else ("127.0.0.1", 0)
     try:
         with socket.socket(family) as listener, socket.socket(family) as ours:
             listener.settimeout(5)
@@ -334,40 +209,44 @@ def _try_socket(family: socket.AddressFamily, address: str | tuple[str, int]) ->
                 if theirs.recv(1) != b"x":
                     return "what was sent did not arrive"
     except OSError as error:
-        return _told(error)
+        return _error_text(error)
     return ""
 
 
 def _look_up_own_name() -> tuple[str, float]:
-    """Look up this host's address by its name; return what went wrong, and the seconds taken."""
     code = "import socket; socket.getaddrinfo(socket.gethostname(), None)"
     start_s = time.monotonic()
+    _, error = _run_python(["-S", "-c", code], _NAME_TIMEOUT_S)
+    return error, time.monotonic() - start_s
+
+
+def _run_python(words: Sequence[str], timeout_s: float) -> tuple[str, str]:
+    """Run Python; return what it printed, and what went wrong."""
     try:
         done = subprocess.run(
-            [sys.executable, "-S", "-c", code],
+            [sys.executable, *words],
             capture_output=True,
             text=True,
-            timeout=_NAME_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no answer in {_NAME_TIMEOUT_S:.0f} s", _NAME_TIMEOUT_S
-    lines = done.stderr.strip().splitlines()
-    return (lines[-1] if done.returncode and lines else ""), time.monotonic() - start_s
+        return "", f"no answer in {timeout_s:.0f} s"
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return done.stdout, lines[-1] if done.returncode else ""
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno:
         return f"{errno.errorcode.get(error.errno, error.errno)}: {error.strerror}"
     return f"{type(error).__name__}: {error}"
 
 
-def _or_huge(limit: int) -> int:
-    return 1 << 62 if limit == resource.RLIM_INFINITY else limit
-
-
-def _words(path: Path) -> list[str]:
-    return _text(path).split()
+def _limit(name: int) -> tuple[int, int]:
+    """Return a limit of this process, and up to what it may be raised."""
+    soft, hard = (value if value != resource.RLIM_INFINITY else NO_LIMIT
+                  for value in resource.getrlimit(name))  # fmt: skip
+    return soft, hard
 
 
 def _text(path: Path) -> str:
@@ -375,6 +254,66 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the checks look at; an ``…_error`` says what went wrong, "" if nothing did.
+
+    The first ones depend on one another and come from ``gather``; the others look by themselves.
+    """
+
+    num_processes: int
+    torch: TorchBuild
+    gpus: tuple[VisibleGpu, ...]
+    gpu_error: str
+    topology: str
+    places: tuple[Place, ...]  # where each process would run
+
+    python: str = field(default_factory=platform.python_version)
+    #: GPUs that the kernel's driver has, whether or not torch can use them.
+    num_nvidia_devices: int = field(default_factory=_num_nvidia_devices)
+    limits: GroupLimits = field(default_factory=limits_of)
+    #: Memory that is free or can be freed.
+    available_bytes: int = field(default_factory=lambda: int(psutil.virtual_memory().available))
+    swapped_bytes: int = field(default_factory=lambda: int(psutil.swap_memory().used))
+    #: What is free of /dev/shm, and its size; None without one.
+    shm_bytes: tuple[int, int] | None = field(default_factory=_shared_memory)
+    #: How many files a process may have open, and up to how many it may allow itself.
+    max_files: tuple[int, int] = field(default_factory=lambda: _limit(resource.RLIMIT_NOFILE))
+    max_address_bytes: int = field(default_factory=lambda: _limit(resource.RLIMIT_AS)[0])
+    memfd_error: str = field(default_factory=_try_memfd)
+    unix_error: str = field(default_factory=lambda: _try_socket(socket.AF_UNIX))
+    loopback_error: str = field(default_factory=lambda: _try_socket(socket.AF_INET))
+    host_name: str = field(default_factory=socket.gethostname)
+    #: The error of looking up the address of the host's name, and the seconds that took.
+    name_lookup: tuple[str, float] = field(default_factory=_look_up_own_name)
+    interfaces: tuple[str, ...] = field(
+        default_factory=lambda: tuple(name for _, name in socket.if_nameindex())
+    )
+    environment: Mapping[str, str] = field(
+        default_factory=lambda: {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    )
+
+
+def gather(num_processes: int | None = None) -> Facts:
+    """Look at everything; takes a second or two, of which most is torch's.
+
+    Args:
+        num_processes: how many processes the host is to run; by default one for each GPU, else one
+            for each core, but 2 to 4.
+    """
+    build = TorchBuild(
+        str(torch.__version__),
+        torch.distributed.is_available(),
+        torch.version.cuda or "",
+        _nccl_version(),
+    )
+    gpus, gpu_error = _gpus() if build.cuda else ((), "")
+    topology = read_topology()
+    number = num_processes or len(gpus) or max(2, min(4, len(topology.cores)))
+    places = places_of_host(number, [gpu.pci for gpu in gpus][:number])
+    return Facts(number, build, gpus, gpu_error, topology.summary(), tuple(places))
 
 
 if __name__ == "__main__":

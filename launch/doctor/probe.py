@@ -1,15 +1,15 @@
-"""Measures the channels between neighbouring stages: what ``procpipe doctor`` starts on every rank.
+"""Measures the channels between neighbouring stages; ``procpipe doctor`` starts it on every rank.
 
     torchrun --nproc_per_node=4 -m procpipe.launch.doctor.probe
 
-The same sockets, transport and ends of channels as in a pipeline, one pair of neighbours after the
+It uses the sockets, transports and channels of a pipeline, for one pair of neighbours after the
 other while all others wait. A round is
 
     leader                        follower
     1 or 4 messages ───────────>  takes them
     <──────────── the answer ───  as large as a message (latency), or 8 bytes (bandwidth)
 
-Latency is half the median round. Rank 0 writes what all have found, as JSON.
+The latency is half the median round. Rank 0 writes all results, as JSON.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from procpipe.run.control import Control
 from procpipe.run.wiring import agree_on_transports
 from procpipe.tree import Flat
 
-#: The mesh's kinds of a pair's channels, 0 being the control plane's.
+#: The ids of a pair's two channels; 0 is the control plane's.
 _DOWN, _UP = 1, 2
 
 _SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 8, 64 << 10, 16 << 20
 
-#: Large messages under way at a time, so that their own latency does not count.
+#: Large messages are under way together, so that their latency does not count.
 _BURST = 4
 _BURST_BYTES = _BURST * _LARGE_BYTES
 
-#: A measurement ends after so many rounds, or after the first one that ends later than this.
+#: A measurement ends after this many rounds, or after the first one that ends later than this.
 _MAX_ROUNDS = 200
 _BUDGET_S = 0.25
 _MIN_ROUNDS = 3
@@ -62,7 +62,7 @@ class Line:
         self._device = device
 
     def lead(self, num_bytes: int, num_messages: int) -> float:
-        """Run rounds, and return the median of their seconds."""
+        """Lead rounds; return their median seconds."""
         tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         rounds_s: list[float] = []
         deadline_s = time.monotonic() + _BUDGET_S
@@ -81,7 +81,7 @@ class Line:
         return statistics.median(rounds_s[1:])  # the first one warms up
 
     def follow(self, num_messages: int, *, echo: bool) -> None:
-        """Answer the rounds that the neighbour leads."""
+        """Answer the neighbour's rounds."""
         short = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device=self._device)
         is_last = False
         while not is_last:
@@ -100,10 +100,10 @@ class Line:
 
 
 def measure(world: World, lines: Mapping[int, Line], control: Control) -> dict[str, float]:
-    """Measure with both neighbours in turn; every rank calls it, and it waits for all of them.
+    """Measure with both neighbours; every rank calls it, and it waits for all of them.
 
     Returns:
-        What this rank has led, by "lower rank/what": see ``report``.
+        What this rank measured, by "lower rank/quantity": see ``report``.
     """
     found: dict[str, float] = {}
     for lower in range(world.num_ranks - 1):
@@ -123,21 +123,21 @@ def measure(world: World, lines: Mapping[int, Line], control: Control) -> dict[s
     return found
 
 
-def report(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Put together what all ranks have told.
+def report(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Combine what all ranks measured.
 
     Returns:
         "ranks": each one's device and CPUs; "pairs": for each pair of neighbours the lower rank,
         the one-way latencies of 8 bytes and 64 KiB in seconds, and the bytes a second of 16 MiB
         messages down to the next rank and back up.
     """
-    found = {key: value for each in told for key, value in each["found"].items()}
-    kinds = ("small_latency_s", "middle_latency_s", "down_bytes_per_s", "up_bytes_per_s")
+    found = {key: value for one in of_ranks for key, value in one["found"].items()}
+    quantities = ("small_latency_s", "middle_latency_s", "down_bytes_per_s", "up_bytes_per_s")
     pairs = [
-        {"lower": lower} | {kind: found[f"{lower}/{kind}"] for kind in kinds}
-        for lower in range(len(told) - 1)
+        {"lower": lower} | {quantity: found[f"{lower}/{quantity}"] for quantity in quantities}
+        for lower in range(len(of_ranks) - 1)
     ]
-    return {"ranks": [each["self"] for each in told], "pairs": pairs}
+    return {"ranks": [one["self"] for one in of_ranks], "pairs": pairs}
 
 
 def probe(world: World) -> dict[str, Any]:
@@ -161,10 +161,10 @@ def probe(world: World) -> dict[str, Any]:
         "cpus": cpus_text(os.sched_getaffinity(0)),
         "connect_s": connect_s,
     }
-    told: dict[str, Any] = control.agree({"self": ours, "found": found}, report)
+    reported: dict[str, Any] = control.agree({"self": ours, "found": found}, report)
     world.drain()
-    control.agree(None, lambda _: None)  # who closes first would cut another's last transfer
-    return told
+    control.agree(None, lambda _: None)  # a rank that closes early would cut a last transfer
+    return reported
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,12 +172,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m procpipe.launch.doctor.probe", description=__doc__
     )
-    parser.add_argument("--output", type=Path, help="write to this file, not to standard output")
-    parser.add_argument("--timeout-s", type=float, default=20.0, help="of each wait for a peer")
+    parser.add_argument("--output", type=Path, help="a file instead of standard output")
+    parser.add_argument(
+        "--timeout-s", type=float, default=20.0, help="limit of each wait for a peer"
+    )
     options = parser.parse_args(argv)
     world = World.from_environment(timeout_s=options.timeout_s)
     try:
-        told = json.dumps(probe(world))
+        text = json.dumps(probe(world))
     except BaseException as error:
         if not isinstance(error, RemoteStageError):
             world.give_up("".join(traceback.format_exception(error)))
@@ -186,9 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         world.close()
     if world.rank == 0 and options.output is not None:
-        options.output.write_text(told)
+        options.output.write_text(text)
     elif world.rank == 0:
-        print(told)
+        print(text)
     return 0
 
 

@@ -1,9 +1,7 @@
-"""``procpipe plan --check``: runs what was proposed, and puts what was measured beside it.
+"""``procpipe plan --check``: runs what was proposed, and measures it.
 
-    procpipe plan ── torchrun ── rank 0 … rank n - 1     each builds the stage of the proposal,
-      └─ waits, then reads                               runs some steps and writes what it saw
-
-This module is both: ``rehearse`` starts the processes, and is what they run.
+``rehearse`` starts this module on every rank. Each one builds the stage of the proposal, runs some
+steps and writes what it measured:
 
     python -m procpipe.launch.plan.check --settings FILE --output FILE
 """
@@ -22,20 +20,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from procpipe.launch.doctor.measuring import measure
+import torch
+
+from procpipe import Stage
 from procpipe.launch.plan.subject import MistakeError, Named, load
+from procpipe.launch.start_ranks import start_ranks
 from procpipe.tuning.propose import Proposal
 
-PROGRAM = ("-m", "procpipe.launch.plan.check")
-
-#: How long processes may take to start, and to run their steps, beside the predicted time.
+#: How long processes may take to start, and how many times the predicted time to run their steps.
 _START_TIMEOUT_S = 120.0
 _TIMES_PREDICTED = 20.0
 
-#: Steps that are not counted: as many as schedule="auto" measures and tries plans in, or a few.
+#: Steps before those that count. schedule="auto" measures and tries plans in them.
 _NUM_WARM_UP_OF_AUTO, _NUM_WARM_UP = 16, 2
 
-#: Those that are: as many as fit into some seconds.
+#: Steps that count: as many as are predicted to fit into some seconds.
 _MIN_STEPS, _MAX_STEPS = 3, 50
 _BUDGET_S = 2.0
 
@@ -46,11 +45,11 @@ class Rehearsal:
 
     Attributes:
         step_s: seconds of a mini-batch, the median.
-        idle: the share of it that a stage rests, as the mean over stages.
+        idle: the share of it that stages are idle, the mean over stages.
         task_s: seconds of a task, by kind and partition: "F0".
         held_bytes: the most that each stage held between tasks, in the steps that count.
-        schedule: what the last step ran, as ``Stage.schedule`` tells it.
-        tasks: the tasks of each stage in it, in order: "F0@0".
+        schedule: ``Stage.schedule`` after the last step.
+        tasks: the tasks of each stage in the last step, in order: "F0@0".
     """
 
     step_s: float
@@ -66,69 +65,57 @@ def rehearse(
 ) -> Rehearsal:
     """Run a proposal on as many processes as it has stages, on this host.
 
-    Args:
-        proposal: what to run.
-        arguments: those of ``Stage`` beside the model, the loss and the devices.
-        named: the model and what it is trained with.
-        device_type: "cpu" or "cuda".
+    The ``arguments`` are those of ``Stage``, but for the model, the loss and the devices.
 
     Raises:
-        RuntimeError: it could not be run; says what the processes told.
+        RuntimeError: it could not be run.
     """
     num_stages = proposal.plan.num_stages
     num_steps = max(_MIN_STEPS, min(_MAX_STEPS, int(_BUDGET_S / proposal.total_s)))
     num_warm_up = _NUM_WARM_UP_OF_AUTO if arguments["schedule"] == "auto" else _NUM_WARM_UP
+    devices = ["cpu"] * num_stages if device_type == "cpu" else None
     settings = {
         "named": asdict(named),
-        "stage": {
-            **arguments,
-            "devices": ["cpu"] * num_stages if device_type == "cpu" else None,
-        },
+        "stage": {**arguments, "devices": devices},
         "num_warm_up": num_warm_up,
         "num_steps": num_steps,
     }
+    run_s = _TIMES_PREDICTED * (num_warm_up + num_steps) * proposal.total_s
     with tempfile.TemporaryDirectory(prefix="procpipe-plan-") as folder:
         file = Path(folder, "settings.json")
         file.write_text(json.dumps(settings))
-        measured = measure(
-            num_stages,
-            timeout_s=_START_TIMEOUT_S
-            + _TIMES_PREDICTED * (num_warm_up + num_steps) * proposal.total_s,
-            program=(*PROGRAM, "--settings", str(file)),
-        )
-    if measured.report is None:
-        raise RuntimeError(measured.story)
-    return _rehearsal([measured.report[str(rank)] for rank in range(num_stages)])
-
-
-def _rehearsal(of_ranks: Sequence[Mapping[str, Any]]) -> Rehearsal:
-    """Put together what each rank has seen."""
-    step_s = max(statistics.median(told["steps_s"]) for told in of_ranks)
-    busy_s = [statistics.median(told["busy_s"]) for told in of_ranks]
-    task_s = {name: seconds for told in of_ranks for name, seconds in told["task_s"].items()}
-    idle = 1 - sum(busy_s) / (len(of_ranks) * step_s)
-    held_bytes = tuple(told["held_bytes"] for told in of_ranks)
-    tasks = tuple(tuple(told["tasks"]) for told in of_ranks)
-    return Rehearsal(step_s, idle, task_s, held_bytes, of_ranks[0]["schedule"], tasks)
+        program = ("-m", "procpipe.launch.plan.check", "--settings", str(file))
+        result = start_ranks(num_stages, program, _START_TIMEOUT_S + run_s)
+    if result.value is None:
+        raise RuntimeError(result.reason)
+    of_ranks = [result.value[str(rank)] for rank in range(num_stages)]
+    step_s = max(statistics.median(one["steps_s"]) for one in of_ranks)
+    busy_s = sum(statistics.median(one["busy_s"]) for one in of_ranks)
+    return Rehearsal(
+        step_s=step_s,
+        idle=1 - busy_s / (num_stages * step_s),
+        task_s={name: seconds for one in of_ranks for name, seconds in one["task_s"].items()},
+        held_bytes=tuple(one["held_bytes"] for one in of_ranks),
+        schedule=of_ranks[0]["schedule"],
+        tasks=tuple(tuple(one["tasks"]) for one in of_ranks),
+    )
 
 
 # -- on each rank ---------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the steps on this rank; rank 0 writes what all ranks have seen."""
+    """Run the steps on this rank; rank 0 writes what all ranks measured."""
     parser = argparse.ArgumentParser(prog="procpipe.launch.plan.check")
     parser.add_argument("--settings", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(argv)
     settings = json.loads(options.settings.read_text())
-    from procpipe import Stage
-
     subject = load(Named(**settings["named"]))
     stage = Stage(subject.model, loss_fn=subject.loss_fn, **settings["stage"])
     for _ in range(settings["num_warm_up"]):
         _step(stage, subject.inputs, subject.target)
-    stage.reset_peak_held_bytes()  # auto has measured with plans that hold more, and tried others
+    stage.reset_peak_held_bytes()  # "auto" measures and tries plans that may hold more
     steps_s, busy_s = [], []
     tasks_s: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(settings["num_steps"]):
@@ -146,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "tasks": [str(timed.task) for timed in tasks],
     }
     _file_of(options.output, stage.rank).write_text(json.dumps(ours))
-    stage.report()  # which waits for all ranks, so that all files are there
+    stage.report()  # waits for all ranks, so that all files are there
     if stage.rank == 0:
         files = [_file_of(options.output, rank) for rank in range(len(stage.devices))]
         found = {rank: json.loads(file.read_text()) for rank, file in enumerate(files)}
@@ -159,8 +146,6 @@ def _step(stage: Any, inputs: Sequence[Any], target: Any) -> float:
     begun = time.perf_counter()
     stage.step(*inputs, target=target)
     if stage.device.type == "cuda":
-        import torch
-
         torch.cuda.synchronize(stage.device)
     return time.perf_counter() - begun
 

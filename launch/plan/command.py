@@ -1,11 +1,11 @@
-"""``procpipe plan``: proposes how to run a model on several devices, and predicts what comes of it.
+"""``procpipe plan``: proposes how to run a model on several devices, and predicts time and memory.
 
     procpipe plan mymodel:build --sample mymodel:sample -n 4 --memory 24GiB
 
-1  measure the layers of the model here, one by one (plan_measure.py), or read what was measured
-2  simulate every schedule, checkpoint mode, number of chunks and some balances (procpipe.plan)
-3  tell the best of each, and all of the chosen one: stages, timeline, the line to paste
-4  with --check, run it and put what is measured beside it (plan_check.py)
+1  measure the layers of the model here, one by one (measure.py), or read saved costs
+2  simulate every schedule, checkpoint mode, number of chunks and some balances (procpipe.tuning)
+3  print the best of each, and of the chosen one its stages, timeline and the line to paste
+4  with --check, run it and compare (check.py)
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -33,7 +32,6 @@ from procpipe.launch.plan.report import (
     has_run,
     line_to_paste,
     overview_table,
-    show,
     stages_table,
 )
 from procpipe.launch.plan.subject import MistakeError, Named, SizeError, Subject, load
@@ -52,14 +50,8 @@ from procpipe.tuning.propose import (
 from procpipe.words import bytes_text, counted, seconds_text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Propose, and tell.
-
-    Args:
-        argv: the words after ``procpipe plan``.
-
-    Returns:
-        0; 1 if nothing fits, or the check fails; 130 after Ctrl-C.
+def main(argv: Sequence[str]) -> int:
+    """Propose plans as the words after ``procpipe plan`` ask; return 1 if nothing fits, else 0.
 
     Raises:
         SystemExit: the words are wrong (code 2), or ask for help.
@@ -69,10 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _Planning(options).main()
     except MistakeError as mistake:
-        _refuse(reader, str(mistake))
-    except KeyboardInterrupt:
-        print("procpipe plan: interrupted", file=sys.stderr)
-        return 130
+        print(f"procpipe plan: {mistake}", file=sys.stderr)
+        raise SystemExit(2) from mistake
 
 
 class _Planning:
@@ -95,7 +85,7 @@ class _Planning:
             self._memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
 
     def main(self) -> int:
-        """Measure or read, propose, tell, and check."""
+        """Measure or read, propose, print, and check."""
         options = self._options
         measured = self._read() if options.costs else self._measure()
         if options.save:
@@ -106,7 +96,7 @@ class _Planning:
         except ValueError as error:
             raise MistakeError(str(error)) from error
         chosen = choose(proposals, question.memory_bytes)
-        self._tell(measured, question, proposals, chosen)
+        self._print(measured, question, proposals, chosen)
         if chosen is None:
             return 1
         return self._check(chosen) if options.check else 0
@@ -114,7 +104,7 @@ class _Planning:
     def _measure(self) -> Measured:
         options = self._options
         if self._device.type == "cpu":
-            torch.set_num_threads(1)  # as many as a process has that shares the host with others
+            torch.set_num_threads(1)  # as in a process that shares the host with others
         subject = load(self._named)
         chunks = options.chunks or default_chunks(subject.batch, options.n)
         if most := [count for count in chunks if count > subject.batch]:
@@ -131,24 +121,23 @@ class _Planning:
         if self._device.type == "cuda":
             name = torch.cuda.get_device_name(self._device)
         model = self._measure_layers(subject, chunks, name)
-        link, story = measure_link(self._device)
-        self._say(f"transfers: {link.bytes_per_s / 1e9:.1f} GB/s ({story})")
+        link, source = measure_link(self._device)
+        _print(f"transfers: {link.bytes_per_s / 1e9:.1f} GB/s ({source})")
         if not options.loss:
-            self._say(
+            _print(
                 "no --loss is given: the mean of squares of the output stands in for it, which "
                 "may be cheaper"
             )
         return Measured(model, subject.batch, link, name)
 
     def _measure_layers(self, subject: Subject, chunks: Sequence[int], name: str) -> Model:
-        """Measure on all sizes, but for small ones that only the default asks for and that fail."""
+        """Measure on all sizes; leave out small ones that fail, unless --chunks asks for them."""
         batch, left_out = subject.batch, ""
         while True:
             sizes = sizes_to_measure(batch, chunks)
-            told = ", ".join(map(str, sizes))
-            self._say(
+            _print(
                 f"measuring {counted(len(subject.model), 'layer')} on {name}, micro-batches of "
-                f"{told} {'sample' if sizes == (1,) else 'samples'} …"
+                f"{', '.join(map(str, sizes))} {'sample' if sizes == (1,) else 'samples'} …"
             )
             try:
                 model: Model = measure_model(subject, sizes, self._device)
@@ -168,7 +157,7 @@ class _Planning:
                 ) from error
             if left_out:
                 self._chunks = tuple(chunks)
-                self._say(
+                _print(
                     f"left out: micro-batches of less than {sizes[0]}, since the model cannot be "
                     f"run on {left_out}"
                 )
@@ -189,7 +178,7 @@ class _Planning:
             path.write_text(to_text(measured), encoding="utf-8")
         except OSError as error:
             raise MistakeError(f"--save {path} cannot be written: {error}") from error
-        self._say(f"saved the layers' costs: --costs {path}")
+        _print(f"saved the layers' costs: --costs {path}")
 
     def _question(self, measured: Measured) -> Question:
         options = self._options
@@ -208,7 +197,7 @@ class _Planning:
         except ValueError as error:
             raise MistakeError(str(error)) from error
 
-    def _tell(
+    def _print(
         self,
         measured: Measured,
         question: Question,
@@ -216,28 +205,29 @@ class _Planning:
         chosen: Proposal | None,
     ) -> None:
         memory_bytes, one_s = question.memory_bytes, alone_s(measured.model, question)
-        self._say(
+        _print(
             f"a mini-batch of {counted(question.batch, 'sample')} on "
             f"{counted(question.num_devices, 'device')}; one alone, if it had the memory, would "
             f"take {seconds_text(one_s)}\n"
         )
         best = best_of_each(proposals, memory_bytes)
         if chosen is not None:
-            best = [chosen if _are_alike(chosen, other) else other for other in best]
-        show(self._console, overview_table(best, chosen, one_s, memory_bytes))
+            kind = chosen.schedule, chosen.checkpoint
+            best = [chosen if (p.schedule, p.checkpoint) == kind else p for p in best]
+        overview_table(best, chosen, one_s, memory_bytes).print(self._console)
         print()
         if chosen is None:
             least = leanest(proposals)
             assert memory_bytes is not None, "without a limit everything fits"
             needed_bytes = max(least.needed_bytes)
-            self._say(
+            _print(
                 f"nothing fits into {bytes_text(memory_bytes)}: the least is "
                 f"{bytes_text(needed_bytes)} ({needed_bytes} bytes) a device, by\n\n"
                 f"    {self._line(least, needed_bytes)}\n\n"
                 "More devices, a smaller --batch, or layers divided into smaller ones need less."
             )
             return
-        show(self._console, stages_table(measured.model, chosen, memory_bytes))
+        stages_table(measured.model, chosen, memory_bytes).print(self._console)
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         print(f"\n{render_timeline_text(chosen.timeline, width)}")
         print(f"{self._line(chosen, memory_bytes)}\n", flush=True)
@@ -246,7 +236,7 @@ class _Planning:
         num_processes, num_cores = chosen.plan.num_stages, len(os.sched_getaffinity(0))
         is_cpu = self._device.type == "cpu"
         if is_cpu and num_cores < num_processes:
-            self._say(
+            _print(
                 f"{num_processes} processes share {num_cores} cores here, so what is measured will "
                 "be slower than predicted\n"
             )
@@ -257,30 +247,18 @@ class _Planning:
         except RuntimeError as error:
             print(f"procpipe plan: the check failed: {error}", file=sys.stderr)
             return 1
-        show(self._console, check_table(chosen, measured, is_cpu=is_cpu))
+        check_table(chosen, measured, is_cpu=is_cpu).print(self._console)
         if not has_run(chosen, measured):
-            self._say(
+            _print(
                 f"\n{measured.schedule} came to another plan than was predicted, so idle time and "
-                "what is held are not compared."
+                "held memory are not compared."
             )
         return 0
 
     def _line(self, proposal: Proposal, memory_bytes: int | None) -> str:
         loss = self._options.loss.rpartition(":")[2] or "loss_fn"
-        line: str = line_to_paste(arguments_of(proposal, memory_bytes), loss)
-        return line
-
-    def _say(self, text: str) -> None:
-        print(text, flush=True)
+        return str(line_to_paste(arguments_of(proposal, memory_bytes), loss))
 
 
-def _are_alike(one: Proposal, other: Proposal) -> bool:
-    return (one.schedule, one.checkpoint) == (other.schedule, other.checkpoint)
-
-
-def _refuse(reader: argparse.ArgumentParser, told: str) -> NoReturn:
-    reader.exit(2, f"procpipe plan: {told}\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _print(text: str) -> None:
+    print(text, flush=True)

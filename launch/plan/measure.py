@@ -1,7 +1,7 @@
-"""Measures what ``procpipe plan`` needs to know of a model and of the device it runs on.
+"""Measures the layers of a model, and the link between devices, for ``procpipe plan``.
 
-A layer is measured on micro-batches of up to three sizes: the smallest and the largest that are
-to be tried, and one between. Sizes in between are read off a straight line.
+A layer is measured on micro-batches of up to three sizes: the smallest, the largest, and one
+between. Other sizes are interpolated.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from procpipe.launch.plan.subject import MistakeError, SizeError, Subject
 from procpipe.model.cut import check_model
 from procpipe.tuning.model import Layer, Link, Model, Skip
 
-#: For each size, unless three rounds take longer.
+#: For each size; longer if three rounds take longer.
 _BUDGET_S = 0.5
 
 _COPY_BYTES = 16 << 20
 _NUM_COPIES = 9
 
-#: From the end of a task until a message of a few bytes is with another process or device.
+#: From the end of a task until a message of a few bytes has reached another process or device.
 _CPU_LATENCY_S, _GPU_LATENCY_S = 50e-6, 20e-6
 
-#: 16 lanes of PCIe 4: what two GPUs in one host can at least expect.
+#: 16 lanes of PCIe 4: the least between two GPUs of one host.
 _GPU_BYTES_PER_S = 20e9
 
 
@@ -46,13 +46,13 @@ def measure_model(subject: Subject, sizes: Sequence[int], device: torch.device) 
 
     Raises:
         SizeError: the model cannot be run on as many samples, or on any.
-        MistakeError: a ``Stage`` would not take it, whatever the balance.
+        MistakeError: a ``Stage`` would refuse it, whatever the balance.
     """
     try:
         check_model(subject.model)
     except ValueError as error:
         raise MistakeError(str(error)) from error
-    loss = Loss(subject.loss_fn, None)  # a stage's, which is as strict
+    loss = Loss(subject.loss_fn, None)  # as strict as that of a stage
     profiles = []
     for size in sizes:
         inputs, target = subject.micro_batch(size)
@@ -75,7 +75,7 @@ def measure_model(subject: Subject, sizes: Sequence[int], device: torch.device) 
 
 
 def shared_by(model: nn.Sequential) -> tuple[tuple[int, int], ...]:
-    """List the first and the last of layers that share a parameter or buffer."""
+    """Return the first and the last of the layers that share a parameter or buffer."""
     users: dict[int, list[int]] = {}
     for k, layer in enumerate(model):
         for tensor in chain(layer.parameters(), layer.buffers()):
@@ -84,11 +84,7 @@ def shared_by(model: nn.Sequential) -> tuple[tuple[int, int], ...]:
 
 
 def measure_link(device: torch.device) -> tuple[Link, str]:
-    """Measure how fast tensors get from one device to the next, by copying some.
-
-    Returns:
-        The link, and in words where it is from.
-    """
+    """Measure the link from one device to the next by copying; also return how, in words."""
     if device.type != "cuda":
         source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
         copy_s = _copy_seconds(source, torch.empty_like(source))
@@ -113,7 +109,7 @@ def _copy_seconds(source: torch.Tensor, destination: torch.Tensor) -> float:
 
 
 def _model(sizes: Sequence[int], profiles: Sequence[Profile]) -> Model:
-    """Put together what was measured on each size."""
+    """Combine what was measured on each size."""
     losses = [profile.loss for profile in profiles if profile.loss is not None]
     start_f_s, start_b_s = (statistics.median(p.start_s[k] for p in profiles) for k in (0, 1))
     return Model(

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 import torch
 
-from procpipe.launch.plan.report import parse_bytes
+from procpipe.launch.console import positive
 from procpipe.launch.plan.subject import MistakeError
 
 #: Bytes that an optimizer keeps for each byte of the parameters that it trains.
 STATES = {"adam": 2.0, "momentum": 1.0, "sgd": 0.0, "none": 0.0}
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+}
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b|b?)")
 
 _EPILOG = """\
 A step is the forward and backward of a mini-batch, without the optimizer's. Memory is that of
@@ -24,11 +32,11 @@ exit code: 0; 1 if nothing fits into memory, or --check fails; 2 for a mistake i
 
 
 def device_type(asked: str | None) -> str:
-    """Return the type of device that is asked for, or else there."""
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and there == "cpu":
+    """Return the type of device that is asked for; by default a GPU's, if there is one."""
+    present = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and present == "cpu":
         raise MistakeError("--device cuda: there is no GPU that torch can use here")
-    return asked or there
+    return asked or present
 
 
 def check_options(options: argparse.Namespace, device: torch.device) -> None:
@@ -44,9 +52,8 @@ def check_options(options: argparse.Namespace, device: torch.device) -> None:
     if options.costs:
         for name in ("model", "sample", "save", "check"):
             if getattr(options, name):
-                raise MistakeError(
-                    f"--costs is in the place of a model, so leave out {_SPELT[name]}"
-                )
+                option = "the model" if name == "model" else f"--{name}"
+                raise MistakeError(f"--costs replaces a model, so leave out {option}")
     elif not options.model:
         raise MistakeError("a model is needed, as in mymodel:build, or --costs with those of one")
     elif not options.sample:
@@ -60,15 +67,12 @@ def check_options(options: argparse.Namespace, device: torch.device) -> None:
         )
 
 
-_SPELT = {"model": "the model", "sample": "--sample", "save": "--save", "check": "--check"}
-
-
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="procpipe plan",
         description="Propose balance, chunks, checkpoint mode and schedule for a model, predict "
-        "what comes of it, and write the line to paste.",
+        "its times and memory, and print the line to paste.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,10 +83,10 @@ def parser() -> argparse.ArgumentParser:
         help="a mini-batch, (input, target) or the input alone; or a function for it")  # fmt: skip
     add("--loss", default="", metavar="MODULE:NAME",
         help="the loss function, of output and target, or of the output alone")  # fmt: skip
-    add("-n", type=_count, required=True, metavar="N", help="how many devices there are")
+    add("-n", type=positive, required=True, metavar="N", help="how many devices there are")
     add("--memory", type=_memory, metavar="BYTES",
         help="of each device, as in 24GiB; by default a GPU's own, no limit on CPUs")  # fmt: skip
-    add("--batch", type=_count, metavar="B",
+    add("--batch", type=positive, metavar="B",
         help="samples in a mini-batch; by default those of the sample")  # fmt: skip
     add("--chunks", type=_chunks, metavar="M,M,…",
         help="numbers of chunks to try; by default powers of two up to 8 a device")  # fmt: skip
@@ -97,36 +101,41 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 1")
-    return int(text)
-
-
 def _chunks(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if "" in parts:
         raise argparse.ArgumentTypeError(
             f"{text!r} has a comma without a number on each side; numbers of chunks read like 8,16"
         )
-    return [_count(part) for part in parts]
+    return [positive(part) for part in parts]
+
+
+def parse_bytes(text: str) -> int:
+    """Read an amount of bytes: "24GiB", "80GB", "500MiB".
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    match = _AMOUNT.fullmatch(text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an amount of bytes; one reads like 24GiB or 500MB"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _memory(text: str) -> int:
-    try:
-        num_bytes: int = parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    num_bytes = parse_bytes(text)
     if not num_bytes:
-        raise argparse.ArgumentTypeError(f"{text}: a device without memory runs nothing")
+        raise argparse.ArgumentTypeError(f"{text}: a device needs memory")
     return num_bytes
 
 
 def _bandwidth(text: str) -> float:
     try:
-        found = parse_bytes(text.removesuffix("/s"))
-    except ValueError:
-        found = 0
-    if not found:
+        num_bytes = parse_bytes(text.removesuffix("/s"))
+    except argparse.ArgumentTypeError:
+        num_bytes = 0
+    if not num_bytes:
         raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth; one reads like 20GB/s")
-    return float(found)
+    return float(num_bytes)

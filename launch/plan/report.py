@@ -1,92 +1,24 @@
-"""What ``procpipe plan`` writes, tables and the line to paste; and the amounts that it reads."""
+"""What ``procpipe plan`` prints: tables, and the line to paste."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table as RichTable
-
+from procpipe.launch.console import Table
 from procpipe.launch.plan.check import Rehearsal
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.schedules.named import AUTO, SCHEDULES
-from procpipe.plan.task import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    KINDS,
-    RECOMPUTE,
-    WEIGHT_GRADIENT,
-)
+from procpipe.plan.task import KINDS
+from procpipe.timeline.palette import LOOKS
 from procpipe.tuning.model import Model
 from procpipe.tuning.propose import Proposal
 from procpipe.words import bytes_text, seconds_text
 
-_UNITS = {"": 1} | {
-    f"{prefix}{infix}B": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("KMGT", start=1)
-}
-_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|B?)", re.IGNORECASE)
-
-_KIND_NAMES = {
-    FORWARD: "forward",
-    RECOMPUTE: "recompute",
-    BACKWARD: "backward",
-    INPUT_GRADIENT: "backward, inputs",
-    WEIGHT_GRADIENT: "backward, weights",
-}
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as text.
-
-    Attributes:
-        title: what it shows.
-        rows: its cells, the heading first.
-        num_left: so many columns are flush left, the others right.
-    """
-
-    title: str
-    rows: Sequence[Sequence[str]]
-    num_left: int = 1
-
-
-def show(console: Console, table: Table) -> None:
-    """Write a table: with lines on a terminal that is wide enough for it, plain elsewhere."""
-    heading, *rows = table.rows
-    widths = [max(map(len, column)) for column in zip(*table.rows, strict=True)]
-    if console.is_terminal and sum(widths) + 3 * len(widths) + 1 <= console.width:
-        drawn = RichTable(title=table.title, title_justify="left")
-        for k, name in enumerate(heading):
-            drawn.add_column(name, justify="left" if k < table.num_left else "right")
-        for row in rows:
-            drawn.add_row(*row)
-        console.print(drawn)
-        return
-    print(table.title)
-    for row in table.rows:
-        cells = (
-            cell.ljust(width) if k < table.num_left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print(f"  {'  '.join(cells)}".rstrip())
-
-
-# -- tables ---------------------------------------------------------------------------------------
-
 
 def best_of_each(proposals: Sequence[Proposal], memory_bytes: int | None) -> list[Proposal]:
-    """Choose one of each schedule and mode: the fastest that fits, or else what needs least.
-
-    Returns:
-        Them, the fastest that fits first, those that do not fit last.
-    """
+    """Choose the fastest of each schedule and mode that fits, or else the one that needs least."""
     groups: dict[tuple[str, str], list[Proposal]] = {}
     for proposal in proposals:
         groups.setdefault((proposal.schedule, proposal.checkpoint), []).append(proposal)
@@ -142,8 +74,8 @@ def stages_table(model: Model, proposal: Proposal, memory_bytes: int | None) -> 
 def check_table(proposal: Proposal, measured: Rehearsal, *, is_cpu: bool) -> Table:
     """Lay out what was predicted beside what was measured.
 
-    On a GPU a task's measured time is the host's, which says nothing of the device: left out. So
-    are predictions for a plan, of idle time and of what is held, where another plan was run.
+    Tasks are left out on a GPU, where their measured time is the host's and not the device's; idle
+    time and held memory are predicted for one plan, and left out where another was run.
     """
     is_same = has_run(proposal, measured)
     rows = [("", "predicted", "measured", "difference")]
@@ -157,36 +89,32 @@ def check_table(proposal: Proposal, measured: Rehearsal, *, is_cpu: bool) -> Tab
         zip(proposal.between_tasks_bytes, measured.held_bytes, strict=True)
     ):
         cells = (bytes_text(predicted), bytes_text(found), _difference(found, predicted))
-        told = cells if is_same else ("", bytes_text(found), "")
-        rows.append((f"stage {stage}, held between tasks", *told))
+        shown = cells if is_same else ("", bytes_text(found), "")
+        rows.append((f"stage {stage}, held between tasks", *shown))
     return Table("predicted and measured", rows)
 
 
 def has_run(proposal: Proposal, measured: Rehearsal) -> bool:
-    """Tell whether the plan that was predicted is the one that was run."""
+    """Return whether the plan that was predicted is the one that was run."""
     stages = range(proposal.plan.num_stages)
     planned = tuple(tuple(map(str, proposal.plan.tasks_of(stage))) for stage in stages)
     return bool(planned == measured.tasks)
 
 
 def _tasks_compared(proposal: Proposal, measured: Rehearsal) -> Iterator[tuple[str, str, str, str]]:
-    placement, costs = proposal.plan.placement, proposal.costs
-    seconds = {
-        FORWARD: costs.forward_s,
-        RECOMPUTE: costs.recompute_s,
-        BACKWARD: costs.backward_s,
-        INPUT_GRADIENT: costs.input_gradient_s,
-        WEIGHT_GRADIENT: costs.weight_gradient_s,
+    placement, timeline = proposal.plan.placement, proposal.timeline
+    planned_s = {
+        (task.kind, task.j): timeline.end_s(task) - timeline.start_s(task)
+        for task in proposal.plan.tasks()
     }
-    planned = {(task.kind, task.j) for task in proposal.plan.tasks()}
     for j, stage in enumerate(placement):
         where = f"stage {stage}" if len(set(placement)) == len(placement) else f"partition {j}"
         for kind in KINDS:
             if (found_s := measured.task_s.get(f"{kind}{j}")) is None:
                 continue
-            what = f"{where}, {_KIND_NAMES[kind]}"
-            if (kind, j) in planned:
-                yield _compared(what, seconds[kind][j], found_s)
+            what = f"{where}, {LOOKS[kind].name}"
+            if (kind, j) in planned_s:
+                yield _compared(what, planned_s[kind, j], found_s)
             else:
                 yield what, "", seconds_text(found_s), ""
 
@@ -207,16 +135,13 @@ def _layers_text(model: Model, proposal: Proposal, stage: int) -> Iterator[str]:
         yield names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 
-# -- lines and numbers ----------------------------------------------------------------------------
-
-
 def schedule_name(proposal: Proposal) -> str:
-    """Return the name by which ``Stage`` knows a proposal's schedule."""
+    """Return a proposal's schedule as an argument of ``Stage``."""
     return proposal.schedule if proposal.schedule in SCHEDULES else AUTO.name
 
 
 def arguments_of(proposal: Proposal, memory_bytes: int | None) -> dict[str, Any]:
-    """Return the arguments by which ``Stage`` runs a proposal, beside model and loss."""
+    """Return the arguments of ``Stage`` for a proposal, but for model and loss."""
     arguments: dict[str, Any] = {
         "balance": list(proposal.balance),
         "chunks": proposal.chunks,
@@ -236,17 +161,3 @@ def line_to_paste(arguments: Mapping[str, Any], loss: str) -> str:
         for name, value in arguments.items()
     ]
     return f"stage = Stage(model, {', '.join(words)}, loss_fn={loss})"
-
-
-def parse_bytes(text: str) -> int:
-    """Read an amount of bytes: "24GiB", "80GB", "500MiB".
-
-    Raises:
-        ValueError: it is none.
-    """
-    match = _AMOUNT.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not an amount of bytes; one reads like 24GiB or 500MB")
-    number, unit = match.groups()
-    units = {name.lower(): size for name, size in _UNITS.items()} | {"b": 1}
-    return int(float(number) * units[unit.lower()])

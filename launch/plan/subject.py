@@ -1,9 +1,9 @@
-"""What the user of ``procpipe plan`` names on the command line: a model, a sample, a loss.
+"""Imports what the command line of ``procpipe plan`` names: a model, a sample, a loss.
 
-    mymodel:build           the attribute ``build`` of the module ``mymodel`` (dots go deeper)
+    mymodel:build           the attribute ``build`` of the module ``mymodel``
 
-The current folder can be imported from. What is named is taken as it is, or is called without
-arguments to get it. Also used by the processes of ``--check``, each of which needs all of it.
+Modules are also looked for in the current folder. A function is called without arguments, and its
+result is used. Each process of ``--check`` imports all of it, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from procpipe.tree import children_of
 
 
 class MistakeError(ValueError):
-    """What the user asks for cannot be done; says why, in one sentence."""
+    """The user made a mistake; the message is one sentence."""
 
 
 class SizeError(MistakeError):
@@ -35,20 +35,20 @@ class SizeError(MistakeError):
         num_samples: the size.
     """
 
-    def __init__(self, num_samples: int, told: str) -> None:
-        super().__init__(told)
+    def __init__(self, num_samples: int, message: str) -> None:
+        super().__init__(message)
         self.num_samples = num_samples
 
 
 @dataclass(frozen=True)
 class Named:
-    """What the command line names; these are import paths, "" for nothing.
+    """What the command line names: import paths, "" for none.
 
     Attributes:
         model: the model.
         sample: a mini-batch.
         loss: the loss function.
-        batch: how many samples to make of the sample; None for as many as it has.
+        batch: how many samples the mini-batch gets; None for those of the sample.
     """
 
     model: str
@@ -114,7 +114,7 @@ def load(named: Named) -> Subject:
 
 
 def stand_in_loss(output: Any, target: Any = None) -> Tensor:
-    """Stand in for a loss that the user has not named: the mean of squares of all outputs."""
+    """Return the mean of squares of all outputs, for users who have named no loss."""
     del target
     squares = [t.square().mean() for t in _tensors(output) if t.is_floating_point()]
     if not squares:
@@ -123,7 +123,7 @@ def stand_in_loss(output: Any, target: Any = None) -> Tensor:
 
 
 def _get(path: str, what: str, types: Any) -> Any:
-    """Return what a path names, called if it is a function and not one of some types."""
+    """Return what a path names; a function that is not of the types is called."""
     value = _attribute(path, what)
     if isinstance(value, types) or not callable(value) or isinstance(value, nn.Module):
         return value
@@ -144,10 +144,10 @@ def _attribute(path: str, what: str) -> Any:
     try:
         value: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        told = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name == module_name:
-            told = f"there is no module {module_name!r} (seen from {folder})"
-        raise MistakeError(f"{what}, {path}, cannot be imported: {told}") from error
+            reason = f"there is no module {module_name!r} (seen from {folder})"
+        raise MistakeError(f"{what}, {path}, cannot be imported: {reason}") from error
     for name in names.split("."):
         if not hasattr(value, name):
             raise MistakeError(f"{what}, {path}, is not there: {module_name} has no {names!r}")
@@ -156,7 +156,7 @@ def _attribute(path: str, what: str) -> Any:
 
 
 def _mini_batch(sample: Any) -> tuple[tuple[Any, ...], Any]:
-    """Take apart an input, ``Inputs`` of several, or a pair of either and a target."""
+    """Return inputs and target of an input, ``Inputs`` of several, or a pair with a target."""
     target = None
     if isinstance(sample, (tuple, list)):
         if len(sample) != 2:
@@ -176,7 +176,7 @@ def _num_samples(path: str, inputs: Any) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Walk through the tensors of a nested value, but not those that are not to be split."""
+    """Yield the tensors of a nested value, but not those in ``NoChunk``."""
     if isinstance(value, Tensor):
         yield value
     else:
@@ -185,7 +185,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _resized(value: Any, num_samples: int, batch: int, *, unwrap: bool = False) -> Any:
-    """Take so many samples, from the start again if there are not enough."""
+    """Return a value with so many samples, from the start again if there are not enough."""
     if isinstance(value, Tensor):
         if not value.dim() or len(value) != batch or num_samples == batch:
             return value

@@ -1,8 +1,8 @@
-"""torch's elastic agent, which does the work: rendezvous, starting, watching and restarting ranks.
+"""Runs torch's elastic agent, which does rendezvous, start, supervision and restart of ranks.
 
-The one place that knows it. The agent runs in the main thread of the launcher; what it logs goes to
-a file, and where each rank's output goes is told by ``_LogFolders``, which the agent asks as it
-starts the ranks: so that is also how the launcher hears of an attempt.
+The only module that uses it. The agent runs in the main thread of the launcher and logs to a file.
+When it starts the ranks, it calls ``_LogFolders`` for the files of their output; this call is how
+the launcher notices a new attempt.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from procpipe.launch.run.ranks import Logs
 
-#: Hears of an attempt: the files of this host's ranks, the number of ranks of all hosts, and which
-#: restart after a failure it is.
+#: Called when an attempt begins, with the files of this host's ranks, the number of ranks of all
+#: hosts, and the number of restarts after failures.
 OnAttempt = Callable[[Sequence[Logs], int, int], object]
 
 
@@ -36,14 +36,13 @@ class Job:
     Attributes:
         num_processes: how many on this host.
         command: what to run in Python: ["train.py", …] or ["-m", "package.train", …].
-        run_id: names the run; the same on all hosts.
-        min_hosts: how many hosts there must be.
-        max_hosts: how many there may be.
+        run_id: name of the run; the same on all hosts.
+        num_hosts: how many hosts there must be, and how many there may be.
         endpoint: "host:port" where the hosts meet; "" for one host.
         is_endpoint_host: whether the endpoint is on this host; None to find out from its name.
         local_address: this host's address for the others; None to find out.
         max_restarts: how often the ranks are started again after a failure.
-        grace_s: how long ranks may take to end when they are told to.
+        grace_s: how long ranks may take to end after a signal.
         numa_binding: torch's own binding to NUMA nodes; "" for none.
         folder: where the logs go.
     """
@@ -51,8 +50,7 @@ class Job:
     num_processes: int
     command: tuple[str, ...]
     run_id: str
-    min_hosts: int
-    max_hosts: int
+    num_hosts: tuple[int, int]
     endpoint: str
     is_endpoint_host: bool | None
     local_address: str | None
@@ -67,8 +65,8 @@ class Outcome:
     """How the agent's run ended.
 
     Attributes:
-        codes: exit codes by rank of this host's ranks that failed; none after success.
-        error: what kept the agent from running them, "" if nothing did.
+        codes: exit codes, by rank, of this host's ranks that failed; none after success.
+        error: why the agent could not run them, "" if it could.
     """
 
     codes: dict[int, int]
@@ -76,12 +74,12 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether all ranks ended well."""
+        """Whether all ranks succeeded."""
         return not self.codes and not self.error
 
 
 class Stopped(SignalException):
-    """A signal asks the launcher to end; the agent passes the signal on to the ranks."""
+    """The launcher got a signal to end; the agent passes the signal on to the ranks."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"the launcher got signal {number}", signal.Signals(number))
@@ -91,11 +89,11 @@ def run_job(job: Job, on_attempt: OnAttempt) -> Outcome:
     """Run a job to its end, in the main thread; its logs' folder exists.
 
     Raises:
-        Stopped: a signal handler raised it; the ranks have been told, and given ``grace_s``.
+        Stopped: a signal handler raised it; the ranks have been signalled, and given ``grace_s``.
     """
     _log_to(job.folder / "launcher.log")
-    if job.max_hosts > 1:
-        # Else a host that comes back never learns where the store is.
+    if job.num_hosts[1] > 1:
+        # Else a host that comes back never finds the store.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         launch_agent(_config(job, on_attempt), sys.executable, ["-u", *job.command])
@@ -103,16 +101,16 @@ def run_job(job: Job, on_attempt: OnAttempt) -> Outcome:
         return Outcome({rank: failure.exitcode for rank, failure in error.failures.items()})
     except Stopped:
         raise
-    except SignalException as error:  # the one signal that the agent takes itself
+    except SignalException as error:  # SIGQUIT, the one signal that the agent handles
         raise Stopped(error.sigval) from error
-    except Exception as error:  # no store, no room for logs, a host that does not come, …
+    except Exception as error:  # no store, no room for logs, a missing host, …
         logging.getLogger("torch.distributed.elastic").exception("the agent failed")
         return Outcome({}, f"{type(error).__name__}: {error}")
     return Outcome({})
 
 
 def can_bind_numa() -> bool:
-    """Say whether this torch can bind processes to NUMA nodes."""
+    """Return whether this torch can bind processes to NUMA nodes."""
     return "numa_options" in _fields()
 
 
@@ -121,8 +119,8 @@ def _config(job: Job, on_attempt: OnAttempt) -> LaunchConfig:
     if job.is_endpoint_host is not None:
         meeting["is_host"] = job.is_endpoint_host
     arguments: dict[str, Any] = {
-        "min_nodes": job.min_hosts,
-        "max_nodes": job.max_hosts,
+        "min_nodes": job.num_hosts[0],
+        "max_nodes": job.num_hosts[1],
         "nproc_per_node": job.num_processes,
         "run_id": job.run_id,
         "rdzv_backend": "c10d",
@@ -130,11 +128,11 @@ def _config(job: Job, on_attempt: OnAttempt) -> LaunchConfig:
         "rdzv_configs": meeting,
         "max_restarts": job.max_restarts,
         "monitor_interval": 0.1,
-        # Without it the agent asks the name service who this host is, which may take seconds.
+        # Without it the agent looks up this host's name, which may take seconds.
         "local_addr": job.local_address if job.endpoint else "127.0.0.1",
         "logs_specs": _LogFolders(job.folder, on_attempt),
         "shutdown_timeout": job.grace_s,
-        "signals_to_handle": "SIGQUIT",  # the launcher takes the others itself
+        "signals_to_handle": "SIGQUIT",  # the launcher handles the others itself
     }
     if job.numa_binding:
         from torch.numa.binding import AffinityMode, NumaOptions
@@ -159,15 +157,11 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
 
     @property
     def root_log_dir(self) -> str:
-        """The run's folder."""
+        """Return the run's folder."""
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders of an attempt that begins.
-
-        Args:
-            envs: the environment of each local rank; what is put there the rank gets.
-        """
+        """Make the folders of an attempt that begins; ``envs`` is each rank's environment."""
         attempt = self._folder / f"attempt_{self._num_attempts}"
         self._num_attempts += 1
         logs = {
@@ -176,10 +170,8 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
         for local, files in logs.items():
             files.folder.mkdir(parents=True)
             envs[local]["TORCHELASTIC_ERROR_FILE"] = str(files.error)
-        told = envs[0]
-        self._on_attempt(
-            list(logs.values()), int(told["WORLD_SIZE"]), int(told["TORCHELASTIC_RESTART_COUNT"])
-        )
+        num_ranks, num_restarts = envs[0]["WORLD_SIZE"], envs[0]["TORCHELASTIC_RESTART_COUNT"]
+        self._on_attempt(list(logs.values()), int(num_ranks), int(num_restarts))
         return LogsDest(
             stdouts={local: str(files.stdout) for local, files in logs.items()},
             stderrs={local: str(files.stderr) for local, files in logs.items()},
@@ -188,7 +180,7 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
 
 
 def _log_to(path: Path) -> None:
-    """Have what the agent logs written to a file only."""
+    """Write the agent's log to a file only."""
     handler = logging.FileHandler(path)  # opened now: a script may remove the folder
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("elastic", "launcher", "run"):

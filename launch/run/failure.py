@@ -1,14 +1,14 @@
-"""What to say of a run that failed: one report, from how each rank ended.
+"""Writes the report of a run that failed, from how each rank ended.
 
-Which rank was first? Each failed one is of one of these kinds:
+The report is about the rank that failed first. A failed rank is one of these:
 
-    recorded    it left an exception of its own for torch's agent: at the time of that file
-    killed      by a signal: at the time of its end, unless the agent did that
-    ended       by an exit code, with no word of another rank: at the time of its end
-    victim      it ended because another rank failed, and says so: never the first
+    recorded    it recorded an exception of its own for torch's agent; failed at that file's time
+    killed      by a signal that was not the agent's; failed when it ended
+    ended       with an exit code, without naming another rank; failed when it ended
+    victim      it ended because another rank failed, and names that; never the first
 
-The first of the first three is the one to tell of. If there are only victims, they name the rank:
-it left early, or is on another host. Pure, but for ``out_of_memory_kills``.
+If there are only victims, the rank that they name left early, or is on another host. Pure, but for
+``out_of_memory_kills``.
 """
 
 from __future__ import annotations
@@ -20,47 +20,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from procpipe.launch.run.ranks import End
+from procpipe.launch.run.ranks import Rank
 from procpipe.launch.run.traceback_text import exception_line, folded, printed_traceback
 
-#: A victim's line, by procpipe.job.endings.
+#: A victim's line, written by procpipe.job.endings.
 _VICTIM = re.compile(r"^procpipe: rank \d+ ends, because (.*)$", re.MULTILINE)
-#: A victim that printed its traceback nevertheless.
+#: A victim that printed its traceback.
 _REMOTE = re.compile(
     r"^(?:procpipe\.errors\.)?(?:RemoteStageError|PeerLostError): (.*)", re.MULTILINE
 )
 _RANK = re.compile(r"\brank (\d+)")
-#: The note on an exception that says where it came from.
+#: The note on an exception that has its place.
 _NOTE = re.compile(r"^procpipe: in (stage \d+ \(rank \d+\)), (.*)$", re.MULTILINE)
-#: Times that say nothing.
+#: Times of no meaning.
 _NO_TIME = re.compile(r", (?:for|last heard of) 0\.0 s(?: ago)?$")
 
-_NUM_LAST_WORDS = 12
+_NUM_LAST_LINES = 12
 
-#: A rank that is killed so long after another failed was killed for that.
+#: A rank that is killed later than this after another failed was killed because of it.
 _TOO_LATE_S = 1.0
 
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: "out of memory (see `dmesg`), a limit of the batch system, or somebody's "
-    "`kill -9`",
+    signal.SIGKILL: "out of memory (see `dmesg`), a limit of the batch system, or `kill -9`",
     signal.SIGSEGV: "native code crashed; PYTHONFAULTHANDLER=1 shows where",
     signal.SIGBUS: "native code crashed, often because shared memory is full: `df -h /dev/shm`",
-    signal.SIGABRT: "native code (CUDA, NCCL, gloo, an allocator) gave up",
+    signal.SIGABRT: "native code (CUDA, NCCL, gloo, an allocator) aborted",
     signal.SIGFPE: "native code divided by zero; PYTHONFAULTHANDLER=1 shows where",
     signal.SIGILL: "native code was built for another CPU",
-    signal.SIGTERM: "the batch system, or somebody's `kill`",
-    signal.SIGINT: "somebody interrupted it",
+    signal.SIGTERM: "the batch system, or `kill`",
+    signal.SIGINT: "it was interrupted",
 }
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of a failed attempt.
+    """The report of a failed attempt.
 
     Attributes:
-        headline: who failed first, and how, in one line.
-        body: the rest of the report: traceback, hints, what the others were doing, logs.
-        exit_code: for the launcher: the first failed rank's, 128 + n if signal n ended it.
+        headline: which rank failed first, and how, in one line.
+        body: the rest: traceback, hints, what the others were doing, logs.
+        exit_code: the launcher's: the first failed rank's, 128 + n if signal n ended it.
     """
 
     headline: str
@@ -68,13 +67,8 @@ class Failure:
     exit_code: int
 
 
-def explain(ends: Sequence[End], num_oom_kills: int = 0) -> Failure:
-    """Find out who failed first, and tell it.
-
-    Args:
-        ends: how each rank of this host ended.
-        num_oom_kills: how many processes of this control group the kernel has killed for memory.
-    """
+def explain(ends: Sequence[Rank], num_oom_kills: int = 0) -> Failure:
+    """Find out which rank of this host failed first, and report it."""
     failed = [end for end in ends if end.code != 0]
     first_s = min((end.at_s for end in failed if end.at_s is not None), default=0.0)
     origins = [end for end in failed if _is_origin(end, first_s)]
@@ -84,11 +78,11 @@ def explain(ends: Sequence[End], num_oom_kills: int = 0) -> Failure:
     trace = _traceback_of(first)
     same = [end for end in origins if end is not first and _is_same(trace, end)]
     others = [end for end in ends if end is not first and end not in same]
-    numbers = ", ".join(str(end.rank) for end in same)
+    numbers = ", ".join(str(end.number) for end in same)
     return Failure(
         headline=_headline(first, trace),
         body=_joined(
-            _indented(folded(trace)) if trace else _last_words(first),
+            _indented(folded(trace)) if trace else _last_lines(first),
             f"The same on rank{'s' * (len(same) > 1)} {numbers}." if same else "",
             _hint(first, num_oom_kills),
             _meanwhile(others),
@@ -107,16 +101,12 @@ def signal_name(code: int) -> str:
 
 
 def short_path(path: Path) -> str:
-    """Return a path as seen from here, if it is below."""
+    """Return a path relative to the current folder, if it is below it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def out_of_memory_kills() -> int:
-    """Return how many processes of this process's control group died for want of memory.
-
-    Returns:
-        0 too if the kernel does not say.
-    """
+    """Return the out-of-memory kills in this process's control group; 0 if they are unknown."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         folder = next(line.partition("::")[2] for line in lines if "::" in line)
@@ -126,42 +116,35 @@ def out_of_memory_kills() -> int:
         return 0
 
 
-def _explain_victims(ends: Sequence[End], failed: Sequence[End]) -> Failure:
-    """Tell of a failure that all ranks of this host only heard of."""
-    told = next(filter(None, map(_victim_words, failed)), "a rank failed")
-    match = _RANK.search(told)
-    first = next((end for end in ends if match and end.rank == int(match.group(1))), None)
-    if first is None:
-        told += " (on another host, whose launcher tells more)" if match else ""
+def _explain_victims(ends: Sequence[Rank], failed: Sequence[Rank]) -> Failure:
+    """Report a failure of which all ranks of this host were only victims."""
+    cause = next(filter(None, map(_cause, failed)), "a rank failed")
+    match = _RANK.search(cause)
+    first = next((end for end in ends if match and end.number == int(match.group(1))), None)
+    if match and first is None:
+        cause += " (on another host, whose launcher reports more)"
+    parts = [_meanwhile([end for end in ends if end is not first]), _where_logs(ends, first)]
+    if first is not None:
+        ended = f"{_name(first)} {_code_words(first.code)}." if first.code is not None else ""
+        parts = [ended, _last_lines(first), *parts]
     codes = [end.code for end in failed if end.code is not None and end.code > 0]
-    return Failure(
-        headline=told,
-        body=_joined(
-            f"{_name(first)} {_code_words(first.code)}."
-            if first and first.code is not None
-            else "",
-            _last_words(first) if first is not None else "",
-            _meanwhile([end for end in ends if end is not first]),
-            _where_logs(ends, first),
-        ),
-        exit_code=_exit_code(codes[0] if codes else 1),
-    )
+    return Failure(cause, _joined(*parts), _exit_code(codes[0] if codes else 1))
 
 
-def _is_origin(end: End, first_s: float) -> bool:
-    """Tell whether a failed rank failed by itself, and not because another one did."""
+def _is_origin(end: Rank, first_s: float) -> bool:
+    """Return whether a failed rank is no victim of another one."""
     if end.recorded is not None:
         return True
     if end.code is None or end.code >= 0:
-        return not _victim_words(end)
+        return not _cause(end)
     late_s = 0.0 if end.at_s is None else end.at_s - first_s
     if end.code == -signal.SIGTERM:  # the agent ends all others so, within a tenth of a second
-        return late_s <= 0 and not _victim_words(end)
+        return late_s <= 0 and not _cause(end)
     return late_s < _TOO_LATE_S
 
 
-def _victim_words(end: End) -> str:
-    """Return why a victim says that it ended; "" if it does not say so."""
+def _cause(end: Rank) -> str:
+    """Return what a victim names as the cause of its end; "" if it is no victim."""
     for pattern in (_VICTIM, _REMOTE):
         found = pattern.findall(end.stderr)
         if found:
@@ -169,23 +152,23 @@ def _victim_words(end: End) -> str:
     return ""
 
 
-def _time_of(end: End) -> float:
+def _time_of(end: Rank) -> float:
     if end.recorded is not None:
         at_s: float = end.recorded.at_s
         return at_s
     return end.at_s if end.at_s is not None else float("inf")
 
 
-def _is_same(trace: str, other: End) -> bool:
-    """Tell whether another rank failed by the same error, by itself."""
+def _is_same(trace: str, other: Rank) -> bool:
+    """Return whether another rank failed with the same error."""
     ours = exception_line(trace)
     return bool(ours) and ours == exception_line(_traceback_of(other))
 
 
-def _traceback_of(end: End) -> str:
-    """Return the traceback that ended a rank, causes included; "" if there is none.
+def _traceback_of(end: Rank) -> str:
+    """Return the traceback that ended a rank, with its causes; "" if there is none.
 
-    That on standard error begins in the user's script; the recorded one is of the pipeline only.
+    The one on standard error begins in the user's script; the recorded one has the pipeline only.
     """
     printed: str = printed_traceback(end.stderr)
     if end.recorded is None:
@@ -196,62 +179,63 @@ def _traceback_of(end: End) -> str:
     return printed if is_it else recorded.rstrip()
 
 
-def _headline(first: End, trace: str) -> str:
+def _headline(first: Rank, trace: str) -> str:
     code, reading = first.code, first.reading
     if code is not None and code < 0 and first.recorded is None:
         doing = f" {_where(first)}" if reading is not None else ""
         return f"{_name(first)} was killed by {signal_name(code)}{doing}"
     note = _NOTE.search(trace)
-    who = f"{note.group(1)} failed in {note.group(2)}" if note else f"{_name(first)} failed"
-    told = first.recorded.message.partition("\n")[0] if first.recorded else exception_line(trace)
-    if told:
-        return f"{who}: {told}"
-    return f"{_name(first)} {_code_words(code)}" if code is not None else who
+    failed = f"{note.group(1)} failed in {note.group(2)}" if note else f"{_name(first)} failed"
+    text = first.recorded.message.partition("\n")[0] if first.recorded else exception_line(trace)
+    if text:
+        return f"{failed}: {text}"
+    return f"{_name(first)} {_code_words(code)}" if code is not None else failed
 
 
-def _name(end: End) -> str:
-    return f"rank {end.rank}" if end.reading is None else f"stage {end.rank} (rank {end.rank})"
+def _name(end: Rank) -> str:
+    rank = end.number
+    return f"rank {rank}" if end.reading is None else f"stage {rank} (rank {rank})"
 
 
-def _where(end: End) -> str:
+def _where(end: Rank) -> str:
     assert end.reading is not None
     return _NO_TIME.sub("", end.reading.where())
 
 
-def _last_words(end: End) -> str:
-    lines = end.stderr.rstrip().splitlines()[-_NUM_LAST_WORDS:]
+def _last_lines(end: Rank) -> str:
+    lines = end.stderr.rstrip().splitlines()[-_NUM_LAST_LINES:]
     if not lines:
         return ""
-    return "\n".join(["Its last words on standard error:", *(f"  {line}" for line in lines)])
+    return "\n".join(["Its last lines on standard error:", *(f"  {line}" for line in lines)])
 
 
-def _hint(first: End, num_oom_kills: int) -> str:
+def _hint(first: Rank, num_oom_kills: int) -> str:
     code = first.code
     if code is None or code >= 0 or first.recorded is not None:
         return ""
-    told = f"{signal_name(code)}: {_HINTS.get(-code, 'somebody sent it')}."
+    hint = f"{signal_name(code)}: {_HINTS.get(-code, 'some process sent it')}."
     if first.rss_bytes:
-        told += f" It was last seen with {first.rss_bytes / 2**30:.1f} GiB of memory."
+        hint += f" It last had {first.rss_bytes / 2**30:.1f} GiB of memory."
     if code == -signal.SIGKILL and num_oom_kills:
-        told += (
-            f" The kernel has killed {num_oom_kills} of this control group's processes for want "
-            "of memory meanwhile."
+        hint += (
+            f" Meanwhile the kernel has killed {num_oom_kills} of this control group's processes, "
+            "as memory ran out."
         )
-    return told
+    return hint
 
 
-def _meanwhile(others: Sequence[End]) -> str:
+def _meanwhile(others: Sequence[Rank]) -> str:
     lines = [f"  {_name(end)} {_was(end)}" for end in others]
     return "\n".join(["The others at that moment:", *lines]) if lines else ""
 
 
-def _was(end: End) -> str:
+def _was(end: Rank) -> str:
     if end.code == 0:
         return "ended well"
     return "had made no Stage yet" if end.reading is None else f"was {_where(end)}"
 
 
-def _where_logs(ends: Sequence[End], first: End | None) -> str:
+def _where_logs(ends: Sequence[Rank], first: Rank | None) -> str:
     if not ends:
         return ""
     logs = (first or ends[0]).logs

@@ -1,11 +1,11 @@
-"""One run from start to end: warden, ranks, view and agent together, and what is said of it.
+"""One run from start to end: warden, ranks, view and agent together, and the report at the end.
 
-    1  the warden is started: from here on no process of the run can outlive the launcher
+    1  the warden is started: from now on no process of the run can outlive the launcher
     2  the agent runs the ranks; the view shows them
-    3  whatever is left of the run is ended
+    3  what is left of the run is ended
     4  the view stops, and the last line or the report is written
 
-A first SIGINT, SIGTERM or SIGHUP has the agent tell the ranks to end and gives them a few seconds;
+The agent passes a first SIGINT, SIGTERM or SIGHUP on to the ranks, which have a few seconds to end;
 a second one kills everything at once.
 """
 
@@ -30,29 +30,22 @@ from rich.text import Text
 from procpipe.launch.run.engine import Job, Outcome, Stopped, run_job
 from procpipe.launch.run.failure import Failure, explain, out_of_memory_kills, short_path
 from procpipe.launch.run.ranks import Attempt, Logs, Ranks
-from procpipe.launch.run.rows import Summary
+from procpipe.launch.run.rows import summary
 from procpipe.launch.run.view import View, time_text
-from procpipe.launch.run.warden import TOKEN, Leftover, Warden, end_family
+from procpipe.launch.run.warden import TOKEN, Process, Warden, end_family
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _PR_SET_CHILD_SUBREAPER = 36
 
-#: How long what ranks have left behind may take to end by SIGTERM.
+#: How long processes that ranks left behind may take to end after SIGTERM.
 _LEFTOVER_GRACE_S = 2.0
 
 
 def run(job: Job, token: str, view_mode: str) -> int:
-    """Run a job to its end, in the main thread.
+    """Run a job to its end, in the main thread; return the exit code (see ``command.py``).
 
-    Args:
-        job: what to run.
-        token: unique to the run; in the environment of all its processes.
-        view_mode: "live", "plain", "off" or "auto".
-
-    Returns:
-        The exit code: 0, that of the rank that failed first, 128 + n if signal n ended that rank
-        or the launcher.
+    The token is unique to the run, and goes into the environment of all its processes.
     """
     sys.stdout, sys.stderr = _writable(sys.stdout), _writable(sys.stderr)
     os.environ[TOKEN] = ":".join(filter(None, (os.environ.get(TOKEN), token)))
@@ -79,37 +72,30 @@ def run(job: Job, token: str, view_mode: str) -> int:
                 warden.dismiss()
     finally:
         _reap()
-    run_ended = _End(job, ranks.attempt, view, leftovers)
+    ending = _Ending(job, ranks.attempt, view, leftovers)
     if stopper.signal is not None:
-        return run_ended.by_signal(stopper.signal)
+        return ending.after_signal(stopper.signal)
     if outcome.is_good:
-        return run_ended.well()
-    return run_ended.badly(outcome, out_of_memory_kills() - num_oom_kills)
+        return ending.after_success()
+    return ending.after_failure(outcome, out_of_memory_kills() - num_oom_kills)
 
 
 def _begin(
     job: Job, ranks: Ranks, view: View, logs: Sequence[Logs], num_ranks: int, number: int
 ) -> None:
-    """Note that the agent begins an attempt; say why, if it is not the first."""
+    """Begin an attempt of the agent; show the reason, if it is not the first."""
     last = ranks.attempt
     if last is not None:
         if last.failed_s is not None and last.num_ranks == num_ranks:
             why = f"restart {number} of {job.max_restarts}, because {explain(last.ends()).headline}"
         else:
             why = f"restart with {num_ranks} ranks, because the set of hosts has changed"
-        view.say(f"procpipe: {why}")
+        view.print(f"procpipe: {why}")
     ranks.begin(logs, num_ranks)
 
 
 class _Stopper:
-    """Hears signals: the first ends the run, the second kills it.
-
-    Args:
-        token: the run's.
-        ranks: they are given a few seconds by the first.
-        view: what to say it by.
-        spared: a process that is not to be killed.
-    """
+    """Handles signals: the first ends the run, the second kills all but the ``spared`` process."""
 
     def __init__(self, token: str, ranks: Ranks, view: View, spared: int) -> None:
         self.signal: signal.Signals | None = None
@@ -121,7 +107,7 @@ class _Stopper:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals meanwhile."""
+        """Handle the signals within the block."""
         previous = {signum: signal.signal(signum, self) for signum in _SIGNALS}
         try:
             yield
@@ -130,45 +116,42 @@ class _Stopper:
                 signal.signal(signum, handler)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
         del frame
         if self.signal is None and self.is_armed:
             self.signal = signal.Signals(number)
             self._ranks.expect_end()
-            self._view.hush()
+            self._view.hide_stderr()
             again = "; again to kill them" if self.signal is signal.SIGINT else ""
-            self._view.say(f"procpipe: {_name(self.signal)}: ending all processes{again}")
+            self._view.print(f"procpipe: {_name(self.signal)}: ending all processes{again}")
             raise Stopped(number)
-        self._view.say("procpipe: killing all processes")
-        # The agent waits for them, and so ends its wait.
+        self._view.print("procpipe: killing all processes")
+        # The agent waits for them, so this ends its wait.
         end_family(self._token, 0.0, os.getpid(), {self._spared})
 
 
 @dataclass(frozen=True)
-class _End:
-    """What is said at the end of a run."""
+class _Ending:
+    """Writes the end of a run; each method returns the exit code."""
 
     job: Job
     attempt: Attempt | None
     view: View
-    leftovers: Sequence[Leftover]
+    leftovers: Sequence[Process]
 
-    def well(self) -> int:
-        """Write one line."""
+    def after_success(self) -> int:
         if self.leftovers:
             names = ", ".join(map(str, self.leftovers))
             self._print(f"procpipe: ended what the run had left behind: {names}")
         if not self.view.is_off:
-            self._print(f"procpipe: done in {self._story()}")
+            self._print(f"procpipe: done in {self._summary()}")
         return 0
 
-    def by_signal(self, number: signal.Signals) -> int:
-        """Write one line."""
-        self._print(f"procpipe: ended by {_name(number)} after {self._story()}")
+    def after_signal(self, number: signal.Signals) -> int:
+        self._print(f"procpipe: ended by {_name(number)} after {self._summary()}")
         return 128 + number
 
-    def badly(self, outcome: Outcome, num_oom_kills: int) -> int:
-        """Write the report, here and into the run's folder."""
+    def after_failure(self, outcome: Outcome, num_oom_kills: int) -> int:
+        """Write the report, also into the run's folder."""
         if outcome.error or self.attempt is None:
             failure = Failure(
                 f"torch's agent could not run the ranks: {outcome.error}",
@@ -188,9 +171,9 @@ class _End:
         code: int = failure.exit_code
         return code
 
-    def _story(self) -> str:
-        summary = str(Summary.of(self.attempt)) if self.attempt is not None else ""
-        parts = [self._time(), summary, f"logs in {short_path(self.job.folder)}"]
+    def _summary(self) -> str:
+        steps = summary(self.attempt) if self.attempt is not None else ""
+        parts = [self._time(), steps, f"logs in {short_path(self.job.folder)}"]
         return ", ".join(part for part in parts if part)
 
     def _time(self) -> str:
@@ -198,7 +181,7 @@ class _End:
         return f"{seconds:.1f} s" if seconds < 60 else time_text(seconds)
 
     def _print(self, text: str | Text | Rule) -> None:
-        """Write to the console, if it is still there: the exit code must be told in any case."""
+        """Write to the console; if that fails, the exit code must still be right."""
         with contextlib.suppress(OSError):
             if self.view.console.is_terminal:
                 self.view.console.print(text, soft_wrap=True)
@@ -207,7 +190,7 @@ class _End:
 
 
 def _writable(stream: TextIO | None) -> TextIO:
-    """Return a stream that takes any text; nowhere if it was closed before this process began."""
+    """Return the stream, made to accept any text; /dev/null if it was closed at the start."""
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     if isinstance(stream, TextIOWrapper):
@@ -220,23 +203,23 @@ def _name(number: signal.Signals) -> str:
 
 
 def _give_key(job: Job) -> None:
-    """Give the ranks a key of their own, which the launcher's store then need not hold.
+    """Make a key for the ranks, which then need not be in the launcher's store.
 
-    Launchers on several hosts would each make another one: there the user's file has it, if any.
+    Not on several hosts, whose launchers would make different keys; a user's file may have one.
     """
-    os.environ.pop("PROCPIPE_KEY", None)  # that of a run which has started this one
-    if job.max_hosts == 1 and not os.environ.get("PROCPIPE_KEY_FILE"):
+    os.environ.pop("PROCPIPE_KEY", None)  # of a run that has started this one
+    if job.num_hosts[1] == 1 and not os.environ.get("PROCPIPE_KEY_FILE"):
         os.environ["PROCPIPE_KEY"] = secrets.token_hex(32)
 
 
 def _adopt_orphans() -> None:
-    """Have orphaned descendants become children of this process, so that none gets lost."""
+    """Let orphaned descendants become children of this process, so that all can be found."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _reap() -> None:
-    """Let the kernel forget the adopted ones that have ended."""
+    """Reap the adopted processes that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

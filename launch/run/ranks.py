@@ -1,14 +1,14 @@
-"""The rank processes of this host: which there are, what their boards say, and how each ended.
+"""Follows the rank processes of this host: their boards, and how each one ends.
 
-    main thread: torch's agent        Ranks' own thread                       the view's thread
-    begin(logs of an attempt) ──────> finds the agent's children by their
-    starts the processes              environment, maps their boards          readings()
-    …                                 waits for the end of any (pidfd), and
-    reaps them                        at the first bad end reads all boards
+    main thread: torch's agent        this thread
+    begin(logs of an attempt) ──────> finds the agent's children by their environment
+    starts the processes              maps their boards
+    …                                 waits for the end of any (pidfd), and at the first failure
+    reaps them                        reads all boards
 
-The agent tells only at the very end which exit codes there were, in whole seconds, and nothing of
-an attempt that it restarts. The kernel tells this thread at once, before the agent has reaped: so
-the order of the ends is known, and what every other rank was doing at that moment.
+The agent reports exit codes only at the very end, without the order of the failures, and none of an
+attempt that it restarts. The kernel reports each end at once, before the agent reaps the process:
+so this thread knows the order, and what every other rank was doing at that moment.
 """
 
 from __future__ import annotations
@@ -29,50 +29,45 @@ import psutil
 
 from procpipe.job.board import Board, Reading, Wait
 
-#: How often to look for new processes, as an attempt begins, and for boards.
+#: How often to look while processes start, afterwards, and for newer boards.
 _LOOK_FAST_S = 0.01
 _LOOK_S = 0.25
 _LOOK_AGAIN_S = 2.0
 
-#: How much of the end of a rank's standard error is looked at.
+#: How much of the end of a rank's standard error is read.
 _TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Logs:
-    """The files of one rank in one attempt.
-
-    Attributes:
-        rank: the rank.
-        folder: where they are.
-    """
+    """The files of one rank in one attempt."""
 
     rank: int
     folder: Path
 
     @property
     def stdout(self) -> Path:
-        """What it wrote to standard output."""
+        """Its standard output."""
         return self.folder / "stdout.log"
 
     @property
     def stderr(self) -> Path:
-        """What it wrote to standard error."""
+        """Its standard error."""
         return self.folder / "stderr.log"
 
     @property
     def error(self) -> Path:
-        """The exception that it recorded for torch's agent, if it did."""
+        """The exception that it recorded for torch's agent, if any."""
         return self.folder / "error.json"
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """An exception that a rank recorded: it failed by itself, and not because another one did.
+    """An exception that a rank recorded: it was not a victim of another rank's failure.
 
     Attributes:
         message: type and text.
-        traceback: all of it, notes included.
+        traceback: all of it, with notes.
         at_s: when, by the wall clock.
     """
 
@@ -81,34 +76,23 @@ class Recorded:
     at_s: float
 
 
-@dataclass(frozen=True)
-class End:
-    """How one rank ended, or that it has not.
-
-    Attributes:
-        rank: the rank.
-        logs: its files.
-        code: its exit code; minus the number of the signal that ended it; None if it is unknown.
-        at_s: when it ended, by the wall clock; None if it is unknown.
-        reading: what its board said when the first rank failed; None if it had none.
-        recorded: its own exception.
-        stderr: the end of what it wrote to standard error.
-        rss_bytes: the memory it was last seen with.
-    """
-
-    rank: int
-    logs: Logs
-    code: int | None
-    at_s: float | None
-    reading: Reading | None
-    recorded: Recorded | None
-    stderr: str
-    rss_bytes: int = 0
-
-
 @dataclass
 class Rank:
-    """A rank process, as far as it is known."""
+    """A rank process: what is known about it, and how it ended.
+
+    Attributes:
+        logs: its files.
+        pid: its process; None until that is found.
+        descriptor: of that process, to wait for its end.
+        board: what it is doing.
+        has_ended: whether it has.
+        code: its exit code, or minus the number of the signal that ended it; None if unknown.
+        at_s: when it ended, by the wall clock; None if unknown.
+        reading: its board when the first rank failed; None if it had none.
+        recorded: its own exception.
+        stderr: the end of its standard error.
+        rss_bytes: its memory when last looked at.
+    """
 
     logs: Logs
     pid: int | None = None
@@ -118,6 +102,8 @@ class Rank:
     code: int | None = None
     at_s: float | None = None
     reading: Reading | None = None
+    recorded: Recorded | None = None
+    stderr: str = ""
     rss_bytes: int = 0
 
     @property
@@ -131,11 +117,11 @@ class Attempt:
     """One start of all ranks of this host.
 
     Attributes:
-        number: counted from 0; torch's restarts and changes of the set of hosts make new ones.
+        number: counted from 0; a restart and a change of the set of hosts begin a new one.
         num_ranks: the number of ranks on all hosts.
         ranks: those of this host.
         began_s: when, on the monotonic clock.
-        failed_s: when the first of them ended badly, likewise; None if none did.
+        failed_s: when the first of them failed, likewise; None if none did.
     """
 
     number: int
@@ -144,33 +130,26 @@ class Attempt:
     began_s: float = field(default_factory=time.monotonic)
     failed_s: float | None = None
 
-    def ends(self, codes: Mapping[int, int] | None = None) -> list[End]:
-        """Return how each rank ended.
-
-        Args:
-            codes: exit codes by rank that the agent has told, for those that are not known.
-        """
+    def ends(self, codes: Mapping[int, int] | None = None) -> list[Rank]:
+        """Return how each rank ended; the agent's ``codes`` by rank replace unknown ones."""
         codes = codes or {}
         return [
-            End(
-                rank=rank.number,
-                logs=rank.logs,
+            replace(
+                rank,
                 code=codes.get(rank.number) if rank.code is None else rank.code,
-                at_s=rank.at_s,
                 reading=rank.reading or _last_reading(rank),
                 recorded=_read_recorded(rank.logs.error),
                 stderr=_read_tail(rank.logs.stderr),
-                rss_bytes=rank.rss_bytes,
             )
             for rank in self.ranks
         ]
 
 
 class Ranks:
-    """Looks after the rank processes of this host.
+    """Follows the rank processes of this host, in a thread of its own.
 
     Args:
-        grace_s: how long ranks may take to end after another has ended badly, or after a signal.
+        grace_s: how long ranks may take to end after another has failed, or after a signal.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -192,7 +171,7 @@ class Ranks:
         return self._attempt
 
     def begin(self, logs: Sequence[Logs], num_ranks: int) -> Attempt:
-        """Begin an attempt, whose processes are started next by this very thread."""
+        """Begin an attempt; the calling thread starts its processes next."""
         with self._lock:
             self._look()
             number = 0 if self._attempt is None else self._attempt.number + 1
@@ -201,11 +180,11 @@ class Ranks:
         return self._attempt
 
     def expect_end(self) -> None:
-        """Begin the grace: the agent passes a signal on to all ranks. For signal handlers."""
+        """Kill ranks that run longer than the grace from now on; safe in a signal handler."""
         self._signalled_s = time.monotonic()
 
     def stop(self) -> None:
-        """Look once more, and no longer."""
+        """Look once more, and end the thread."""
         self._is_stopped = True
         self._wake()
         self._thread.join()
@@ -258,7 +237,7 @@ class Ranks:
                         self._poller.register(rank.descriptor, select.POLLIN)
 
     def _find_boards(self, attempt: Attempt) -> None:
-        """Map the boards of processes that have none yet; now and then look for newer ones."""
+        """Map the boards of processes that have none yet; every 2 s look for newer ones."""
         is_due = time.monotonic() > self._looked_s + _LOOK_AGAIN_S
         for rank in attempt.ranks:
             if rank.pid is not None and not rank.has_ended and (is_due or rank.board is None):
@@ -284,7 +263,7 @@ class Ranks:
     def _end_laggards(self, attempt: Attempt) -> None:
         """Kill ranks that do not end in time.
 
-        The agent would wait for 30 s: after a failure under any torch, after a signal under 2.11,
+        The agent would wait for 30 s: after a failure with any torch, after a signal with 2.11,
         whose ``LaunchConfig`` has no ``shutdown_timeout``.
         """
         failed_s = math.inf if attempt.failed_s is None else attempt.failed_s
@@ -297,7 +276,6 @@ class Ranks:
 
 
 def _children() -> list[int]:
-    """Return this process's children."""
     pid = os.getpid()
     try:  # of the main thread, which starts them
         with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
@@ -307,12 +285,9 @@ def _children() -> list[int]:
 
 
 def _error_file_of(pid: int) -> str:
-    """Return what a process's environment says of where to record an exception."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        for variable in file.read().split(b"\0"):
-            name, _, value = variable.partition(b"=")
-            if name == b"TORCHELASTIC_ERROR_FILE":
-                return os.fsdecode(value)
+    """Return where a process is to record an exception; it tells the ranks apart."""
+    with contextlib.suppress(psutil.Error):
+        return str(psutil.Process(pid).environ().get("TORCHELASTIC_ERROR_FILE", ""))
     return ""
 
 
@@ -323,18 +298,18 @@ def _has_ended(descriptor: int) -> bool:
 
 
 def _exit_code(descriptor: int) -> int | None:
-    """Return how a child ended, without reaping it; None if the agent has done so already."""
+    """Return how a child ended, without reaping it; None if the agent has reaped it already."""
     try:
-        told = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
-    if told is None:
+    if end is None:
         return None
-    return told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def _last_reading(rank: Rank) -> Reading | None:
-    """Read a board; of a rank that had failed or ended, as of that moment."""
+    """Read a board; if the rank has failed or ended, as of that moment."""
     if rank.board is None:
         return None
     reading = rank.board.read()
@@ -353,8 +328,8 @@ def _last_reading(rank: Rank) -> Reading | None:
 def _read_recorded(path: Path) -> Recorded | None:
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
-        told, trace = message["message"], message["extraInfo"]["py_callstack"]
-        return Recorded(str(told), str(trace), path.stat().st_mtime)
+        text, trace = message["message"], message["extraInfo"]["py_callstack"]
+        return Recorded(str(text), str(trace), path.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

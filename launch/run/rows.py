@@ -1,10 +1,10 @@
-"""What the live table and the plain lines show: one row a stage, worked out from its board.
+"""What the live table and the plain lines show: one row for each stage, computed from its board.
 
-A board has counters that only grow. Rates come from two readings of them, taken where a step had
-just ended, about five seconds apart:
+A board has counters that only grow. Rates come from two readings, each taken just after the end of
+a step, about five seconds apart:
 
-    busy    seconds in tasks              of the seconds between the readings
-    bubble  seconds in steps, less busy   likewise; what is left is the user's own code
+    busy    seconds in tasks              divided by the seconds between the readings
+    bubble  seconds in steps, less busy   likewise; the rest is the user's own code
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -26,7 +26,7 @@ _WINDOW_S = 5.0
 
 _RANK = re.compile(r" \(rank \d+\)")
 
-#: A wait, or a task, is told when it has lasted so long.
+#: From when on a wait's or a task's seconds are shown.
 _LONG_S = 1.0
 
 
@@ -46,68 +46,41 @@ class Row:
         rss_bytes: resident memory.
         device_bytes: memory of the device in use by tensors.
         now: what it does or waits for, in words.
-        is_stuck: whether it has been at that for long.
+        is_stuck: whether it has done so for long.
     """
 
     rank: int
-    device: str
-    cores: str
-    step: int
-    micro_batch: str
-    samples_per_s: float | None
-    busy: float | None
-    bubble: float | None
-    rss_bytes: int
-    device_bytes: int
-    now: str
-    is_stuck: bool
+    device: str = ""
+    cores: str = ""
+    step: int = 0
+    micro_batch: str = ""
+    samples_per_s: float | None = None
+    busy: float | None = None
+    bubble: float | None = None
+    rss_bytes: int = 0
+    device_bytes: int = 0
+    now: str = ""
+    is_stuck: bool = False
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A whole attempt so far: mini-batches, and samples a second while in them."""
-
-    num_steps: int
-    samples_per_s: float
-
-    @classmethod
-    def of(cls, attempt: Attempt) -> Summary:
-        """Sum up the first rank that has a board."""
-        for rank in attempt.ranks:
-            if rank.board is not None:
-                reading = rank.board.read()
-                rate = reading.num_samples / reading.step_s if reading.step_s else 0.0
-                return cls(reading.num_steps, rate)
-        return cls(0, 0.0)
-
-    def __str__(self) -> str:
-        if not self.num_steps:
-            return ""
-        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps:,} steps"
-        return f"{steps}, {rate_text(self.samples_per_s)} samples/s in steps"
+def summary(attempt: Attempt) -> str:
+    """Return the mini-batches of an attempt, and the samples a second within them; "" for none."""
+    board = next((rank.board for rank in attempt.ranks if rank.board is not None), None)
+    reading = board.read() if board is not None else None
+    if reading is None or not reading.num_steps:
+        return ""
+    steps = "1 step" if reading.num_steps == 1 else f"{reading.num_steps:,} steps"
+    rate = reading.num_samples / reading.step_s if reading.step_s else 0.0
+    return f"{steps}, {rate_text(rate)} samples/s in steps"
 
 
-@dataclass(frozen=True)
-class _Sample:
-    at_s: float
-    steps: int
-    samples: int
-    busy_s: float
-    step_s: float
-
-
-class Meter:
-    """Turns the boards of an attempt into rows; keeps the readings that rates need.
-
-    Args:
-        attempt: whose ranks.
-        clock: seconds, from any start.
-    """
+class RowReader:
+    """Reads the boards of an attempt as rows; keeps the readings that rates need."""
 
     def __init__(self, attempt: Attempt, clock: Callable[[], float] = time.monotonic) -> None:
         self._attempt = attempt
         self._clock = clock
-        self._samples: dict[int, deque[_Sample]] = {rank.number: deque() for rank in attempt.ranks}
+        self._readings: defaultdict[int, deque[tuple[float, Reading]]] = defaultdict(deque)
         self._processes: dict[int, psutil.Process] = {}
 
     def rows(self) -> list[Row]:
@@ -116,31 +89,25 @@ class Meter:
 
     def _row(self, rank: Rank) -> Row:
         reading = rank.board.read() if rank.board is not None else None
-        rss_bytes, cores = self._of_process(rank)
-        device, step, micro_batch, device_bytes = "", 0, "", 0
-        rates: tuple[float | None, float | None, float | None] = (None, None, None)
-        if reading is not None:
-            rates = self._rates(rank.number, reading)
-            device, step = str(reading.facts.get("device", "")), reading.num_steps
-            device_bytes = reading.device_bytes
-            if reading.num_micro_batches:
-                micro_batch = f"{reading.micro_batch + 1}/{reading.num_micro_batches}"
+        rss_bytes, cores = self._memory_and_cores(rank)
         now, is_stuck = _now(rank, reading)
-        return Row(
-            rank.number,
-            device,
-            cores,
-            step,
-            micro_batch,
-            *rates,
-            rss_bytes,
-            device_bytes,
-            now,
-            is_stuck,
+        row = Row(rank.number, rss_bytes=rss_bytes, cores=cores, now=now, is_stuck=is_stuck)
+        if reading is None:
+            return row
+        samples_per_s, busy, bubble = self._rates(rank.number, reading)
+        num = reading.num_micro_batches
+        return replace(
+            row,
+            device=str(reading.facts.get("device", "")),
+            step=reading.num_steps,
+            micro_batch=f"{reading.micro_batch + 1}/{num}" if num else "",
+            samples_per_s=samples_per_s,
+            busy=busy,
+            bubble=bubble,
+            device_bytes=reading.device_bytes,
         )
 
-    def _of_process(self, rank: Rank) -> tuple[int, str]:
-        """Return a process's resident memory and the CPUs it may run on."""
+    def _memory_and_cores(self, rank: Rank) -> tuple[int, str]:
         if rank.pid is not None and not rank.has_ended:
             with contextlib.suppress(psutil.Error):
                 process = self._processes.get(rank.pid) or psutil.Process(rank.pid)
@@ -151,31 +118,24 @@ class Meter:
     def _rates(
         self, rank: int, reading: Reading
     ) -> tuple[float | None, float | None, float | None]:
-        """Return samples a second, the busy share and the bubble's."""
-        samples = self._samples[rank]
-        if not reading.num_steps:  # the start is unlike what follows
+        """Return samples a second, and the shares of busy and bubble."""
+        past = self._readings[rank]
+        if not reading.num_steps:  # the first step is slower
             return None, None, None
-        now = _Sample(
-            self._clock(),
-            reading.num_steps,
-            reading.num_samples,
-            reading.busy_s,
-            reading.step_s,
-        )
-        if not samples or now.step_s < samples[-1].step_s:  # another Stage, another board
-            samples.clear()
-            samples.append(now)
-        elif now.steps > samples[-1].steps:
-            samples.append(now)
-        while len(samples) > 2 and samples[1].at_s < now.at_s - _WINDOW_S:
-            samples.popleft()
-        first, last = samples[0], samples[-1]
-        time_s = last.at_s - first.at_s
+        now_s = self._clock()
+        if past and reading.step_s < past[-1][1].step_s:  # another Stage, another board
+            past.clear()
+        if not past or reading.num_steps > past[-1][1].num_steps:
+            past.append((now_s, reading))
+        while len(past) > 2 and past[1][0] < now_s - _WINDOW_S:
+            past.popleft()
+        (first_s, first), (last_s, last) = past[0], past[-1]
+        time_s = last_s - first_s
         if time_s <= 0:
             return None, None, None
         busy = min(1.0, (last.busy_s - first.busy_s) / time_s)
         in_steps = min(1.0, (last.step_s - first.step_s) / time_s)
-        rate = (last.samples - first.samples) / time_s
+        rate = (last.num_samples - first.num_samples) / time_s
         return rate, busy, max(0.0, in_steps - busy)
 
 
@@ -188,7 +148,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def rate_text(rate: float | None) -> str:
-    """Write a rate with the digits that mean something; "" if there is none."""
+    """Write a rate with three digits or without fractions; "" if there is none."""
     if rate is None:
         return ""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
@@ -222,7 +182,7 @@ def percent_text(share: float | None) -> str:
 
 
 def _now(rank: Rank, reading: Reading | None) -> tuple[str, bool]:
-    """Say what a stage does, and whether it has been at that for long."""
+    """Return what a stage does, in words, and whether it has done so for long."""
     if rank.has_ended:
         return ("ended" if rank.code == 0 else f"ended ({rank.code})"), False
     if rank.pid is None:
@@ -230,7 +190,7 @@ def _now(rank: Rank, reading: Reading | None) -> tuple[str, bool]:
     if reading is None:
         return "no Stage yet", False
     if reading.wait is not None and reading.wait.seconds >= _LONG_S:
-        what = _RANK.sub("", reading.wait.what)  # it has the number of the stage
+        what = _RANK.sub("", reading.wait.what)  # the number of the stage is enough
         return f"waits {reading.wait.seconds:.0f} s for {what}", True
     if reading.task and reading.wait is None:
         lasts_long = reading.task_s >= _LONG_S

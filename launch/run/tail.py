@@ -1,8 +1,8 @@
-"""Follows the ranks' log files: all of rank 0's, and what of the others must be seen.
+"""Follows the ranks' log files: all of rank 0's, and reports of stalls of the others.
 
-Rank 0's standard error has one difficulty: its traceback, should it fail, belongs into the report
-at the end and not on the screen twice. So text from the start of a traceback on is held back for a
-few seconds, in which the process either ends or goes on.
+If rank 0 fails, its traceback is part of the report at the end, and must not be shown twice. So
+standard error from the start of a traceback on is held back for some seconds, in which the process
+either ends or goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 _MAX_READ_BYTES = 1 << 20
 
-#: How long a traceback waits for the end of its process.
+#: How long a traceback is held back.
 _HOLD_S = 5.0
 
 _LAST_WORDS = re.compile(
@@ -49,17 +49,13 @@ class Tail:
         return self._file.read(_MAX_READ_BYTES)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
 
 class HeldBack:
-    """Passes text on, but for what may be the last words of a process.
-
-    Args:
-        hold_s: how long that is held back.
-    """
+    """Passes text on, but holds back for ``hold_s`` what may be the last words of a process."""
 
     def __init__(self, hold_s: float = _HOLD_S) -> None:
         self._hold_s = hold_s
@@ -68,7 +64,7 @@ class HeldBack:
         self._is_line_start = True
 
     def feed(self, data: bytes) -> bytes:
-        """Take text, and return what is to be shown now."""
+        """Take text; return what is to be shown now."""
         if self._since_s is not None:
             self._kept += data
             return self.release() if time.monotonic() > self._since_s + self._hold_s else b""
@@ -86,13 +82,13 @@ class HeldBack:
         return data[:split]
 
     def release(self) -> bytes:
-        """Return what is held back: it was not the end."""
+        """Return what is held back."""
         kept, self._kept, self._since_s = self._kept, b"", None
         self._is_line_start = kept.endswith(b"\n") if kept else self._is_line_start
         return kept
 
     def _num_undecided(self, data: bytes) -> int:
-        """Return how long the unfinished last line is, if it may become the start of last words."""
+        """Return the length of the unfinished last line, if it may become the start of them."""
         line = data.rpartition(b"\n")[2]
         if len(line) == len(data) and not self._is_line_start:
             return 0
@@ -101,14 +97,14 @@ class HeldBack:
 
 
 class StallFilter:
-    """Lets only a rank's reports of a stall through: a line, and the indented ones after it."""
+    """Passes on only a rank's reports of stalls: a line, and the indented ones after it."""
 
     def __init__(self) -> None:
         self._partial = b""
         self._is_open = False
 
     def feed(self, data: bytes) -> bytes:
-        """Take text, and return the reports in it."""
+        """Take text; return the reports in it."""
         *lines, self._partial = (self._partial + data).split(b"\n")
         found = []
         for line in lines:

@@ -1,4 +1,4 @@
-"""Finds the traceback in what a rank wrote, and makes it short enough to read. Pure."""
+"""Finds the traceback in what a rank wrote, and shortens it. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 _START = re.compile(
     r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):$", re.MULTILINE
 )
-#: What Python says of a file that it cannot read, which has no head line.
+#: A syntax error in the script itself, which has no head line.
 _SYNTAX = re.compile(r'^  File ".*", line \d+\n(?:.*\n)*?\w*Error: ', re.MULTILINE)
 _CHAIN = re.compile(
     r"\n\n(?:The above exception was the direct cause of the following exception|"
@@ -17,14 +17,14 @@ _CHAIN = re.compile(
 #: The line that names an exception, or a group of them.
 _EXCEPTION = re.compile(r"(?:  \| )?([^\s|+].*)")
 _FRAME = re.compile(r'^  File "(.*)", line \d+, in ')
-#: Files whose frames seldom tell a user anything: this package's, installed or not, and torch's.
+#: Files whose frames seldom help a user: this package's, installed or not, and torch's.
 _OURS = re.compile(r"[/\\](?:procpipe|torch)[/\\](?!.*[/\\](?:tests|examples)[/\\])")
 
 _MAX_LINES = 120
 
 
 def printed_traceback(text: str) -> str:
-    """Return the last traceback in a text, with those that it is chained to; "" if none."""
+    """Return the last traceback in a text, with those chained to it; "" if there is none."""
     starts = [match.start() for match in _START.finditer(text)]
     if not starts:
         match = _SYNTAX.search(text)
@@ -44,14 +44,14 @@ def exception_line(trace: str) -> str:
 
 
 def folded(trace: str) -> str:
-    """Leave out runs of frames in this package and in torch, but for the last of each traceback."""
+    """Leave out frames in this package and in torch, but for the last of each traceback."""
     lines: list[str] = []
     hidden: list[list[str]] = []
     for frame, text in _frames(trace):
         if frame and _OURS.search(frame):
             hidden.append(text)
             continue
-        if hidden and not frame:  # the traceback ends in one of them: that is where it happened
+        if hidden and not frame:  # the traceback ends in one of them
             lines += [*_fold(hidden[:-1]), *hidden[-1]]
         else:
             lines += _fold(hidden)

@@ -1,12 +1,12 @@
-"""What the user sees while a run goes on: rank 0's output, and how every stage is doing.
+"""What the user sees during a run: rank 0's output, and the progress of every stage.
 
-    ranks' logs ── Tail ──┐
-    ranks' boards ─ Meter ┼─> the view's thread ──> rank 0's output, scrolling
-    launcher ──── say() ──┘                         the live table below it        (terminal)
-                                                    or a plain line now and then   (elsewhere)
+    ranks' logs ─────── Tail ──┐
+    ranks' boards ─ RowReader ─┼─> the view's thread ──> rank 0's output, scrolling
+    launcher ─────── print() ──┘                         the live table below it        (terminal)
+                                                         or a plain line at intervals   (elsewhere)
 
-One thread writes everything, so nothing is mixed up, and the launcher's main thread and its signal
-handlers never wait for a slow terminal. Whatever goes wrong here ends the view, never the run.
+One thread writes everything in order, and the launcher's main thread and its signal handlers never
+wait for a slow terminal. An error here ends the view, never the run.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from rich.table import Table
 from rich.text import Text
 
 from procpipe.launch.run.ranks import Attempt, Ranks
-from procpipe.launch.run.rows import Meter, Row, percent_text, plain_line, rate_text, size_text
+from procpipe.launch.run.rows import Row, RowReader, percent_text, plain_line, rate_text, size_text
 from procpipe.launch.run.tail import HeldBack, StallFilter, Tail
 
 _TICK_S = 0.1
 _REFRESH_S = 0.5
 
-#: When plain lines are written: often at first, to show that all is well, then every minute.
+#: When plain lines are written: two soon after the start, then one every minute.
 _PLAIN_TIMES_S = (10, 30)
 _PLAIN_EVERY_S = 60
 
-#: The live table: between columns, the least of "now", and what goes first on a narrow terminal.
+#: The live table: the space between columns, the least width of "now", and the columns that a
+#: narrow terminal leaves out, the first ones first.
 _GAP = 2
 _MIN_NOW = 6
 _DISPENSABLE = ("cores", "m-batch", "device", "bubble", "memory", "GPU", "busy", "samples/s")
@@ -46,7 +47,7 @@ _DISPENSABLE = ("cores", "m-batch", "device", "bubble", "memory", "GPU", "busy",
 
 @dataclass
 class _Feed:
-    """A log file on its way to the screen."""
+    """A log file that is shown."""
 
     tail: Tail
     filter: HeldBack | StallFilter | None
@@ -55,12 +56,12 @@ class _Feed:
 
 
 class View:
-    """The screen of a run.
+    """The screen of a run, written by a thread of its own.
 
     Args:
         ranks: what to show.
         mode: "live", "plain", "off", or "auto": live on a terminal and plain elsewhere.
-        caption: below the table.
+        caption: what is written below the table.
     """
 
     def __init__(self, ranks: Ranks, mode: str, caption: str) -> None:
@@ -75,7 +76,7 @@ class View:
         self._live: Live | None = None
         self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._attempt: Attempt | None = None
-        self._meter: Meter | None = None
+        self._reader: RowReader | None = None
         self._feeds: list[_Feed] = []
         self._drawn_s = 0.0
         self._plain_times_s = itertools.chain(
@@ -89,7 +90,7 @@ class View:
 
     @property
     def console(self) -> Console:
-        """What it writes on; for others once it has stopped."""
+        """What it writes on; others may use it after ``stop``."""
         return self._console
 
     @property
@@ -102,19 +103,19 @@ class View:
         """Whether the user wants to see rank 0's output and failures only."""
         return self._mode == "off"
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Show a line; safe in a signal handler."""
         self._messages.put(text)
 
-    def hush(self) -> None:
-        """Show no more of what ranks write to standard error: they are being ended."""
+    def hide_stderr(self) -> None:
+        """Show no more of what ranks write to standard error, as they are being ended."""
         self._is_quiet = True
 
     def stop(self, *, is_failed: bool) -> None:
-        """Show what has come so far, and end.
+        """Show what was written so far, and end.
 
         Args:
-            is_failed: whether a report follows, which holds the last words of the ranks.
+            is_failed: whether a report follows, which has the traceback that is held back.
         """
         self._is_failed = is_failed
         self._messages.put(None)
@@ -129,18 +130,18 @@ class View:
                 self._copy_output()
                 self._draw()
             self._copy_output(is_last=True)
-        except Exception as error:  # the terminal has gone, say, or a bug of ours: the run matters
+        except Exception as error:  # a closed terminal, or a bug here: the run goes on
             self._stop_live()
             with contextlib.suppress(Exception):
-                told = f"procpipe: nothing more is shown ({type(error).__name__}: {error})"
-                print(told, file=sys.stderr)
+                text = f"procpipe: nothing more is shown ({type(error).__name__}: {error})"
+                print(text, file=sys.stderr)
         finally:
             self._stop_live()
             for feed in self._feeds:
                 feed.tail.close()
 
     def _show_messages(self) -> bool:
-        """Show what is to be said; wait for it for a moment. Say whether to go on."""
+        """Show the launcher's lines, waiting a moment for them; return whether to go on."""
         timeout_s = _TICK_S
         while True:
             try:
@@ -154,14 +155,14 @@ class View:
             timeout_s = 0.001
 
     def _follow(self) -> None:
-        """Turn to a new attempt, if there is one."""
+        """Follow the newest attempt."""
         attempt = self._ranks.attempt
         if attempt is self._attempt or attempt is None:
             return
         self._copy_output(is_last=True, is_failed=True)
         for feed in self._feeds:
             feed.tail.close()
-        self._attempt, self._meter = attempt, Meter(attempt)
+        self._attempt, self._reader = attempt, RowReader(attempt)
         self._feeds = []
         for rank in attempt.ranks:
             if rank.number == 0:
@@ -201,7 +202,7 @@ class View:
             )
 
     def _is_ours(self, stream: TextIO) -> bool:
-        """Tell whether what is written to a stream comes to the terminal that has the table."""
+        """Return whether a stream is the terminal that has the table."""
         return stream.isatty() or stream is self._console.file
 
     def _write_line(self, text: str) -> None:
@@ -211,22 +212,17 @@ class View:
             _write_raw(sys.stderr, f"{text}\n".encode())
 
     def _draw(self) -> None:
-        if self._meter is None or self._mode == "off":
+        if self._reader is None or self._mode == "off":
             return
         now_s = time.monotonic()
         if now_s < self._drawn_s + _REFRESH_S:
             return
         self._drawn_s = now_s
-        rows = self._meter.rows()
+        rows = self._reader.rows()
         if self._mode == "live":
             if self._live is None:
-                self._live = Live(
-                    console=self._console,
-                    auto_refresh=False,
-                    transient=True,
-                    redirect_stdout=False,
-                    redirect_stderr=False,
-                )
+                self._live = Live(console=self._console, auto_refresh=False, transient=True,
+                                  redirect_stdout=False, redirect_stderr=False)  # fmt: skip
                 self._live.start()
             self._live.update(self._frame(rows), refresh=True)
         elif self.elapsed_s >= self._next_plain_s:
@@ -236,16 +232,12 @@ class View:
 
     def _frame(self, rows: list[Row]) -> RenderableType:
         unfinished = [_last_state(feed.partial) for feed in self._feeds if feed.partial]
+        caption = f"{time_text(self.elapsed_s)}  {self._caption}"
         return Group(
             *(Text.from_ansi(line) for line in unfinished),
             Rule(style="dim"),
-            table_of(rows, self._console.width),
-            Text(
-                f"{time_text(self.elapsed_s)}  {self._caption}",
-                style="dim",
-                no_wrap=True,
-                overflow="ellipsis",
-            ),
+            live_table(rows, self._console.width),
+            Text(caption, style="dim", no_wrap=True, overflow="ellipsis"),
         )
 
     def _stop_live(self) -> None:
@@ -255,13 +247,8 @@ class View:
                 live.stop()
 
 
-def table_of(rows: list[Row], width: int) -> Table:
-    """Return the live table.
-
-    Args:
-        rows: the stages.
-        width: of the terminal; columns are left out where it has no room for all of them.
-    """
+def live_table(rows: list[Row], width: int) -> Table:
+    """Return the live table; columns are left out if the terminal's ``width`` is too small."""
     columns = {
         "stage": [str(row.rank) for row in rows],
         "device": [row.device for row in rows],
@@ -293,7 +280,7 @@ def table_of(rows: list[Row], width: int) -> Table:
 
 
 def time_text(seconds: float) -> str:
-    """Write a time as a clock does: "2:05" or "1:02:05"."""
+    """Write a time like a clock: "2:05" or "1:02:05"."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
@@ -312,19 +299,19 @@ def _console(is_forced: bool) -> Console:
 
 
 def _last_state(line: bytes) -> str:
-    """Return what a terminal would show of a line in which carriage returns overwrite."""
+    """Return what a terminal shows of a line, in which carriage returns overwrite."""
     states = [state for state in line.decode(errors="replace").split("\r") if state]
     return states[-1] if states else ""
 
 
 def _write_raw(stream: TextIO, data: bytes) -> None:
-    """Pass bytes on as they are; a stream that takes no more is given up."""
+    """Pass bytes on unchanged; to a stream that fails, nothing more is written."""
     if data:
         try:
             stream.flush()
             stream.buffer.write(data)
             stream.buffer.flush()
-        except OSError:  # closed, or no space left: what waits in the buffer goes nowhere
+        except OSError:  # closed, or no space left: what is in the buffer is dropped
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)

@@ -1,17 +1,17 @@
-"""Ends every process of a run, also after the launcher itself was killed.
+"""Kills every process of a run, also after the launcher itself was killed.
 
     launcher ──── pipe ────> warden        a process of its own, in a session of its own
        │                        │
-       ├── rank 0 ── worker     │ the pipe ends: the launcher is gone, by whatever cause
-       └── rank 1 ── worker     └──> kill all that is left of the run, again until nothing is
+       ├── rank 0 ── worker     │ the pipe ends: the launcher has ended, for whatever cause
+       └── rank 1 ── worker     └──> kill what is left of the run, until nothing is left
 
-A run's processes carry its token in their environment, PROCPIPE_RUN, wherever they have moved: a
-data loader's workers, a user's subprocesses, daemons in sessions of their own. Who was started with
-another environment is found as a descendant of one that carries it, or as a member of its session.
+The processes of a run have its token in their environment, PROCPIPE_RUN: ranks, a data loader's
+workers, a user's subprocesses, daemons in sessions of their own. A process with another environment
+is found as a descendant of one that has the token, or as a member of its session.
 
-The warden runs this file by itself (``python -I -S /dev/fd/N TOKEN``): standard library only, so
-that it starts in 20 ms and no package of the user's can keep it from its work. Its command line
-does not name procpipe: ``pkill -9 -f procpipe`` ends the launcher, not who sees to its ranks.
+The warden runs this file alone (``python -I -S /dev/fd/N TOKEN``) and uses the standard library
+only: it starts in 20 ms, and no package of the user can break it. Its command line does not name
+procpipe: ``pkill -9 -f procpipe`` kills the launcher, but not the warden.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 #: The environment variable; a run that is started by a run's process adds its token to it.
 TOKEN = "PROCPIPE_RUN"
 
-#: What the launcher writes when it has seen to everything itself.
-_ALL_IS_WELL = b"."
+#: What the launcher writes at its own regular end.
+_REGULAR_END = b"."
 
 #: How long the kernel may take to end killed processes.
 _KILL_TIMEOUT_S = 10.0
@@ -39,56 +39,35 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 @dataclass(frozen=True)
-class Leftover:
-    """A process of a run that had to be ended."""
+class Process:
+    """A process of this host, as the kernel lists it."""
 
-    pid: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.name} (process {self.pid})"
-
-
-@dataclass(frozen=True)
-class _Entry:
     pid: int
     name: str
     parent: int
     session: int
 
-
-def family(token: str, ancestor: int | None = None, spared: Collection[int] = ()) -> set[int]:
-    """Return the living processes of a run.
-
-    Args:
-        token: in the environment of the run's processes.
-        ancestor: all its descendants belong to the run too.
-        spared: processes that do not belong to it.
-    """
-    return {entry.pid for entry in _family(token, ancestor, spared)}
+    def __str__(self) -> str:
+        return f"{self.name} (process {self.pid})"
 
 
 def end_family(
     token: str, grace_s: float = 0.0, ancestor: int | None = None, spared: Collection[int] = ()
-) -> list[Leftover]:
+) -> list[Process]:
     """End all processes of a run; return those that were alive.
 
-    Args:
-        token: as for ``family``.
-        grace_s: how long they may take to end by SIGTERM, before SIGKILL.
-        ancestor: as for ``family``.
-        spared: as for ``family``.
+    They get SIGTERM and ``grace_s`` to end, then SIGKILL. For the other arguments see ``family``.
     """
-    found: dict[int, Leftover] = {}
+    found: dict[int, Process] = {}
 
     def send(signum: signal.Signals, *, to_all: bool) -> bool:
-        """Signal all (or those not seen before); say whether there were any."""
-        entries = _family(token, ancestor, spared)
+        """Signal all, or only those not seen before; return whether there were any."""
+        entries = family(token, ancestor, spared)
         for entry in entries:
             if to_all or entry.pid not in found:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(entry.pid, signum)
-            found.setdefault(entry.pid, Leftover(entry.pid, entry.name))
+            found.setdefault(entry.pid, entry)
         return bool(entries)
 
     if grace_s > 0:
@@ -98,21 +77,29 @@ def end_family(
 
 
 def _repeat(is_needed: Callable[[], bool], timeout_s: float) -> None:
-    """Call a function until it says twice in a row that there is nothing left, or time is up."""
+    """Call a function until it returns False twice in a row, or time is up."""
     deadline_s = time.monotonic() + timeout_s
     num_quiet = 0
-    # Twice: a process that is just being replaced (exec) shows no environment for a moment.
+    # Twice, as a process shows no environment for a moment while it calls exec().
     while num_quiet < 2 and time.monotonic() < deadline_s:
         num_quiet = 0 if is_needed() else num_quiet + 1
         time.sleep(_POLL_S if num_quiet == 0 else 0.001)
 
 
-def _family(token: str, ancestor: int | None, spared: Collection[int]) -> list[_Entry]:
-    entries = {entry.pid: entry for entry in map(_entry, _pids()) if entry is not None}
+def family(token: str, ancestor: int | None = None, spared: Collection[int] = ()) -> list[Process]:
+    """Return the living processes of a run.
+
+    Args:
+        token: in the environment of the run's processes.
+        ancestor: a process whose descendants belong to the run, too.
+        spared: processes that do not belong to it.
+    """
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    entries = {entry.pid: entry for entry in map(_entry, pids) if entry is not None}
     ours = os.getpid()
     carriers = {pid for pid in entries if _carries(pid, token)}
-    # A rank leads a session of its own; whoever is in it was started by the rank. Never the
-    # session of the user's shell, should a process of the run be in that.
+    # A rank leads a session of its own, and has started all others in it. A process of the run may
+    # be in the session of the user's shell, which does not belong to the run.
     sessions = {entries[pid].session for pid in carriers} - {0, os.getsid(0)}
     sessions -= entries.keys() - carriers
     wanted = carriers | {pid for pid, entry in entries.items() if entry.session in sessions}
@@ -123,12 +110,8 @@ def _family(token: str, ancestor: int | None, spared: Collection[int]) -> list[_
     return [entry for pid, entry in entries.items() if pid in roots and pid not in keep]
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _entry(pid: int) -> _Entry | None:
-    """Read what the kernel says of a process; None if it has ended."""
+def _entry(pid: int) -> Process | None:
+    """Read a process from /proc; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             head, _, rest = file.read().rpartition(")")
@@ -137,7 +120,7 @@ def _entry(pid: int) -> _Entry | None:
     state, parent, _, session, *_ = rest.split()
     if state in "ZX":
         return None
-    return _Entry(pid, head.partition("(")[2], int(parent), int(session))
+    return Process(pid, head.partition("(")[2], int(parent), int(session))
 
 
 def _carries(pid: int, token: str) -> bool:
@@ -151,11 +134,7 @@ def _carries(pid: int, token: str) -> bool:
 
 
 class Warden:
-    """The launcher's end: starts the warden process, and tells it when there is no more to do.
-
-    Args:
-        token: the run's.
-    """
+    """The launcher's end: starts the warden process, and ends it after a regular end of the run."""
 
     def __init__(self, token: str) -> None:
         with open(__file__, "rb") as file:
@@ -174,14 +153,14 @@ class Warden:
         return self._process.pid
 
     def dismiss(self) -> None:
-        """Let it end, once it has seen for itself that nothing is left."""
+        """End it; it kills what is left of the run before."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(_ALL_IS_WELL)
+            self._process.stdin.write(_REGULAR_END)
             self._process.stdin.close()
         try:
             self._process.wait(_KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # somebody has stopped it
+        except subprocess.TimeoutExpired:  # it was stopped by a signal
             self._process.kill()
             self._process.wait()
 
@@ -189,15 +168,15 @@ class Warden:
 def _main(token: str) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
-    last_words = b""
+    received = b""
     while data := os.read(0, 64):
-        last_words += data
+        received += data
     end_family(token)
-    if last_words != _ALL_IS_WELL:
+    if received != _REGULAR_END:
         cursor = _SHOW_CURSOR if os.isatty(2) else ""  # the live table had hidden it
-        told = f"{cursor}\nprocpipe: the launcher was killed, and so is all that it had started\n"
+        text = f"{cursor}\nprocpipe: the launcher was killed, and so is all that it had started\n"
         with contextlib.suppress(OSError):
-            os.write(2, told.encode())
+            os.write(2, text.encode())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """``procpipe timeline run.json``: a page that shows where a run's time went.
 
-Reads what ``Stage(trace="run.json")`` wrote, makes the page (``page.py``) and tells the same in
-words. Knows nothing of the run but that file.
+Reads what ``Stage(trace="run.json")`` wrote, writes the page (page.py), and prints a summary.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ command line.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the page; return the exit code.
+    """Write the page; return the exit code.
 
     Raises:
         SystemExit: the words are wrong (code 2), or ask for help.
@@ -45,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
         splits, advice = split(step), advise(recording, step, blocks)
         target.write_text(page(path.name, recording, step, splits, advice), encoding="utf-8")
     except (OSError, ValueError, KeyError) as error:
-        told = error.strerror or error if isinstance(error, OSError) else error.args[0]
+        reason = error.strerror or error if isinstance(error, OSError) else error.args[0]
         where = error.filename if isinstance(error, OSError) and error.filename else path
-        print(f"procpipe timeline: {where}: {told}", file=sys.stderr)
+        print(f"procpipe timeline: {where}: {reason}", file=sys.stderr)
         return 1
     print(f"step {step.number} of {path} ({recording.kept_text()} of {recording.num_steps}):\n")
     print(split_table(splits))
-    for told in advice:
-        print(f"\n- {told}")
+    for sentence in advice:
+        print(f"\n- {sentence}")
     if advice:
         print(f"\nWorked out from {basis(recording, step)}.")
     print(f"\n{target}")
@@ -60,20 +59,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(path: Path) -> Recording:
-    """Read a recording from its file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is none of ours.
-    """
+    """Read a recording from its file; raises ``OSError``, or ``ValueError`` if it is none."""
     data = path.read_bytes()
     if not data.strip():
         raise ValueError("it is empty")
     try:
-        told = json.loads(data)
+        content = json.loads(data)
     except ValueError as error:
         raise ValueError(f"it is no JSON ({error})") from error
-    return from_chrome(told)
+    return from_chrome(content)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
-"""The timeline page: one HTML file with its picture, table and advice, and nothing to load.
+"""The timeline page: one HTML file with picture, table and advice, which loads nothing else.
 
-No script: what a box is shows when it is pointed at, and the switches are checkboxes. Light and
-dark follow the reader's system. Everything that comes from the file is escaped.
+It has no script: a box shows its title under the pointer, and the switches are checkboxes. Light or
+dark follows the reader's system. Everything that comes from the recording is escaped.
 """
 
 from __future__ import annotations
@@ -21,37 +21,16 @@ from procpipe.words import counted, seconds_text
 #: The parts of a stage's time: the field of Split, its name, and what it is.
 _PARTS = (
     ("busy_s", "busy", "in tasks, as measured"),
-    (
-        "bubble_s",
-        "bubble",
-        "idle because of the plan: even equal stages without transfers would be",
-    ),
-    (
-        "imbalance_s",
-        "imbalance",
-        "idle because tasks take unequally long, from stage to stage or from one micro-batch to "
-        "the next",
-    ),
-    (
-        "communication_s",
-        "communication and overhead",
-        "the rest: messages on their way, and what the hosts do between tasks",
-    ),
+    ("bubble_s", "bubble", "idle because of the plan: also with equal stages and no transfers"),
+    ("imbalance_s", "imbalance", "idle because stages or micro-batches take unequally long"),
+    ("communication_s", "communication and overhead", "messages, and the hosts between tasks"),
 )
 
 
 def page(
     name: str, recording: Recording, step: Step, splits: Sequence[Split], advice: Sequence[str]
 ) -> str:
-    """Make the page.
-
-    Args:
-        name: of the file, for the title.
-        recording: what the step is from.
-        step: the step to show.
-        splits: how its stages spent it.
-        advice: sentences.
-    """
+    """Return the page of one step of a recording, whose file has this name, with advice."""
     drawing = draw(recording, step)
     title = escape(f"{name}: step {step.number}")
     parts = [
@@ -108,7 +87,7 @@ def _facts_text(recording: Recording, step: Step) -> str:
     facts = recording.facts
     sizes = sorted(set(step.sizes))
     samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}" if sizes else "?"
-    told = [
+    parts = [
         counted(step.num_stages, "stage"),
         f"balance {facts.get('balance')}",
         f"{counted(len(step.sizes), 'micro-batch')} of {samples} "
@@ -120,7 +99,7 @@ def _facts_text(recording: Recording, step: Step) -> str:
         f"torch {facts.get('torch')}",
         f"written {str(facts.get('written'))[:16].replace('T', ' ')} UTC",
     ]
-    return " · ".join(told)
+    return " · ".join(parts)
 
 
 def _warnings(recording: Recording) -> Iterator[str]:
@@ -128,7 +107,7 @@ def _warnings(recording: Recording) -> Iterator[str]:
         last = recording.steps[-1].number
         yield (
             "<p class='warning'>The run did not close its stages: it failed, or was ended, after "
-            f"step {last}. What it was doing then is not in the file.</p>"
+            f"step {last}. Later tasks are not in the file.</p>"
         )
 
 
@@ -148,31 +127,29 @@ def _legend(step: Step) -> Iterator[str]:
 def _table(recording: Recording, splits: Sequence[Split]) -> str:
     balance: Sequence[Any] = recording.facts.get("balance", ())
     has_layers = len(balance) == len(splits)
-    heads = ["stage", *(["layers"] if has_layers else []), *(name for _, name, _ in _PARTS), "step"]
-    lines = [
-        "<div class='scroll'><table>",
-        f"<thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}<th></th></tr></thead>",
-        "<tbody>",
-    ]
-    for one in splits:
-        cells = [str(one.stage), *([str(balance[one.stage])] if has_layers else [])]
+    heads = ["stage", *["layers"] * has_layers, *(name for _, name, _ in _PARTS), "step", ""]
+
+    def row(name: str, layers: str, one: Split) -> str:
+        cells = [layers] * has_layers
         cells += [_cell(getattr(one, field), one.step_s) for field, _, _ in _PARTS]
         cells.append(_ms(one.step_s))
-        lines.append(f"<tr>{_cells(cells)}<td class='bar'>{_bar(one)}</td></tr>")
-    step_s = splits[0].step_s
-    mean = Split(-1, step_s, *(_mean(splits, field) for field, _, _ in _PARTS))
-    cells = ["mean", *([f"{fmean(balance):.3g}"] if has_layers else [])]
-    cells += [_cell(getattr(mean, field), step_s) for field, _, _ in _PARTS]
-    cells.append(_ms(step_s))
-    lines += [
-        "</tbody>",
-        f"<tfoot><tr>{_cells(cells)}<td class='bar'>{_bar(mean)}</td></tr></tfoot>",
-    ]
-    return "\n".join([*lines, "</table></div>"])
+        columns = "".join(f"<td>{cell}</td>" for cell in cells)
+        return f"<tr><th>{name}</th>{columns}<td class='bar'>{_bar(one)}</td></tr>"
 
-
-def _cells(cells: Sequence[str]) -> str:
-    return f"<th>{cells[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in cells[1:])
+    mean = Split(-1, splits[0].step_s, *(_mean(splits, field) for field, _, _ in _PARTS))
+    layers = balance if has_layers else [""] * len(splits)
+    mean_layers = f"{fmean(balance):.3g}" if has_layers else ""
+    return "\n".join(
+        [
+            "<div class='scroll'><table>",
+            f"<thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead>",
+            "<tbody>",
+            *(row(str(one.stage), str(layers[one.stage]), one) for one in splits),
+            "</tbody>",
+            f"<tfoot>{row('mean', mean_layers, mean)}</tfoot>",
+            "</table></div>",
+        ]
+    )
 
 
 def _cell(part_s: float, whole_s: float) -> str:
@@ -200,33 +177,33 @@ def _explained() -> Iterator[str]:
 def _advice(recording: Recording, step: Step, advice: Sequence[str]) -> str:
     source = basis(recording, step)
     if not advice:
-        return f"<p>Nothing that the numbers of {source} support.</p>"
-    items = "".join(f"<li>{escape(told)}</li>" for told in advice)
+        return f"<p>Nothing, by the numbers of {source}.</p>"
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in advice)
     return f"<ul>{items}</ul><p class='note'>Worked out from {source}.</p>"
 
 
 def _steps_text(recording: Recording) -> str:
     kept = recording.kept_text()
-    told = f"The file has {kept} of {recording.num_steps}; --step N shows another."
+    text = f"The file has {kept} of {recording.num_steps}; --step N shows another."
     if len(recording.steps) < recording.num_steps:
-        told += " Of a long run the first steps and the last are kept."
-    return told
+        text += " Of a long run the first steps and the last are kept."
+    return text
 
 
 def _clock_text(recording: Recording) -> str:
     error = seconds_text(recording.clock_error_s)
     drifts = [abs(clock.drift_ppm) for clock in recording.clocks if clock.drift_ppm is not None]
     is_cuda = recording.facts.get("the type of devices") == "cuda"
-    told = f"Times of different stages are comparable to {error}: the ranks' clocks were compared "
+    text = f"Times of different stages are comparable to {error}: the ranks' clocks were compared "
     if len(recording.clocks) == 1:
-        told = "There is one clock."
+        text = "There is one clock."
     elif len(drifts) == len(recording.clocks):
-        told += "at both ends of the run"
+        text += "at both ends of the run"
         drift_ppm = max(drifts)
-        told += f", and their drift (at most {drift_ppm:.2g} ppm) taken out." if drift_ppm else "."
+        text += f", and their drift (at most {drift_ppm:.2g} ppm) taken out." if drift_ppm else "."
     else:
-        told += "at its beginning only, so that a drift since then is not taken out."
-    return f"{told} {'Tasks by the device, waits by the host.' if is_cuda else 'All by the hosts.'}"
+        text += "at its beginning only, so that a drift since then is not taken out."
+    return f"{text} {'Tasks by the device, waits by the host.' if is_cuda else 'All by the hosts.'}"
 
 
 def _mean(splits: Sequence[Split], field: str) -> float:

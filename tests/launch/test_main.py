@@ -1,4 +1,4 @@
-"""The command line: what it tells before anything is started."""
+"""The command line: mistakes and dry runs, before anything is started."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from procpipe.launch import main as launcher
 from procpipe.launch.main import main
 
 
@@ -27,29 +28,34 @@ def script(tmp_path, monkeypatch):
     return "train.py"
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["-n", "2", "nowhere.py"], "there is no file nowhere.py (seen from "),
-        (["-n", "0", "train.py"], "argument -n/--nproc-per-node: 0: give a number of at least 1"),
-        (["-n", "x", "train.py"], "argument -n/--nproc-per-node: x: give a number of at least 1"),
-        (["-n", "2", "--max-restarts", "-1", "train.py"], "-1: give 0 or more"),
-        (["-n", "2", "--nnodes", "3:2", "train.py"], "--nnodes 3:2: give a number of hosts, or "),
-        (["-n", "2", "--nnodes", "two", "train.py"], "--nnodes two: give a number of hosts, or "),
-        (["-n", "2", "--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
-        (["-n", "2", "--node-rank", "1", "train.py"], "--node-rank is for several hosts"),
-        (["-n", "2", "--log-dir", "train.py/x", "train.py"], "the logs cannot be written: "),
-        (["-n", "2"], "the following arguments are required: train.py"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_is_told(script, words, told, capsys, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with pytest.raises(SystemExit) as error:
-        main(["run", *words])
+MISTAKES = [
+    (["-n", "2", "nowhere.py"], "there is no file nowhere.py (seen from "),
+    (["-n", "0", "train.py"], "argument -n/--nproc-per-node: 0: give a number of at least 1"),
+    (["-n", "x", "train.py"], "argument -n/--nproc-per-node: x: give a number of at least 1"),
+    (["-n", "2", "--max-restarts", "-1", "train.py"], "-1: give a number of at least 0"),
+    (
+        ["-n", "2", "--nnodes", "3:2", "train.py"],
+        "argument --nnodes: 3:2: give a number of hosts, or ",
+    ),
+    (
+        ["-n", "2", "--nnodes", "two", "train.py"],
+        "argument --nnodes: two: give a number of hosts, or ",
+    ),
+    (["-n", "2", "--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
+    (["-n", "2", "--node-rank", "1", "train.py"], "--node-rank is for several hosts"),
+    (["-n", "2", "--log-dir", "train.py/x", "train.py"], "the logs cannot be written: "),
+    (["-n", "2"], "the following arguments are required: train.py"),
+]
 
-    assert error.value.code == 2
-    assert told in capsys.readouterr().err
+
+def test_mistakes_in_the_command_line(script, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for words, message in MISTAKES:
+        with pytest.raises(SystemExit) as error:
+            main(["run", *words])
+
+        assert error.value.code == 2, words
+        assert message in capsys.readouterr().err, words
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it takes one process a GPU here")
@@ -58,10 +64,10 @@ def test_without_gpus_the_number_of_processes_is_asked_for(script, capsys):
         main(["run", script])
 
     assert error.value.code == 2
-    assert "say with -n how many processes to start" in capsys.readouterr().err
+    assert "give the number of processes by -n" in capsys.readouterr().err
 
 
-def test_a_dry_run_tells_all_and_starts_nothing(script, capsys, monkeypatch, tmp_path):
+def test_a_dry_run_prints_all_and_starts_nothing(script, capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     assert main(["run", "-n", "1", "--dry-run", "--max-restarts", "3", script, "--lr", "1 2"]) == 0
@@ -87,3 +93,18 @@ def test_a_dry_run_of_several_hosts(script, capsys, monkeypatch):
     assert " -u -m my.train\n" in told
     assert "OMP_NUM_THREADS=5 (OMP_NUM_THREADS is set)" in told
     assert "hosts     2 to 4, which meet at first:29500" in told
+
+
+def test_a_command_whose_folder_is_missing_is_not_offered(tmp_path, capsys, monkeypatch):
+    for name in ("run", "plan"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "command.py").touch()
+    monkeypatch.setattr(launcher, "__file__", str(tmp_path / "main.py"))
+
+    with pytest.raises(SystemExit) as error:
+        main(["doctor"])
+
+    assert error.value.code == 2
+    told = capsys.readouterr().err
+    assert "invalid choice: 'doctor'" in told
+    assert ("run" in told, "plan" in told, "timeline" in told) == (True, True, False)

@@ -1,53 +1,50 @@
-"""What the doctor finds, says of it and measures: checks on made-up facts, the rest for real."""
+"""What the doctor finds, advises and measures: checks on made-up facts, the rest for real."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
-import time
-import uuid
 from dataclasses import replace
 
-import psutil
 import pytest
 from rich.console import Console
 
-from procpipe.job import board
 from procpipe.job.pinning import Place, places_of_host
 from procpipe.launch.doctor import command as doctor
-from procpipe.launch.doctor import measuring, probe
-from procpipe.launch.doctor.checks import Check, Status, check_host
-from procpipe.launch.doctor.facts import Facts, Gpu, Limits, Torch, limits_of
+from procpipe.launch.doctor import probe
+from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host
+from procpipe.launch.doctor.facts import (
+    NO_LIMIT,
+    Facts,
+    GroupLimits,
+    TorchBuild,
+    VisibleGpu,
+    limits_of,
+)
+from procpipe.launch.start_ranks import Result
 
 GIB = 1 << 30
 
 GOOD = Facts(
     num_processes=2,
     python="3.12.1",
-    torch=Torch("2.13.0+cpu"),
+    torch=TorchBuild("2.13.0+cpu"),
     num_nvidia_devices=0,
     gpus=(),
     gpu_error="",
     topology="8 cores, 1 package, 1 NUMA node",
     places=tuple(Place(rank, (rank,), 4, 0, "CPU", "") for rank in range(2)),
-    limits=Limits(),
+    limits=GroupLimits(),
     available_bytes=16 * GIB,
     swapped_bytes=0,
-    shm_bytes=8 * GIB,
-    shm_free_bytes=8 * GIB,
-    max_files=65536,
-    max_files_hard=65536,
-    max_address_bytes=None,
+    shm_bytes=(8 * GIB, 8 * GIB),
+    max_files=(65536, 65536),
+    max_address_bytes=NO_LIMIT,
     memfd_error="",
     unix_error="",
     loopback_error="",
     host_name="node-7",
-    name_error="",
-    name_s=0.01,
+    name_lookup=("", 0.01),
     interfaces=("lo", "eth0"),
     environment={},
 )
@@ -55,34 +52,46 @@ GOOD = Facts(
 
 def gpus(num_gpus, free_bytes=80 * GIB, peers=None):
     return tuple(
-        Gpu("H200", None, free_bytes, 80 * GIB, tuple(range(num_gpus)) if peers is None else peers)
+        VisibleGpu(
+            "H200", None, free_bytes, 80 * GIB, tuple(range(num_gpus)) if peers is None else peers
+        )
         for _ in range(num_gpus)
     )
 
 
-WITH_GPUS = {"torch": Torch("2.13.0+cu130", True, "13.0", (2, 28, 9)), "num_nvidia_devices": 2}
+WITH_GPUS = {"torch": TorchBuild("2.13.0+cu130", True, "13.0", (2, 28, 9)), "num_nvidia_devices": 2}
 UNPINNED = tuple(Place(rank, (), 0, None, "CPU", "") for rank in range(2))
 
 
 def test_all_is_well():
     assert {check.status for check in check_host(GOOD)} == {Status.OK}
-    assert not any(check.mend for check in check_host(GOOD))
+    assert not any(check.advice for check in check_host(GOOD))
 
 
 def test_all_is_well_with_gpus():
     checks = {check.name: check for check in check_host(replace(GOOD, gpus=gpus(2), **WITH_GPUS))}
 
     assert {check.status for check in checks.values()} == {Status.OK}
-    assert checks["torch"].told == "2.13.0+cu130, for CUDA 13.0, NCCL 2.28.9"
-    assert checks["GPUs"].told == "2 GPUs (H200), at least 80.0 GiB free on each"
-    assert checks["peer access"].told == "between all neighbours"
+    assert checks["torch"].found == "2.13.0+cu130, for CUDA 13.0, NCCL 2.28.9"
+    assert checks["GPUs"].found == "2 GPUs (H200), at least 80.0 GiB free on each"
+    assert checks["peer access"].found == "between all neighbours"
 
 
 BAD = [
     ({"python": "3.10.9"}, "Python: failure", "3.10.9", "needs Python 3.11 or newer"),
-    ({"torch": Torch("2.11.0", False)}, "torch: failure", "without torch.distributed", "build"),
-    ({"torch": Torch("2.11.0", True, "12.4")}, "torch: failure", "without NCCL", "GPUs need NCCL"),
-    ({"gpu_error": "E 999"}, "GPUs: failure", "cannot be asked for them: E 999", "nvidia-smi"),
+    (
+        {"torch": TorchBuild("2.11.0", False)},
+        "torch: failure",
+        "without torch.distributed",
+        "build",
+    ),
+    (
+        {"torch": TorchBuild("2.11.0", True, "12.4")},
+        "torch: failure",
+        "without NCCL",
+        "GPUs need NCCL",
+    ),
+    ({"gpu_error": "E 999"}, "GPUs: failure", "torch cannot ask for them: E 999", "nvidia-smi"),
     (
         {"num_nvidia_devices": 4},
         "GPUs: warning",
@@ -106,7 +115,7 @@ BAD = [
         {**WITH_GPUS, "gpus": gpus(1)},
         "sharing GPUs: warning",
         "2 processes for 1 GPU",
-        "start 1 process, or say which GPU each one uses: Stage(..., devices=['cuda:0', ",
+        "start 1 process, or set the GPU of each one: Stage(..., devices=['cuda:0', ",
     ),
     (
         {**WITH_GPUS, "gpus": gpus(2, peers=())},
@@ -121,12 +130,17 @@ BAD = [
         "unset NCCL_P2P_DISABLE",
     ),
     (
-        {"limits": Limits(num_cpus=1.5)},
+        {"limits": GroupLimits(num_cpus=1.5)},
         "cores: warning",
         "8 cores, 1 package, 1 NUMA node, but CPU time of 1.5 CPUs only, for 2 processes",
         "docker run --cpus",
     ),
-    ({"places": UNPINNED}, "cores: warning", "for 2 processes: nobody is", "start fewer processes"),
+    (
+        {"places": UNPINNED},
+        "cores: warning",
+        "for 2 processes: none is pinned",
+        "start fewer processes",
+    ),
     (
         {"environment": {"OMP_NUM_THREADS": "16"}},
         "threads: warning",
@@ -141,34 +155,39 @@ BAD = [
         "one that finds none is killed",
     ),
     (
-        {"limits": Limits(None, 4 * GIB, 7 * GIB // 2)},
+        {"limits": GroupLimits(None, 4 * GIB, 7 * GIB // 2)},
         "memory: warning",
         "0.5 GiB left of the 4.0 GiB that this control group may use",
         "raise the container's limit",
     ),
-    ({"swapped_bytes": 3 * GIB}, "memory: warning", "3.0 GiB swapped out", "holds up all others"),
+    ({"swapped_bytes": 3 * GIB}, "memory: warning", "3.0 GiB swapped out", "delays all others"),
     ({"shm_bytes": None}, "shared memory: warning", "there is no /dev/shm", "--shm-size"),
     (
-        {"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20},
+        {"shm_bytes": (64 << 20, 64 << 20)},
         "shared memory: warning",
         "64 MiB of 64 MiB free in /dev/shm",
         "docker run --shm-size=1g",
     ),
     (
-        {"shm_free_bytes": 1 << 20},
+        {"shm_bytes": (1 << 20, 8 * GIB)},
         "shared memory: warning",
         "1 MiB of 8 GiB free",
-        "left in /dev/shm by programs that have ended",
+        "remove files that programs which have ended left in /dev/shm",
     ),
-    ({"max_files": 40}, "open files: failure", "40 a process, of which 48 are", "ulimit -n 65536"),
     (
-        {"max_files": 256, "max_files_hard": 4096},
+        {"max_files": (40, 65536)},
+        "open files: failure",
+        "40 a process, of which 48 are",
+        "ulimit -n 65536",
+    ),
+    (
+        {"max_files": (256, 4096)},
         "open files: warning",
         "256 a process, which a loader's workers may use up",
         "ulimit -n 4096, or have root allow more (limits.conf,",
     ),
     (
-        {"max_files": 256, "max_files_hard": 256},
+        {"max_files": (256, 256)},
         "open files: warning",
         "256 a process",
         "have root allow more",
@@ -196,46 +215,48 @@ BAD = [
         "unset it",
     ),
     (
-        {"name_error": "gaierror: -2"},
+        {"name_lookup": ("gaierror: -2", 0.01)},
         "host name: warning",
         "no address is found for node-7 (gaierror: -2)",
         "put node-7 into /etc/hosts",
     ),
-    ({"name_s": 5.04}, "host name: warning", "took 5.0 s", "torchrun --local-addr=127.0.0.1"),
+    (
+        {"name_lookup": ("", 5.04)},
+        "host name: warning",
+        "took 5.0 s",
+        "torchrun --local-addr=127.0.0.1",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "what", "told", "mend"), BAD, ids=[case[1] for case in BAD])
-def test_what_is_not_well_is_told_with_what_to_do(changes, what, told, mend):
-    faults = [check for check in check_host(replace(GOOD, **changes)) if check.status != "ok"]
+def test_each_fault_is_found_with_advice():
+    for changes, what, found, advice in BAD:
+        (fault,) = [one for one in check_host(replace(GOOD, **changes)) if one.status != "ok"]
 
-    (fault,) = faults
-    assert f"{fault.name}: {fault.status}" == what
-    assert told in fault.told
-    assert mend in fault.mend
-
-
-@pytest.mark.parametrize("named", ["eth0", "eth", "=eth0", "^docker0", "ib0,eth0", "eth0:23", ""])
-def test_an_interface_is_named_as_nccl_reads_it(named):
-    facts = replace(GOOD, environment={"NCCL_SOCKET_IFNAME": named})
-
-    assert {check.status for check in check_host(facts)} == {Status.OK}
+        assert f"{fault.name}: {fault.status}" == what, changes
+        assert found in fault.found, changes
+        assert advice in fault.advice, changes
 
 
-def test_several_faults_of_one_kind_are_all_told():
+def test_interfaces_are_named_as_nccl_reads_them():
+    for named in ("eth0", "eth", "=eth0", "^docker0", "ib0,eth0", "eth0:23", ""):
+        facts = replace(GOOD, environment={"NCCL_SOCKET_IFNAME": named})
+
+        assert {check.status for check in check_host(facts)} == {Status.OK}, named
+
+
+def test_all_faults_of_one_check_are_found():
     facts = replace(GOOD, loopback_error="a", unix_error="b", memfd_error="c")
 
     assert [check.name for check in check_host(facts)].count("sockets") == 3
 
 
-def test_who_turned_pinning_off_is_not_warned():
+def test_pinning_that_was_turned_off_is_no_warning():
     facts = replace(GOOD, places=UNPINNED, environment={"PROCPIPE_PIN": "0"})
 
     (cores,) = (check for check in check_host(facts) if check.name == "cores")
-    assert (cores.status, cores.told.endswith("nobody is pinned, by PROCPIPE_PIN=0")) == (
-        "ok",
-        True,
-    )
+    assert cores.status == "ok"
+    assert cores.found.endswith("no process is pinned, because of PROCPIPE_PIN=0")
 
 
 # -- what is measured ----------------------------------------------------------------------------
@@ -255,10 +276,9 @@ def measured(*gb_per_s, small_s=4e-5, device="cpu"):
     return {"ranks": [{"device": device}] * (len(pairs) + 1), "pairs": pairs}
 
 
-@pytest.mark.parametrize(
-    ("report", "what", "told", "mend"),
-    [
-        (measured(), "channels: ok", "nothing to measure", ""),
+def test_the_measured_channels_are_judged():
+    cases = [
+        (measured(), "channels: ok", "none, as one process has no neighbours", ""),
         (measured(2, 1.5), "channels: ok", "1.50 GB/s and more", ""),
         (measured(2, 0.1), "bandwidth: warning", "0.10 GB/s between stages 1 and 2, ", "top"),
         (
@@ -279,14 +299,13 @@ def measured(*gb_per_s, small_s=4e-5, device="cpu"):
             "a message of 8 bytes takes 4.0 ms between stages 0 and 1",
             "a core of its own",
         ),
-    ],
-)
-def test_what_is_measured_is_judged(report, what, told, mend):
-    _, check = measuring.check_measured(measuring.Measured(report, "", 4.0), 2)
+    ]
+    for report, what, found, advice in cases:
+        _, check = check_channels(Result(report, "", 4.0), 2)
 
-    assert f"{check.name}: {check.status}" == what
-    assert told in check.told
-    assert mend in check.mend
+        assert f"{check.name}: {check.status}" == what
+        assert found in check.found
+        assert advice in check.advice, found
 
 
 def probed(world):
@@ -320,7 +339,7 @@ CHECKS = [
 
 
 def test_plain_text_has_a_line_a_check_and_what_to_do():
-    assert doctor.plain_text(CHECKS, measured(2)).splitlines() == [
+    assert doctor.plain_text(CHECKS, measured(2)["pairs"]).splitlines() == [
         "ok       torch   2.13",
         "warning  memory  0.1 GiB available",
         "                 -> free some",
@@ -334,14 +353,14 @@ def test_plain_text_has_a_line_a_check_and_what_to_do():
 
 
 def test_without_a_measurement_there_is_no_table():
-    assert doctor.plain_text(CHECKS, None).endswith("-> mend it")
+    assert doctor.plain_text(CHECKS, []).endswith("-> mend it")
 
 
-def test_a_terminal_gets_all_of_it():
+def test_a_terminal_shows_all_of_it():
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=60, color_system=None)
 
-    doctor._tell_terminal(console, CHECKS, measured(2))
+    doctor._print_rich(console, CHECKS, measured(2)["pairs"])
 
     for words in ("ok", "free some", "[no markup]", "4.00 GB/s"):
         assert words in written.getvalue()
@@ -377,87 +396,6 @@ def test_the_doctor_of_this_host(capsys):
         assert "of its own" in by_name["cores"]["told"] or "CPU time" in by_name["cores"]["told"]
 
 
-@pytest.fixture
-def token(monkeypatch):
-    """Mark what is started; at the end nothing of it may be left."""
-    token = uuid.uuid4().hex
-    monkeypatch.setenv("PROCPIPE_DOCTOR_TEST", token)
-    yield token
-    deadline_s = time.monotonic() + 30
-    while left := marked_processes(token):  # the kernel takes a moment to end what is killed
-        if time.monotonic() > deadline_s:
-            for process in left:
-                process.kill()
-            raise AssertionError(f"left behind: {left}")
-
-
-def marked_processes(token):
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # one that has ended has no environment
-            if token in process.environ().values() and process.pid != os.getpid():
-                found.append(process)
-    return found
-
-
-def python(code):
-    """Return what has torchrun run some code that needs nothing."""
-    return ["--no-python", sys.executable, "-S", "-c", code]
-
-
-@pytest.mark.dist
-@pytest.mark.usefixtures("token")
-def test_a_probe_that_dies_is_told_with_its_last_words():
-    code = "import os\nif os.environ['RANK'] == '1': raise ValueError('a bad day')"
-
-    outcome = measuring.measure(2, program=python(code))
-
-    assert outcome.report is None
-    assert outcome.story.startswith("exit code 1\n")
-    assert outcome.story.splitlines()[-1] == "  rank 1: ValueError: a bad day"
-    (check,) = measuring.check_measured(outcome, 2)
-    assert check.status == Status.FAILURE
-    assert check.told.startswith("2 processes could not measure the channels between them: exit")
-
-
-@pytest.mark.dist
-@pytest.mark.usefixtures("token")
-def test_a_probe_that_hangs_is_ended():
-    outcome = measuring.measure(1, timeout_s=1.5, program=python("import signal; signal.pause()"))
-
-    assert outcome.report is None
-    assert outcome.story.startswith("no end within 1.5 s")
-
-
-#: Starts a process that writes on its board and then waits for ever.
-HANG = """
-import importlib.util, os, signal, sys
-if os.fork() == 0:
-    spec = importlib.util.spec_from_file_location("board", sys.argv[1])
-    sys.modules["board"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["board"])
-    board = sys.modules["board"].Board.create(3, 4)
-    board.start_call("step")
-    board.start_wait("activation 2", 1)
-signal.pause()
-"""
-
-
-@pytest.mark.usefixtures("token")
-def test_who_hangs_is_told_with_where_it_is():
-    launcher = subprocess.Popen([sys.executable, "-S", "-c", HANG, board.__file__])
-    try:
-        deadline_s = time.monotonic() + 60
-        while not (where := measuring._whereabouts(launcher)) or "activation" not in where[0]:
-            assert time.monotonic() < deadline_s
-    finally:
-        measuring._end(launcher)
-
-    assert len(where) == 1
-    assert where[0].startswith("  rank 3: in step(), waiting ")
-    assert where[0].endswith(" s for activation 2")
-
-
 # -- limits --------------------------------------------------------------------------------------
 
 
@@ -472,10 +410,10 @@ def write(root, files):
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({}, Limits()),
+        ({}, GroupLimits()),
         (
             {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"},
-            Limits(),
+            GroupLimits(),
         ),
         (
             {
@@ -485,7 +423,7 @@ def write(root, files):
                 "sys/fs/cgroup/memory.current": "700",
                 "sys/fs/cgroup/memory.stat": "anon 400\ninactive_file 200\nslab 3",
             },
-            Limits(1.5, 1000, 500),
+            GroupLimits(1.5, 1000, 500),
         ),
         (
             {  # the narrowest of the groups around this process
@@ -498,7 +436,7 @@ def write(root, files):
                 "sys/fs/cgroup/jobs/job-1/memory.max": "2000",
                 "sys/fs/cgroup/jobs/job-1/memory.current": "10",
             },
-            Limits(2.0, 9000, 8500),
+            GroupLimits(2.0, 9000, 8500),
         ),
         (
             {  # version 1, in a container that sees its own group as the root
@@ -509,7 +447,7 @@ def write(root, files):
                 "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000",
                 "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 1000",
             },
-            Limits(0.5, 4000, 2000),
+            GroupLimits(0.5, 4000, 2000),
         ),
         (
             {
@@ -518,7 +456,7 @@ def write(root, files):
                 "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
                 "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
             },
-            Limits(),
+            GroupLimits(),
         ),
     ],
     ids=["nothing", "none", "version 2", "nested", "version 1", "version 1 without"],

@@ -1,4 +1,4 @@
-"""Which rank failed first, and what the report says: from ends of ranks given as data."""
+"""Which rank failed first, and its report: from ends of ranks given as data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from procpipe.job.board import Board
 from procpipe.launch.run.failure import explain
-from procpipe.launch.run.ranks import End, Logs, Recorded
+from procpipe.launch.run.ranks import Logs, Rank, Recorded
 from procpipe.launch.run.traceback_text import exception_line, folded, printed_traceback
 
 TRACEBACK = """\
@@ -24,7 +24,7 @@ ValueError: mine
 def end(rank, code, at_s=10.0, stderr="", recorded=None, reading=None):
     logs = Logs(rank, Path(f"/logs/attempt_0/rank_{rank}"))
     error = recorded and Recorded("ValueError: mine", recorded, at_s - 1)
-    return End(rank, logs, code, at_s, reading, error, stderr)
+    return Rank(logs, code=code, at_s=at_s, reading=reading, recorded=error, stderr=stderr)
 
 
 def reading_of(rank, wait=None):
@@ -73,14 +73,14 @@ def test_a_killed_rank_and_what_the_others_did():
     assert failure.headline == "stage 1 (rank 1) was killed by SIGKILL in F3"
     assert failure.exit_code == 137
     assert "SIGKILL: out of memory" in failure.body
-    assert "The kernel has killed 1 of this control group's processes" in failure.body
+    assert "Meanwhile the kernel has killed 1 of this control group's processes" in failure.body
     assert "\n  stage 0 (rank 0) was in F3, waiting " in failure.body
     assert " s for gradient from stage 1 (rank 1)\n" in failure.body
     assert "\n  stage 2 (rank 2) was in F3\n" in failure.body
 
 
 @pytest.mark.parametrize("code", [-15, -9], ids=["terminated", "killed, as it did not end"])
-def test_a_rank_that_left_early_is_named_and_none_that_the_agent_ended(code):
+def test_a_rank_that_left_early_is_named_and_not_one_that_the_agent_killed(code):
     why = "rank 1 has left the pipeline while rank 2 waits for it"
     ends = [end(0, code, 12.0), end(1, 0, 9.0), victim(2, 1, 10.0, why)]
 
@@ -94,10 +94,10 @@ def test_a_rank_that_left_early_is_named_and_none_that_the_agent_ended(code):
 def test_a_rank_on_another_host():
     failure = explain([victim(0, why="rank 5 failed"), victim(1, why="rank 5 failed")])
 
-    assert failure.headline == "rank 5 failed (on another host, whose launcher tells more)"
+    assert failure.headline == "rank 5 failed (on another host, whose launcher reports more)"
 
 
-def test_a_rank_that_somebody_terminates():
+def test_a_rank_that_gets_sigterm():
     failure = explain([victim(0, 1, 10.2), end(1, -signal.SIGTERM, 10.0)])
 
     assert failure.headline == "rank 1 was killed by SIGTERM"
@@ -108,7 +108,7 @@ def test_an_exit_code_without_a_traceback():
     failure = explain([end(0, 3, stderr="one\ntwo\n")])
 
     assert failure.headline == "rank 0 ended with exit code 3"
-    assert "Its last words on standard error:\n  one\n  two" in failure.body
+    assert "Its last lines on standard error:\n  one\n  two" in failure.body
 
 
 def test_an_unknown_signal_and_nothing_known():

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from procpipe.job.board import Board
 from procpipe.launch.run.ranks import Attempt, Logs, Rank
-from procpipe.launch.run.rows import Meter, Row, Summary, plain_line, rate_text, size_text
-from procpipe.launch.run.view import table_of
+from procpipe.launch.run.rows import Row, RowReader, plain_line, rate_text, size_text, summary
+from procpipe.launch.run.view import live_table
 
 
 class Clock:
@@ -42,43 +42,43 @@ def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
 def test_rates_are_of_the_time_between_readings():
     board, clock = Board.create(0, 1), Clock()
     board.tell_facts({"device": "cpu", "layers": []})
-    meter = Meter(attempt_of(board), clock)
+    reader = RowReader(attempt_of(board), clock)
 
-    assert meter.rows()[0].samples_per_s is None
+    assert reader.rows()[0].samples_per_s is None
     do_steps(board, 1, samples=10, busy_s=1.0, step_s=3.0)
-    assert meter.rows()[0].samples_per_s is None, "one step is not enough"
+    assert reader.rows()[0].samples_per_s is None, "one step is not enough"
     clock.now_s += 2.0
     do_steps(board, 2, samples=10, busy_s=1.5, step_s=4.0)
-    (row,) = meter.rows()
+    (row,) = reader.rows()
 
     assert (row.step, row.micro_batch, row.device) == (3, "4/4", "cpu")
     assert row.samples_per_s == pytest.approx(10.0)
     assert row.busy == pytest.approx(0.25)
     assert row.bubble == pytest.approx(0.25)
     clock.now_s += 1.0  # within the next step: the rates stay those of whole steps
-    assert meter.rows()[0].samples_per_s == pytest.approx(10.0)
+    assert reader.rows()[0].samples_per_s == pytest.approx(10.0)
 
 
-def test_rates_forget_what_was_long_ago():
+def test_rates_are_of_the_last_seconds_only():
     board, clock = Board.create(0, 1), Clock()
-    meter = Meter(attempt_of(board), clock)
+    reader = RowReader(attempt_of(board), clock)
     for rate in (1000, 10):
         for _ in range(20):
             do_steps(board, 1, samples=rate)
-            meter.rows()
+            reader.rows()
             clock.now_s += 1.0
 
-    assert meter.rows()[0].samples_per_s == pytest.approx(10.0)
+    assert reader.rows()[0].samples_per_s == pytest.approx(10.0)
 
 
-def test_what_a_stage_does_now():
+def test_the_activity_of_a_stage():
     board, other = Board.create(0, 2), Board.create(1, 2)
     board.tell_facts({"device": "cpu", "layers": ["layer 'conv' (Conv2d)"]})
     attempt = attempt_of(board, other)
     attempt.ranks[1].has_ended, attempt.ranks[1].code = True, -9
 
     def now():
-        return [row.now for row in Meter(attempt).rows()]
+        return [row.now for row in RowReader(attempt).rows()]
 
     assert now() == ["user's code", "ended (-9)"]
     board.start_call("step")
@@ -88,23 +88,23 @@ def test_what_a_stage_does_now():
     assert now()[0] == "F3 'conv' (Conv2d)"
     board.start_wait("gradient from stage 1 (rank 1)", 1)
     assert now()[0].endswith(" s for gradient from stage 1")
-    assert Meter(attempt).rows()[0].is_stuck
+    assert RowReader(attempt).rows()[0].is_stuck
 
 
 def test_a_plain_line():
     board, clock = Board.create(0, 1), Clock()
-    meter = Meter(attempt_of(board), clock)
-    assert plain_line(meter.rows(), "0:10") == "0:10: no rank has begun its first step yet"
+    reader = RowReader(attempt_of(board), clock)
+    assert plain_line(reader.rows(), "0:10") == "0:10: no rank has begun its first step yet"
 
     board.tell_facts({"device": "cpu", "layers": []})
     do_steps(board, 1, samples=10)
-    meter.rows()
+    reader.rows()
     clock.now_s += 1.0
     do_steps(board, 1000, samples=10, busy_s=0.5, step_s=0.75)
 
     assert re.fullmatch(
         r"0:30: step 1,001, 10,000 samples/s, busy 50%, bubble 25%, memory [\d.]+ [MG]iB",
-        plain_line(meter.rows(), "0:30"),
+        plain_line(reader.rows(), "0:30"),
     )
 
 
@@ -115,7 +115,7 @@ def test_a_plain_line_while_a_rank_has_ended():
     attempt = attempt_of(*boards)
     attempt.ranks[0].has_ended, attempt.ranks[0].code = True, 0
 
-    line = plain_line(Meter(attempt).rows(), "0:30")
+    line = plain_line(RowReader(attempt).rows(), "0:30")
 
     assert re.fullmatch(r"0:30: step 0, memory - [\d.]+ [MG]iB", line), line
 
@@ -127,7 +127,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_none_is_cut(width):
     )
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(table_of([row], width))
+        console.print(live_table([row], width))
     shown = capture.get()
 
     assert "…" not in shown
@@ -138,14 +138,14 @@ def test_a_narrow_terminal_has_fewer_columns_and_none_is_cut(width):
 def test_a_summary():
     board = Board.create(0, 1)
     attempt = attempt_of(board)
-    assert str(Summary.of(attempt)) == ""
+    assert summary(attempt) == ""
 
     do_steps(board, 1, samples=10, step_s=4.0)
 
-    assert str(Summary.of(attempt)) == "1 step, 2.5 samples/s in steps"
+    assert summary(attempt) == "1 step, 2.5 samples/s in steps"
 
 
-def test_numbers_in_few_characters():
+def test_rates_and_sizes_as_text():
     assert [rate_text(rate) for rate in (None, 0.123456, 12.34, 1234.5)] == [
         "",
         "0.123",

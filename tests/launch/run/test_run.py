@@ -320,7 +320,7 @@ print("attempt", ATTEMPT, "goes well")
     assert ended.logs["attempt_2/rank_1/stdout.log"] == "attempt 2 goes well\n"
 
 
-def test_a_rank_that_fails_while_another_does_not_want_to_end():
+def test_a_rank_that_fails_while_another_ignores_sigterm():
     code = """
 if RANK == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -338,7 +338,7 @@ sys.exit(3)
     assert ended.code == 3, ended
     assert ended.left == ()
     assert ended.err.startswith("procpipe: rank 1 ended with exit code 3\n")
-    assert "Its last words on standard error:\n  no data\n" in ended.err
+    assert "Its last lines on standard error:\n  no data\n" in ended.err
     assert re.search(r"Exit code 3 after [\d.]+ s", ended.err)
     assert 1 <= took_s < TORCHS_GRACE_S / 2
 

@@ -1,4 +1,4 @@
-"""What of the ranks' output is shown, and when."""
+"""Which parts of the ranks' output are shown, and when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def fed(filter, *pieces):
     return [filter.feed(piece) for piece in pieces]
 
 
-def test_text_is_passed_on_at_once():
+def test_text_is_passed_on_immediately():
     assert fed(HeldBack(), b"one\nt", b"wo", b"\rthree", b"\n") == [
         b"one\nt",
         b"wo",
@@ -20,7 +20,7 @@ def test_text_is_passed_on_at_once():
     ]
 
 
-def test_a_traceback_is_held_back_until_it_is_known_not_to_be_the_end():
+def test_a_traceback_is_held_back_until_it_is_released():
     held = HeldBack()
 
     assert fed(held, b"one\n" + TRACEBACK, b"more\n") == [b"one\n", b""]
@@ -36,7 +36,7 @@ def test_a_traceback_in_pieces():
     assert held.release() == TRACEBACK
 
 
-def test_what_only_looks_like_one_for_a_moment():
+def test_text_that_begins_like_a_traceback_is_passed_on():
     assert b"".join(fed(HeldBack(), b"T", b"race", b"backs are long\n")) == b"Tracebacks are long\n"
     assert fed(HeldBack(), b"a ", b"Traceback (most recent call last):\n") == [
         b"a ",
@@ -44,7 +44,7 @@ def test_what_only_looks_like_one_for_a_moment():
     ]
 
 
-def test_the_words_of_a_victim_are_held_back():
+def test_the_line_of_a_victim_is_held_back():
     line = b"procpipe: rank 0 ends, because rank 1 failed\n"
 
     assert fed(HeldBack(), b"procpipe: hello\n", line) == [b"procpipe: hello\n", b""]
@@ -54,7 +54,7 @@ def test_a_process_that_goes_on_after_a_traceback():
     assert fed(HeldBack(hold_s=0.0), TRACEBACK, b"", b"on\n") == [b"", TRACEBACK, b"on\n"]
 
 
-def test_of_other_ranks_only_reports_of_a_stall_are_shown():
+def test_only_stall_reports_of_other_ranks_are_shown():
     report = b"procpipe: no progress for 3.0 s, says rank 1\n  stage 0 (rank 0): in B3\n"
     end = b"procpipe: stage 1 (rank 1) goes on after 3.4 s\n"
     text = b"hello\n  there\n" + report + b"other\n  thing\n" + end + b"  x"

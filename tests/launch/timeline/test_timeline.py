@@ -1,4 +1,4 @@
-"""``procpipe timeline``: the page and what it tells, without a browser and in a real one."""
+"""``procpipe timeline``: the page and the summary, without a browser and in a real one."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_page_loads_nothing_and_runs_nothing(run):
     assert "http" not in html
 
 
-def test_a_run_that_failed_says_so(run):
+def test_the_page_of_a_failed_run(run):
     data = json.loads(Path("run.json").read_text())
     data["otherData"]["is_closed"] = False
     Path("run.json").write_text(json.dumps(data))
@@ -149,7 +149,7 @@ def test_a_run_that_failed_says_so(run):
         ("ours", ["-o", "nowhere/x.html"], "nowhere/x.html: No such file or directory"),
     ],
 )
-def test_a_mistake_is_told(run, content, words, told, capsys):
+def test_each_mistake_is_one_line(run, content, words, told, capsys):
     if content is None:
         Path("run.json").unlink()
     elif content != "ours":
@@ -193,7 +193,7 @@ def stretched(step, factor):
 
 
 @pytest.mark.parametrize(("factor", "fits"), [(1, True), (40, False)])
-def test_what_is_too_narrow_for_its_numbers_is_not_fitted_to_the_page(factor, fits):
+def test_a_picture_whose_boxes_would_be_too_narrow_is_not_fitted_to_the_page(factor, fits):
     html = html_of(recording_of(stretched(read_step(EQUAL), factor)))
 
     assert ("id='fit' checked" in html) == fits
@@ -219,7 +219,7 @@ def test_the_page_says_which_schedule_was_chosen_and_when_it_was_written():
     assert "written 2030-01-02 03:04 UTC<" in html
 
 
-def test_one_of_a_thing_is_told_as_one():
+def test_counts_of_one_are_in_the_singular():
     step = read_step("F0 0-1 B0 1-3", sizes=(1,))
     recording = recording_of(step, facts={"balance": [5]}, clocks=(Clock(0, 0.0, 0.0, 0.0),))
 
@@ -255,7 +255,7 @@ def chromium(folder, *options):
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-def test_a_browser_shows_the_numbers_and_complains_of_nothing(run, tmp_path):
+def test_a_browser_shows_the_numbers_without_warnings(run, tmp_path):
     main(["timeline", "run.json", "--step", "1"])
     done = chromium(tmp_path / "profile", "--dump-dom", (tmp_path / "run.html").as_uri())
 
