@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,12 +43,9 @@ class OpenTransports:
         self._device = device
         self._pids = pids
         self._caller = caller
-        self._transports: list[Transport] = []
+        self.transports: list[Transport] = []
         self._device_transports: list[DeviceTransport] = []
         self._device_waits: DeviceWaits | None = None
-
-    def __iter__(self) -> Iterator[Transport]:
-        return iter(self._transports)
 
     def open(
         self, choice: Choice, channels: Iterable[tuple[int, int, int]]
@@ -93,7 +90,7 @@ class OpenTransports:
         return self._added(GlooTransport(store, mesh.rank, start.num_ranks, mesh.timeout_s, host))
 
     def _added(self, transport: Transport) -> Transport:
-        self._transports.append(transport)
+        self.transports.append(transport)
         return transport
 
     def _added_of_device(self, transport: DeviceTransport) -> Transport:
@@ -105,7 +102,7 @@ class OpenTransports:
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
-        for transport in self._transports:
+        for transport in self.transports:
             transport.drain()
 
     def stop_watching_device(self) -> None:
@@ -123,9 +120,9 @@ class OpenTransports:
         """Close the transports; return False if transfers are left that could not be ended."""
         is_free = abort_all(self._device_transports)
         if not is_free:
-            keep_for_ever([*self._transports])  # close() or their destructors would block
-            self._transports.clear()
+            keep_for_ever([*self.transports])  # close() or their destructors would block
+            self.transports.clear()
         self._device_transports.clear()
-        while self._transports:
-            self._transports.pop().close()
+        while self.transports:
+            self.transports.pop().close()
         return is_free

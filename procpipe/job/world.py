@@ -99,7 +99,7 @@ class World:
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
-        self._transports: OpenTransports | None = None
+        self._opened: OpenTransports | None = None
         self.caller = threading.main_thread()
         self.is_device_stuck = False
         give_up_in_children(self)
@@ -172,7 +172,7 @@ class World:
             reports=self._stalls,
         )
         self._stalls.find_boards(self._mesh)
-        self._transports = OpenTransports(
+        self._opened = OpenTransports(
             self._mesh, self._start, self.device, self._stalls.pids, lambda: self.caller
         )
         return self._mesh
@@ -195,8 +195,8 @@ class World:
         on. ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of
         the job, in an order that all ranks share.
         """
-        assert self._transports is not None, "the ranks are connected first"
-        return self._transports.open(choice, channels)
+        assert self._opened is not None, "the ranks are connected first"
+        return self._opened.open(choice, channels)
 
     def agreed(self, key: str, make: Callable[[], Any]) -> Any:
         """Make a value, plain JSON, on rank 0 and return it on every rank; every rank calls it.
@@ -263,13 +263,13 @@ class World:
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
-        if self._transports is not None:
-            self._transports.drain()
+        if self._opened is not None:
+            self._opened.drain()
 
     def stop_watching_device(self) -> None:
         """Stop interrupting waits for the device, as this rank fails or leaves."""
-        if self._transports is not None:
-            self._transports.stop_watching_device()
+        if self._opened is not None:
+            self._opened.stop_watching_device()
 
     def give_up_in_child(self) -> None:
         """In a forked child, leave the board, the store and the transports to the parent."""
@@ -279,15 +279,19 @@ class World:
     def close(self) -> None:
         """Send a goodbye to the peers and close every connection."""
         self.stop_watching_device()
-        if self._mesh is not None and self._transports is not None:
-            self._transports.part()
+        if self._mesh is not None and self._opened is not None:
+            self._opened.part()
             self._mesh.close()
-            self.is_device_stuck |= not self._transports.close()
+            self.is_device_stuck |= not self._opened.close()
         self._start.close()
         self._mesh = None
         self._stalls.close()
         if self.board not in _closed_boards:
             _closed_boards.append(self.board)
+
+    @property
+    def _transports(self) -> list[Transport]:
+        return [] if self._opened is None else self._opened.transports
 
     def _shared_store(self) -> JobStore:
         return self._start.shared_store()

@@ -199,8 +199,8 @@ def test_a_device_that_is_stuck_is_waited_for_once(environment):
     world = World.from_environment()
     world.connect()
     transport: Any = Stuck()
-    transports: Any = world._transports
-    transports._added_of_device(transport)
+    opened: Any = world._opened
+    opened._added_of_device(transport)
 
     world.close()
     world.close()
