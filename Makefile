@@ -1,5 +1,5 @@
 # make demo    train the digits example over two processes
-# make test    run all tests
+# make test    run all tests, on all cores
 # make test-gpu  run the tests for GPUs, on emulated ones where there are none
 # make lint    check style and format
 # make types   check types
@@ -37,7 +37,7 @@ demo: .venv/examples.stamp
 	$(TORCHRUN) --nproc_per_node=2 examples/train_digits.py
 
 test: .venv/test.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests.at_once
 
 # By the first Python that has pytest and a torch that sees a GPU; else GPUs are emulated.
 test-gpu:

@@ -1,17 +1,15 @@
-"""Containers of the user's own classes, taken apart and put together again.
+"""Containers of the user's own classes, taken apart and rebuilt.
 
     class                                   its children
     registered with torch.utils._pytree     what its registered function returns
     named tuple                             its entries, then its attributes
     dataclass, Mapping (OrderedDict, …)     its items if it is a dict, then its attributes
 
-A container travels as its class's name, a form (plain nested tuples) and its children. The
-receiver looks the name up among the modules that it has imported already, and takes only classes
-of this table: nothing is imported, and no code of the class is run, neither
-``__init__`` nor ``__post_init__`` nor ``__setattr__``. Only a registered class is put together by
-a function: the one that this process's own script registered.
-
-Plain tuples, lists and dicts are for ``tree``. Knows nothing of tensors, stages or channels.
+A container travels as its class's name, a form (plain nested tuples) and its children. The receiver
+looks the name up among the modules that it has imported already, and accepts only classes of this
+table. Nothing is imported, and no code of the class runs, neither ``__init__`` nor
+``__post_init__`` nor ``__setattr__``. Only a registered class is rebuilt by a function, which this
+process's own script registered. ``tree`` handles plain tuples, lists and dicts.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ USABLE = (
 )
 
 #: What a defaultdict may make for a missing key.
-_FACTORIES = {kind.__name__: kind for kind in (list, dict, tuple, int, float, str, bool)}
+_FACTORIES = {cls.__name__: cls for cls in (list, dict, tuple, int, float, str, bool)}
 
 #: Plain nested tuples of str and int, the same after a way through JSON.
 Form = Any
@@ -48,8 +46,8 @@ class Container:
 
     Attributes:
         name: its class, as ``module:qualified name``.
-        form: what else it takes to put it together; ``in_words`` compares two of a class.
-        labels: where each child is, as one writes it in Python: ``.loss``, ``['x']``, ``[0]``.
+        form: what else is needed to rebuild it; ``in_words`` compares two of a class.
+        labels: where each child is, in Python's notation: ``.loss``, ``['x']``, ``[0]``.
         children: nested values.
     """
 
@@ -60,7 +58,7 @@ class Container:
 
     @property
     def in_words(self) -> str:
-        """The class and what it holds."""
+        """The class and its labels, as text."""
         context = "" if isinstance(self.form, tuple) else f" (context {self.form})"
         return f"a {self.name.replace(':', '.')} with {', '.join(sorted(self.labels))}{context}"
 
@@ -70,37 +68,28 @@ class Container:
 
 
 def opened(value: Any, where: str = "") -> Container | None:
-    """Take a container apart; return None if it is of no class of the table above.
+    """Take a container apart; return None if its class is not in the table above.
 
-    Args:
-        value: anything but a plain tuple, list or dict.
-        where: where it is, for errors: ``[0].hidden``.
-
-    Raises:
-        BoundaryError: no process could put it together.
+    ``where`` says where it is, for errors: ``[0].hidden``. Raises ``BoundaryError`` if no process
+    could rebuild it.
     """
-    kind = type(value)
-    base = _base_of(kind)
-    is_registered = _is_registered(kind)
+    cls = type(value)
+    base = _base_of(cls)
+    is_registered = _is_registered(cls)
     if base is None and not is_registered:
         return None
-    name = f"{kind.__module__}:{kind.__qualname__}"
+    name = f"{cls.__module__}:{cls.__qualname__}"
     at = f" at {where}" if where else ""
-    if _class_named(name) is not kind:
+    if _class_named(name) is not cls:
         raise BoundaryError(
-            f"a {kind.__module__}.{kind.__qualname__}{at} cannot travel between stages: the class "
+            f"a {cls.__module__}.{cls.__qualname__}{at} cannot travel between stages: the class "
             "is not found in its module by this name, so define it at the module's top level"
         )
     if is_registered:
         return _opened_by_registration(value, name, at)
     assert base is not None
     items, keys = _items_of(value, base)
-    for key in keys if isinstance(keys, tuple) else ():
-        if type(key) is not str and type(key) is not int:
-            raise BoundaryError(
-                f"a dict key of type {type(key).__qualname__}{at} cannot travel between stages: "
-                "use str or int keys"
-            )
+    check_keys(keys if isinstance(keys, tuple) else (), at)
     attributes = _attributes_of(value)
     factory = ""
     if base is defaultdict and getattr(attributes["default_factory"], "__name__", "") in _FACTORIES:
@@ -120,28 +109,34 @@ def opened(value: Any, where: str = "") -> Container | None:
 
 
 def built(name: str, form: Form, children: Sequence[Any]) -> Any:
-    """Put together what :func:`opened` took apart.
-
-    Raises:
-        BoundaryError: this process has no such class, or it is not of the table above.
-    """
-    kind = _class_named(name)
-    base = _base_of(kind) if kind is not None else None
-    if kind is None or (base is None and not _is_registered(kind)):
+    """Reverse :func:`opened`; ``BoundaryError`` if this process cannot."""
+    cls = _class_named(name)
+    base = _base_of(cls) if cls is not None else None
+    if cls is None or (base is None and not _is_registered(cls)):
         raise BoundaryError(
             f"a {name.replace(':', '.')} came from another rank, but this one has no such named "
             "tuple, dataclass, Mapping or registered type: import its module on every rank"
         )
     try:
-        if _is_registered(kind):
-            return _built_by_registration(kind, form, children)
+        if _is_registered(cls):
+            return _built_by_registration(cls, form, children)
         assert base is not None
-        return _built_by_parts(kind, base, form, children)
+        return _built_by_parts(cls, base, form, children)
     except Exception as error:
         raise BoundaryError(
             f"a {name.replace(':', '.')} cannot be put together from what came: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def check_keys(keys: Iterable[Any], at: str) -> None:
+    """Raise ``BoundaryError`` if a dict's key cannot travel; ``at`` says where the dict is."""
+    for key in keys:
+        if type(key) is not str and type(key) is not int:
+            raise BoundaryError(
+                f"a dict key of type {type(key).__qualname__}{at} cannot travel between stages: "
+                "use str or int keys"
+            )
 
 
 def _class_named(name: str) -> type | None:
@@ -154,33 +149,33 @@ def _class_named(name: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def _base_of(kind: type) -> type | None:
+def _base_of(cls: type) -> type | None:
     """Return the built-in class that a container's class extends; None for other classes.
 
-    What C code hides in an instance could not be seen, and what ``__del__`` does with attributes
-    that somebody else chose not be known.
+    Not a class whose instances hold hidden data of C code, nor one with ``__del__``, which would
+    run on attributes that another process chose.
     """
-    if _defined(kind, "__del__") is not None:
+    if _defined(cls, "__del__") is not None:
         return None
-    if issubclass(kind, tuple):
-        return tuple if isinstance(_defined(kind, "_fields"), tuple) else None
-    is_dataclass = _defined(kind, "__dataclass_fields__") is not None
-    if not is_dataclass and not issubclass(kind, Mapping):
+    if issubclass(cls, tuple):
+        return tuple if isinstance(_defined(cls, "_fields"), tuple) else None
+    is_dataclass = _defined(cls, "__dataclass_fields__") is not None
+    if not is_dataclass and not issubclass(cls, Mapping):
         return None
     for base in (OrderedDict, defaultdict, dict):
-        if issubclass(kind, base):
+        if issubclass(cls, base):
             return base
-    is_python = is_dataclass or isinstance(_defined(kind, "__getitem__"), FunctionType)
+    is_python = is_dataclass or isinstance(_defined(cls, "__getitem__"), FunctionType)
     return object if is_python else None
 
 
-def _defined(kind: type, name: str) -> Any:
-    """Return what a class or a base defines by a name; asks no metaclass, which could run code."""
-    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+def _defined(cls: type, name: str) -> Any:
+    """Return what a class or a base defines by a name; calls no metaclass, which could run code."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def _items_of(value: Any, base: Any) -> tuple[list[Any], Any]:
-    """Return what a dict or tuple holds, past methods of its class, and its keys or length."""
+    """Return the items of a dict or tuple, past methods of its class, and its keys or length."""
     if base is tuple:
         entries = list(tuple.__iter__(value))
         return entries, len(entries)
@@ -201,20 +196,20 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def _slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+def _slots_of(cls: type) -> dict[str, MemberDescriptorType]:
     return {
         name: member
-        for each in reversed(kind.__mro__)
+        for each in reversed(cls.__mro__)
         for name, member in vars(each).items()
         if isinstance(member, MemberDescriptorType)
     }
 
 
-def _built_by_parts(kind: type, base: Any, form: Form, children: Sequence[Any]) -> Any:
+def _built_by_parts(cls: type, base: Any, form: Form, children: Sequence[Any]) -> Any:
     keys, names, twice, factory = form
     num_items = len(keys) if isinstance(keys, tuple) else keys
     items = children[:num_items]
-    value = tuple.__new__(kind, items) if base is tuple else base.__new__(kind)
+    value = tuple.__new__(cls, items) if base is tuple else base.__new__(cls)
     if base is not tuple:
         for key, child in zip(keys, items, strict=True):
             base.__setitem__(value, key, child)
@@ -224,7 +219,7 @@ def _built_by_parts(kind: type, base: Any, form: Form, children: Sequence[Any]) 
     attributes = {name: by_key[name] if name in twice else by_name[name] for name in names}
     if factory:
         attributes["default_factory"] = _FACTORIES[factory]
-    slots = _slots_of(kind)
+    slots = _slots_of(cls)
     for name, child in attributes.items():
         if name in slots:
             slots[name].__set__(value, child)
@@ -233,14 +228,14 @@ def _built_by_parts(kind: type, base: Any, form: Form, children: Sequence[Any]) 
     return value
 
 
-def _is_registered(kind: type) -> bool:
-    return kind in pytree.SUPPORTED_NODES and kind not in (OrderedDict, defaultdict)
+def _is_registered(cls: type) -> bool:
+    return cls in pytree.SUPPORTED_NODES and cls not in (OrderedDict, defaultdict)
 
 
 def _opened_by_registration(value: Any, name: str, at: str) -> Container:
-    kind = type(value)
-    children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-    dumped = pytree.SUPPORTED_SERIALIZED_TYPES[kind].to_dumpable_context
+    cls = type(value)
+    children, context = pytree.SUPPORTED_NODES[cls].flatten_fn(value)
+    dumped = pytree.SUPPORTED_SERIALIZED_TYPES[cls].to_dumpable_context
     text = repr(context if dumped is None else dumped(context))
     try:
         is_plain = repr(ast.literal_eval(text)) == text
@@ -256,11 +251,11 @@ def _opened_by_registration(value: Any, name: str, at: str) -> Container:
     return Container(name, text, tuple(f"[{k}]" for k in range(len(children))), children)
 
 
-def _built_by_registration(kind: type, form: Form, children: Sequence[Any]) -> Any:
-    if kind is torch.Size:  # which torch itself registers so that it becomes a tuple
+def _built_by_registration(cls: type, form: Form, children: Sequence[Any]) -> Any:
+    if cls is torch.Size:  # which torch itself registers so that it becomes a tuple
         return torch.Size(children)
     context = ast.literal_eval(form)
     read: Callable[[Any], Any] | None
-    read = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
-    unflatten = pytree.SUPPORTED_NODES[kind].unflatten_fn
+    read = pytree.SUPPORTED_SERIALIZED_TYPES[cls].from_dumpable_context
+    unflatten = pytree.SUPPORTED_NODES[cls].unflatten_fn
     return unflatten(list(children), context if read is None else read(context))

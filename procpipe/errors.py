@@ -1,4 +1,4 @@
-"""The exceptions procpipe raises on purpose, so that a user can catch exactly what they mean to.
+"""The exceptions procpipe raises on purpose, so that a user can catch exactly those they expect.
 
     ProcpipeError
     ├── BalanceError (ValueError)          the balance does not fit the model or the processes
@@ -12,9 +12,9 @@
     ├── RemoteValueError (RuntimeError)    the value of a placeholder was read
     ├── RecomputeError (RuntimeError)      recomputation would differ from the first forward
     ├── NonFiniteLossError (ArithmeticError)  the loss is NaN or infinite, where that is checked
-    ├── OverwrittenError (RuntimeError)     a tensor was written to while it was being sent
-    ├── RemoteStageError (RuntimeError)    another rank failed; carries its story
-    │   └── PeerLostError                  another rank's process ended without a word
+    ├── OverwrittenError (RuntimeError)    a tensor was written to while it was being sent
+    ├── RemoteStageError (RuntimeError)    another rank failed; has its traceback
+    │   └── PeerLostError                  another rank's process ended without a message
     ├── WaitTimeoutError (TimeoutError)    a peer did not answer in time
     └── StageClosedError (RuntimeError)    the stage failed earlier, or was closed
 
@@ -111,14 +111,14 @@ class RecomputeError(ProcpipeError, RuntimeError):
 
 
 class NonFiniteLossError(ProcpipeError, ArithmeticError):
-    """The loss of a micro-batch is NaN or infinite, and the user asked to be told."""
+    """The loss of a micro-batch is NaN or infinite, and the user asked for this check."""
 
 
 class OverwrittenError(ProcpipeError, RuntimeError):
     """A tensor was written to while it was being sent, so what arrived may be a mixture."""
 
 
-#: What every rank finds by itself, at the same place, and need not be told by another.
+#: Errors that every rank finds by itself, at the same place.
 FOUND_BY_EACH = (DisagreementError, MemoryLimitError)
 
 
@@ -127,7 +127,7 @@ class RemoteStageError(ProcpipeError, RuntimeError):
 
     Attributes:
         rank: the rank on which the failure began.
-        story: what that rank told: where it was, and its traceback.
+        story: where that rank was, and its traceback.
     """
 
     def __init__(self, rank: int, story: str) -> None:
@@ -137,7 +137,7 @@ class RemoteStageError(ProcpipeError, RuntimeError):
 
 
 class PeerLostError(RemoteStageError):
-    """Another rank's process ended without a word (killed, out of memory, crashed)."""
+    """Another rank's process ended without a message (killed, out of memory, crashed)."""
 
 
 class WaitTimeoutError(ProcpipeError, TimeoutError):

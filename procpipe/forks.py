@@ -1,15 +1,15 @@
-"""What a forked child has of its parent's job, and gives up before any other Python of it runs.
+"""What a forked child inherits of its parent's job, and gives up before it runs any other Python.
 
-A child of ``os.fork``, a worker of a DataLoader for instance, begins with a copy of every object of
-its parent. But sockets, shared memory and the launcher's store behind them are not copied: what the
-child does with them happens to the parent, and while it has the sockets open, nobody sees that the
-parent has died. So what holds such a thing gives it up in each child:
+A child of ``os.fork``, for instance a worker of a DataLoader, begins with a copy of every object of
+its parent. But sockets, shared memory and the launcher's store are not copied: what the child does
+with them affects the parent, and while it has the sockets open, the parent's death does not show.
+So whatever holds such a resource gives it up in each child:
 
     parent    give_up_in_children(mesh)
     child     mesh.give_up_in_child()        closes its copies; later calls raise an error
 
-A child that native code forks runs no Python and does nothing here; that its parent has died is
-seen by other means (``channel/mesh.py``).
+A child that native code forks runs no Python, so this does not apply to it; then the parent's death
+shows in other ways (``channel/connection.py``).
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from typing import Protocol
 
 
 class Holder(Protocol):
-    """Holds what a forked child must not use."""
+    """Holds a resource that a forked child must not use."""
 
     def give_up_in_child(self) -> None:
-        """Give it up: close descriptors, write to nothing that is shared, wait for no thread."""
+        """Close descriptors; write to nothing that is shared, and wait for no thread."""
 
 
-#: What gives something up in the next child of this process.
+#: Objects to give up in the next child of this process.
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def give_up_in_children(holder: Holder) -> None:
-    """Have an object, as long as it lives, give up in forked children what they must not use."""
+    """Call an object's ``give_up_in_child`` in forked children, for as long as it lives."""
     _register()
     _holders.add(holder)
 
 
 def keep_for_ever(value: object) -> None:
-    """Keep an object that a forked child has no use for, even when the interpreter ends.
+    """Never run an object's destructor, not even when the interpreter ends.
 
-    The destructors of torch's groups and stores wait for threads, which a child does not have.
+    The destructors of torch's groups and stores wait for threads, which a forked child lacks.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
@@ -59,5 +59,5 @@ def _give_up_all() -> None:
     for holder in holders:
         try:
             holder.give_up_in_child()
-        except Exception:  # the others must not stay
+        except Exception:  # the others must still be given up
             traceback.print_exc(file=sys.stderr)

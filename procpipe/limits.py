@@ -1,6 +1,6 @@
-"""How many files a process may have open: raising the limit, and errors that say what is wanted.
+"""The limit on open files: raising it, and errors that say how many are needed.
 
-Sockets, shared memory and what is opened through ``/proc`` all count. A leaf: every part may ask.
+Sockets, shared memory and files opened through ``/proc`` all count. A leaf: every part may use it.
 """
 
 from __future__ import annotations
@@ -23,33 +23,20 @@ def raise_file_limit() -> None:
 
 
 def check_file_limit(num_wanted: int, what: str) -> None:
-    """Check that this process may open so many more files.
-
-    Args:
-        num_wanted: how many.
-        what: what for, as after "for".
-
-    Raises:
-        FileLimitError: it may not.
-    """
+    """Raise ``FileLimitError`` unless this process may open so many more files for ``what``."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with naming_file_limit(what, num_wanted):
         try:
-            num_open = len(os.listdir("/proc/self/fd")) - 1  # one of them lists the others
+            num_open = len(os.listdir("/proc/self/fd")) - 1  # one is open only for the listing
         except FileNotFoundError:
-            return  # another system than Linux
+            return  # not on Linux
     if limit != resource.RLIM_INFINITY and num_open + num_wanted > limit:
         raise _limit_error(what, num_open, num_wanted)
 
 
 @contextlib.contextmanager
 def naming_file_limit(what: str, num_wanted: int = 1) -> Iterator[None]:
-    """Replace "Too many open files" by an error that says how many are needed, and what to do.
-
-    Args:
-        what: what is opened, as after "for".
-        num_wanted: how many more files are opened.
-    """
+    """Replace "Too many open files" by an error that says how many are needed, and what to do."""
     try:
         yield
     except OSError as error:

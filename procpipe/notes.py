@@ -1,7 +1,4 @@
-"""Notes to the user on standard error, which must never end what they are about.
-
-A leaf: every part may write one.
-"""
+"""Notes to the user on standard error; writing one never raises. A leaf: every part may use it."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from typing import TextIO
 def write_note(text: str) -> None:
     """Write lines to standard error at once, or drop them where that cannot be done.
 
-    Raises nothing where standard error is missing, closed, a broken pipe, on a full disk, of an
-    encoding without these characters, or any object whose methods raise.
+    Raises nothing, even if standard error is missing, closed, a broken pipe, on a full disk, of an
+    encoding without these characters, or an object whose methods raise.
     """
     stream = sys.stderr
     with contextlib.suppress(Exception):
@@ -33,25 +30,21 @@ def write_note(text: str) -> None:
 def warn(text: str, *, stacklevel: int) -> None:
     """Warn as ``warnings.warn`` does, and drop a warning that cannot be written.
 
-    Args:
-        text: the warning.
-        stacklevel: as there: 2 names the caller's caller.
-
-    Raises:
-        UserWarning: the user's filter makes it an error.
+    ``stacklevel`` counts as there: 2 names the caller's caller. Raises ``UserWarning`` if the
+    user's filter makes it an error.
     """
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)
     except Warning:
         raise
-    except Exception:  # Python forgives a broken pipe, but not a closed standard error
+    except Exception:  # Python ignores a broken pipe, but not a closed standard error
         return
 
 
 def _write_through(stream: TextIO | None, text: str) -> None:
     """Write past the stream's buffer.
 
-    What is left in it would be written again as Python ends, which then fails with exit code 120.
+    What stays in the buffer would be written again as Python ends, with exit code 120 if it fails.
     """
     if stream is None:
         return

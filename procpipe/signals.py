@@ -1,8 +1,8 @@
-"""Signals whose handlers run later, for what must not be left half done.
+"""Delays signal handlers during operations that must not be interrupted.
 
 Python runs the handler of a signal in the main thread between any two of its instructions, and a
-handler may raise: that of Ctrl-C does, and the one by which a DataLoader notices that a worker was
-killed. A failure that is being told to the other ranks must be told to its end.
+handler may raise: that of Ctrl-C does, and the one by which a DataLoader notices a killed worker.
+Sending a failure to the other ranks must not stop halfway.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Run no handler of Python's before the end of the block; those of signals that came run then.
+    """Run no Python signal handler in the block; handlers of signals that came run at its end.
 
-    May raise what a handler raises, before the block and after it. A mask would not be enough: the
-    system gives a signal to any thread that takes it, and its handler still runs in the main one.
+    May raise what a handler raises, before the block and after it. A signal mask would not be
+    enough: the system delivers a signal to any thread that accepts it, and its handler still runs
+    in the main one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers run in the main thread only

@@ -2,23 +2,24 @@
 
     name                                            where torch lacks it
     autograd.graph._engine_run_backward             torch.autograd.backward, which starts slower
-    _C._will_engine_execute_node                    no weight gradients are put off
+    _C._will_engine_execute_node                    weight gradients are not deferred
     _C._are_functorch_transforms_active             likewise
-    nn.Conv1d._conv_forward, also of 2d and 3d      none of convolutions are put off
-    F._in_projection, F._in_projection_packed       none of attention are: split/attention.py
+    nn.Conv1d._conv_forward, also of 2d and 3d      those of convolutions are not deferred
+    F._in_projection, F._in_projection_packed       those of attention are not: split/attention.py
     nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
     utils._pytree                                   ImportError
 
-A name may stay while what it does changes. Where no check could find that out (the engine, the
-copies of attention's functions), it is used in tested releases only. In which releases each was
-seen is in ``tests/test_torch_internals.py``, which also finds names that are used elsewhere.
+A name may stay while its behaviour changes. Where no check could detect that (the engine, the
+copies of attention's functions), it is used in tested releases only.
+``tests/test_torch_internals.py`` lists the releases in which each was seen, and finds private names
+used elsewhere.
 
-Not here: attributes that have been there since torch 1.0 and that torch's own notes name
-(``_version`` of tensors; ``_modules``, ``_parameters`` and ``_buffers`` of modules), and the names
-in files that torch writes and reads (``state/index.py``, ``state/archives.py``).
+Not here: attributes that exist since torch 1.0 and that torch's own notes name (``_version`` of
+tensors; ``_modules``, ``_parameters`` and ``_buffers`` of modules), and the names in files that
+torch writes and reads (``state/index.py``, ``state/archives.py``).
 """
 
 from __future__ import annotations
@@ -30,29 +31,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
 from procpipe.torch_versions import is_tested
 
 if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    BatchNorm = _BatchNorm
 else:
     BatchNorm = nn.BatchNorm1d.__base__
 
-__all__ = [
-    "IN_PROJECTIONS",
-    "IS_TESTED",
-    "BatchNorm",
-    "are_functions_transformed",
-    "can_split_backward",
-    "conv_forward_of",
-    "gloo_options",
-    "in_a_batch",
-    "nccl_options",
-    "pytree",
-    "run_backward",
-    "will_run",
-]
+pytree = _pytree
 
 #: Whether the tests have run with this release of torch.
 IS_TESTED = is_tested(torch.__version__)
@@ -71,8 +61,8 @@ _are_transformed: Any = getattr(torch._C, "_are_functorch_transforms_active", No
 def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
     """Add the gradients of all leaves that ``roots`` were computed from.
 
-    As ``torch.autograd.backward`` does after a look at each gradient's shape, for which torch 2.13
-    imports sympy (``_make_grads`` in ``torch/autograd/__init__.py``): 0.6 s of the first step.
+    Like ``torch.autograd.backward``, but without its check of each gradient's shape, for which
+    torch 2.13 imports sympy (``_make_grads`` in ``torch/autograd/__init__.py``): 0.6 s at first.
     """
     if _engine is None or not IS_TESTED:
         torch.autograd.backward(roots, gradients)
@@ -90,23 +80,23 @@ def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> No
 
 
 def can_split_backward() -> bool:
-    """Tell whether ``will_run`` and ``are_functions_transformed`` have an answer."""
+    """Return whether ``will_run`` and ``are_functions_transformed`` can be called."""
     return _will_run is not None and _are_transformed is not None
 
 
 def will_run(node: Any) -> bool:
-    """Tell, within a backward pass, whether it runs this node of its graph.
+    """Return, within a backward pass, whether it runs this node of its graph.
 
-    As ``torch.autograd.graph.register_multi_grad_hook`` finds out:
+    Source: ``torch.autograd.graph.register_multi_grad_hook``,
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/graph.py
     """
     return bool(_will_run(node))
 
 
 def are_functions_transformed() -> bool:
-    """Tell whether this is within a transformation of ``torch.func``.
+    """Return whether this is within a transformation of ``torch.func``.
 
-    As ``torch.autograd.Function.apply`` finds out:
+    Source: ``torch.autograd.Function.apply``,
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
     """
     return bool(_are_transformed())
@@ -115,44 +105,28 @@ def are_functions_transformed() -> bool:
 # -- layers --------------------------------------------------------------------------------------
 
 
-def conv_forward_of(kind: type[nn.Module]) -> Callable[..., Tensor] | None:
+def conv_forward_of(layer_type: type[nn.Module]) -> Callable[..., Tensor] | None:
     """Return what a convolution calls with its input, weight and bias; None for other layers.
 
-    ``forward`` takes the layer's own weight, which a parametrization would compute once more.
+    ``forward`` uses the layer's own weight, which a parametrization would compute once more.
     """
-    return getattr(kind, "_conv_forward", None)
+    return getattr(layer_type, "_conv_forward", None)
 
 
 # -- process groups ------------------------------------------------------------------------------
 
 
 def gloo_options(gloo: Any, timeout_s: float, device: Any) -> Any:
-    """Return options for a ``ProcessGroupGloo``.
-
-    Args:
-        gloo: the class, as few modules may import torch.distributed.
-        timeout_s: how long a transfer may take.
-        device: what ``gloo.create_device`` has returned.
-
-    Raises:
-        RuntimeError: this torch has other options.
-    """
+    """Return options for a ``ProcessGroupGloo``; ``RuntimeError`` if this torch has other ones."""
     return _set(lambda: gloo._Options(), _timeout=timedelta(seconds=timeout_s), _devices=[device])
 
 
 def nccl_options(
     nccl: Any, timeout_s: float, max_blocks: int, *, is_high_priority_stream: bool = False
 ) -> Any:
-    """Return options for a ``ProcessGroupNCCL``.
+    """Return options for a ``ProcessGroupNCCL``; ``RuntimeError`` if this torch has other ones.
 
-    Args:
-        nccl: the class.
-        timeout_s: how long a transfer may take.
-        max_blocks: thread blocks that NCCL may take for a transfer.
-        is_high_priority_stream: whether its stream goes before others.
-
-    Raises:
-        RuntimeError: this torch has other options.
+    The class is an argument, as few modules may import torch.distributed.
     """
     options = _set(
         lambda: nccl.Options(is_high_priority_stream=is_high_priority_stream),
@@ -164,30 +138,23 @@ def nccl_options(
 
 
 def in_a_batch(group: Any, begin: Callable[[], None]) -> Any:
-    """Begin several transfers of an NCCL group as one.
+    """Begin several transfers of an NCCL group as one, and return their common ``Work``.
 
-    A batch that fails is ended, too: NCCL begins no later transfer of this thread before, of
+    A batch that fails is ended, too: otherwise NCCL begins no later transfer of this thread, of
     whatever group.
-
-    Args:
-        group: a ``ProcessGroupNCCL``.
-        begin: begins them.
-
-    Returns:
-        The ``Work`` of them all.
     """
     try:
         group._start_coalescing()
         begin()
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # of what has failed already
+        with contextlib.suppress(RuntimeError):  # it has failed already
             group._end_coalescing()
         raise
     return group._end_coalescing()
 
 
 def _set(find: Callable[[], Any], **values: Any) -> Any:
-    """Set attributes, which classes of C++ refuse if they do not have them."""
+    """Set attributes, which C++ classes refuse if they lack them."""
     try:
         options = find()
         for name, value in values.items():

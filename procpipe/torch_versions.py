@@ -1,9 +1,9 @@
-"""Which versions of torch procpipe works with. Importing this module refuses older ones.
+"""The versions of torch that procpipe works with. Importing this module refuses older ones.
 
-Before torch 2.11, autocast with recomputation drops gradients silently from the second step on: a
-weight's copy in the shorter dtype, made without a graph, is used again where one is needed.
+Before torch 2.11, autocast with recomputation silently drops gradients from the second step on: a
+weight's copy in the shorter dtype, made without a graph, is reused where one is needed.
 
-Reads nothing of torch but its version, since an older torch may lack any other name.
+Uses only torch's version, since an older torch may lack any other name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def release_of(version: str) -> tuple[int, int] | None:
 
 
 def check_torch_version(version: str) -> None:
-    """Refuse versions of torch that do not work; one that names no release is let pass.
+    """Refuse versions of torch that do not work; accept one that names no release.
 
     Raises:
         ImportError: the version is too old.

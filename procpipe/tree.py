@@ -1,8 +1,8 @@
 """Nested values (tuples, lists, dicts and other containers of tensors) as a list and a structure.
 
-A structure is made of plain tuples, strings and numbers, so that it can be compared, hashed and
+A structure consists of plain tuples, strings and numbers, so that it can be compared, hashed and
 sent as JSON. ``torch.utils._pytree`` has classes in its structures, which only pickle can carry,
-and nothing of the network is unpickled here: a class goes by its name.
+and nothing from the network is unpickled: a class is sent by its name.
 
     value                          structure
     tensor                         "*"
@@ -12,7 +12,7 @@ and nothing of the network is unpickled here: a class goes by its name.
     {"k": a}                       ("d", (("k", …), …))        in the dict's own order
     any other container            ("o", ("module:class", form, (…, …)))    see ``containers``
 
-Knows nothing of micro-batches, channels or stages; every part of procpipe may use it.
+A leaf: every part of procpipe may use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from procpipe.containers import USABLE, built, opened
+from procpipe.containers import USABLE, built, check_keys, opened
 from procpipe.errors import BoundaryError
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Flat(_Parts):
         structure: everything else.
         requires_grad: for each tensor, whether a gradient shall come back for it.
         memories: for each tensor, the names of the memories that it shares with others in the plain
-            model, and not here (see ``compute.sharing``); empty if none does.
+            model, but not here (see ``compute.sharing``); empty if none does.
         changes: names of memories that were changed in place on the way here, and where.
     """
 
@@ -71,22 +71,19 @@ class Flat(_Parts):
 
     @classmethod
     def of(cls, value: Any) -> Flat:
-        """Take a nested value apart, and its tensors out of the graph they are in."""
+        """Take a nested value apart, and detach its tensors."""
         tensors, structure = flatten(value)
         flags = tuple(tensor.requires_grad for tensor in tensors)
         return cls([tensor.detach() for tensor in tensors], structure, flags)
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
-    """Take a nested value apart.
+    """Take a nested value apart into its tensors, from left to right, and its structure.
 
     Args:
         value: a tensor, ``None``, a plain ``bool``, ``int``, ``float`` or ``str``, or a tuple,
             list, dict (keys ``str`` or ``int``) or other container of such values, to any depth;
             ``containers`` lists which classes these are.
-
-    Returns:
-        The tensors from left to right, and the structure that holds everything else.
 
     Raises:
         BoundaryError: the value holds an object of another type, or a container whose class has
@@ -99,10 +96,10 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
 
 
 def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
-    """Put together what :func:`flatten` took apart; ``tensors`` may be any objects.
+    """Reverse :func:`flatten`; ``tensors`` may be any objects.
 
     Raises:
-        BoundaryError: this process has not the class of a container.
+        BoundaryError: this process lacks the class of a container.
     """
     if structure == TENSOR:
         (only,) = tensors
@@ -114,22 +111,22 @@ def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
 
 
 def joined(parts: Sequence[Flat]) -> Flat:
-    """Make one of several: a tuple of their values. Of a single one, itself."""
+    """Join several values as a tuple; a single one is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     return Flat(
         [tensor for part in parts for tensor in part.tensors],
         ("t", tuple(part.structure for part in parts)),
-        tuple(wants for part in parts for wants in part.requires_grad),
+        tuple(flag for part in parts for flag in part.requires_grad),
     ).sharing(
         _joined_memories(parts),
         tuple(dict.fromkeys(change for part in parts for change in part.changes)),
     )
 
 
-def parted(whole: Flat, num_parts: int) -> list[Flat]:
-    """Undo :func:`joined`."""
-    if num_parts == 1:
+def parted(whole: Flat, num_values: int) -> list[Flat]:
+    """Reverse :func:`joined`."""
+    if num_values == 1:
         return [whole]
     structures = whole.structure[1]
     sizes = [_num_tensors(structure) for structure in structures]
@@ -169,10 +166,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor is no more than its elements, and so arrives as what it was.
+    """Return whether a tensor is no more than its elements, and so arrives as it was sent.
 
-    Of another class (``MaskedTensor``, ``DTensor``, a user's own), quantized or nested, a tensor
-    would arrive without what its class knows. A parameter may travel, and arrives as a tensor.
+    A quantized or nested tensor, or one of another class (``MaskedTensor``, ``DTensor``, a user's
+    own), would arrive without what its class adds. A parameter may travel, and arrives as a tensor.
     """
     is_known = type(tensor) is Tensor or type(tensor) is nn.Parameter
     return is_known and not tensor.is_quantized and not tensor.is_nested
@@ -194,29 +191,31 @@ def from_json(decoded: Any) -> Structure:
     """Return the structure that was written as JSON (which knows lists, but no tuples)."""
     if decoded == TENSOR:
         return TENSOR
-    kind, content = decoded
-    if kind == "v":
+    letter, content = decoded
+    if letter == "v":
         return ("v", content)
-    if kind == "d":
+    if letter == "d":
         return ("d", tuple((key, from_json(child)) for key, child in content))
-    if kind == "o":
+    if letter == "o":
         name, form, children = content
         return ("o", (name, _as_tuples(form), tuple(from_json(child) for child in children)))
-    return (kind, tuple(from_json(child) for child in content))
+    return (letter, tuple(from_json(child) for child in content))
 
 
 def _take_apart(value: Any, tensors: list[Tensor], where: str) -> Structure:
     if isinstance(value, Tensor):
         tensors.append(value)
         return TENSOR
-    kind = type(value)
-    if kind in PLAIN_TYPES:
+    cls = type(value)
+    if cls in PLAIN_TYPES:
         return ("v", value)
-    if kind is tuple or kind is list:
+    if cls is tuple or cls is list:
         children = (_take_apart(v, tensors, f"{where}[{k}]") for k, v in enumerate(value))
-        return ("t" if kind is tuple else "l", tuple(children))
-    if kind is dict:
-        return ("d", tuple(_take_item(key, v, tensors, where) for key, v in value.items()))
+        return ("t" if cls is tuple else "l", tuple(children))
+    if cls is dict:
+        check_keys(value, _at(where))
+        items = ((k, _take_apart(v, tensors, f"{where}[{k!r}]")) for k, v in value.items())
+        return ("d", tuple(items))
     if (container := opened(value, where)) is not None:
         children = (
             _take_apart(v, tensors, where + label)
@@ -224,31 +223,22 @@ def _take_apart(value: Any, tensors: list[Tensor], where: str) -> Structure:
         )
         return ("o", (container.name, container.form, tuple(children)))
     raise BoundaryError(
-        f"a value of type {kind.__module__}.{kind.__qualname__}{_at(where)} cannot travel between "
+        f"a value of type {cls.__module__}.{cls.__qualname__}{_at(where)} cannot travel between "
         f"stages: use {USABLE}"
     )
-
-
-def _take_item(key: Any, value: Any, tensors: list[Tensor], where: str) -> tuple[Any, Structure]:
-    if type(key) is not str and type(key) is not int:
-        raise BoundaryError(
-            f"a dict key of type {type(key).__qualname__}{_at(where)} cannot travel between "
-            "stages: use str or int keys"
-        )
-    return (key, _take_apart(value, tensors, f"{where}[{key!r}]"))
 
 
 def _put_together(tensors: Iterator[Any], structure: Structure) -> Any:
     if structure == TENSOR:
         return next(tensors)
-    kind, content = structure
-    if kind == "v":
+    letter, content = structure
+    if letter == "v":
         return content
-    if kind == "t":
+    if letter == "t":
         return tuple(_put_together(tensors, child) for child in content)
-    if kind == "l":
+    if letter == "l":
         return [_put_together(tensors, child) for child in content]
-    if kind == "o":
+    if letter == "o":
         name, form, children = content
         return built(name, form, [_put_together(tensors, child) for child in children])
     return {key: _put_together(tensors, child) for key, child in content}
@@ -257,11 +247,11 @@ def _put_together(tensors: Iterator[Any], structure: Structure) -> Any:
 def _num_tensors(structure: Structure) -> int:
     if structure == TENSOR:
         return 1
-    kind, content = structure
-    if kind == "v":
+    letter, content = structure
+    if letter == "v":
         return 0
-    children = content[2] if kind == "o" else content
-    if kind == "d":
+    children = content[2] if letter == "o" else content
+    if letter == "d":
         children = (child for _, child in content)
     return sum(_num_tensors(child) for child in children)
 
@@ -275,7 +265,7 @@ def _at(where: str) -> str:
 
 
 def in_words(value: Any) -> str:
-    """Describe a nested value by what its tensors are, for errors: "(float32 (4, 3), None)"."""
+    """Describe a nested value by its tensors, for errors: "(float32 (4, 3), None)"."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if type(value) is dict:

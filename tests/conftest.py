@@ -11,15 +11,20 @@ say how many GPUs there must be at least.
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.dist import devices, forks
 from tests.dist.pool import Pool, Ranks
 from tests.on_gpus import NUMBERS_OF_GPUS
+
+#: All tests in this folder start processes.
+DIST = Path(devices.__file__).parent
 
 NUM_LEFT_OUT = pytest.StashKey[int]()
 
@@ -57,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that start processes, and keep those for these devices."""
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
+        if "ranks" in getattr(item, "fixturenames", ()) or item.path.parent == DIST:
             item.add_marker(pytest.mark.dist)
     on_gpus = [item for item in items if num_needed(item)]
     if devices.is_on_gpus():
@@ -71,10 +76,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         kept = [item for item in items if item.get_closest_marker("gpu") is None]
         config.stash[NUM_LEFT_OUT] = len(on_gpus)
-    left_out = [item for item in items if item not in set(kept)]
+    left_out = set(items) - set(kept)
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=[*left_out])
         items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of each collection of garbage, which then is short."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Undo that, for what must be freed before the interpreter ends."""
+    gc.unfreeze()
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from procpipe import Stage
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.recompute import Ambient, recomputing
-from tests.cases import case
+from tests.cases import for_each
 
 CPU = torch.device("cpu")
 SHAPES = {nn.BatchNorm1d: (10, 3), nn.BatchNorm2d: (10, 3, 4, 2), nn.BatchNorm3d: (10, 3, 2, 2, 2)}
@@ -50,19 +51,20 @@ def assert_same_state(norm: nn.Module, expected: nn.Module, tolerance: float = 1
 
 
 @KINDS
-@pytest.mark.parametrize("momentum", [0.1, 0.9, None])
+@for_each(
+    ("momentum", "sizes"),
+    product([0.1, 0.9, None], [[10], [5, 5], [4, 4, 2], [2, 2, 2, 2, 2]]),
+)
 def test_running_statistics_are_those_of_the_whole_mini_batch(
-    kind: Any, momentum: float | None
+    kind: Any, momentum: float | None, sizes: list[int]
 ) -> None:
-    for sizes in [[10], [5, 5], [4, 4, 2], [2, 2, 2, 2, 2]]:
-        plain = kind(3, momentum=momentum, dtype=torch.float64)
-        deferred = DeferredBatchNorm(3, momentum=momentum, dtype=torch.float64)
-        with case(sizes):
-            for batch in batches(SHAPES[kind]):
-                plain(batch)
-                feed(deferred, batch, sizes)
-                assert_same_state(deferred, plain)
-            assert deferred.num_batches_tracked == 3
+    plain = kind(3, momentum=momentum, dtype=torch.float64)
+    deferred = DeferredBatchNorm(3, momentum=momentum, dtype=torch.float64)
+    for batch in batches(SHAPES[kind]):
+        plain(batch)
+        feed(deferred, batch, sizes)
+        assert_same_state(deferred, plain)
+    assert deferred.num_batches_tracked == 3
 
 
 def test_statistics_are_precise_where_squares_would_cancel() -> None:

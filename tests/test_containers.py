@@ -227,7 +227,7 @@ def test_a_tensor_that_is_item_and_attribute_travels_once():
     assert "hidden_states" not in back
 
 
-def test_no_code_of_a_class_is_run_to_build_it():
+def test_no_code_of_a_class_runs_to_rebuild_it():
     flat = flatten(Output(torch.ones(2)))
     made_before = Output.num_made
     unflatten(*flat)
@@ -274,7 +274,7 @@ def local_class() -> Any:
         (Encoding({torch.float32: 1}, 1), r"key of type dtype at \.data cannot travel"),
     ],
 )
-def test_what_cannot_be_put_together_is_refused_by_its_sender(value, told):
+def test_what_cannot_be_rebuilt_is_refused_by_its_sender(value, told):
     with pytest.raises(BoundaryError, match=told):
         flatten(value)
 
@@ -305,7 +305,7 @@ FORM = ((), (), (), "")
         (":", FORM, []),
     ],
 )
-def test_what_a_message_may_not_name(name, form, children):
+def test_names_that_a_message_may_not_have(name, form, children):
     with pytest.raises(BoundaryError, match=r"came from another rank|cannot be put together"):
         built(name, form, children)
     assert "antigravity" not in sys.modules
@@ -325,7 +325,7 @@ def test_micro_batches_have_the_class_of_the_mini_batch():
     assert second.hidden.y is table
 
 
-def test_outputs_of_micro_batches_are_put_together_in_their_class():
+def test_outputs_of_micro_batches_are_joined_in_their_class():
     outputs = [ModelOutput(logits=torch.full((2, 1), i), loss=torch.tensor(i)) for i in range(3)]
     whole = gather(outputs)
     assert type(whole) is ModelOutput
@@ -359,6 +359,6 @@ def test_a_container_in_words():
     assert told == "[Output(.loss: float32 (2,), .hidden: Pair([0]: 1, [1]: None)), Local]"
 
 
-def test_what_is_no_container():
+def test_other_values_than_containers():
     assert opened({1}) is None
     assert opened(Output) is None

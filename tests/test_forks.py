@@ -48,14 +48,14 @@ def test_it_is_given_up_in_the_child_only():
     assert holder.num_given_up == 0
 
 
-def test_a_child_of_a_child_has_nothing_left_to_give_up():
+def test_a_child_of_a_child_gives_up_nothing():
     holder = Holder()
 
     assert in_child(lambda: in_child(lambda: holder.num_given_up)) == "1"
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_error_keeps_nothing_else_from_being_given_up(first, capfd):
+def test_an_error_does_not_keep_others_from_being_given_up(first, capfd):
     others = [Holder(), Holder()]
     faulty = Holder(ValueError("faulty")) if first else None
     others += [Holder(), Holder()]
@@ -64,7 +64,7 @@ def test_an_error_keeps_nothing_else_from_being_given_up(first, capfd):
     assert ("ValueError: faulty" in capfd.readouterr().err) == (faulty is not None)
 
 
-def test_what_is_no_more_is_not_asked():
+def test_deleted_objects_are_not_called():
     holder = Holder(ValueError("faulty"))
     del holder
 

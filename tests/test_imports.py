@@ -18,8 +18,8 @@
                  |
      errors  containers  tree            leaves: for all (the last two for all but plan)
      torch_internals  torch_versions     leaves: likewise for all but plan
-     forks  signals  notes  limits       leaves: what processes share, say and open
-             optional                    leaf: what this installation lacks
+     forks  signals  notes  limits       leaves: what processes share, report and open
+         processes  optional             leaves: what /proc says; what this installation lacks
                words                     leaf: lists in English
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
@@ -48,15 +48,16 @@ MAY_IMPORT = {
     "forks": set(),
     "signals": set(),
     "notes": set(),
+    "processes": set(),
     "limits": {"errors"},
     "words": set(),
     "optional": set(),
     "plan": {"errors"},
     "skip": {"errors", "tree"},
-    "channel": {"errors", "forks", "limits", "signals", "torch_internals", "tree"},
+    "channel": {"errors", "forks", "limits", "processes", "signals", "torch_internals", "tree"},
     "compute": {"skip", "errors", "torch_internals", "tree"},
     "model": {"compute", "plan", "errors"},
-    "job": {"channel", "errors", "forks", "limits", "notes", "optional", "words"},
+    "job": {"channel", "errors", "forks", "limits", "notes", "optional", "processes", "words"},
     "run": {
         *("plan", "compute", "channel", "data", "job"),
         *("errors", "forks", "notes", "signals", "tree"),
@@ -90,6 +91,7 @@ FOR_LAUNCHER = (
     "procpipe.balance.blocks",
     "procpipe.balance.layer_profile",
     "procpipe.job",
+    "procpipe.processes",
     "procpipe.words",
     "procpipe.containers",
     "procpipe.data.loss",
@@ -194,7 +196,7 @@ BAD_EXAMPLES = {
     "channel imports run": (
         {"procpipe.channel.base": "import procpipe.job.world", "procpipe.job.world": ""},
         "procpipe.channel.base:1 imports procpipe.job.world: channel may import only "
-        "errors, forks, limits, signals, torch_internals, tree",
+        "errors, forks, limits, processes, signals, torch_internals, tree",
     ),
     "compute imports a top-level module": (
         {"procpipe.compute.partition": "from procpipe import stage", "procpipe.stage": ""},
@@ -204,12 +206,12 @@ BAD_EXAMPLES = {
     "a package imports an optional one": (
         {"procpipe.channel.mesh": "from procpipe.balance import blocks"},
         "procpipe.channel.mesh:1 imports procpipe.balance.blocks: channel may import only "
-        "errors, forks, limits, signals, torch_internals, tree",
+        "errors, forks, limits, processes, signals, torch_internals, tree",
     ),
     "a package imports public names": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.channel.mesh": "from procpipe import Stage"},
         "procpipe.channel.mesh:1 imports procpipe.Stage: channel may import only "
-        "errors, forks, limits, signals, torch_internals, tree",
+        "errors, forks, limits, processes, signals, torch_internals, tree",
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},

@@ -34,7 +34,7 @@ def test_what_fits_is_no_error():
         pass
 
 
-def test_what_does_not_fit_is_told_with_both_numbers():
+def test_the_error_of_what_does_not_fit_has_both_numbers():
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/proc/self/fd")) - 1
 
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_told_with_both_numbers():
 @pytest.mark.parametrize(
     ("number", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max")]
 )
-def test_an_error_of_the_system_is_told_with_what_was_wanted(number, words):
+def test_an_error_of_the_system_names_what_was_wanted(number, words):
     with pytest.raises(FileLimitError, match=words) as caught, limits.naming_file_limit("a pipe"):
         raise OSError(number, "Too many open files")
     assert "1 more" in str(caught.value)

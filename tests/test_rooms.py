@@ -69,6 +69,9 @@ def ask_for(room):
         raise AssertionError(f"a stage was built without {room}")
 
 def check(room, tree):
+    # An editable installation would add what the tree lacks.
+    others = (each for each in sys.meta_path if not each.__module__.startswith("__editable__"))
+    sys.meta_path[:] = others
     sys.path.insert(0, tree)
     # Else what is deleted there would be found in this checkout.
     sys.meta_path = [each for each in sys.meta_path if "__editable__" not in each.__module__]

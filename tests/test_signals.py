@@ -74,7 +74,7 @@ def test_without_a_signal_nothing_changes():
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
 
 
-def test_other_threads_have_no_handlers_to_put_off(raising):
+def test_other_threads_have_no_handlers_to_delay(raising):
     seen = []
 
     def look():

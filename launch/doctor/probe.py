@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from procpipe.channel.base import Transport
-from procpipe.channel.link import LinkReceiver, LinkSender
+from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import RemoteStageError
 from procpipe.job.topology import cpus_text
@@ -57,8 +57,8 @@ class Line:
 
     def __init__(self, mesh: Mesh, peer: int, transport: Transport, device: torch.device) -> None:
         sends, takes = (_DOWN, _UP) if mesh.rank < peer else (_UP, _DOWN)
-        self._sender = LinkSender(mesh, peer, sends, transport, device, f"a probe to rank {peer}")
-        self._receiver = LinkReceiver(mesh, peer, takes, transport, f"a probe from rank {peer}")
+        self._sender = Sender(mesh, peer, sends, transport, device, f"a probe to rank {peer}")
+        self._receiver = Receiver(mesh, peer, takes, transport, f"a probe from rank {peer}")
         self._device = device
 
     def lead(self, num_bytes: int, num_messages: int) -> float:

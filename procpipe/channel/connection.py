@@ -1,15 +1,14 @@
-"""The socket to one peer: whole frames to it and from it, and its end.
+"""A non-blocking socket to one peer: sends and receives whole frames, and shows the peer's end.
 
 Frames are
 
-    body length, sequence number, kind, flags | body
+    body length, sequence number, frame type, flags | body
 
-Neither writing nor reading blocks. What the socket does not take at once is copied and sent on
-later. What is read is handed on frame by frame, or, by ``look_ahead``, kept for the next reading.
+What the socket does not take at once is copied and sent later. What is read is passed on frame by
+frame, or, by ``look_ahead``, kept for the next reading.
 
-The end of a process on this host is seen by a descriptor of it (pidfd), too: its sockets stay open
-while a child has them that native code forked. Knows nothing of other peers, nor of what frames
-mean; the caller sees to it that one thread at a time is here.
+The end of a process on this host also shows on a descriptor of it (pidfd), since its sockets stay
+open while a child that native code forked has them. One thread at a time may be in here.
 """
 
 from __future__ import annotations
@@ -22,39 +21,30 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from procpipe.channel.wire import open_process
+from procpipe.channel.sockets import open_process
 
-#: Takes a frame: sequence number, kind, flags, body (writable, valid only during the call).
+#: Takes a frame: sequence number, type, flags, body (writable, valid only during the call).
 Taker = Callable[[int, int, int, memoryview], None]
 
 _HEADER = struct.Struct("<QIBB")
 
-#: How much is read at a time.
-READ_BYTES = 1 << 18
-
-#: Buffers that one ``sendmsg`` takes at most (IOV_MAX); more are an error there.
-_MAX_PARTS = 1024
-
-#: How much is read ahead at most.
+READ_BYTES = 1 << 18  # at a time
 _MAX_AHEAD_BYTES = 1 << 20
 
-#: A system takes a frame of up to so many bytes as a whole or not at all.
+#: Buffers that one ``sendmsg`` takes at most (IOV_MAX).
+_MAX_PARTS = 1024
+
+#: The system takes a frame of up to this size as a whole or not at all.
 _WHOLE_BYTES = 4096
 
 
 class Connection:
-    """A connected, non-blocking socket.
-
-    Args:
-        sock: the socket.
-        take: takes each frame that comes.
-        buffer: what is read goes through it; several may share one.
+    """A connected, non-blocking socket; ``take`` is called with each frame that arrives.
 
     Attributes:
-        sock: the socket.
         process: a descriptor of the peer's process; None where it cannot be opened.
         is_torn: whether a frame may have been sent in part, so that no other can follow.
-        has_ended: whether all that the peer has sent has been handed on, and it sends no more.
+        has_ended: whether all that the peer has sent was passed on, and no more will come.
     """
 
     def __init__(self, sock: socket.socket, take: Taker, buffer: memoryview) -> None:
@@ -68,18 +58,18 @@ class Connection:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors on which to poll: that of the socket, and that of the process."""
+        """The descriptors on which to poll: the socket's and the process's."""
         return [self.sock.fileno(), *([] if self.process is None else [self.process])]
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something waits for the socket to take more."""
+        """Whether data waits until the socket can take more."""
         return bool(self._unsent)
 
-    def send(self, kind: int, flags: int, sequence: int, parts: Sequence[Any]) -> None:
+    def send(self, frame_type: int, flags: int, sequence: int, parts: Sequence[Any]) -> None:
         """Send a frame; the parts (byte buffers) may be reused at once."""
         size = sum(len(part) for part in parts)
-        frame = [_HEADER.pack(size, sequence, kind, flags), *parts]
+        frame = [_HEADER.pack(size, sequence, frame_type, flags), *parts]
         if len(frame) > _MAX_PARTS:
             frame = [b"".join(frame)]
         sent = 0
@@ -88,9 +78,9 @@ class Connection:
                 sent = self.sock.sendmsg(frame)
             except BlockingIOError:
                 pass
-            except OSError:  # the end of the stream shows what has happened
+            except OSError:  # reading shows what has happened
                 return
-            except BaseException:  # of a signal's handler: how much was sent is not known
+            except BaseException:  # raised by a signal handler: how much was sent is unknown
                 if size > _WHOLE_BYTES:
                     self.is_torn = True
                 raise
@@ -115,12 +105,12 @@ class Connection:
             raise
 
     def drop_unsent(self, *, but_begun: bool = False) -> None:
-        """Send no more of what waits; or only the frame of which the socket has taken a part."""
+        """Drop what waits to be sent; ``but_begun`` keeps a frame that was sent in part."""
         while self._unsent and not (but_begun and _is_begun(self._unsent[-1])):
             self._unsent.pop()
 
     def read(self) -> bool:
-        """Read once, and hand whole frames on; return whether there may be more."""
+        """Read once and pass whole frames on; return whether there may be more."""
         try:
             num_read = self.sock.recv_into(self._buffer)
         except BlockingIOError:
@@ -139,31 +129,25 @@ class Connection:
         return True
 
     def hand_on(self) -> None:
-        """Hand on the whole frames that have been read."""
+        """Pass on the whole frames that have been read."""
         taken = self._hand_on(memoryview(self._partial))
         if taken:
             self._partial = bytearray(memoryview(self._partial)[taken:])
 
     def _hand_on(self, data: memoryview) -> int:
-        """Hand on whole frames; return how many bytes they took."""
         position = 0
         while position + _HEADER.size <= len(data):
-            size, sequence, kind, flags = _HEADER.unpack_from(data, position)
+            size, sequence, frame_type, flags = _HEADER.unpack_from(data, position)
             end = position + _HEADER.size + size
             if end > len(data):
                 break
             body = data[position + _HEADER.size : end]
             position = end
-            self._take(sequence, kind, flags, body)
+            self._take(sequence, frame_type, flags, body)
         return position
 
     def look_ahead(self) -> tuple[list[tuple[int, bytes]], bool]:
-        """Read what is there without handing it on.
-
-        Returns:
-            Kind and body of each whole frame that has not been handed on, and whether the peer
-            has ended.
-        """
+        """Read without passing on; return type and body of each frame, and if it ended."""
         data = self._partial
         has_ended = self._has_process_ended()
         while len(data) < _MAX_AHEAD_BYTES:
@@ -179,16 +163,16 @@ class Connection:
             data += read
         frames, position = [], 0
         while position + _HEADER.size <= len(data):
-            size, _, kind, _ = _HEADER.unpack_from(data, position)
+            size, _, frame_type, _ = _HEADER.unpack_from(data, position)
             start, position = position + _HEADER.size, position + _HEADER.size + size
             if position <= len(data):
-                frames.append((kind, bytes(data[start:position])))
+                frames.append((frame_type, bytes(data[start:position])))
         return frames, has_ended
 
     def _has_process_ended(self) -> bool:
         if self.process is None:
             return False
-        poll = select.poll()  # select takes no descriptor above 1023
+        poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(self.process, select.POLLIN)
         return bool(poll.poll(0))
 
@@ -202,7 +186,6 @@ class Connection:
 
 
 def _is_begun(unsent: memoryview) -> bool:
-    """Return whether a frame's first bytes have been sent."""
     frame = unsent.obj
     assert isinstance(frame, bytes)
     return unsent.nbytes < len(frame)

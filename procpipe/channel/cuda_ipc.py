@@ -1,6 +1,6 @@
 """GPU tensors through CUDA IPC: between processes that share one GPU.
 
-A message's tensors are copied into a slot, memory of the sender that the receiver opens too, and
+A message's tensors are copied into a slot, memory of the sender that the receiver opens, too, and
 out of it into tensors of the receiver's own. Both copies run on side streams:
 
     sender                                  slot                       receiver
@@ -11,23 +11,22 @@ out of it into tensors of the receiver's own. Both copies run on side streams:
                                            tensors     ──────────────>  copies them out
     may use the slot again <─────────────  taken = k   <──────────────  writes
 
-All of this is queued on the GPU; the hosts go on. What they exchange is a token, "slot n holds
-message k", and a flag, a byte a slot in a page that both have mapped: in use until the receiver has
-queued its part, then free. So work waits only for work that was queued before it, by whatever
-process, and no circle of waits can come about.
+All of this is queued on the GPU; the hosts go on. They exchange a token, "slot n holds message k",
+and a flag, one byte per slot in a page that both map: "in use" until the receiver has queued its
+part, then "free". So queued work waits only for work queued earlier, by whichever process, and no
+cycle of waits can form.
 
 A channel has as many slots as it ever had messages in use at a time. A slot that has become too
-small is dropped: the receiver closes it, and sets its flag; only then is its memory given back, as
-at the end, where all drop theirs (``drain``) and wait for one another before they give it back
-(``close``). A process that fails gives back nothing, since others may be reading: its memory goes
-with it.
+small is dropped: the receiver closes it and sets its flag; only then is its memory freed. At the
+end all slots are dropped (``drain``), and ranks wait for one another before they free them
+(``close``). A process that fails frees nothing, since others may be reading.
 
-A peer that has died never writes what a stream waits for, and the device could not be waited for
-any more, nor memory given back, nor perhaps the process end. So ``abort`` writes it: what receives
-wait for at once; what sends wait for a second later. By then the peers that live have copied out of
-the slots: else one that does not know of the failure yet would copy the next message instead.
+A peer that has died never writes what a stream waits for; the device would then block for ever. So
+``abort`` writes it: first for receives, and a second later for sends. By then live peers have
+copied their messages out of the slots; otherwise a peer that does not know of the failure yet would
+copy the next message instead.
 
-Streams write to memory of their own GPU only, also where another process has made it: a write to
+Streams write only to memory of their own GPU, possibly allocated by another process: a write to
 another GPU's is refused from CUDA 13.1 on (https://github.com/NVIDIA/nccl/issues/2052).
 """
 
@@ -43,19 +42,20 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from procpipe.channel.gpu import HANDLE_BYTES, Gpu
-from procpipe.channel.meta import Meta
+from procpipe.channel.meta import Meta, layout
 from procpipe.limits import naming_file_limit
 
 _NAME = "procpipe-flags"
 
-#: A note begins with the slot's number, its message's, the file of flags, and how many dropped
-#: slots' numbers follow.
+#: A note begins with the numbers of the slot and of its message, the file of flags, and how many
+#: numbers of dropped slots follow.
 _NOTE = struct.Struct("<IQIH")
 _NUMBER = struct.Struct("<I")
 _MAX_DROPPED = 1000
@@ -63,53 +63,41 @@ _MAX_DROPPED = 1000
 #: States of a slot, the values of its flag.
 _FREE, _IN_USE, _CLOSED = 0, 1, 2
 
-#: Slots of a process, those it has dropped too: far more than it comes to have.
+#: Most slots of a process, dropped ones included; far more than are ever needed.
 _MAX_SLOTS = 1 << 20
 
 #: A slot begins with its two numbers.
 _FILLED, _TAKEN, _TENSORS = 0, 128, 256
 
-#: Tensors begin at multiples of this, which is good for copies.
+#: Tensors begin at multiples of this, for fast copies.
 _ALIGNMENT = 256
 
-#: The driver cuts what is smaller out of a block that it would share as a whole.
+#: The driver cuts smaller allocations out of a block, which it would share as a whole.
 _GRANULE = 2 << 20
 
-#: More than the number of any message, how often it is written to end transfers, and how long live
-#: peers have to take their messages before; how long streams may take then, which wait for the
-#: compute that is queued on the device.
+#: Ending transfers: a number above that of any message, and how often it is written; how long live
+#: peers have to take their messages first, and how long streams may take then, behind the compute
+#: that is queued on the device.
 _ABORTED, _WRITE_EVERY_S, _TAKE_TIMEOUT_S, _ABORT_TIMEOUT_S = 1 << 62, 0.01, 1.0, 30.0
 
 
 class Note(NamedTuple):
-    """What a token says of a slot.
+    """The token's description of a slot."""
 
-    Attributes:
-        number: the slot's number, among all of its sender.
-        serial: which message of this slot it is, from 1.
-        dropped: numbers of slots that the receiver is to close.
-        descriptor: the sender's file of flags.
-        handle: opens the slot; empty if the receiver has it open.
-    """
-
-    number: int
-    serial: int
-    dropped: tuple[int, ...]
-    descriptor: int
-    handle: bytes
+    number: int  # the slot's, unique for its sender
+    serial: int  # which message of this slot it is, from 1
+    dropped: tuple[int, ...]  # slots that the receiver is to close
+    descriptor: int  # the sender's file of flags
+    handle: bytes  # opens the slot; empty if the receiver has opened it
 
     def pack(self) -> bytes:
-        """Write the note as bytes."""
+        """Encode the note."""
         start = _NOTE.pack(self.number, self.serial, self.descriptor, len(self.dropped))
         return start + b"".join(map(_NUMBER.pack, self.dropped)) + self.handle
 
     @classmethod
     def unpack(cls, data: bytes) -> Note:
-        """Read what :meth:`pack` wrote.
-
-        Raises:
-            ValueError: the bytes are no note.
-        """
+        """Decode what :meth:`pack` wrote; ``ValueError`` if the bytes are not a note."""
         try:
             number, serial, descriptor, num_dropped = _NOTE.unpack_from(data)
             end = _NOTE.size + num_dropped * _NUMBER.size
@@ -125,9 +113,7 @@ class Note(NamedTuple):
 class CudaIpcTransport:
     """Slots of one GPU's memory between this rank and those that share the GPU.
 
-    Args:
-        gpu: the GPU.
-        pids: the process of each peer.
+    ``pids`` gives the process of each peer.
     """
 
     needs_acknowledgement = False
@@ -143,37 +129,34 @@ class CudaIpcTransport:
         self._numbers = itertools.count()
         self._slots: defaultdict[tuple[int, int], list[_Slot]] = defaultdict(list)
         self._dropped: list[_Slot] = []
-        # A stream each, so that no channel waits for another.
+        # One stream for each channel and direction, so that no channel waits for another.
         self._sending: defaultdict[tuple[int, int], torch.cuda.Stream]
         self._sending = defaultdict(gpu.new_stream)
         self._receiving: defaultdict[tuple[int, int], torch.cuda.Stream]
         self._receiving = defaultdict(gpu.new_stream)
-        # Not among those, as the host waits for one, and the other is for when they wait in vain.
+        # Two more: the host waits for the first, and the second ends waits on all others.
         self._making, self._releasing = (
             gpu.new_stream(is_urgent=True),
             gpu.new_stream(is_urgent=True),
         )
         self._flags_of: dict[int, _Flags] = {}
-        self._opened: dict[tuple[int, int], _Opened] = {}
-        self._closing: list[_Opened] = []
+        self._opened: dict[tuple[int, int], _OpenedSlot] = {}
+        self._closing: list[_OpenedSlot] = []
 
-    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[CudaIpcSent, bytes]:
-        """Queue the copies of contiguous tensors into a slot, once the current stream made them.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU has no memory for a slot.
-        """
+    def post_send(
+        self, tensors: list[Tensor], peer: int, channel_id: int
+    ) -> tuple[CudaIpcSent, bytes]:
+        """Queue the copies of contiguous tensors into a slot, behind the current stream."""
         gpu = self._gpu
-        sizes = [tensor.nbytes for tensor in tensors]
-        slot, dropped = self._free_slot(peer, kind, sum(map(_aligned, sizes)))
-        stream = self._sending[peer, kind]
+        offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
+        slot, dropped = self._free_slot(peer, channel_id, size)
+        stream = self._sending[peer, channel_id]
         stream.wait_stream(gpu.current_stream())
         gpu.wait(stream, slot.address + _TAKEN, slot.serial)
         address = slot.address + _TENSORS
-        for tensor, size in zip(tensors, sizes, strict=True):
-            if size:
-                gpu.copy(stream, address, tensor.data_ptr(), size)
-            address += _aligned(size)
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            if tensor.nbytes:
+                gpu.copy(stream, address + offset, tensor.data_ptr(), tensor.nbytes)
         slot.serial += 1
         gpu.write(stream, slot.address + _FILLED, slot.serial)
         self._flags[slot.number] = _IN_USE
@@ -182,7 +165,7 @@ class CudaIpcTransport:
         return CudaIpcSent(gpu, slot, stream.record_event()), note.pack()
 
     def post_receive(
-        self, meta: Meta, peer: int, kind: int, note: bytes
+        self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], CudaIpcReceived]:
         """Queue the copies of a message out of its slot, into new tensors."""
         gpu, told = self._gpu, Note.unpack(note)
@@ -191,21 +174,21 @@ class CudaIpcTransport:
         if told.handle:
             self._opened[peer, told.number] = self._open(peer, told)
         slot = self._opened[peer, told.number]
-        stream = self._receiving[peer, kind]
+        stream = self._receiving[peer, channel_id]
         tensors = gpu.new_tensors(meta, stream)
         gpu.wait(stream, slot.address + _FILLED, told.serial)
         address = slot.address + _TENSORS
-        for tensor in tensors:
+        offsets, _ = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
+        for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.nbytes:
-                gpu.copy(stream, tensor.data_ptr(), address, tensor.nbytes)
-            address += _aligned(tensor.nbytes)
+                gpu.copy(stream, tensor.data_ptr(), address + offset, tensor.nbytes)
         gpu.write(stream, slot.address + _TAKEN, told.serial)
         slot.copied = stream.record_event()
-        slot.flags[slot.number] = _FREE  # after the write is queued, not before
+        slot.flags[slot.number] = _FREE  # only once the write is queued
         return tensors, CudaIpcReceived(gpu, tensors, slot.copied)
 
     def drain(self) -> None:
-        """Wait until no transfer is under way, to peers either; close their memory."""
+        """Wait until no transfer is under way, at the peers either; close their memory."""
         gpu = self._gpu
         slots = [*self._dropped, *itertools.chain.from_iterable(self._slots.values())]
         for slot in slots:
@@ -218,16 +201,15 @@ class CudaIpcTransport:
         self._slots.clear()
 
     def busy_with(self) -> list[int]:
-        """Return the ranks with which transfers are not over; may be called by any thread."""
+        """Return the ranks with which transfers are not over; safe in any thread."""
         streams = [*tuple(self._sending.items()), *tuple(self._receiving.items())]
         return sorted({peer for (peer, _), stream in streams if not stream.query()})
 
     def abort(self) -> bool:
-        """End all transfers, at whatever stage they are; may be called by any thread.
+        """End all transfers, whatever their state; safe in any thread.
 
-        Returns:
-            Whether the device is free of them, once it has run the compute that was queued, after
-            31 seconds at most.
+        Returns whether the device is free of them, once it has run the compute that was queued, or
+        after 31 seconds.
         """
         sending, receiving = tuple(self._sending.values()), tuple(self._receiving.values())
         self._release(self._to_fill, sending, _TAKE_TIMEOUT_S)
@@ -235,10 +217,7 @@ class CudaIpcTransport:
         return self._release(self._to_fill + self._to_take, everything, _ABORT_TIMEOUT_S)
 
     def close(self) -> None:
-        """Give back what all peers have closed, and let go of the rest until the process ends.
-
-        After ``drain`` on all ranks, that is all memory.
-        """
+        """Free what all peers have closed (all, after ``drain`` on all ranks); drop the rest."""
         self.abort()
         self._free_closed()
         for held in (self._slots, self._dropped, self._opened, self._closing, self._flags_of):
@@ -246,22 +225,22 @@ class CudaIpcTransport:
 
     @property
     def _to_fill(self) -> list[int]:
-        """What receives wait for, by its addresses."""
+        """The addresses that receives wait for."""
         opened = [*tuple(self._opened.values()), *self._closing]
         return [slot.address + _FILLED for slot in opened]
 
     @property
     def _to_take(self) -> list[int]:
-        """What sends, and ``drain``, wait for, by its addresses."""
+        """The addresses that sends and ``drain`` wait for."""
         slots = [*self._dropped, *itertools.chain.from_iterable(tuple(self._slots.values()))]
         return [slot.address + _TAKEN for slot in slots]
 
     def _release(
         self, addresses: Sequence[int], streams: Sequence[torch.cuda.Stream], timeout_s: float
     ) -> bool:
-        """Write what streams wait for until they are done; return whether they are in time.
+        """Write what streams wait for until they are done; return False after the timeout.
 
-        Again and again, as a live peer may write the number of its message over it.
+        Repeatedly, since a live peer may overwrite it with the number of its message.
         """
         deadline_s = time.monotonic() + timeout_s
         while not all(stream.query() for stream in streams):
@@ -274,14 +253,14 @@ class CudaIpcTransport:
 
     # -- slots of this rank, to send from -------------------------------------------------------
 
-    def _free_slot(self, peer: int, kind: int, size: int) -> tuple[_Slot, tuple[int, ...]]:
-        """Return a slot that can be used, and the numbers of those dropped since too small."""
-        slots = self._slots[peer, kind]
+    def _free_slot(self, peer: int, channel_id: int, size: int) -> tuple[_Slot, tuple[int, ...]]:
+        """Return a free slot that is large enough, and the numbers of slots just dropped."""
+        slots = self._slots[peer, channel_id]
         free = [slot for slot in slots if self._flags[slot.number] == _FREE]
         fitting = [slot for slot in free if slot.size_bytes >= size]
         if fitting:
             slots.remove(fitting[0])
-            slots.append(fitting[0])  # the next is that free for longest: its copy waits least
+            slots.append(fitting[0])  # used in turn: the one free for longest waits least
             return fitting[0], ()
         dropped = free[:_MAX_DROPPED]
         for slot in dropped:
@@ -295,14 +274,13 @@ class CudaIpcTransport:
         gpu, stream = self._gpu, self._making
         total = -(-(_TENSORS + size) // _GRANULE) * _GRANULE
         slot = _Slot(next(self._numbers), gpu.allocate(total), total - _TENSORS, self._flags)
-        # What was there before must not be taken for a message's number; nor, if a transfer is
-        # aborted, for indices (see ``meta.allocate``).
+        # Old contents must not be taken for a message's number, nor for indices after an aborted
+        # transfer (see ``meta.allocate``).
         gpu.clear(stream, slot.address, total)
         stream.synchronize()
         return slot
 
     def _free_closed(self) -> None:
-        """Give back dropped slots that no peer has open."""
         closed = [slot for slot in self._dropped if self._flags[slot.number] == _CLOSED]
         for slot in closed:
             self._dropped.remove(slot)
@@ -310,22 +288,22 @@ class CudaIpcTransport:
 
     # -- slots of peers, to receive from --------------------------------------------------------
 
-    def _open(self, peer: int, told: Note) -> _Opened:
+    def _open(self, peer: int, told: Note) -> _OpenedSlot:
         if peer not in self._flags_of:
             self._flags_of[peer] = _Flags.open(self._pids[peer], told.descriptor)
-        return _Opened(told.number, self._gpu.open(told.handle), self._flags_of[peer])
+        return _OpenedSlot(told.number, self._gpu.open(told.handle), self._flags_of[peer])
 
     def _close_unused(self) -> None:
         """Close dropped slots whose copies are done; the others with a later message."""
         for slot in [slot for slot in self._closing if slot.copied is None or slot.copied.query()]:
             self._closing.remove(slot)
-            with contextlib.suppress(RuntimeError):  # its process may have ended long ago
+            with contextlib.suppress(RuntimeError):  # its process may have ended
                 self._gpu.close(slot.address)
             slot.flags[slot.number] = _CLOSED
 
 
 class _Flags:
-    """A byte for each slot of one process, in a file without a name, which its peers map too."""
+    """One byte per slot of a process, in an anonymous file that its peers map, too."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -333,7 +311,6 @@ class _Flags:
 
     @classmethod
     def create(cls) -> _Flags:
-        """Return this process's own, all free."""
         with naming_file_limit("the flags of a GPU's slots", 2):
             descriptor = os.memfd_create(_NAME)
             os.ftruncate(descriptor, _MAX_SLOTS)
@@ -343,7 +320,6 @@ class _Flags:
 
     @classmethod
     def open(cls, pid: int, descriptor: int) -> _Flags:
-        """Return those of another process."""
         with naming_file_limit(f"the flags of process {pid}", 2):
             ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
             try:
@@ -358,25 +334,25 @@ class _Flags:
         self._page[number] = state
 
 
+@dataclass(eq=False)
 class _Slot:
     """A slot of this process, to send from."""
 
-    def __init__(self, number: int, address: int, size_bytes: int, flags: _Flags) -> None:
-        self.number = number
-        self.address = address
-        self.size_bytes = size_bytes
-        self.flags = flags
-        self.serial = 0  # of its last message
+    number: int
+    address: int
+    size_bytes: int
+    flags: _Flags
+    serial: int = 0  # of its last message
 
 
-class _Opened:
+@dataclass(eq=False)
+class _OpenedSlot:
     """A slot of another process, to receive from."""
 
-    def __init__(self, number: int, address: int, flags: _Flags) -> None:
-        self.number = number
-        self.address = address
-        self.flags = flags
-        self.copied: torch.cuda.Event | None = None  # its last message
+    number: int
+    address: int
+    flags: _Flags
+    copied: torch.cuda.Event | None = None  # its last message
 
 
 class CudaIpcSent:
@@ -389,11 +365,11 @@ class CudaIpcSent:
         self._copied = copied
 
     def wait(self) -> None:
-        """Let the current stream wait until the tensors are in the slot; the host goes on."""
+        """Make the current stream wait until the tensors are in the slot; the host goes on."""
         self._gpu.current_stream().wait_event(self._copied)
 
     def is_done(self) -> bool:
-        """Tell whether the tensors are in the slot, and the receiver has queued its part."""
+        """Return whether the tensors are in the slot and the receiver has queued its part."""
         slot = self._slot
         is_taken = slot.serial > self._serial or slot.flags[slot.number] != _IN_USE
         return is_taken and bool(self._copied.query())
@@ -408,15 +384,11 @@ class CudaIpcReceived:
         self._copied = copied
 
     def wait(self) -> None:
-        """Let the current stream wait until the tensors are filled; the host goes on."""
+        """Make the current stream wait until the tensors are filled; the host goes on."""
         compute = self._gpu.current_stream()
         compute.wait_event(self._copied)
         self._gpu.keep_for(self._tensors, compute)
 
     def is_done(self) -> bool:
-        """Tell whether the tensors are filled."""
+        """Return whether the tensors are filled."""
         return bool(self._copied.query())
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,8 +1,8 @@
 """CPU tensors through gloo: within a host and across hosts.
 
 Gloo is rendezvous only: a send completes once its receive has been posted, and completion shows
-only in ``wait()``. So senders are told by the receiver (``needs_acknowledgement``) when waiting
-will not block. Tags keep the channels between two ranks apart, each a FIFO of its own.
+only in ``wait()``. So the receiver acknowledges each message (``needs_acknowledgement``): after
+that, waiting does not block. Tags keep the channels between two ranks apart, each a FIFO.
 
 A ``Work`` that is dropped cancels its transfer and hangs the peer; one that lives until the
 interpreter ends may abort the process (gloo's loop thread drops the last reference while Python
@@ -31,16 +31,11 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 class GlooTransport:
-    """Gloo between all ranks of a job; building it waits for all of them.
+    """Gloo between all ranks of a job; the constructor waits for all of them.
 
-    Args:
-        store: a store that all ranks share, with keys of this transport's own.
-        rank: this rank.
-        num_ranks: the number of ranks.
-        timeout_s: how long a transfer may take once both ends are at it.
-        host: the local address on which gloo listens for the other ranks; by itself it takes that
-            of this host's name, which may lead to the network when all ranks are on this host, and
-            (127.0.1.1 on Debian) not lead to it when they are not.
+    ``host`` is the local address on which gloo listens. Its default, that of the host's name, may
+    lead to the network when all ranks are on this host, and (127.0.1.1 on Debian) not lead there
+    when they are not. The store's keys are this transport's own.
     """
 
     needs_acknowledgement = True
@@ -54,7 +49,7 @@ class GlooTransport:
     ) -> None:
         # Any: torch's stubs leave out a group's send and recv, and all of its options.
         gloo: Any = ProcessGroupGloo
-        # The user's word counts; torch's default device would not heed it here.
+        # The user's choice counts; torch's default device would ignore it here.
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         where = {"interface": interface} if interface else {"hostname": host}
         options = gloo_options(gloo, timeout_s, gloo.create_device(**where))
@@ -63,20 +58,24 @@ class GlooTransport:
         self._sockets = _sockets() - before
         give_up_in_children(self)
 
-    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[GlooPending, bytes]:
+    def post_send(
+        self, tensors: list[Tensor], peer: int, channel_id: int
+    ) -> tuple[GlooPending, bytes]:
         """Begin to send contiguous CPU tensors; returns at once."""
-        return GlooPending([self._group.send([tensor], peer, kind) for tensor in tensors]), b""
+        return GlooPending(
+            [self._group.send([tensor], peer, channel_id) for tensor in tensors]
+        ), b""
 
     def post_receive(
-        self, meta: Meta, peer: int, kind: int, note: bytes
+        self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], GlooPending]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         tensors = allocate(meta, "cpu")
-        works = [self._group.recv([tensor], peer, kind) for tensor in tensors]
+        works = [self._group.recv([tensor], peer, channel_id) for tensor in tensors]
         return tensors, GlooPending(works)
 
     def drain(self) -> None:
-        """Return: what was received was waited for, and what was sent acknowledged."""
+        """Do nothing: every receive was waited for, and every send acknowledged."""
 
     def close(self) -> None:
         """Drop the group; nothing may be under way."""
@@ -95,7 +94,7 @@ def _sockets() -> set[tuple[int, str]]:
     """Return this process's sockets: descriptor, and what names the socket behind it."""
     found = set()
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
-        with contextlib.suppress(OSError):  # that of the folder, closed meanwhile
+        with contextlib.suppress(OSError):  # the one that lists the folder, closed meanwhile
             target = os.readlink(f"{_DESCRIPTORS}/{name}")
             if target.startswith("socket:"):
                 found.add((int(name), target))
@@ -115,5 +114,5 @@ class GlooPending:
         self._works.clear()
 
     def is_done(self) -> bool:
-        """Return False: gloo does not tell before ``wait``."""
+        """Return False: gloo shows it only in ``wait``."""
         return False

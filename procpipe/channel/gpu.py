@@ -1,15 +1,13 @@
-"""One GPU as the ``cuda_ipc`` transport uses it: torch's streams, and memory that processes share.
+"""One GPU as ``cuda_ipc`` uses it: torch's streams, and memory that processes share.
 
-Torch can share tensors between processes, but not here: it counts their users in a file of
-/dev/shm, which stays when a process is killed, and shares whole blocks of its allocator, with
-expandable segments by a way that not every system allows. So shared memory comes from CUDA's
-driver itself, by the few calls that torch does not offer.
+Torch's own sharing of tensors does not fit: it counts users in a file of /dev/shm, which stays when
+a process is killed, and shares whole blocks of its allocator, with expandable segments in a way
+that not every system allows. So shared memory comes from CUDA's driver, through the few calls that
+torch does not offer.
 
-The driver keeps interprocess events in files of /dev/shm too. What orders work across processes
-here are numbers in the shared memory ("stream memory operations"): a stream writes one when it
-gets there, another process's stream waits for it.
-
-Knows nothing of messages.
+The driver keeps interprocess events in files of /dev/shm, too. Order between processes comes from
+numbers in the shared memory instead ("stream memory operations"): a stream writes a number when it
+gets there, and another process's stream waits for it.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ _CALLS = {
     "cuStreamWaitValue64_v2": _MemoryOperation,
 }
 
-#: Where these fail, it is mostly because a driver, or what it runs in, does not have them.
+#: If one of these fails, the driver, or the container it runs in, most likely lacks it.
 _MAY_BE_MISSING = (
     "cuIpcGetMemHandle",
     "cuIpcOpenMemHandle_v2",
@@ -68,19 +66,15 @@ _MAY_BE_MISSING = (
     "cuStreamWaitValue64_v2",
 )
 _ADVICE = (
-    "ranks that share a GPU need CUDA IPC and 64-bit stream memory operations; if they are not to "
-    "be had here, give each rank a GPU of its own"
+    "ranks that share a GPU need CUDA IPC and 64-bit stream memory operations; if these are not "
+    "available here, give each rank a GPU of its own"
 )
 
 
 class Gpu:
-    """A GPU of this process; what works on a stream is only queued there.
+    """A GPU of this process; work on a stream is queued, and the host goes on.
 
-    Args:
-        device: the GPU, with its index.
-
-    Raises:
-        RuntimeError: NVIDIA's driver is not there, or too old.
+    Raises ``RuntimeError`` if NVIDIA's driver is missing or too old.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,28 +93,27 @@ class Gpu:
     def new_stream(self, *, is_urgent: bool = False) -> torch.cuda.Stream:
         """Return a stream beside the current one.
 
-        Args:
-            is_urgent: of high priority. Torch gives out 32 streams of each priority in turn, so
-                the urgent ones are never among the others, however many of these there are.
+        Torch gives out 32 streams of each priority in turn, so an urgent one (high priority) is
+        never among the others, however many of these there are.
         """
         return torch.cuda.Stream(self._device, priority=-1 if is_urgent else 0)
 
     def current_stream(self) -> torch.cuda.Stream:
-        """Return the stream of what this thread computes."""
+        """Return the stream on which this thread computes."""
         return torch.cuda.current_stream(self._device)
 
     def new_tensors(self, meta: Meta, stream: torch.cuda.Stream) -> list[Tensor]:
-        """Return memory for the tensors of a message, to be filled on a stream."""
+        """Allocate the tensors of a message, to be filled on a stream."""
         with torch.cuda.stream(stream):
             return allocate(meta, self._device)
 
     def keep_for(self, tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
-        """Let tensors' memory be used again only after what a stream does until they go."""
+        """Keep the tensors' memory from reuse until a stream's queued work is done."""
         for tensor in tensors:
             tensor.record_stream(stream)
 
     def synchronize(self) -> None:
-        """Wait until all that is queued has been done."""
+        """Wait until all queued work is done."""
         torch.cuda.synchronize(self._device)
 
     # -- shared memory --------------------------------------------------------------------------
@@ -128,8 +121,7 @@ class Gpu:
     def allocate(self, num_bytes: int) -> int:
         """Return the address of new memory, which other processes can open as a whole.
 
-        Raises:
-            torch.OutOfMemoryError: there is none, even where torch gives back what it keeps.
+        If there is none, torch empties its cache before this raises ``torch.OutOfMemoryError``.
         """
         address = _Address()
         status = self._status("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
@@ -145,7 +137,7 @@ class Gpu:
         return address.value
 
     def free(self, address: int) -> None:
-        """Give memory back that no process has open any more; may wait for the GPU."""
+        """Free memory that no process has open any more; may wait for the GPU."""
         self._call("cuMemFree_v2", address)
 
     def export(self, address: int) -> bytes:
@@ -174,13 +166,13 @@ class Gpu:
         self._call("cuMemsetD8Async", address, 0, num_bytes, stream.cuda_stream)
 
     def write(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
-        """Write a number to 8 bytes once all that is queued on the stream before is done."""
+        """Write an 8-byte number once the work queued on the stream before is done."""
         self._call(
             "cuStreamWriteValue64_v2", stream.cuda_stream, address, number, _WRITE_AFTER_ALL_BEFORE
         )
 
     def wait(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
-        """Let a stream wait until the number there is at least this one."""
+        """Make a stream wait until the 8-byte number at an address is at least this one."""
         self._call(
             "cuStreamWaitValue64_v2", stream.cuda_stream, address, number, _WAIT_UNTIL_AT_LEAST
         )

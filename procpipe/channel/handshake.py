@@ -1,19 +1,19 @@
-"""How two ranks prove to each other that they belong to one job, and strangers are turned away.
+"""The handshake by which two ranks prove that they belong to one job; others are rejected.
 
-Either side proves that it knows the job's key before anything else is read (HMAC-SHA256 over the
-other's random challenge and both ranks). On a unix socket the kernel tells the other side's user,
-too, which must be this process's own, at both ends:
+Both sides prove that they know the job's key before anything else is read (HMAC-SHA256 over the
+other's random challenge and both ranks). On a unix socket the kernel also shows each side the
+other's user, which must be this process's own:
 
     connector                                acceptor
-    its user is ours?                        its user is ours? else closed at once
+    other user: refuse                       other user: close at once
     magic, rank, challenge A          ->
                                       <-     challenge B, HMAC(key, "acceptor", A, ranks)
     HMAC(key, "connector", B, ranks)  ->
                                       <-     welcome
 
-A connector counts on the connection once it is welcome. If it was closed before that (strangers
-in large numbers may push it out), or the listener's queue was full, it tries again, until the
-deadline. Knows nothing of messages, stages or tensors.
+A connection counts for the connector after the welcome. If it was closed before that (a large
+number of strangers may push it out), or the listener's queue was full, the connector tries again
+until the deadline.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from procpipe.channel.wire import Address, host_identity, is_of_this_user, prepared
+from procpipe.channel.sockets import Address, host_identity, is_of_this_user, prepared
 from procpipe.errors import FileLimitError, WaitTimeoutError
 from procpipe.limits import naming_file_limit
 
@@ -39,43 +40,37 @@ _WELCOME = b"+"
 #: How long a caller may take to prove itself.
 _HANDSHAKE_TIMEOUT_S = 5.0
 
-#: A host answers in milliseconds, whatever its processes do; a firewall never.
+#: How long a host may take to answer; it does so in milliseconds, unless a firewall is between.
 _REACH_TIMEOUT_S = 20.0
 
-#: How often a wait looks whether the start was given up.
+#: How often a wait checks whether the start has failed.
 _CHECK_EVERY_S = 0.2
 
 #: Until the next attempt to connect: at first, and at most.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
-#: Connections that have not proved themselves, at most; the oldest makes room for one more.
+#: Connections that have not proved themselves, at most; then the oldest is closed for a new one.
 _MAX_CALLERS = 256
 
 #: Connections that are accepted at a time, before those accepted are read from.
 _MAX_ACCEPTED = 256
 
-#: A listener's queue is full, or the other side closed a connection: neither tells what it is.
+#: A listener's queue is full, or the other side closed a connection; it may work the next time.
 _TRY_AGAIN = (BlockingIOError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
 
-def connect_to(
-    peer: int,
-    address: Address,
-    *,
-    rank: int,
-    key: bytes,
-    deadline_s: float,
-    check: Callable[[], None],
-) -> socket.socket:
-    """Connect to another rank's listener and prove who we are.
+@dataclass(frozen=True)
+class Joiner:
+    """What one rank needs for its handshakes."""
 
-    Args:
-        peer: the rank that listens.
-        address: where it listens.
-        rank: this rank.
-        key: the job's key.
-        deadline_s: ``time.monotonic()`` after which waiting ends.
-        check: called some times a second while waiting; raises if the start was given up.
+    rank: int
+    key: bytes  # the job's
+    deadline_s: float  # ``time.monotonic()`` at which waiting ends
+    check: Callable[[], None]  # called while waiting; raises if the start has failed
+
+
+def connect_to(peer: int, address: Address, us: Joiner) -> socket.socket:
+    """Connect to another rank's listener, and do the connector's side of the handshake.
 
     Raises:
         ConnectionRefusedError: what listens there is of another user, or does not know the key.
@@ -85,66 +80,49 @@ def connect_to(
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
-            return _connected(peer, address, rank=rank, key=key, deadline_s=deadline_s, check=check)
+            return _connected(peer, address, us)
         except _TRY_AGAIN as error:
-            check()
-            if time.monotonic() + pause_s > deadline_s:
+            us.check()
+            if time.monotonic() + pause_s > us.deadline_s:
                 raise WaitTimeoutError(
-                    f"rank {rank} could not connect to rank {peer} in time; the last attempt "
+                    f"rank {us.rank} could not connect to rank {peer} in time; the last attempt "
                     f"failed with: {error}"
                 ) from None
         except ConnectionError:
-            # Its process may have ended: the kernel closes its sockets a moment before it says so.
+            # Its process may have ended: the kernel closes its sockets before that can be seen.
             for _ in range(20):
-                check()
+                us.check()
                 time.sleep(0.01)
             raise
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _connected(
-    peer: int,
-    address: Address,
-    *,
-    rank: int,
-    key: bytes,
-    deadline_s: float,
-    check: Callable[[], None],
-) -> socket.socket:
-    """Try once."""
+def _connected(peer: int, address: Address, us: Joiner) -> socket.socket:
     if address.unix and address.host == host_identity():
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         target: str | tuple[str, int] = f"\0{address.unix}"
     else:
-        link = socket.socket(
-            socket.AF_INET6 if ":" in address.tcp[0] else socket.AF_INET, socket.SOCK_STREAM
-        )
+        family = socket.AF_INET6 if ":" in address.tcp[0] else socket.AF_INET
+        link = socket.socket(family, socket.SOCK_STREAM)
         target = address.tcp
     try:
-        _reach(link, target, peer, rank=rank, deadline_s=deadline_s)
+        _reach(link, target, peer, us)
         if not is_of_this_user(link):
             raise ConnectionRefusedError(
                 f"what listens for rank {peer} on this host belongs to another user than rank "
-                f"{rank}: run all ranks of a host as one user"
+                f"{us.rank}: run all ranks of a host as one user"
             )
-        _introduce(link, peer, rank=rank, key=key, deadline_s=deadline_s, check=check)
+        _introduce(link, peer, us)
     except BaseException:
         link.close()
         raise
     return prepared(link)
 
 
-def _reach(
-    link: socket.socket,
-    target: str | tuple[str, int],
-    peer: int,
-    *,
-    rank: int,
-    deadline_s: float,
-) -> None:
-    """Connect; say what to look at if that cannot be: the peer listens, or has ended."""
-    link.settimeout(max(0.001, min(_REACH_TIMEOUT_S, deadline_s - time.monotonic())))
+def _reach(link: socket.socket, target: str | tuple[str, int], peer: int, us: Joiner) -> None:
+    """Connect; the error of a failure says what to check."""
+    link.settimeout(max(0.001, min(_REACH_TIMEOUT_S, us.deadline_s - time.monotonic())))
     try:
         link.connect(target)
     except _TRY_AGAIN:
@@ -158,32 +136,23 @@ def _reach(
                 "has its process ended, is a firewall between the hosts (ranks use ports that the "
                 "system picks), or is that not the address to use (PROCPIPE_ADDRESS)?"
             )
-        text = f"rank {rank} cannot reach rank {peer} {where} ({error}): {advice}"
-        if isinstance(error, TimeoutError):
-            raise WaitTimeoutError(text) from None
-        raise ConnectionError(text) from None
+        text = f"rank {us.rank} cannot reach rank {peer} {where} ({error}): {advice}"
+        error_type = WaitTimeoutError if isinstance(error, TimeoutError) else ConnectionError
+        raise error_type(text) from None
 
 
-def _introduce(
-    link: socket.socket,
-    peer: int,
-    *,
-    rank: int,
-    key: bytes,
-    deadline_s: float,
-    check: Callable[[], None],
-) -> None:
+def _introduce(link: socket.socket, peer: int, us: Joiner) -> None:
     """Do the connector's side of the handshake; the peer may be busy with other connections."""
 
     def read(size: int) -> bytes:
         data = b""
         while len(data) < size:
             while not _readable([link], _CHECK_EVERY_S):
-                if time.monotonic() > deadline_s:
+                if time.monotonic() > us.deadline_s:
                     raise WaitTimeoutError(
-                        f"rank {rank} connected to rank {peer}, which did not answer"
+                        f"rank {us.rank} connected to rank {peer}, which did not answer"
                     )
-                check()
+                us.check()
             part = link.recv(size - len(data))
             if not part:
                 raise ConnectionResetError("the other side closed the connection")
@@ -191,34 +160,23 @@ def _introduce(
         return data
 
     challenge = secrets.token_bytes(_PROOF_BYTES)
-    link.sendall(_HELLO.pack(_MAGIC, rank, challenge))
+    link.sendall(_HELLO.pack(_MAGIC, us.rank, challenge))
     theirs, proof = read(_PROOF_BYTES), read(_PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(key, b"acceptor", challenge, rank, peer)):
+    if not hmac.compare_digest(proof, _proof(us.key, b"acceptor", challenge, us.rank, peer)):
         raise ConnectionRefusedError(f"what listens for rank {peer} does not know the job's key")
-    link.sendall(_proof(key, b"connector", theirs, rank, peer))
+    link.sendall(_proof(us.key, b"connector", theirs, us.rank, peer))
     read(len(_WELCOME))
 
 
 def accept_peers(
-    listeners: list[socket.socket],
-    expected: set[int],
-    *,
-    rank: int,
-    key: bytes,
-    deadline_s: float,
-    check: Callable[[], None],
+    listeners: list[socket.socket], expected: set[int], us: Joiner
 ) -> dict[int, socket.socket]:
-    """Accept one proven connection from each expected rank; strangers are turned away.
+    """Accept one proven connection from each expected rank; reject all others.
 
-    All who have connected are heard at the same time, so one that says nothing delays nobody.
+    All callers are read from at the same time, so one that sends nothing delays no other.
 
-    Args:
-        listeners: this rank's listening sockets.
-        expected: the ranks that will connect.
-        rank: this rank.
-        key: the job's key.
-        deadline_s: ``time.monotonic()`` after which waiting ends.
-        check: called some times a second while waiting; raises if the start was given up.
+    Raises:
+        WaitTimeoutError: the deadline has passed.
     """
     peers: dict[int, socket.socket] = {}
     callers: dict[int, _Caller] = {}
@@ -227,19 +185,19 @@ def accept_peers(
         listener.setblocking(False)
     try:
         while missing := expected - peers.keys():
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > us.deadline_s:
                 raise WaitTimeoutError(
-                    f"rank {rank} waited in vain for {_ranks(missing)} to connect: did every "
+                    f"rank {us.rank} waited in vain for {_ranks(missing)} to connect: did every "
                     "process reach its first step?"
                 )
-            if time.monotonic() > checked_s + _CHECK_EVERY_S / 2:  # strangers do not make it more
-                check()
+            if time.monotonic() > checked_s + _CHECK_EVERY_S / 2:  # however many callers there are
+                us.check()
                 checked_s = time.monotonic()
             waiting = [*listeners, *(caller.link for caller in callers.values())]
             ready = _readable(waiting, _CHECK_EVERY_S)
             for caller in [callers[sock.fileno()] for sock in ready if sock.fileno() in callers]:
                 try:
-                    peer = caller.hear(rank=rank, key=key, expected=expected - peers.keys())
+                    peer = caller.read(us, expected - peers.keys())
                 except OSError:
                     _hang_up(caller, callers)
                     continue
@@ -262,7 +220,7 @@ def accept_peers(
 
 
 def _pick_up(listener: socket.socket, callers: dict[int, _Caller]) -> None:
-    """Accept who has connected, without a wait for what they have to say; not other users."""
+    """Accept waiting connections of this user, without reading from them."""
     for _ in range(_MAX_ACCEPTED):
         try:
             with naming_file_limit("a connection of another rank"):
@@ -272,7 +230,7 @@ def _pick_up(listener: socket.socket, callers: dict[int, _Caller]) -> None:
                 raise
             _hang_up(next(iter(callers.values())), callers)
             return
-        except OSError:  # nobody is there, or has gone again
+        except OSError:  # no connection, or it was closed again
             return
         if not is_of_this_user(link):
             link.close()
@@ -288,42 +246,42 @@ def _hang_up(caller: _Caller, callers: dict[int, _Caller]) -> None:
 
 
 class _Caller:
-    """A connection whose other end has not proved itself yet, and never keeps another waiting."""
+    """A connection whose other end has not proved itself yet; reading from it never blocks."""
 
     def __init__(self, link: socket.socket) -> None:
         link.setblocking(False)
         self.link = link
         self.deadline_s = time.monotonic() + _HANDSHAKE_TIMEOUT_S
-        self._said = b""
+        self._received = b""
         self._rank: int | None = None
         self._challenge = b""
 
-    def hear(self, *, rank: int, key: bytes, expected: set[int]) -> int | None:
-        """Take what has come; return the caller's rank once it is proved.
+    def read(self, us: Joiner, expected: set[int]) -> int | None:
+        """Read what has come; return the caller's rank once it is proved.
 
         Raises:
-            OSError: it is a stranger, or has gone.
+            OSError: it is a stranger, or has closed the connection.
         """
         size = _HELLO.size if self._rank is None else _PROOF_BYTES
-        part = self.link.recv(size - len(self._said))
+        part = self.link.recv(size - len(self._received))
         if not part:
             raise ConnectionResetError("the other side closed the connection")
-        self._said += part
-        if len(self._said) < size:
+        self._received += part
+        if len(self._received) < size:
             return None
-        said, self._said = self._said, b""
+        received, self._received = self._received, b""
         if self._rank is None:
-            magic, caller, challenge = _HELLO.unpack(said)
+            magic, caller, challenge = _HELLO.unpack(received)
             if magic != _MAGIC or caller not in expected:
                 raise ConnectionRefusedError("a stranger")
             self._rank, self._challenge = caller, secrets.token_bytes(_PROOF_BYTES)
-            # An empty socket takes so little at once.
-            self.link.sendall(self._challenge + _proof(key, b"acceptor", challenge, caller, rank))
+            reply = self._challenge + _proof(us.key, b"acceptor", challenge, caller, us.rank)
+            self.link.sendall(reply)  # an empty socket takes this at once
             return None
-        proof = _proof(key, b"connector", self._challenge, self._rank, rank)
-        if self._rank not in expected or not hmac.compare_digest(said, proof):
+        proof = _proof(us.key, b"connector", self._challenge, self._rank, us.rank)
+        if self._rank not in expected or not hmac.compare_digest(received, proof):
             raise ConnectionRefusedError("a stranger")
-        self.link.sendall(_WELCOME)  # raises if it has gone meanwhile
+        self.link.sendall(_WELCOME)  # raises if the connection was closed
         return self._rank
 
 

@@ -1,17 +1,18 @@
-"""Channels between processes: a token a message over the mesh, and tensors inside it or behind it.
+"""Channels between processes: FIFOs of messages, each a token and tensors inside it or behind it.
 
     sender                                        receiver
     send  ── token [metadata if new | tensors] ──>  tensors are there at once       (small, CPU)
     send  ── token [metadata if new | note] ───>  post a receive of the right size
           ══ tensors by the transport ═════════>                                    (large, GPU)
-          <── acknowledgement ─────────────────  taken over (transports that ask for it)
+          <── acknowledgement ─────────────────  received (transports that ask for it)
 
-The token is what lets the receiver size its buffers in time on every transport, whatever the
-shape of the next message, without waiting for the device. Up to the transport's ``inline_bytes``
-the tensors travel inside it: one system call at each end, no rendezvous. Without a transport all
-do, but a large message follows its token in pieces, so that neither end holds a copy of it.
+A message is a ``Flat``: all tensors of one hop, with their structure. Shapes, dtypes and structure
+may differ from message to message. From the token the receiver knows the size of its buffers in
+time on every transport, without waiting for the device. Up to the transport's ``inline_bytes`` the
+tensors travel inside it: one system call at each end, no rendezvous. Without a transport all do,
+but a large message follows its token in pieces, so that neither end holds a copy of it.
 
-A receiver reads tokens whenever its process polls or waits, and posts a large receive as soon as
+A receiver reads tokens whenever its process polls or waits. It posts a large receive as soon as
 the token is there and the program allows a buffer (``expect``).
 """
 
@@ -32,42 +33,38 @@ from procpipe.channel.meta import Meta, allocate, decode, describe, encode
 from procpipe.errors import BoundaryError, FileLimitError, OverwrittenError
 from procpipe.tree import Flat, is_plain
 
-#: Up to this size a message of CPU tensors costs less inside its token than by way of gloo.
+#: Up to this size a message of CPU tensors is faster inside its token than through gloo.
 INLINE_BYTES = 1 << 16
 
 _HAS_META = 1
 _HAS_TENSORS = 2
 _COMES_IN_PIECES = 4
 _IS_PIECE = 8  # no token, but the next bytes of the message whose token was the last
-_ACKNOWLEDGES = 64  # added to a channel's kind: the frames that go back
+_ACKNOWLEDGES = 64  # added to a channel id: frame type of its acknowledgements
 _META_SIZE = struct.Struct("<Q")
 
 #: Without a transport a larger message follows its token, in pieces of at most this many bytes.
 PIECE_BYTES = 1 << 22
 
-#: How often to look whether a transport without acknowledgements is done; and for how long after a
-#: peer has left, whose device may have all of a message before this one has ended the transfer.
+#: How often to check whether a transport without acknowledgements is done; and for how long after
+#: the peer has left, whose device may complete a transfer before this rank's does.
 _LOOK_EVERY_S = 0.001
 _GRACE_S = 2.0
 
 
-class LinkSender:
+class Sender:
     """The sending end of a channel between two processes.
 
-    Args:
-        mesh: this rank's sockets.
-        peer: the receiving rank.
-        kind: the channel's number, the same at both ends, below 64.
-        transport: what carries large tensors; None lets all travel inside tokens.
-        device: where the tensors are.
-        what: the channel in words, for errors: "activation to stage 1 (rank 1)".
+    ``channel_id`` is the same at both ends, and below 64. ``transport`` carries large tensors; None
+    if all travel inside tokens. ``what`` names the channel in errors: "activation to stage 1 (rank
+    1)". ``num_bytes`` counts the bytes of tensor elements sent so far, ``num_messages`` messages.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         peer: int,
-        kind: int,
+        channel_id: int,
         transport: Transport | None,
         device: torch.device,
         what: str = "a message",
@@ -76,9 +73,8 @@ class LinkSender:
         self.num_messages = 0
         self._mesh = mesh
         self._peer = peer
-        self._kind = kind
+        self._channel_id = channel_id
         self._transport = transport
-        # Without a transport all travels inside tokens.
         self._inline_bytes: float = math.inf
         if transport is not None:
             self._inline_bytes = transport.inline_bytes if device.type == "cpu" else -1
@@ -89,18 +85,18 @@ class LinkSender:
         self._what = what
         self._in_flight: deque[_Departure] = deque()
         self._num_acknowledged = 0
-        mesh.on(peer, kind + _ACKNOWLEDGES, self._on_acknowledgement)
+        mesh.on(peer, channel_id + _ACKNOWLEDGES, self._on_acknowledgement)
 
     def send(self, message: Flat) -> None:
-        """Send a message without waiting for anybody; its tensors must not change any more.
+        """Send a message; its tensors must not change any more.
 
-        In pieces it waits for the receiver's process to read.
+        Does not block, except that in pieces it waits until the receiver's process reads.
         """
         self._check_plain(message)
         meta = describe(message)
         flags = 0
         parts: list[Any] = []
-        # The text too: 1 == True == 1.0 and 0.0 == -0.0, but what arrives must be what was sent.
+        # Compare texts, too: 1 == True == 1.0 and 0.0 == -0.0, but exactly these must arrive.
         if meta != self._meta or repr(meta.structure) != self._structure_text:
             encoded = encode(meta)
             flags = _HAS_META
@@ -116,29 +112,28 @@ class LinkSender:
             parts += [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
         else:
             parts.append(self._post(transport, tensors))
-        self._mesh.send(self._peer, self._kind, flags, self.num_messages & 0xFFFFFFFF, *parts)
+        self._mesh.send(self._peer, self._channel_id, flags, self.num_messages & 0xFFFFFFFF, *parts)
         if flags & _COMES_IN_PIECES:
             self._send_pieces(tensors)
         self.num_messages += 1
         self.num_bytes += self._size_bytes
 
     def _send_pieces(self, tensors: list[Tensor]) -> None:
-        """Send the bytes of tensors, the next ones when the socket has taken those before."""
         mesh, peer = self._mesh, self._peer
         for data in map(_view_of, tensors):
             for start in range(0, len(data), PIECE_BYTES):
                 piece = data[start : start + PIECE_BYTES]
-                mesh.send(peer, self._kind, _IS_PIECE, 0, piece)
+                mesh.send(peer, self._channel_id, _IS_PIECE, 0, piece)
                 mesh.wait_for(
                     peer, lambda: not mesh.has_unsent(peer), lambda: f"rank {peer} to read a value"
                 )
 
     def _post(self, transport: Transport, tensors: list[Tensor]) -> bytes:
-        """Give tensors to the transport; return its note for the receiver."""
+        """Pass tensors to the transport; return its note for the receiver."""
         self._mesh.check_process()
         self.reap()
         try:
-            pending, note = transport.post_send(tensors, self._peer, self._kind)
+            pending, note = transport.post_send(tensors, self._peer, self._channel_id)
         except RuntimeError:
             self._mesh.wait_failure()
             raise
@@ -149,7 +144,7 @@ class LinkSender:
         return note
 
     def settle(self) -> None:
-        """Wait until the receiver has all that was sent, or its socket the last of it."""
+        """Wait until the receiver has all that was sent, so that nothing is under way."""
         mesh, peer = self._mesh, self._peer
         mesh.wait_for(
             peer,
@@ -160,7 +155,7 @@ class LinkSender:
         )
 
     def reap(self) -> int:
-        """Let go of what has arrived; return the number of messages still under way."""
+        """Release messages that have arrived; return how many are still under way."""
         in_flight = self._in_flight
         while in_flight and (self._num_acknowledged or in_flight[0].pending.is_done()):
             if self._num_acknowledged:
@@ -171,7 +166,7 @@ class LinkSender:
         return len(in_flight)
 
     def wait_reusable(self) -> None:
-        """Wait until what was sent may be written to; on a GPU, let the current stream wait."""
+        """Wait until sent tensors may be overwritten; on a GPU, make the current stream wait."""
         if not self._in_flight:
             return
         if self._is_acknowledged:
@@ -186,9 +181,9 @@ class LinkSender:
     def _check_plain(self, message: Flat) -> None:
         for tensor in message.tensors:
             if not is_plain(tensor):
-                kind = type(tensor)
+                cls = type(tensor)
                 raise BoundaryError(
-                    f"a {kind.__module__}.{kind.__qualname__} of {tensor.dtype} in {self._what} "
+                    f"a {cls.__module__}.{cls.__qualname__} of {tensor.dtype} in {self._what} "
                     "would arrive as a plain tensor: give plain tensors "
                     "(x.as_subclass(torch.Tensor), x.dequantize())"
                 )
@@ -203,54 +198,34 @@ class LinkSender:
 
     def _on_acknowledgement(self, sequence: int, flags: int, body: memoryview) -> None:
         self._num_acknowledged += 1
-        self.reap()  # at once, not with the next message: that is a mini-batch away from the last
+        self.reap()  # at once: the next message may be a mini-batch away
 
 
 class _Departure(NamedTuple):
-    """A message that the transport is sending.
+    """A message that the transport is sending."""
 
-    Attributes:
-        tensors: kept until it has arrived.
-        versions: which they had when it began; None once they may be written to.
-        pending: the transfer.
-    """
-
-    tensors: list[Tensor]
-    versions: list[int | None] | None
+    tensors: list[Tensor]  # kept until it has arrived
+    versions: list[int | None] | None  # when it began; None once they may be overwritten
     pending: Pending
 
 
 class _Arrival(NamedTuple):
-    """A message whose token has come: with its tensors, or with a receive to be posted.
-
-    Attributes:
-        meta: what it is.
-        tensors: its tensors; None if the transport brings them.
-        note: what the transport's other end needs.
-    """
+    """A message whose token has come."""
 
     meta: Meta
-    tensors: list[Tensor] | None
-    note: bytes
+    tensors: list[Tensor] | None  # None if the transport brings them
+    note: bytes  # from the transport's other end
 
 
-class LinkReceiver:
-    """The receiving end of a channel between two processes.
-
-    Args:
-        mesh: this rank's sockets.
-        peer: the sending rank.
-        kind: the channel's number, the same at both ends, below 64.
-        transport: what carries large tensors, the same as the sender's.
-        what: the channel in words, for errors: "activation from stage 1 (rank 1)".
-    """
+class Receiver:
+    """The receiving end of a channel between two processes; arguments as for :class:`Sender`."""
 
     def __init__(
-        self, mesh: Mesh, peer: int, kind: int, transport: Transport | None, what: str
+        self, mesh: Mesh, peer: int, channel_id: int, transport: Transport | None, what: str
     ) -> None:
         self._mesh = mesh
         self._peer = peer
-        self._kind = kind
+        self._channel_id = channel_id
         self._transport = transport
         self._blocks = transport is not None and transport.blocks
         self._what = what
@@ -262,19 +237,24 @@ class LinkReceiver:
         self._arrived: deque[_Arrival] = deque()
         self._unfilled: deque[memoryview] = deque()  # of a message in pieces
         self._posted: deque[tuple[Meta, list[Tensor], Pending | None]] = deque()
-        mesh.on(peer, kind, self._on_token)
+        mesh.on(peer, channel_id, self._on_token)
 
     def expect(self) -> None:
-        """Allow a buffer for one more message."""
+        """Allow a buffer for one more message: its transfer may begin from now on."""
         self._num_allowed += 1
         self._post()
 
     def forgo(self) -> None:
-        """Take one allowance back: that message will not be sent."""
+        """Withdraw one allowance: that message will not be sent."""
         self._num_allowed -= 1
 
     def take(self) -> Flat:
-        """Wait for the next message in order and return it."""
+        """Wait for the next message in order and return it.
+
+        Raises:
+            RemoteStageError: a peer failed or was lost.
+            WaitTimeoutError: nothing came within the timeout.
+        """
         posted = self._posted
         if not posted:
             assert self._num_allowed, "a message is taken that was never expected"
@@ -290,18 +270,18 @@ class LinkReceiver:
             self._mesh.check_process()
             try:
                 if self._blocks:
-                    with self._mesh.lookout.watch(self._what):
+                    with self._mesh.native_waits.monitored(self._what):
                         pending.wait()
                 else:
                     pending.wait()
             except FileLimitError:
                 raise
-            except (OSError, RuntimeError):  # the peer is gone, and its own story says why
+            except (OSError, RuntimeError):  # the peer is gone; its own failure says why
                 self._mesh.wait_failure()
                 raise
             assert self._transport is not None
             if self._transport.needs_acknowledgement:
-                self._mesh.send(self._peer, self._kind + _ACKNOWLEDGES, 0, 0)
+                self._mesh.send(self._peer, self._channel_id + _ACKNOWLEDGES, 0, 0)
             self._num_receiving -= 1
             self._post()
         message = Flat(tensors, meta.structure, meta.requires_grad)
@@ -332,7 +312,7 @@ class LinkReceiver:
         self._post()
 
     def _on_piece(self, body: memoryview) -> None:
-        """Fill the next bytes of the last message; none of a tensor's pieces has another's."""
+        """Fill the next bytes of the last message; a piece belongs to one tensor."""
         self._num_pieces += 1
         rest = self._unfilled.popleft()
         rest[: len(body)] = body
@@ -341,7 +321,7 @@ class LinkReceiver:
         self._post()
 
     def _post(self) -> None:
-        """Post receives for tokens that are there, as far as program and transport allow."""
+        """Post receives for the tokens that came, as far as program and transport allow."""
         while self._arrived and self._num_allowed:
             if self._unfilled and len(self._arrived) == 1:
                 return
@@ -354,7 +334,7 @@ class LinkReceiver:
                     return
                 self._num_receiving += 1
                 try:
-                    posted = self._transport.post_receive(meta, self._peer, self._kind, note)
+                    posted = self._transport.post_receive(meta, self._peer, self._channel_id, note)
                 except (OSError, RuntimeError) as error:
                     posted = [], _Broken(error)
                 self._posted.append((meta, *posted))
@@ -363,7 +343,7 @@ class LinkReceiver:
 
 
 class _Broken:
-    """A transfer that could not begin, which is an error where it is waited for."""
+    """A transfer that could not begin; raises the error when it is waited for."""
 
     def __init__(self, error: OSError | RuntimeError) -> None:
         self._error = error
@@ -376,29 +356,27 @@ class _Broken:
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:
-    """Return what rises when one of these tensors is written to."""
+    """Return each tensor's version, which rises when it is written to."""
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return the tensor with its elements in order and as they read (no lazy conjugation)."""
+    """Return the tensor contiguous, with lazy conjugation and negation resolved."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous()
 
 
 def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """Return the memory of a contiguous CPU tensor, as bytes, without a copy."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def _view_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, as a view that does not keep it."""
+    """Return the memory of a contiguous CPU tensor as a view that does not keep it alive."""
     return memoryview(_bytes_of(tensor)).cast("B") if tensor.numel() else memoryview(b"")
 
 
 def _tensors_from(body: memoryview, meta: Meta) -> list[Tensor]:
-    """Return new CPU tensors filled from a token."""
     assert len(body) == meta.num_bytes, "a token carries what its metadata says"
     tensors = allocate(meta, "cpu")
     if len(body):

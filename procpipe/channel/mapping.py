@@ -1,6 +1,7 @@
-"""Parts of a file in memory, without a descriptor each: Python's ``mmap`` keeps one a mapping.
+"""Maps parts of a file into memory without keeping a descriptor for each.
 
-Python 3.13 can do without (``trackfd``); older ones are given the system's own call.
+Python's ``mmap`` duplicates the descriptor for every mapping (3.13 can do without: ``trackfd``). So
+this calls the system's ``mmap``.
 """
 
 from __future__ import annotations
@@ -16,18 +17,10 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_file(descriptor: int, start: int, num_bytes: int) -> memoryview:
-    """Map a part of a file into memory, shared with all who map it; writable.
+    """Map a part of a file into shared, writable memory; it begins at a multiple of the page size.
 
-    Args:
-        descriptor: of the open file; may be closed afterwards.
-        start: where the part begins, a multiple of the page's size.
-        num_bytes: how long it is.
-
-    Returns:
-        Its bytes. It is unmapped once nothing refers to them: no slice, no tensor over them.
-
-    Raises:
-        OSError: the system refuses.
+    The descriptor may be closed afterwards. The memory is unmapped once nothing refers to its
+    bytes: no slice, no tensor over them. Raises ``OSError`` if the system refuses.
     """
     system = _system()
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
@@ -36,15 +29,15 @@ def map_file(descriptor: int, start: int, num_bytes: int) -> memoryview:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     memory = (ctypes.c_char * num_bytes).from_address(address)
-    # Not as Python ends: what runs last may still use it, and the process takes it along.
+    # Not as Python ends: other exit functions may still use it, and the process frees it anyway.
     weakref.finalize(memory, system.munmap, address, num_bytes).atexit = False
     return memoryview(memory).cast("B")
 
 
 def discard(memory: memoryview) -> None:
-    """Give the memory behind a mapping back to the system; for all who map it, it is zeros then."""
+    """Return a mapping's memory to the system; every process that maps it then reads zeros."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    _system().madvise(address, len(memory), mmap.MADV_REMOVE)  # where it is refused it stays
+    _system().madvise(address, len(memory), mmap.MADV_REMOVE)  # no error: then it stays
 
 
 @functools.cache

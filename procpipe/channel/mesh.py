@@ -1,24 +1,22 @@
-"""Framed messages between the ranks of one job, and the one place where a process waits.
+"""Framed messages between the ranks of one job, and the place where a process waits for them.
 
 One connection (``connection.py``) joins each pair of ranks and carries everything between them:
-orders of the coordinator, tokens and small tensors of channels, failures, farewells.
+orders of the coordinator, tokens and small tensors of channels, failures, goodbyes.
 
-A process is single-threaded here: frames are read while it waits (``wait``) and between tasks
-(``poll``), and handed to the handler that is registered for their peer and kind. Since every wait
-is a wait for sockets, every wait ends when a peer fails or dies: its farewell or the end of its
-stream wakes the waiter. Nothing needs a poisoned buffer or a poll of the store; and only for
-transfers that block in native code a watching thread (``lookout``), which reports stalls.
+A process is single-threaded here: it reads frames while it waits (``wait``) and between tasks
+(``poll``), and passes each to the handler registered for its peer and frame type. Since every wait
+is a wait for sockets, it ends when a peer fails or dies: its failure, its goodbye or the end of
+its stream wakes the waiter. Only transfers that block in native code need another thread, which
+reports stalls (``native_waits.py``).
 
     rank 1 raises ── FAILURE ──> all peers: RemoteStageError, passed on once more by each
     rank 1 is killed ── end of stream, or of its process ──> all peers: PeerLostError
-    rank 1 ends its script ── GOODBYE ──> no fault, unless somebody then waits for rank 1
+    rank 1 ends its script ── GOODBYE ──> no fault, unless a rank then waits for rank 1
 
-What a peer had sent before its end counts first.
+What a peer had sent before its end is handled first.
 
-While the main thread is in native code, of a device that waits for a transfer for instance, another
-may look for failures in what the main thread is going to read (``look_ahead``).
-
-Knows nothing of tensors or tasks.
+While the main thread is in native code, for instance waiting for a device, another thread may look
+for failures in what the main thread is going to read (``look_ahead``).
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from procpipe.channel.connection import READ_BYTES, Connection
-from procpipe.channel.native_waits import Lookout
-from procpipe.channel.wire import has_vanished
+from procpipe.channel.native_waits import NativeWaits, WaitReports
+from procpipe.channel.sockets import has_vanished
 from procpipe.errors import (
     PeerLostError,
     ProcpipeError,
@@ -50,49 +48,26 @@ from procpipe.signals import put_off
 
 #: Handles a frame: sequence number, flags, body (writable, valid only during the call).
 Handler = Callable[[int, int, memoryview], None]
+_Frame = tuple[int, int, bytearray]
 
 GOODBYE = 254
 FAILURE = 255
 
-#: A wait that lasts longer is reported to the onlooker.
+#: A longer wait is reported.
 _REPORT_AFTER_S = 0.05
 
-#: How long a rank that leaves waits for peers that are too busy to read why.
-_LAST_WORDS_TIMEOUT_S = 5.0
+#: How long a leaving rank waits for peers that are too busy to read its last frame.
+_LAST_FRAME_TIMEOUT_S = 5.0
 
-#: How long a peer whose connection broke elsewhere may take to send why, or to end.
-_STORY_TIMEOUT_S = 2.0
-
-
-class Onlooker:
-    """Gets reports of the waits of one rank; this one does nothing with them."""
-
-    def start_wait(self, what: str, since_s: float) -> None:
-        """Note what is waited for, and since when (``time.monotonic()``)."""
-
-    def end_wait(self) -> None:
-        """Note that the wait came to a good end."""
-
-    def stalled(self, what: str, waited_s: float) -> None:
-        """Note that the wait has lasted for the stall timeout; again after twice the time."""
-
-    def last_seen(self, peer: int) -> str:
-        """Say what a peer was doing when it died, as a sentence, or nothing."""
-        return ""
+#: How long a peer whose transfer broke may take to send its failure, or to end.
+_FAILURE_TIMEOUT_S = 2.0
 
 
 class Mesh:
-    """The sockets of one rank.
+    """The connections of one rank, made of a non-blocking socket to each other rank.
 
-    Args:
-        rank: this rank.
-        sockets: a connected, non-blocking socket to each other rank.
-        timeout_s: how long a wait may last before it is an error.
-        stall_timeout_s: how long until it is called a stall.
-        onlooker: gets reports of waits and stalls.
-
-    Attributes:
-        num_looks: how often it was looked at what comes.
+    A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``.
+    ``num_looks`` counts how often incoming data was looked for.
     """
 
     def __init__(
@@ -102,21 +77,17 @@ class Mesh:
         *,
         timeout_s: float,
         stall_timeout_s: float,
-        onlooker: Onlooker,
+        reports: WaitReports,
     ) -> None:
         self.rank = rank
         self.num_looks = 0
-        self._peers = tuple(sorted(sockets))
-        self._timeout_s = timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._onlooker = onlooker
-        self.lookout = Lookout(
-            stall_timeout_s, onlooker.start_wait, onlooker.end_wait, onlooker.stalled
-        )
+        self.peers = tuple(sorted(sockets))  # the other ranks, in order
+        self.timeout_s = timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        self.reports = reports
+        self.native_waits = NativeWaits(stall_timeout_s, reports)
         self._handlers: dict[tuple[int, int], Handler] = {}
-        self._early: defaultdict[tuple[int, int], list[tuple[int, int, bytearray]]] = defaultdict(
-            list
-        )
+        self._early: defaultdict[tuple[int, int], list[_Frame]] = defaultdict(list)
         self._left: set[int] = set()
         self._failure: ProcpipeError | None = None
         self._has_sent_failure = self._has_parted = self._is_closed = False
@@ -134,11 +105,6 @@ class Mesh:
                 self._poller.register(descriptor, select.POLLIN)
         give_up_in_children(self)
 
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The other ranks, in order."""
-        return self._peers
-
     def socket_of(self, peer: int) -> socket.socket:
         """Return the socket to a connected peer."""
         return self._connections[peer].sock
@@ -147,25 +113,25 @@ class Mesh:
         """Return whether frames can still be sent to a peer, as far as is known."""
         return peer in self._connections and peer not in self._left
 
-    def on(self, peer: int, kind: int, handler: Handler) -> None:
-        """Hand frames of a kind from a peer to ``handler``, those that came early first."""
-        self._handlers[peer, kind] = handler
-        for sequence, flags, body in self._early.pop((peer, kind), ()):
+    def on(self, peer: int, frame_type: int, handler: Handler) -> None:
+        """Pass frames of a type from a peer to ``handler``, those that came early first."""
+        self._handlers[peer, frame_type] = handler
+        for sequence, flags, body in self._early.pop((peer, frame_type), ()):
             handler(sequence, flags, memoryview(body))
 
     # -- sending --------------------------------------------------------------------------------
 
-    def send(self, peer: int, kind: int, flags: int, sequence: int, *parts: Any) -> None:
+    def send(self, peer: int, frame_type: int, flags: int, sequence: int, *parts: Any) -> None:
         """Send a frame; never blocks, and the parts (byte buffers) may be reused at once."""
         connection = self._connections.get(peer)
         if connection is None or peer in self._left:
             self._blame_for_leaving(peer, "sends to it")
-        connection.send(kind, flags, sequence, parts)
+        connection.send(frame_type, flags, sequence, parts)
         if connection.has_unsent:
             self._poller.modify(connection.sock, select.POLLIN | select.POLLOUT)
 
     def has_unsent(self, peer: int) -> bool:
-        """Tell whether something for a peer waits for its socket to take more."""
+        """Return whether data for a peer waits until its socket can take more."""
         return peer in self._connections and self._connections[peer].has_unsent
 
     def flush(self) -> None:
@@ -175,7 +141,6 @@ class Mesh:
 
     @property
     def _busy(self) -> list[int]:
-        """The peers for which something waits to be sent."""
         return [peer for peer, each in self._connections.items() if each.has_unsent]
 
     def _send_on(self, peer: int) -> None:
@@ -196,31 +161,31 @@ class Mesh:
         """Wait until ``ready()``; meanwhile read what comes.
 
         Args:
-            ready: what is waited for.
-            what: says it in words, for the errors: "activation 3 from stage 1 (rank 1)".
-            every_s: how often to ask ``ready`` although nothing comes, for what no frame reports.
+            ready: the condition.
+            what: describes it in errors: "activation 3 from stage 1 (rank 1)".
+            every_s: how often to call ``ready`` although nothing comes, for what no frame shows.
 
         Raises:
-            RemoteStageError: a peer failed; PeerLostError if it ended without a word.
+            RemoteStageError: a peer failed; PeerLostError if its process ended.
             WaitTimeoutError: after ``timeout_s``.
         """
         if ready():
             return
         started = time.monotonic()
-        stall_s, timeout_s, report_s = self._stall_timeout_s, self._timeout_s, _REPORT_AFTER_S
+        stall_s, timeout_s, report_s = self.stall_timeout_s, self.timeout_s, _REPORT_AFTER_S
         while True:
             waited = time.monotonic() - started
             self._read_and_write(
                 min(report_s - waited, stall_s - waited, timeout_s - waited, every_s)
             )
-            if ready():  # before any failure: what a peer sent earlier counts
+            if ready():  # before any failure: a peer may have sent it before it failed
                 if report_s == math.inf:
-                    self._onlooker.end_wait()
+                    self.reports.end_wait()
                 return
             self._raise_failure()
             waited = time.monotonic() - started
             if waited >= report_s:
-                self._onlooker.start_wait(what(), started)
+                self.reports.start_wait(what(), started)
                 report_s = math.inf
             if waited >= timeout_s:
                 raise WaitTimeoutError(
@@ -229,7 +194,7 @@ class Mesh:
                 )
             if waited >= stall_s:
                 self._end_vanished()
-                self._onlooker.stalled(what(), waited)
+                self.reports.stalled(what(), waited)
                 stall_s *= 2
 
     def wait_for(
@@ -241,14 +206,10 @@ class Mesh:
         every_s: float = math.inf,
         grace_s: float = 0.0,
     ) -> None:
-        """Wait until ``ready()``, which only ``peer`` can bring about.
+        """Wait until ``ready()``, which only ``peer`` can bring about; arguments as for ``wait``.
 
-        Args:
-            peer: it must not have left, or not longer than ``grace_s`` ago.
-            ready: as for ``wait``.
-            what: as for ``wait``.
-            every_s: as for ``wait``.
-            grace_s: how long, in seconds, what a peer did before it left may take to show here.
+        It is an error if the peer has left, more than ``grace_s`` seconds ago: the effects of what
+        it did before may take that long.
         """
         left_s = math.inf
 
@@ -265,25 +226,21 @@ class Mesh:
             self._blame_for_leaving(peer, f"waits for {what()}")
 
     def wait_failure(self) -> None:
-        """Wait a moment for the story behind an error, and raise it; return if none comes."""
-        deadline = time.monotonic() + _STORY_TIMEOUT_S
+        """Wait a moment for the failure behind an error, and raise it; return if none comes."""
+        deadline = time.monotonic() + _FAILURE_TIMEOUT_S
         while self._connections and (left_s := deadline - time.monotonic()) > 0:
             self.poll(left_s)
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Read what has come and send on what waits; blocks for ``timeout_s`` at most.
-
-        Raises:
-            RemoteStageError: a peer failed; PeerLostError if it ended without a word.
-        """
+        """Read and send what is possible within ``timeout_s``; raises errors like ``wait``."""
         self._read_and_write(timeout_s)
         self._raise_failure()
 
     def _read_and_write(self, timeout_s: float) -> None:
         with self._reading:
-            self._read_and_write_alone(timeout_s)
+            self._read_and_write_locked(timeout_s)
 
-    def _read_and_write_alone(self, timeout_s: float) -> None:
+    def _read_and_write_locked(self, timeout_s: float) -> None:
         self.num_looks += 1
         while self._read_ahead:
             timeout_s = 0.0
@@ -291,7 +248,7 @@ class Mesh:
             if peer in self._connections:
                 self._connections[peer].hand_on()
         for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
-            if descriptor not in self._peer_of:  # it ended with an event before this one
+            if descriptor not in self._peer_of:  # closed by an event before this one
                 continue
             peer = self._peer_of[descriptor]
             if descriptor == self._connections[peer].process:
@@ -305,9 +262,8 @@ class Mesh:
     def look_ahead(self) -> tuple[RemoteStageError | None, set[int]] | None:
         """Look, in another thread, for failures in what the main thread is going to read.
 
-        Returns:
-            The failure of a peer, if there is one, and the peers that have left; None while the
-            main thread is reading itself, and once the mesh is closed.
+        Returns the failure of a peer, if there is one, and the peers that have left; None while the
+        main thread is reading itself, and once the mesh is closed.
         """
         if not self._reading.acquire(blocking=False):
             return None
@@ -321,10 +277,10 @@ class Mesh:
                 frames, has_ended = connection.look_ahead()
                 if frames:
                     self._read_ahead.add(peer)
-                for kind, body in frames:
-                    if kind == GOODBYE:
+                for frame_type, body in frames:
+                    if frame_type == GOODBYE:
                         left.add(peer)
-                    elif kind == FAILURE:
+                    elif frame_type == FAILURE:
                         return _failure_from(body), left
                 if has_ended and peer not in left:
                     return self._lost(peer, connection), left
@@ -333,7 +289,7 @@ class Mesh:
             self._reading.release()
 
     def _end_vanished(self) -> None:
-        """Take the ranks of a host that no longer answers for dead."""
+        """Treat the ranks of hosts that no longer answer as dead."""
         for peer, connection in list(self._connections.items()):
             if has_vanished(connection.sock):
                 self._ended(peer)
@@ -347,29 +303,28 @@ class Mesh:
             raise self._failure
 
     def _process_ended(self, peer: int) -> None:
-        """Read what a peer sent before its process ended."""
         while self._read(peer):
             pass
         if peer in self._connections:
             self._ended(peer)
 
     def _read(self, peer: int) -> bool:
-        """Read once; tell whether there may be more."""
         connection = self._connections[peer]
         may_have_more = connection.read()
         if connection.has_ended:
             self._ended(peer)
         return may_have_more
 
-    def _take(self, peer: int, sequence: int, kind: int, flags: int, body: memoryview) -> None:
-        """Hand a frame on to its handler."""
-        handler = self._handlers.get((peer, kind))
+    def _take(
+        self, peer: int, sequence: int, frame_type: int, flags: int, body: memoryview
+    ) -> None:
+        handler = self._handlers.get((peer, frame_type))
         if handler is not None:
             handler(sequence, flags, body)
-        elif kind == GOODBYE:
+        elif frame_type == GOODBYE:
             self._left.add(peer)
-        elif kind != FAILURE:
-            self._early[peer, kind].append((sequence, flags, bytearray(body)))
+        elif frame_type != FAILURE:
+            self._early[peer, frame_type].append((sequence, flags, bytearray(body)))
         elif self._failure is None:
             self._failure = _failure_from(bytes(body))
 
@@ -378,7 +333,7 @@ class Mesh:
     def send_failure(self, origin: int, story: str, *, is_lost: bool = False) -> None:
         """Send to every peer, once, that rank ``origin`` failed; waits a moment for the sockets.
 
-        It goes before all that the sockets have not begun to take.
+        It overtakes everything that the sockets have not begun to take.
         """
         with put_off():
             if self._has_sent_failure:
@@ -390,7 +345,7 @@ class Mesh:
             self._send_to_all(FAILURE, body)
 
     def part(self, timeout_s: float) -> None:
-        """Send a farewell, and wait for those of the others, for ``timeout_s`` at most."""
+        """Send a goodbye, and wait up to ``timeout_s`` for those of the others."""
         if self._has_sent_failure or self._failure is not None:
             return
         self._send_to_all(GOODBYE, b"")
@@ -400,17 +355,17 @@ class Mesh:
             self._read_and_write(deadline_s - time.monotonic())
 
     def close(self) -> None:
-        """Send a farewell and close the sockets."""
+        """Send a goodbye and close the sockets."""
         if not (self._has_sent_failure or self._has_parted):
             self._send_to_all(GOODBYE, b"")
-        self.lookout.close()
+        self.native_waits.close()
         self._close_descriptors()
         self._handlers.clear()
 
     def give_up_in_child(self) -> None:
-        """Close a forked child's copies of the sockets; what is called there later raises."""
+        """Close a forked child's copies of the sockets; later calls there raise an error."""
         self._has_sent_failure = True
-        self._reading = threading.RLock()  # of the parent's threads one may have had the other
+        self._reading = threading.RLock()  # a thread of the parent may hold the old one
         self._close_descriptors()
         self._failure = StageClosedError(
             f"this process ({os.getpid()}) was forked from that of rank {self.rank} "
@@ -418,32 +373,25 @@ class Mesh:
         )
 
     def check_process(self) -> None:
-        """Check that this is not a forked child, before what no socket is needed for.
-
-        Raises:
-            StageClosedError: it is.
-        """
+        """Raise ``StageClosedError`` in a forked child; for operations that use no socket."""
         if isinstance(self._failure, StageClosedError):
             raise self._failure
 
     def _close_descriptors(self) -> None:
         with self._reading:
-            self._close_descriptors_alone()
+            self._is_closed = True
+            for connection in self._connections.values():
+                connection.close()
+            self._connections.clear()
+            self._peer_of.clear()
+            self._poller = select.poll()
 
-    def _close_descriptors_alone(self) -> None:
-        self._is_closed = True
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
-        self._peer_of.clear()
-        self._poller = select.poll()
-
-    def _send_to_all(self, kind: int, body: bytes) -> None:
-        """Send a last frame to all peers; waits until the sockets have taken it, or time is up."""
+    def _send_to_all(self, frame_type: int, body: bytes) -> None:
+        """Send a last frame to all peers; waits a limited time until the sockets have taken it."""
         for peer, connection in tuple(self._connections.items()):
             if peer not in self._left and not connection.is_torn:
-                self.send(peer, kind, 0, 0, body)
-        deadline = time.monotonic() + _LAST_WORDS_TIMEOUT_S
+                self.send(peer, frame_type, 0, 0, body)
+        deadline = time.monotonic() + _LAST_FRAME_TIMEOUT_S
         while busy := self._busy:
             poller = select.poll()
             for peer in busy:
@@ -454,7 +402,7 @@ class Mesh:
             for descriptor, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 peer = self._peer_of[descriptor]
                 if descriptor == self._connections[peer].process:
-                    self._connections[peer].drop_unsent()  # it will never be read
+                    self._connections[peer].drop_unsent()  # nobody will read it
                 elif self._connections[peer].has_unsent:
                     self._send_on(peer)
             if time.monotonic() > deadline:
@@ -466,23 +414,22 @@ class Mesh:
             self._poller.unregister(descriptor)
             del self._peer_of[descriptor]
         connection.close()
-        # One that had read this rank's farewell has gone without its own.
+        # No fault after this rank's goodbye: the peer may have ended without sending its own.
         if not (peer in self._left or self._failure is not None or self._has_parted):
             self._failure = self._lost(peer, connection)
 
     def _lost(self, peer: int, connection: Connection) -> PeerLostError:
-        """Return the error for a peer whose process or connection has ended."""
         is_local = connection.sock.family == socket.AF_UNIX
         elsewhere = "" if is_local else ", or its host or network failed"
         story = (
             f"rank {peer} ended without a word: it was killed (out of memory?) or crashed"
             f"{elsewhere}; its own output and the launcher's exit code tell more"
         )
-        seen = self._onlooker.last_seen(peer)
+        seen = self.reports.last_seen(peer)
         return PeerLostError(peer, f"{story}; {seen}" if seen else story)
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
-        """Fail because a peer has left, and send that to all, or they would name this rank."""
+        """Fail because a peer has left, and send that to all, or they would blame this rank."""
         if self._failure is None:
             self._failure = PeerLostError(
                 peer,
@@ -495,5 +442,5 @@ class Mesh:
 
 def _failure_from(body: bytes) -> RemoteStageError:
     sent = json.loads(body)
-    kind = PeerLostError if sent["is_lost"] else RemoteStageError
-    return kind(sent["rank"], sent["story"])
+    error_type = PeerLostError if sent["is_lost"] else RemoteStageError
+    return error_type(sent["rank"], sent["story"])

@@ -1,6 +1,6 @@
-"""What a channel's receiver must know of a message before its tensors: the metadata.
+"""Metadata of a message: what a receiver must know before the tensors come.
 
-Metadata travels ahead of the tensors, as JSON, only when it differs from the message before on
+It travels ahead of the tensors, as JSON, only when it differs from that of the message before on
 the same channel; both ends remember the last.
 """
 
@@ -16,7 +16,7 @@ from procpipe.tree import Flat, Structure, from_json
 
 
 class TensorMeta(NamedTuple):
-    """Shape and dtype of one tensor, and whether a gradient shall come back for it."""
+    """Shape and dtype of one tensor, and whether the receiver shall send a gradient for it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class TensorMeta(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """All of a message but the elements of its tensors; the last two are those of ``Flat``."""
+    """Everything of a message but the elements of its tensors; fields as in ``Flat``."""
 
     structure: Structure
     tensors: tuple[TensorMeta, ...]
@@ -56,8 +56,8 @@ def describe(message: Flat) -> Meta:
     return Meta(
         structure,
         tuple(
-            TensorMeta(tuple(tensor.shape), tensor.dtype, wants)
-            for tensor, wants in zip(tensors, flags, strict=True)
+            TensorMeta(tuple(tensor.shape), tensor.dtype, requires_grad)
+            for tensor, requires_grad in zip(tensors, flags, strict=True)
         ),
         message.memories,
         message.changes,
@@ -65,14 +65,14 @@ def describe(message: Flat) -> Meta:
 
 
 def allocate(meta: Meta, device: torch.device | str) -> list[Tensor]:
-    """Return memory for the tensors of a message.
+    """Allocate the tensors of a message.
 
-    Ordinary tensors also where the process is in inference mode: a message may come early, and be
-    of a later call that records gradients, which refuses tensors made in inference mode.
+    Not as inference tensors, even in inference mode: a message may arrive early and belong to a
+    later call that records gradients, which refuses tensors made in inference mode.
 
-    On a GPU integers are zeros: a transfer that is aborted leaves what is there, and work that is
-    queued behind it runs. Most integers are indices, and one that is out of range is a fault of the
-    device, after which torch's own destructors end the process, without its story.
+    On a GPU integers are zeros: an aborted transfer leaves memory as it is, and kernels queued
+    behind it still run. Most integers are indices; one out of range is a fault of the device, after
+    which torch's destructors end the process without an error message.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
@@ -90,8 +90,17 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
+def layout(sizes_bytes: list[int], alignment: int) -> tuple[list[int], int]:
+    """Return the offset of each of several tensors in one block of memory, and the block's size."""
+    offsets, end = [], 0
+    for size in sizes_bytes:
+        offsets.append(end)
+        end += -(-size // alignment) * alignment
+    return offsets, end
+
+
 def encode(meta: Meta) -> bytes:
-    """Write metadata as JSON."""
+    """Encode metadata as JSON."""
     tensors = [
         [t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad] for t in meta.tensors
     ]
@@ -100,11 +109,7 @@ def encode(meta: Meta) -> bytes:
 
 
 def decode(data: bytes) -> Meta:
-    """Read what :func:`encode` wrote.
-
-    Raises:
-        ValueError: the bytes are not metadata.
-    """
+    """Decode what :func:`encode` wrote; ``ValueError`` if the bytes are not metadata."""
     try:
         structure, tensors, *sharing = json.loads(data)
         memories, changes = sharing or ((), ())
@@ -112,7 +117,7 @@ def decode(data: bytes) -> Meta:
             raise ValueError("memories of other tensors")
         return Meta(
             from_json(structure),
-            tuple(TensorMeta(_shape(s), _dtype(d), bool(wants)) for s, d, wants in tensors),
+            tuple(TensorMeta(_shape(s), _dtype(d), bool(flag)) for s, d, flag in tensors),
             tuple(tuple(map(str, names)) for names in memories),
             tuple((str(name), str(where)) for name, where in changes),
         )

@@ -1,76 +1,77 @@
-"""Watches over waits in native code, out of which this process's main thread cannot look.
+"""Reports stalls while the main thread blocks in native code.
 
-All other waits are for sockets, in ``Mesh.wait``. But gloo tells that a receive is done only by
-``Work.wait``, and a bounded one would break the group when its time is over. If the peer is stopped
-in the middle of a transfer, nobody would hear of it:
+All other waits are for sockets, in ``Mesh.wait``. But gloo shows the end of a receive only in
+``Work.wait``, and a wait with a time limit would break the group when it expires. So while the main
+thread blocks there, a second thread reports how long it has waited:
 
-    main thread     with lookout.watch(what):  pending.wait()      blocked, for as long as it takes
-    this thread     now and then: how long has that been?          tells of the wait, and of a stall
+    main thread     with native_waits.monitored(what):  pending.wait()
+    this thread     every 0.2 s: how long has that been?     start_wait, stalled
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-#: How often the thread looks, at most and at least.
+#: How often the thread looks, at least.
 _LOOK_EVERY_S = 0.2
 
 
 class _Blocked(NamedTuple):
-    """A wait of the main thread."""
-
     what: str
     since_s: float
 
 
-class Lookout:
-    """A thread that tells of long waits; it starts with the first.
+class WaitReports:
+    """Receives reports of one rank's waits; this base class ignores them."""
 
-    Args:
-        stall_timeout_s: how long until a wait is called a stall.
-        start_wait: hears what is waited for, and since when.
-        end_wait: hears that a wait it was told of is over.
-        stalled: hears what has been waited for as long as that, and how long; again after twice
-            the time.
-    """
+    def start_wait(self, what: str, since_s: float) -> None:
+        """Handle a wait that began at ``since_s`` (``time.monotonic()``)."""
 
-    def __init__(
-        self,
-        stall_timeout_s: float,
-        start_wait: Callable[[str, float], None],
-        end_wait: Callable[[], None],
-        stalled: Callable[[str, float], None],
-    ) -> None:
+    def end_wait(self) -> None:
+        """Handle the successful end of a reported wait."""
+
+    def stalled(self, what: str, waited_s: float) -> None:
+        """Handle a wait as long as the stall timeout; called again after twice the time."""
+
+    def last_seen(self, peer: int) -> str:
+        """Return a sentence on what a peer was doing when it died, or ""."""
+        return ""
+
+
+class NativeWaits:
+    """A thread that reports long waits; it starts with the first."""
+
+    def __init__(self, stall_timeout_s: float, reports: WaitReports) -> None:
         self._stall_timeout_s = stall_timeout_s
-        self._start_wait = start_wait
-        self._end_wait = end_wait
-        self._stalled = stalled
+        self._reports = reports
         self._blocked: _Blocked | None = None
-        self._told: _Blocked | None = None
+        self._reported: _Blocked | None = None
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watch(self, what: str) -> Iterator[None]:
-        """Watch over what the main thread does meanwhile; costs it about a microsecond."""
+    def monitored(self, what: str) -> Iterator[None]:
+        """Report the main thread's wait in this block if it is long; costs about a microsecond."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="procpipe lookout", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="procpipe native waits", daemon=True
+            )
             self._thread.start()
         blocked = self._blocked = _Blocked(what, time.monotonic())
         try:
             yield
-        except BaseException:  # what was waited for stays told
+        except BaseException:  # the report stays as it is
             self._blocked = None
             raise
         with self._lock:
             self._blocked = None
-            if self._told is blocked:
-                self._end_wait()
+            if self._reported is blocked:
+                self._reports.end_wait()
 
     def close(self) -> None:
         """End the thread."""
@@ -88,9 +89,9 @@ class Lookout:
                 if blocked is None:
                     continue
                 waited_s = time.monotonic() - blocked.since_s
-                if self._told is not blocked:
-                    self._told, stall_s = blocked, self._stall_timeout_s
-                    self._start_wait(*blocked)
+                if self._reported is not blocked:
+                    self._reported, stall_s = blocked, self._stall_timeout_s
+                    self._reports.start_wait(*blocked)
                 if waited_s >= stall_s:
-                    self._stalled(blocked.what, waited_s)
+                    self._reports.stalled(blocked.what, waited_s)
                     stall_s *= 2

@@ -1,7 +1,7 @@
 """GPU tensors through NCCL.
 
-Every directed channel has a communicator of its own, so that its transfers neither wait for those
-of another channel nor for compute. Transfers run on NCCL's stream of that communicator:
+Every directed channel has its own communicator, so that its transfers wait neither for those of
+another channel nor for compute. Transfers run on NCCL's stream of that communicator:
 
     compute stream   F0 ────────── F1 ────────── F2 …
     send stream            0 ═══>        1 ═══>             begins when F0's kernels are done
@@ -9,33 +9,32 @@ of another channel nor for compute. Transfers run on NCCL's stream of that commu
 
 A message is one kernel, whatever the number of its tensors (a batch of operations). A send's
 tensors stay referenced until the transfer is over. A receive is posted from a side stream, or it
-would queue up behind the compute already launched; its tensors are recorded on the compute stream,
+would queue behind the compute already launched; its tensors are recorded on the compute stream,
 which waits for them in ``wait``. The host never waits for the device.
 
-**The class.** ``ProcessGroupNCCL``, by name: the same in torch 2.11 to 2.15. Newer torch makes
-another one for ``init_process_group("nccl")`` (``ProcessGroupNCCL2``, unless
+**The class.** ``ProcessGroupNCCL``, by name: the same in torch 2.11 to 2.15. For
+``init_process_group("nccl")`` newer torch makes ``ProcessGroupNCCL2`` (unless
 ``TORCH_DIST_USE_NCCL2=0``), which 2.11 does not have. Connected eagerly, a group keeps to one
-communicator; else its first transfer would make one more, with a warning. Transfers outside of a
-batch warn, too.
+communicator; otherwise its first transfer would make another, with a warning. Transfers outside
+of a batch warn, too.
 
-**Room.** Each transfer that has begun holds its stream and some blocks of the GPU until its peer's
-has, and in which order that comes about is up to the devices. So no two communicators may share a
-stream, of which torch gives out 32 of each priority in turn (sends have the high one, receives the
-other), and all of them together must find room: they get fewer blocks each where they are many.
+**Room.** A transfer that has begun holds its stream and some blocks of the GPU until its peer's
+has begun, and the devices choose the order. So no two communicators may share a stream (torch
+gives out 32 of each priority in turn; sends have the high one, receives the other), and all of them
+together must find room: the more there are, the fewer blocks each gets.
 
-**The end.** A transfer whose peer has died never ends by itself, and aborting a communicator frees
-its memory, for which CUDA waits until all other kernels of the device are done. So all of them are
-aborted at the same time (https://github.com/pytorch/pytorch/issues/119797). NCCL's group of
-aborts is of one thread, and each ``abort()`` of torch makes a thread of its own and waits for it
-(https://github.com/pytorch/pytorch/pull/150690 is for the communicators of one process group): so
-here a thread calls each of them. An abort ends the kernels first, and frees memory then.
+**The end.** A transfer whose peer has died never ends by itself. Aborting a communicator ends its
+kernels and then frees its memory, for which CUDA waits until all other kernels of the device are
+done. So all are aborted at the same time (https://github.com/pytorch/pytorch/issues/119797), by a
+thread each: ``abort()`` of torch waits, and NCCL groups aborts of one thread only
+(https://github.com/pytorch/pytorch/pull/150690 is for the communicators of one process group).
 
-**Torch's watchdog**, a thread or two a process group, would end the process when a transfer takes
-longer than a timeout, or when NCCL tells of an error, and print stories of its own. There is none
-for a group that is made with ``TORCH_NCCL_BLOCKING_WAIT=1``, with which ``Work.wait`` would block;
-``Work.block_current_stream``, which is used here, does not. ``run.device_watch`` watches instead.
+**Torch's watchdog**, a thread or two per process group, would end the process when a transfer
+exceeds a timeout or NCCL reports an error, and print its own messages. A group made with
+``TORCH_NCCL_BLOCKING_WAIT=1`` has none. Its ``Work.wait`` would block, but
+``Work.block_current_stream``, used here, does not. ``job/device_waits.py`` handles failures.
 
-Two ranks on one GPU are refused by NCCL before 2.30, and then unless NCCL_MULTI_RANK_GPU_ENABLE=1.
+NCCL before 2.30 refuses two ranks on one GPU; later ones need NCCL_MULTI_RANK_GPU_ENABLE=1.
 
 Source: ``ProcessGroupNCCL.cpp`` of torch 2.11 and 2.15.
 """
@@ -65,24 +64,19 @@ if TYPE_CHECKING:
 #: all transfers of a rank, so that they find room on the smallest GPUs (40 multiprocessors).
 _MAX_BLOCKS, _MAX_BLOCKS_OF_ALL = 4, 32
 
-#: How many channels one rank may send on, and receive on: torch's streams of one priority, without
-#: the few that transports have for other ends.
+#: How many channels one rank may send on, and receive on: torch's streams of one priority, less
+#: the few that transports use otherwise.
 _MAX_CHANNELS = 29
 
-#: Torch's own limit for a transfer, and for an abort.
+#: Torch's own limit for a transfer and for an abort, set so high that it is never reached.
 _OUT_OF_REACH_S = 30 * 86400.0
 
-#: How long all aborts together may take: each waits for the compute that is queued on the device.
+#: How long all aborts together may take; each waits for the compute that is queued on the device.
 _ABORT_TIMEOUT_S = 30.0
 
 
 class NcclTransport:
-    """One two-rank communicator a directed channel.
-
-    Args:
-        rank: this rank.
-        device: this rank's GPU.
-    """
+    """One two-rank communicator per directed channel."""
 
     needs_acknowledgement = False
     blocks = False  # it is the stream that waits
@@ -106,16 +100,10 @@ class NcclTransport:
     def connect(self, store: Store, channels: Iterable[tuple[int, int, int]]) -> None:
         """Connect this rank's communicators; waits for the peers.
 
-        All ranks connect theirs in one global order, since each blocks the host until its other end
-        does the same.
-
-        Args:
-            store: a store that all ranks share, with keys of this transport's own.
-            channels: ``(source rank, destination rank, kind)`` of every channel of the job, in an
-                order that all ranks share.
-
-        Raises:
-            ValueError: a rank would have more channels than there are streams.
+        ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of the
+        job. All ranks connect theirs in this order, since each blocks the host until its other end
+        does the same. Raises ``ValueError`` if a rank would have more channels than there are
+        streams.
         """
         channels = list(channels)
         num_blocks = _num_blocks(channels)
@@ -127,9 +115,9 @@ class NcclTransport:
             self._connecting_to, self._is_initializing = None, False
 
     def _connect(self, store: Store, channel: tuple[int, int, int], num_blocks: int) -> None:
-        """Connect the communicator of one channel; the first transfer is part of it.
+        """Connect one channel's communicator, first transfer included.
 
-        NCCL connects two ranks in their first transfer, and blocks both hosts for that.
+        NCCL connects two ranks in their first transfer, which blocks both hosts.
         """
         is_sender = self._rank == channel[0]
         self._connecting_to = channel[0] + channel[1] - self._rank
@@ -142,20 +130,22 @@ class NcclTransport:
         _transfer(group, [token], is_sender=is_sender).block_current_stream()
         torch.cuda.synchronize(self._device)
 
-    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[NcclPending, bytes]:
-        """Begin to send contiguous tensors once the current stream has made them."""
-        return self._begin((self._rank, peer, kind), tensors, None), b""
+    def post_send(
+        self, tensors: list[Tensor], peer: int, channel_id: int
+    ) -> tuple[NcclPending, bytes]:
+        """Begin to send contiguous tensors after the current stream has made them."""
+        return self._begin((self._rank, peer, channel_id), tensors, None), b""
 
     def post_receive(
-        self, meta: Meta, peer: int, kind: int, note: bytes
+        self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], NcclPending]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         with torch.cuda.stream(self._receive_stream):
             tensors = allocate(meta, self._device)
-            return tensors, self._begin((peer, self._rank, kind), tensors, self._device)
+            return tensors, self._begin((peer, self._rank, channel_id), tensors, self._device)
 
     def busy_with(self) -> list[int]:
-        """Return the ranks with which transfers are not over; may be asked by any thread."""
+        """Return the ranks with which transfers are not over; safe in any thread."""
         peers = {
             source + destination - self._rank
             for (source, destination, _), over in tuple(self._newest.items())
@@ -170,12 +160,10 @@ class NcclTransport:
         torch.cuda.synchronize(self._device)
 
     def abort(self) -> bool:
-        """End all transfers, at whatever stage they are; may be called by any thread.
+        """End all transfers, whatever their state; safe in any thread.
 
-        Returns:
-            Whether the device is free of them, once it has run the compute that was queued, after
-            30 seconds at most; False while a communicator waits for its other end, which nothing
-            ends.
+        Returns whether the device is free of them, once it has run the compute that was queued, or
+        after 30 seconds; False while a communicator is being connected, which cannot be ended.
         """
         deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
         with self._lock:
@@ -192,7 +180,7 @@ class NcclTransport:
         return not (self._is_initializing or any(thread.is_alive() for thread in aborting))
 
     def close(self) -> None:
-        """Abort and drop the communicators; nothing may be under way that somebody needs."""
+        """Abort and drop the communicators."""
         if not self.abort():
             keep_for_ever(self._groups.copy())  # the destructors would wait, too
         self._newest.clear()
@@ -204,7 +192,6 @@ class NcclTransport:
         tensors: list[Tensor],
         receiving: torch.device | None,
     ) -> NcclPending:
-        """Begin the transfer of a message."""
         parts = _as_bytes(tensors)
         if not parts:
             return NcclPending(None, None, tensors, receiving)
@@ -231,7 +218,7 @@ class NcclPending:
         self._receiving = receiving
 
     def wait(self) -> None:
-        """Let the current stream wait for the transfer; the host goes on."""
+        """Make the current stream wait for the transfer; the host goes on."""
         if self._work is not None:
             self._work.block_current_stream()
         if self._receiving is not None:
@@ -240,21 +227,17 @@ class NcclPending:
                 tensor.record_stream(compute)
 
     def is_done(self) -> bool:
-        """Tell whether the transfer is surely over on the device, as others before it are."""
+        """Return whether the device has completed the transfer."""
         return self._over is None or self._over.query()
 
 
 def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
-    """Return views that NCCL can carry, which knows neither all dtypes nor empty tensors."""
+    """View tensors as bytes, since NCCL supports neither all dtypes nor empty tensors."""
     return [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
 def _num_blocks(channels: list[tuple[int, int, int]]) -> int:
-    """Return how many thread blocks a transfer may take; the same on every rank.
-
-    Raises:
-        ValueError: a rank would send or receive on more channels than there are streams.
-    """
+    """Return how many thread blocks a transfer may take; the same on every rank."""
     for end, does in (0, "send"), (1, "receive"):
         ((rank, most),) = Counter(channel[end] for channel in channels).most_common(1)
         if most > _MAX_CHANNELS:
@@ -267,7 +250,7 @@ def _num_blocks(channels: list[tuple[int, int, int]]) -> int:
 
 
 def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
-    """Begin to send or to receive in one kernel, after what is queued on the current stream."""
+    """Begin to send or receive in one kernel, after the work queued on the current stream."""
 
     def begin() -> None:
         for part in parts:
@@ -283,21 +266,21 @@ def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
 def _new_group(
     store: Store, channel: tuple[int, int, int], num_blocks: int, *, is_sender: bool
 ) -> Any:
-    """Make the group of one channel, sender as 0, receiver as 1; it is not connected."""
+    """Make the group of one channel (rank 0 sends, rank 1 receives); it is not connected."""
     from torch.distributed import PrefixStore, ProcessGroupNCCL
 
-    source, destination, kind = channel
+    source, destination, channel_id = channel
     options = nccl_options(
         ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=is_sender
     )
-    prefix = f"nccl/{source}-{destination}/{kind}"
+    prefix = f"nccl/{source}-{destination}/{channel_id}"
     with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
         return ProcessGroupNCCL(PrefixStore(prefix, store), 0 if is_sender else 1, 2, options)
 
 
 @contextlib.contextmanager
 def _environment_variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable that torch reads in a constructor, for as long as that takes."""
+    """Set a variable in this block, in which torch's constructor reads it."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -309,6 +292,6 @@ def _environment_variable(name: str, value: str) -> Iterator[None]:
 
 
 def _abort(group: Any) -> None:
-    """Abort a communicator; of one that is broken already there is nothing to say."""
+    """Abort a communicator; ignore errors of one that is broken already."""
     with contextlib.suppress(RuntimeError):
         group.abort()

@@ -1,20 +1,20 @@
 """CPU tensors through shared memory: within a host.
 
-A message's tensors are copied once, by the sender into a slot; the receiver uses them in place:
+The sender copies a message's tensors into a slot; the receiver uses them in place:
 
     sender                                   slot                       receiver
     copies the tensors into a free slot  ──>  in use │ tensors
     token: where it is in the file       ─────────────────────────────>  maps it, once for each slot
                                               free   │  <──────────────  when the last tensor of the
-    may use it again                                                     message is let go
+    may use it again                                                     message is freed
 
 Slots are parts of one anonymous file (memfd) of the sender, which each receiver opens through
-``/proc``: it has no name, takes nothing of ``/dev/shm``, and is gone with the processes that have
-it open, however they end. So a rank has one descriptor for its own file and one for that of each
-rank it receives from, whatever the number of slots.
+``/proc``: it has no name, takes nothing of ``/dev/shm``, and disappears with the processes that
+have it open, however they end. So a rank needs one descriptor for its own file and one for that of
+each rank it receives from, whatever the number of slots.
 
 A channel has as many slots as it ever had messages in use at a time, each as large as what was
-sent through it; one that has become too small is dropped. Its part of the file becomes a hole,
+sent through it. A slot that has become too small is dropped: its part of the file becomes a hole,
 which takes no memory, and the next slot is made at the end of the file.
 """
 
@@ -32,20 +32,19 @@ import torch
 from torch import Tensor
 
 from procpipe.channel.mapping import discard, map_file
-from procpipe.channel.meta import Meta
+from procpipe.channel.meta import Meta, layout
 from procpipe.forks import give_up_in_children
 from procpipe.limits import naming_file_limit
 
 _NAME = "procpipe-slots"
 
-#: What a token says of a slot: where it begins in the sender's file and how many bytes it takes,
-#: the file's descriptor in the sender, and the number of the slots dropped since the token before;
-#: where those began follows.
+#: A token's note of a slot: its start in the sender's file, its size, the file's descriptor in the
+#: sender, and how many slots were dropped since the token before; their starts follow.
 _NOTE = struct.Struct("<QQIH")
 _NUMBER = struct.Struct("<Q")
 _MAX_DROPPED = 1000
 
-#: A slot begins with a line of its own: a byte each for "in use" and "mapped by the receiver".
+#: A slot begins with a cache line for two bytes: "in use" and "mapped by the receiver".
 _HEADER_BYTES = 64
 _IN_USE, _IS_MAPPED = 0, 1
 
@@ -55,11 +54,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class ShmTransport:
-    """Shared memory between all ranks of a job, which are on one host.
-
-    Args:
-        pids: the process of each peer.
-    """
+    """Shared memory between all ranks of a job on one host; ``pids`` gives each peer's process."""
 
     needs_acknowledgement = False
     blocks = False
@@ -71,26 +66,21 @@ class ShmTransport:
         self._pids = dict(pids)
         self._file: _File | None = None
         self._end = 0
-        self._slots: dict[tuple[int, int], list[_Slot]] = {}
+        self._slots: dict[tuple[int, int], list[_ShmSlot]] = {}
         self._dropped: dict[tuple[int, int], list[int]] = {}
         self._files_of: dict[int, _File] = {}
         self._mapped: dict[tuple[int, int], _Mapped] = {}
         give_up_in_children(self)
 
-    def post_send(self, tensors: list[Tensor], peer: int, kind: int) -> tuple[_Sent, bytes]:
-        """Copy contiguous CPU tensors into a slot.
-
-        Raises:
-            MemoryError: the host has no memory for a slot.
-            FileLimitError: this process may not open another file.
-        """
-        offsets, size = _layout([tensor.nbytes for tensor in tensors])
-        slot = self._free_slot(peer, kind, size)
+    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[_Sent, bytes]:
+        """Copy contiguous CPU tensors into a slot; ``MemoryError`` if there is no memory left."""
+        offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
+        slot = self._free_slot(peer, channel_id, size)
         slot.memory[_IN_USE] = 1
         address = slot.address + _HEADER_BYTES
         for tensor, offset in zip(tensors, offsets, strict=True):
             ctypes.memmove(address + offset, tensor.data_ptr(), tensor.nbytes)
-        dropped = self._dropped.get((peer, kind), [])
+        dropped = self._dropped.get((peer, channel_id), [])
         note = _NOTE.pack(slot.start, slot.num_bytes, slot.file.descriptor, len(dropped))
         if dropped:
             note += b"".join(map(_NUMBER.pack, dropped))
@@ -98,13 +88,9 @@ class ShmTransport:
         return _Sent(slot), note
 
     def post_receive(
-        self, meta: Meta, peer: int, kind: int, note: bytes
+        self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], _Received]:
-        """Return the tensors of a message, in the memory of its slot.
-
-        Raises:
-            FileLimitError: this process may not open another file.
-        """
+        """Return the tensors of a message, in the memory of its slot."""
         start, num_bytes, descriptor, num_dropped = _NOTE.unpack_from(note)
         for k in range(num_dropped):
             (dropped,) = _NUMBER.unpack_from(note, _NOTE.size + k * _NUMBER.size)
@@ -117,35 +103,34 @@ class ShmTransport:
         return slot.lend(meta), _Received()
 
     def drain(self) -> None:
-        """Return: nothing is under way on a device."""
+        """Do nothing: no transfer is under way on a device."""
 
     def close(self) -> None:
-        """Let go of all slots; tensors that still are in one keep its memory."""
+        """Drop all slots; a tensor that is still in one keeps its memory."""
         for slots in self._slots.values():
             for slot in slots:
                 slot.discard_unused()
         for file in self._files_of.values():
             file.close()
-        self._file = None  # open for as long as a message in it has not been received
+        self._file = None  # stays open while a message in it has not been received
         for held in (self._slots, self._files_of, self._mapped):
             held.clear()
 
     def give_up_in_child(self) -> None:
-        """Let a forked child free no slot: its parent may still read what the child lets go of."""
+        """Free no slot when a forked child drops its tensors: the parent may still read them."""
         for mapped in self._mapped.values():
             mapped.never_take_back()
-        self._slots.clear()  # nor give its parent's memory back to the system
+        self._slots.clear()  # nor return its parent's memory to the system
         if self._file is not None:
             self._file.close()
         self.close()
 
-    def _free_slot(self, peer: int, kind: int, size: int) -> _Slot:
-        """Return a slot that nobody uses, and that is large enough."""
-        slots = self._slots.setdefault((peer, kind), [])
+    def _free_slot(self, peer: int, channel_id: int, size: int) -> _ShmSlot:
+        slots = self._slots.setdefault((peer, channel_id), [])
         for slot in slots:
             if slot.size_bytes >= size and not slot.memory[_IN_USE]:
                 return slot
-        dropped = self._dropped.setdefault((peer, kind), [])
+        dropped = self._dropped.setdefault((peer, channel_id), [])
         for slot in [slot for slot in slots if not slot.memory[_IN_USE]]:
             if len(dropped) < _MAX_DROPPED:  # it is too small
                 slots.remove(slot)
@@ -154,7 +139,7 @@ class ShmTransport:
         if self._file is None:
             with naming_file_limit("the shared memory of a rank's messages"):
                 self._file = _File(os.memfd_create(_NAME))
-        slot = _Slot(self._file, self._end, size)
+        slot = _ShmSlot(self._file, self._end, size)
         self._end += slot.num_bytes
         slots.append(slot)
         return slot
@@ -168,7 +153,7 @@ class _File:
         self.close = weakref.finalize(self, os.close, descriptor)
 
 
-class _Slot:
+class _ShmSlot:
     """A slot of this process, to send from."""
 
     def __init__(self, file: _File, start: int, size_bytes: int) -> None:
@@ -176,7 +161,7 @@ class _Slot:
         self.start = start
         self.num_bytes = -(-(_HEADER_BYTES + size_bytes) // _PAGE) * _PAGE
         self.size_bytes = self.num_bytes - _HEADER_BYTES
-        try:  # not found missing by a SIGBUS later
+        try:  # else a later write without memory would end the process by SIGBUS
             os.posix_fallocate(file.descriptor, start, self.num_bytes)
         except OSError as error:
             raise MemoryError(
@@ -189,7 +174,7 @@ class _Slot:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def discard_unused(self) -> None:
-        """Give the memory back to the system, unless the receiver uses it."""
+        """Return the memory to the system, unless the receiver uses it."""
         if not self.memory[_IN_USE]:
             discard(self.memory)
 
@@ -205,10 +190,10 @@ class _Mapped:
     def lend(self, meta: Meta) -> list[Tensor]:
         """Return tensors in the slot's memory; it is free when all of them are gone."""
         sizes = [tensor.num_bytes for tensor in meta.tensors]
-        offsets, size = _layout(sizes)
+        offsets, size = layout(sizes, _ALIGNMENT)
         loan = self._memory[_HEADER_BYTES : _HEADER_BYTES + size]
         self._lent = weakref.ref(loan, self._take_back)
-        # Ordinary tensors also in inference mode: see ``meta.allocate``.
+        # No inference tensors: see ``meta.allocate``.
         with torch.inference_mode(False):
             return [
                 torch.frombuffer(
@@ -223,7 +208,6 @@ class _Mapped:
             ]
 
     def never_take_back(self) -> None:
-        """Leave the slot in use, whatever becomes of the tensors."""
         self._lent = None
 
     def _take_back(self, lent: object) -> None:
@@ -231,36 +215,29 @@ class _Mapped:
 
 
 class _Sent:
-    """A message that is in its slot."""
+    """A message in its slot: its tensors were copied."""
 
-    def __init__(self, slot: _Slot) -> None:
+    def __init__(self, slot: _ShmSlot) -> None:
         self._slot = slot
 
     def wait(self) -> None:
-        """Return: the tensors were copied."""
+        pass
 
     def is_done(self) -> bool:
-        """Tell whether the receiver has mapped the slot, and can do without the sender."""
+        """Return whether the receiver has mapped the slot, and no longer needs the sender."""
         return bool(self._slot.memory[_IS_MAPPED])
 
 
 class _Received:
-    """A message that can be used."""
-
     def wait(self) -> None:
-        """Return: the tensors are there."""
+        """Do nothing."""
 
     def is_done(self) -> bool:
-        """Return True."""
         return True
 
 
 def _opened(pid: int, descriptor: int, peer: int) -> _File:
-    """Open the file of a peer's slots.
-
-    Raises:
-        FileNotFoundError: the peer has closed it, after a failure; another may have its number.
-    """
+    """Open the file of a peer's slots; ``FileNotFoundError`` if a failed peer has closed it."""
     path = f"/proc/{pid}/fd/{descriptor}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise FileNotFoundError(f"rank {peer} has closed its shared memory")
@@ -278,12 +255,3 @@ def _mapped(file: _File, start: int, num_bytes: int) -> memoryview:
             "(vm.max_map_count), or an address space that is limited (ulimit -v): give fewer "
             "micro-batches (chunks), use Stage(schedule='1f1b'), or Stage(transport='gloo')"
         ) from error
-
-
-def _layout(sizes: list[int]) -> tuple[list[int], int]:
-    """Return where each of some tensors begins, and the bytes of all."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return offsets, end

@@ -1,12 +1,12 @@
-"""Which processes are there before they are connected, so that the end of one is noticed.
+"""Notices the end of processes that are not connected yet; needed without a launcher.
 
-Without a launcher nobody else would notice it. From the moment its first stage is built, each
-process notes who it is in rank 0's store, and watches those of its host by their pidfd:
+From the moment its first stage is built, each process notes who it is in rank 0's store, and
+polls those of its host by their pidfd:
 
     process/<rank>    {"boot": …, "namespace": …, "pid": 4711, "started": 123456}
 
-The process numbers mean the same in two processes of one boot and one PID namespace only, so those
-on other hosts, and in containers of their own, are not watched.
+Process numbers mean the same only within one boot and one PID namespace, so processes on other
+hosts and in other containers are not polled.
 """
 
 from __future__ import annotations
@@ -22,36 +22,25 @@ from collections.abc import Callable
 
 from procpipe.errors import PeerLostError
 from procpipe.job.rollcall import KeyValues
+from procpipe.processes import boot_id, start_ticks_of
 
-#: How often to look who has come.
+#: How often to look which ranks have come.
 _LOOK_EVERY_S = 0.1
 
 
 def _own_process() -> dict[str, str | int] | None:
-    """Return what tells this process from all others; None where the system does not say."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-        pid = os.getpid()
-        return {"boot": boot, "namespace": namespace, "pid": pid, "started": _started(pid)}
+        namespace, pid = os.stat("/proc/self/ns/pid").st_ino, os.getpid()
+        started = start_ticks_of(pid)
+        return {"boot": boot_id(), "namespace": namespace, "pid": pid, "started": started}
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _started(pid: int) -> int:
-    """Return when a process was started, in the kernel's ticks: its number may be used again."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        # After the name, which may hold anything; the first field there is the third of all.
-        return int(file.read().rpartition(b")")[2].split()[19])
-
-
 class Announcement:
-    """Notes this process in the store, in the background where the store is not there yet.
+    """Notes this process in the store; in the background where the store may not exist yet.
 
-    Args:
-        rank: this rank.
-        open_store: returns the store; given a function that says whether to give up waiting.
+    ``open_store`` returns the store, given a function that says whether to stop waiting.
     """
 
     def __init__(self, rank: int, open_store: Callable[[Callable[[], bool]], KeyValues]) -> None:
@@ -69,26 +58,20 @@ class Announcement:
             atexit.register(self.end)
 
     def end(self) -> None:
-        """Wait for the end of the thread; not for the store."""
+        """End the thread, without waiting for the store."""
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _note(self) -> None:
-        with contextlib.suppress(RuntimeError, OSError, ValueError):  # the first call meets it too
+        with contextlib.suppress(RuntimeError, OSError, ValueError):  # the first call raises it
             store = self._open_store(self._is_over.is_set)
             store.set(f"process/{self._rank}", json.dumps(_own_process()))
 
 
 class Attendance:
-    """Watches the processes of the other ranks, as far as they are of this host.
-
-    Args:
-        store: where they have noted who they are.
-        rank: this rank.
-        num_ranks: the number of ranks.
-    """
+    """The processes of the other ranks on this host, polled for their end."""
 
     def __init__(self, store: KeyValues, rank: int, num_ranks: int) -> None:
         self._store = store
@@ -106,21 +89,21 @@ class Attendance:
             for rank in sorted(self._unknown):
                 if self._store.check([f"process/{rank}"]):
                     self._unknown.discard(rank)
-                    self._watch(rank, self._store.get(f"process/{rank}"))
+                    self._add(rank, self._store.get(f"process/{rank}"))
         ended = sorted(self._ranks[descriptor] for descriptor, _ in self._poller.poll(0))
         if ended:
             raise _lost(ended[0])
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Poll no longer."""
         for descriptor in self._ranks:
             os.close(descriptor)
         self._ranks.clear()
         self._poller = select.poll()
         self._unknown.clear()
 
-    def _watch(self, rank: int, told: bytes) -> None:
-        process = json.loads(told)
+    def _add(self, rank: int, noted: bytes) -> None:
+        process = json.loads(noted)
         if self._ours is None or process is None or not hasattr(os, "pidfd_open"):
             return
         if any(process[name] != self._ours[name] for name in ("boot", "namespace")):
@@ -129,12 +112,12 @@ class Attendance:
             descriptor = os.pidfd_open(process["pid"])
         except ProcessLookupError:
             raise _lost(rank) from None
-        except OSError:  # no descriptor is left, say
+        except OSError:  # too many open files, for instance
             return
         self._ranks[descriptor] = rank
         self._poller.register(descriptor, select.POLLIN)
         with contextlib.suppress(OSError):
-            if _started(process["pid"]) != process["started"]:
+            if start_ticks_of(process["pid"]) != process["started"]:  # the number was reused
                 raise _lost(rank)
 
 

@@ -1,18 +1,18 @@
-"""A process's board: what it is doing now, in memory that others on its host can read.
+"""A process's board: what it is doing now, in memory that other processes of its host can read.
 
-A rank that is stopped, deep in a layer, or dead cannot answer questions. So each writes where it
-is on a page of shared memory as it goes, a few stores a task, and whoever wants to know reads:
+A rank that is stopped, deep in a layer, or dead cannot answer questions. So each writes its state
+to a page of shared memory as it goes, a few stores per task, and other processes read it:
 
     rank 1:  board.start_task("F", 3); board.layer = 4; …          about 0.1 us a store
     rank 0, the launcher:  Board.of_process(pid).read()            at any time
 
 The page is an anonymous file (memfd) of its process. Readers find it among the process's open
-files, so nothing has a name that could be left behind; a reader's mapping outlives the process.
-Only processes that may look into one another's ``/proc`` entry, those of the same user, can read.
+files, so no name can be left behind; a reader's mapping outlives the process. Only processes that
+may look into one another's ``/proc`` entry, those of the same user, can read.
 
-Each number is one aligned 8-byte word, so none is ever seen half written; a text has a word before
-it that says how long it is and changes whenever it is written, so a reader knows and looks again.
-A reading as a whole is of no single moment. Knows nothing of stages' work but these words.
+Each number is one aligned 8-byte word, so it is never read half written. A text has a word before
+it with its length, which changes whenever the text is written, so that a reader notices and reads
+again. A reading as a whole is not of a single moment.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MAGIC = 0x3165706970636F72
     _PID,
     _RANK,
     _NUM_RANKS,
-    _HEARD_NS,
+    _WRITTEN_NS,
     _NUM_STEPS,
     _NUM_SAMPLES,
     _NUM_MICRO_BATCHES,
-    _KIND,
+    _LETTER,
     _MICRO_BATCH,
     _SINCE_NS,
     _LAYER,
@@ -58,20 +58,20 @@ _CALL = (256, 128)
 _WAIT = (384, 640)
 _FACTS = (1024, _SIZE_BYTES - 1024)
 
-#: A text's word: how often it was written, shifted by so much, and its length in bytes; or this.
+#: A text's word: how often it was written, shifted by this, plus its length in bytes; or -1.
 _LENGTH_BITS = 32
 _IS_WRITTEN_NOW = -1
 
-#: How often a reader looks at a text that is being written; its writer may have been stopped.
+#: How often a reader tries to read a text that is being written; its writer may be stopped.
 _NUM_LOOKS = 1000
 
-#: Nobody can make the file shorter, which would end a reader that looks at what is gone (SIGBUS).
+#: The file cannot be made shorter, which would end a reader of the removed part (SIGBUS).
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a process waits for, or was waiting for when it ended: words, and seconds so far."""
+    """What a process waits for, or waited for when it ended, and for how many seconds so far."""
 
     what: str
     seconds: float
@@ -79,54 +79,31 @@ class Wait:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a board said.
-
-    Attributes:
-        pid: the process.
-        rank: its rank.
-        num_ranks: the number of ranks of its job.
-        facts: what it said of itself once: "device", "layers" (name and class of each), …
-        heard_s: seconds since it last wrote.
-        call: the call it is in ("step"), "" between calls.
-        task: the task it is in ("F3"), "" between tasks.
-        task_s: seconds since that task began.
-        layer: the layer it is in: "layer 'conv2' (Conv2d)"; "" outside of layers.
-        wait: what it waits for, if it has for more than a moment.
-        num_steps: mini-batches done.
-        num_samples: samples in them.
-        micro_batch: the micro-batch of the newest task.
-        num_micro_batches: how many the newest mini-batch has.
-        busy_s: seconds in tasks, over all mini-batches done.
-        step_s: seconds in mini-batches.
-        device_bytes: memory of the device in use by tensors; 0 on a CPU.
-        held_bytes: most bytes held between tasks so far.
-        reported_s: seconds since it reported a stall; None if it never did.
-        has_failed: whether a call has failed on it.
-    """
+    """What a board shows."""
 
     pid: int
     rank: int
     num_ranks: int
-    facts: dict[str, Any]
-    heard_s: float
-    call: str
-    task: str
-    task_s: float
-    layer: str
-    wait: Wait | None
-    num_steps: int
-    num_samples: int
-    micro_batch: int
-    num_micro_batches: int
-    busy_s: float
-    step_s: float
-    device_bytes: int
-    held_bytes: int
-    reported_s: float | None
-    has_failed: bool
+    facts: dict[str, Any]  # "device", "layers" (name and class of each), …
+    heard_s: float  # since it last wrote
+    call: str  # "step"; "" between calls
+    task: str  # "F3"; "" between tasks
+    task_s: float  # since that task began
+    layer: str  # "layer 'conv2' (Conv2d)"; "" outside of layers
+    wait: Wait | None  # if it has lasted for more than a moment
+    num_steps: int  # mini-batches done
+    num_samples: int  # in them
+    micro_batch: int  # of the newest task
+    num_micro_batches: int  # of the newest mini-batch
+    busy_s: float  # in tasks, over all mini-batches done
+    step_s: float  # in mini-batches
+    device_bytes: int  # memory of the device in use by tensors; 0 on a CPU
+    held_bytes: int  # most bytes held between tasks so far
+    reported_s: float | None  # since it reported a stall; None if it never did
+    has_failed: bool  # whether a call has failed
 
     def where(self) -> str:
-        """Say where the process is, in words: "in F3, layer 'conv2' (Conv2d), for 2.1 s"."""
+        """Describe where the process is: "in F3, layer 'conv2' (Conv2d), for 2.1 s"."""
         if self.wait is not None:
             place = self.task or (f"{self.call}()" if self.call else "the user's code")
             return f"in {place}, waiting {self.wait.seconds:.1f} s for {self.wait.what}"
@@ -159,7 +136,7 @@ class Board:
         words = board._words
         words[_PID], words[_RANK], words[_NUM_RANKS] = os.getpid(), rank, num_ranks
         words[_LAYER] = -1
-        words[_HEARD_NS] = time.monotonic_ns()
+        words[_WRITTEN_NS] = time.monotonic_ns()
         words[_MAGIC_AT] = _MAGIC
         return board
 
@@ -167,8 +144,7 @@ class Board:
     def of_process(cls, pid: int) -> Board | None:
         """Find the board of another process of this host, the newest if there are several.
 
-        Returns:
-            A board to read, or None if the process has none, has ended or is not ours to look at.
+        Returns None if the process has none, has ended or may not be read.
         """
         found: list[Board] = []
         folder = f"/proc/{pid}/fd"
@@ -177,9 +153,9 @@ class Board:
                 with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or no board
                     if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_NAME}"):
                         found.append(cls._opened(f"{folder}/{name}"))
-        # A forked child has its parent's board open too.
+        # A forked child has its parent's board open, too.
         found = [b for b in found if b._words[_MAGIC_AT] == _MAGIC and b._words[_PID] == pid]
-        return max(found, key=lambda board: board._words[_HEARD_NS], default=None)
+        return max(found, key=lambda board: board._words[_WRITTEN_NS], default=None)
 
     @classmethod
     def _opened(cls, path: str) -> Board:
@@ -192,7 +168,7 @@ class Board:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Hide the board from other processes, and keep what it says for this one.
+        """Hide the board from other processes, and keep its content for this one.
 
         Frees its descriptor, which ``mmap`` keeps for as long as the page.
         """
@@ -207,69 +183,62 @@ class Board:
     # -- writing --------------------------------------------------------------------------------
 
     def tell_facts(self, facts: dict[str, Any]) -> None:
-        """Say something of this process once; plain JSON. "layers" are its layers in words.
-
-        Where there is no room for all of it (1 MiB), the longest facts are left out.
-        """
+        """Write facts about this process, once, as JSON; beyond 1 MiB the longest are left out."""
         texts = {name: json.dumps(fact) for name, fact in facts.items()}
         while len(text := json.dumps({name: facts[name] for name in texts})) > _FACTS[1] - 8:
             del texts[max(texts, key=lambda name: len(texts[name]))]
         self._write(_FACTS, text)
 
     def start_call(self, name: str) -> None:
-        """Say that a call begins."""
+        """Note that a call begins."""
         words = self._words
-        words[_KIND], words[_LAYER] = 0, -1
+        words[_LETTER], words[_LAYER] = 0, -1
         words[_WAIT_SINCE_NS] = 0
         self._write(_CALL, name)
-        words[_HEARD_NS] = time.monotonic_ns()
+        words[_WRITTEN_NS] = time.monotonic_ns()
 
     def end_call(self) -> None:
-        """Say that the call is over."""
+        """Note that the call is over."""
         self._write(_CALL, "")
-        self._words[_HEARD_NS] = time.monotonic_ns()
+        self._words[_WRITTEN_NS] = time.monotonic_ns()
 
     def fail(self) -> None:
-        """Say that the call failed; what was being done stays readable."""
+        """Note that the call failed; what was being done stays readable."""
         self._words[_HAS_FAILED] = 1
-        self._words[_HEARD_NS] = time.monotonic_ns()
+        self._words[_WRITTEN_NS] = time.monotonic_ns()
 
-    def start_task(self, kind: str, micro_batch: int) -> None:
-        """Say that a task begins."""
+    def start_task(self, letter: str, micro_batch: int) -> None:
+        """Note that a task begins."""
         words = self._words
-        words[_KIND], words[_MICRO_BATCH], words[_LAYER] = ord(kind), micro_batch, -1
-        words[_SINCE_NS] = words[_HEARD_NS] = time.monotonic_ns()
+        words[_LETTER], words[_MICRO_BATCH], words[_LAYER] = ord(letter), micro_batch, -1
+        words[_SINCE_NS] = words[_WRITTEN_NS] = time.monotonic_ns()
 
     def end_task(self) -> None:
-        """Say that the task is over."""
-        self._words[_KIND] = 0
+        """Note that the task is over."""
+        self._words[_LETTER] = 0
 
     def enter_layer(self, index: int) -> None:
-        """Say which of this process's layers runs next; -1 for none."""
+        """Note which of this process's layers runs next; -1 for none."""
         self._words[_LAYER] = index
 
     def start_wait(self, what: str, since_ns: int) -> None:
-        """Say what this process waits for, and since when on the monotonic clock."""
+        """Note what this process waits for, and since when on the monotonic clock."""
         self._write(_WAIT, what)
         self._words[_WAIT_SINCE_NS] = since_ns
 
     def end_wait(self) -> None:
-        """Say that it waits no longer."""
+        """Note that the wait is over."""
         self._words[_WAIT_SINCE_NS] = 0
-        self._words[_HEARD_NS] = time.monotonic_ns()
+        self._words[_WRITTEN_NS] = time.monotonic_ns()
 
     def start_mini_batch(self, num_micro_batches: int) -> None:
-        """Say that the tasks of a mini-batch begin."""
+        """Note that the tasks of a mini-batch begin."""
         self._words[_NUM_MICRO_BATCHES] = num_micro_batches
 
     def end_program(self, num_samples: int, *, busy_ns: int, step_ns: int, held_bytes: int) -> None:
-        """Say that a program has run to its end.
+        """Note the end of a program, and the time in tasks and in programs so far.
 
-        Args:
-            num_samples: of the mini-batch that is done by it; 0 if its backward pass is to follow.
-            busy_ns: nanoseconds in tasks so far.
-            step_ns: nanoseconds in programs so far.
-            held_bytes: most bytes held between tasks so far.
+        ``num_samples`` is 0 if the mini-batch's backward pass is to follow.
         """
         words = self._words
         words[_NUM_STEPS] += num_samples > 0
@@ -277,15 +246,15 @@ class Board:
         words[_BUSY_NS], words[_STEP_NS], words[_HELD_BYTES] = busy_ns, step_ns, held_bytes
 
     def tell_device_bytes(self, num_bytes: int) -> None:
-        """Say how much memory of the device tensors take."""
+        """Note how much memory of the device tensors take."""
         self._words[_DEVICE_BYTES] = num_bytes
 
     def note_report(self) -> None:
-        """Say that this process has just reported a stall."""
+        """Note that this process has just reported a stall."""
         self._words[_REPORTED_NS] = time.monotonic_ns()
 
     def give_up_in_child(self) -> None:
-        """Write on a page of its own in a forked child; nobody reads it."""
+        """Write to a private page in a forked child."""
         self._page = mmap.mmap(-1, _SIZE_BYTES)
         self._words = memoryview(self._page).cast("q")
 
@@ -304,8 +273,8 @@ class Board:
         """Read the board as it is now, or as it was when its process ended."""
         words, now_ns = self._words, time.monotonic_ns()
         facts = self._facts()
-        kind = words[_KIND]
-        task = f"{chr(kind)}{words[_MICRO_BATCH]}" if 0 < kind < 128 else ""
+        letter = words[_LETTER]
+        task = f"{chr(letter)}{words[_MICRO_BATCH]}" if 0 < letter < 128 else ""
         wait_since_ns, reported_ns = words[_WAIT_SINCE_NS], words[_REPORTED_NS]
         layers, layer = facts.get("layers", ()), words[_LAYER]
         return Reading(
@@ -313,7 +282,7 @@ class Board:
             rank=words[_RANK],
             num_ranks=words[_NUM_RANKS],
             facts=facts,
-            heard_s=(now_ns - words[_HEARD_NS]) / 1e9,
+            heard_s=(now_ns - words[_WRITTEN_NS]) / 1e9,
             call=self._text(_CALL),
             task=task,
             task_s=(now_ns - words[_SINCE_NS]) / 1e9,
@@ -343,14 +312,14 @@ class Board:
         return facts if isinstance(facts, dict) else {}
 
     def _text(self, area: tuple[int, int]) -> str:
-        """Return a text; "" while it is being written, or if its writer ended in the middle."""
+        """Return a text; "" while it is being written, or if its writer ended halfway."""
         start, size = area
         words, word = self._words, start // 8
         for _ in range(_NUM_LOOKS):
-            told = words[word]
-            length = min(told & 0xFFFFFFFF, size - 8)
-            if told != _IS_WRITTEN_NOW:
+            state = words[word]
+            length = min(state & 0xFFFFFFFF, size - 8)
+            if state != _IS_WRITTEN_NOW:
                 data = self._page[start + 8 : start + 8 + length]
-                if words[word] == told:
+                if words[word] == state:
                     return data.decode(errors="ignore")  # its last character may be cut
         return ""

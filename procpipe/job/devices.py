@@ -1,4 +1,4 @@
-"""Which device each rank computes on: what the user listed, this host's GPUs in order, or CPUs."""
+"""The device of each rank: what the user listed, this host's GPUs in order, or CPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOW_TO_SHARE = (
     "GPUs, devices=['cpu'] * num_processes"
 )
 
-#: The first NCCL that takes several ranks on a GPU, 2.30.0, as ``ncclGetVersion`` tells it.
+#: The first NCCL that accepts several ranks on a GPU, 2.30.0, as ``ncclGetVersion`` returns it.
 _SHARING_NCCL = 23000
 
 
@@ -26,12 +26,12 @@ def devices_of(
 ) -> list[torch.device]:
     """Return each rank's device: those given, else the hosts' GPUs in order, else CPUs.
 
-    A process that sees one GPU takes it, whichever local rank it is: it may have been given one of
-    its own (``CUDA_VISIBLE_DEVICES``, Slurm's ``--gpus-per-task=1``). If others have the same one,
-    that shows when the ranks are connected (``transports.choose``).
+    A process that sees one GPU takes it, whichever local rank it is: it may have been given its own
+    (``CUDA_VISIBLE_DEVICES``, Slurm's ``--gpus-per-task=1``). Whether others have the same one
+    shows when the ranks are connected (``transports.choose``).
 
     Raises:
-        IndexError: there are fewer devices than processes, or than the index of this rank's.
+        IndexError: there are fewer devices than processes, or this rank's index is too high.
         ValueError: the devices are of several types, or cannot be used.
     """
     if devices is not None:
@@ -55,12 +55,12 @@ def devices_of(
             f"{torch.cuda.device_count()} GPUs{_narrowed()}: {HOW_TO_SHARE}"
         )
     guessed = [torch.device("cuda", other % num_local) for other in range(num_ranks)]
-    guessed[rank] = torch.device("cuda", local_rank)  # sure, whatever the hosts' sizes
+    guessed[rank] = torch.device("cuda", local_rank)  # certain, whatever the hosts' sizes
     return guessed
 
 
 def is_narrowed(device: torch.device) -> bool:
-    """Tell whether this process sees one GPU of what may be more: each rank's has the same name."""
+    """Return whether this process sees one GPU of perhaps more: each rank's has the same name."""
     return device.type == "cuda" and torch.cuda.device_count() == 1
 
 
@@ -71,10 +71,9 @@ def of_this_host(devices: Sequence[torch.device], rank: int) -> Sequence[torch.d
 
 
 def nccl_shares_gpus() -> bool:
-    """Say whether the NCCL of this process takes several ranks on one GPU.
+    """Return whether the NCCL of this process accepts several ranks on one GPU.
 
-    It is asked itself: ``torch.cuda.nccl.version()`` is that of the NCCL with which torch was
-    compiled, whichever is loaded.
+    Asks the loaded NCCL: ``torch.cuda.nccl.version()`` is the one torch was compiled with.
     """
     version = ctypes.c_int(0)
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
@@ -84,9 +83,9 @@ def nccl_shares_gpus() -> bool:
 
 
 def pci_addresses(devices: Sequence[torch.device]) -> list[str | None]:
-    """Return where each GPU is on this host's PCI bus; None for a CPU, or what is not seen here."""
+    """Return each GPU's address on this host's PCI bus; None for a CPU or an invisible GPU."""
     if len(devices) > 1 and any(map(is_narrowed, devices)):
-        return [None] * len(devices)  # those of the others may be other ones
+        return [None] * len(devices)  # the other ranks' GPUs may be different ones
     num_seen = torch.cuda.device_count()
     return [
         pci_of(torch.cuda.get_device_properties(device))
@@ -97,7 +96,6 @@ def pci_addresses(devices: Sequence[torch.device]) -> list[str | None]:
 
 
 def _check_is_seen(rank: int, device: torch.device) -> None:
-    """Check that this process sees the GPU that it was given."""
     num_seen = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.type == "cuda" and device.index >= num_seen:
         names = "cuda:0" if num_seen == 1 else f"cuda:0 to cuda:{num_seen - 1}"
@@ -108,31 +106,27 @@ def _check_is_seen(rank: int, device: torch.device) -> None:
 
 
 def _narrowed() -> str:
-    """Say what narrows the GPUs that this process sees, if anything does."""
+    """Return the setting that limits the GPUs this process sees, if there is one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
 
 
 def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
-    """Return the devices a user has listed, one a rank.
-
-    Raises:
-        ValueError: a device that there is not, or of several types.
-    """
-    told = f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices"
+    """Return the devices a user has listed, one per rank; ``ValueError`` if they cannot be used."""
+    text = f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices"
     if isinstance(devices, str):
-        raise ValueError(told)
+        raise ValueError(text)
     try:
         listed = [
             torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
             for device in devices
         ]
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{told}; {error}") from None
+        raise ValueError(f"{text}; {error}") from None
     listed = [torch.device("cpu") if device.type == "cpu" else device for device in listed]
     types = {device.type for device in listed}
     if len(types) > 1 or not types <= {"cpu", "cuda"} or torch.device("cuda") in listed:
-        raise ValueError(f"{told} with their index ('cuda:0')")
+        raise ValueError(f"{text} with their index ('cuda:0')")
     if types == {"cuda"} and not torch.cuda.is_available():
-        raise ValueError(f"{told}; there is no CUDA device that torch can use here")
+        raise ValueError(f"{text}; there is no CUDA device that torch can use here")
     return listed

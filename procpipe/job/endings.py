@@ -1,25 +1,25 @@
 """How a launched process ends: with its launcher, and without a second, misleading traceback.
 
-When one rank fails, all the others raise ``RemoteStageError`` with its story. Each of them would
-print that story once more, and a traceback of its own that leads nowhere; so a rank that ends by
-another's failure prints one line instead, and so does one that is interrupted:
+When one rank fails, all others raise ``RemoteStageError`` with its traceback. Each of them would
+print that once more, with a traceback of its own that leads nowhere. So a rank that ends because
+another failed prints one line instead, and so does one that is interrupted:
 
     procpipe: rank 0 ends, because rank 1 failed in step(): KeyError: 'boom'; it was in B3, …
     procpipe: rank 2 was interrupted in F4, layer 'conv1' (Conv2d), for 0.1 s
 
-The reason is there because the rank that failed may not print it: a ``SystemExit`` prints
+The line has the reason because the rank that failed may not print it: ``SystemExit`` prints
 nothing, nor does an exception that its user catches.
 
-Threads of the user's may keep a process alive long after its main thread has ended:
+The user's threads may keep a process alive long after its main thread has ended:
 
     main thread raises ─> sys.excepthook ─┐
     main thread ends ─────────────────────┴> threading's exit functions ─> threads end ─> atexit
-                          here it is told    here a thread begins to wait for the end, too
+                          reported here      here a thread begins to wait for the end, too
 
-Once the job has failed, and its exception has ended the main thread, threads and children that
-Python waits for keep the process alive for a moment only.
+Once the job has failed and its exception has ended the main thread, threads and children that
+Python waits for keep the process alive only for a moment.
 
-A forked child has these hooks too, and nothing to tell.
+A forked child has these hooks, too, but they do nothing there.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ from typing import NoReturn
 
 from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
 from procpipe.job.board import Board, Reading
+from procpipe.job.rollcall import has_launchers_store
 from procpipe.notes import write_note
 
 _PR_SET_PDEATHSIG = 1
 
 _CONNECT_TIMEOUT_S = 2.0
 
-#: How often it is looked whether threads still run after the main one.
+#: How often to check whether threads still run after the main one.
 _LOOK_EVERY_S = 0.05
 
 #: How long threads and children may keep a process alive whose job has failed.
 _LIVE_ON_S = 1.0
 
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+Hook = Callable[[BaseException | None, Callable[[], object]], None]
 
 
 def end_with_launcher() -> None:
-    """Have the kernel kill this process when torchrun's agent dies, which started it.
+    """Make the kernel kill this process when torchrun's agent, which started it, dies.
 
-    A killed launcher cannot end its workers, and they would train on, or wait, for nobody. That of
-    ``procpipe run`` has a warden who ends them, and what they have started, which he finds by them;
-    so there the kernel leaves them to him.
+    A killed launcher cannot end its workers, and they would train on, or wait for ever. Under
+    ``procpipe run`` a warden process kills the ranks and their children, which it finds through
+    them; so there the kernel does not kill the ranks.
 
     Raises:
         ConnectionRefusedError: it has died already, while this process was starting.
@@ -73,11 +74,11 @@ def end_with_launcher() -> None:
 
 
 def _check_launcher() -> None:
-    """Check that the launcher's store, which was there before its workers, has not gone.
+    """Check that the launcher's store, which existed before its workers, still does.
 
-    Else the first use of the store would wait for it for half an hour.
+    Otherwise the first use of the store would wait for it for half an hour.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not has_launchers_store():
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -88,51 +89,53 @@ def _check_launcher() -> None:
             "ended while this process was starting"
         ) from None
     except OSError:
-        pass  # a network that is slow to start; whoever uses the store waits for it, and says so
+        pass  # perhaps a slow network; the first use of the store waits for it
 
 
 def print_victims_briefly(rank: int, board: Board) -> None:
-    """Print one line, and no traceback, for an uncaught error that is not this rank's to tell.
+    """Print one line, and no traceback, for an uncaught error that began on another rank.
 
-    Args:
-        rank: this rank.
-        board: says where it was when the error came; the newest counts.
+    The board says where this rank was when the error came; the newest one counts.
     """
     victims = _victims()
     victims.rank, victims.board, victims.pid = rank, board, os.getpid()
 
 
 class _Victims:
-    """Takes the place of the hooks that print tracebacks."""
+    """Replaces the hooks that print tracebacks."""
 
     def __init__(self) -> None:
         self.rank, self.pid = 0, 0
         self.board: Board | None = None
-        self._previous: Hook = sys.excepthook
-        self._previous_of_threads = threading.excepthook
-        sys.excepthook = self._hook
-        threading.excepthook = self._hook_of_threads
+        _replace_hooks(self._handle, self._handle)
 
-    def _hook(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if not self._has_line(error):
-            self._previous(kind, error, trace)
-
-    def _hook_of_threads(self, args: threading.ExceptHookArgs) -> None:
-        if not self._has_line(args.exc_value):
-            self._previous_of_threads(args)
-
-    def _has_line(self, error: BaseException | None) -> bool:
-        if error is None or self.board is None or os.getpid() != self.pid:
-            return False
-        line = line_of(self.rank, error, self.board.read())
+    def _handle(self, error: BaseException | None, print_traceback: Callable[[], object]) -> None:
+        line = ""
+        if error is not None and self.board is not None and os.getpid() == self.pid:
+            line = line_of(self.rank, error, self.board.read())
         if line:
             write_note(line)
-        return bool(line)
+        else:
+            print_traceback()
 
 
 _victims = functools.cache(_Victims)  # once a process, whatever the number of its stages
+
+
+def _replace_hooks(of_main_thread: Hook, of_threads: Hook) -> None:
+    """Call functions for uncaught errors, with the error and what the hook before would do."""
+    previous, previous_of_threads = sys.excepthook, threading.excepthook
+
+    def hook(
+        error_type: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        of_main_thread(error, lambda: previous(error_type, error, trace))
+
+    def hook_of_threads(args: threading.ExceptHookArgs) -> None:
+        of_threads(args.exc_value, lambda: previous_of_threads(args))
+
+    sys.excepthook = hook
+    threading.excepthook = hook_of_threads
 
 
 def error_of_script() -> BaseException | None:
@@ -143,7 +146,7 @@ def error_of_script() -> BaseException | None:
 
 
 def _is_at_prompt() -> bool:
-    """Tell whether Python reads from a prompt, where an exception ends nothing."""
+    """Return whether Python reads from a prompt, where an exception ends nothing."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
@@ -153,45 +156,41 @@ def watch_threads(
     main_ended: Callable[[float], None],
     has_failed: Callable[[], bool],
 ) -> None:
-    """Have it told when a thread ends by an exception, or the main one while others run on.
+    """Register functions for the end of the main thread, and of others by an exception.
 
     Args:
-        raised: gets an exception that ends the main thread or another, in that thread.
-        main_ended: gets again and again the seconds since the main thread has ended, in a thread
-            of its own; not when no other thread keeps the process alive.
-        has_failed: says whether the job has failed; then nothing keeps a process alive for long
-            whose main thread an exception has ended.
+        raised: called with an exception that ends a thread, in that thread.
+        main_ended: called repeatedly with the seconds since the main thread has ended, in a
+            thread of its own, while another thread keeps the process alive.
+        has_failed: returns whether the job has failed; then a process whose main thread an
+            exception has ended does not live on for long.
     """
-    previous: Hook = sys.excepthook
     end = _EndAfterFailure(has_failed)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not _is_at_prompt():
+    def of_main_thread(error: BaseException | None, go_on: Callable[[], object]) -> None:
+        if error is not None and not _is_at_prompt():
             raised(error)
             end.start()
-        previous(kind, error, trace)
+        go_on()
 
-    previous_of_threads = threading.excepthook
-
-    def hook_of_threads(args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
-            raised(args.exc_value)
-        previous_of_threads(args)
+    def of_thread(error: BaseException | None, go_on: Callable[[], object]) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            raised(error)
+        go_on()
 
     def main_thread_ends() -> None:
         error = error_of_script()
-        if error is not None:  # where another excepthook has taken the place of ours
+        if error is not None:  # in case another excepthook has replaced ours
             raised(error)
             end.start()
             end.main_thread_ends.set()
         if _others():
             _report_until_exit(main_ended)
 
-    sys.excepthook = hook
-    threading.excepthook = hook_of_threads
-    # The last that is registered comes first: this one before threads of pools are joined.
+    _replace_hooks(of_main_thread, of_thread)
+    # The last one registered runs first: this one before threads of pools are joined.
     importlib.import_module("concurrent.futures.thread")
-    with contextlib.suppress(AttributeError, RuntimeError):  # else atexit tells
+    with contextlib.suppress(AttributeError, RuntimeError):  # then atexit does it
         threading._register_atexit(main_thread_ends)  # type: ignore[attr-defined]
 
 
@@ -211,7 +210,7 @@ def _report_until_exit(main_ended: Callable[[float], None]) -> None:
 
     def stop() -> None:
         is_exiting.set()
-        thread.join()  # it may be in the middle of a farewell
+        thread.join()  # it may be sending a goodbye
 
     thread = threading.Thread(target=report, name="procpipe end", daemon=True)
     if _started(thread):
@@ -219,11 +218,7 @@ def _report_until_exit(main_ended: Callable[[float], None]) -> None:
 
 
 class _EndAfterFailure:
-    """Ends the process in a thread, if its job has failed and Python waits for others too long.
-
-    Args:
-        has_failed: says whether the job has failed.
-    """
+    """Ends the process, if its job has failed and Python waits for other threads too long."""
 
     def __init__(self, has_failed: Callable[[], bool]) -> None:
         self._has_failed = has_failed
@@ -231,7 +226,6 @@ class _EndAfterFailure:
         self.main_thread_ends = threading.Event()
 
     def start(self) -> None:
-        """Start the thread, once; it waits until the main one ends."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._end, name="procpipe end", daemon=True)
             _started(self._thread)
@@ -249,7 +243,7 @@ class _EndAfterFailure:
 
 
 def _started(thread: threading.Thread) -> bool:
-    """Start a thread; return False where Python 3.12.0 to 3.12.2 starts none as it ends.
+    """Start a thread; return False in Python 3.12.0 to 3.12.2, which start none while they end.
 
     https://github.com/python/cpython/issues/113964
     """
@@ -261,7 +255,7 @@ def _started(thread: threading.Thread) -> bool:
 
 
 def end_at_once(who: str, waiting_for: str = "its device, which is stuck in transfers") -> NoReturn:
-    """End the process without the rest of Python's end, which would wait."""
+    """End the process without Python's own shutdown, which would wait."""
     write_note(f"procpipe: {who} ends without waiting for {waiting_for}")
     with contextlib.suppress(Exception):
         sys.stdout.flush()
@@ -278,17 +272,14 @@ def _waited_for() -> str:
 
 
 def line_of(rank: int, error: BaseException, reading: Reading | None = None) -> str:
-    """Return what to print instead of a traceback; "" to leave it as it is.
+    """Return the line to print instead of a traceback; "" to print the traceback.
 
-    Args:
-        rank: this rank.
-        error: what ends it.
-        reading: where it was, if that is to be told.
+    ``reading`` says where the rank was; None leaves that out.
     """
     if isinstance(error, KeyboardInterrupt) and reading is not None:
         return f"procpipe: rank {rank} was interrupted {reading.where()}"
     if isinstance(error, FOUND_BY_EACH) and rank != 0:
-        return f"procpipe: rank {rank} ends, because the ranks do not agree (rank 0 tells on what)"
+        return f"procpipe: rank {rank} ends, because the ranks do not agree (rank 0 prints on what)"
     if not isinstance(error, RemoteStageError):
         return ""
     meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""
@@ -300,7 +291,7 @@ def line_of(rank: int, error: BaseException, reading: Reading | None = None) -> 
 
 
 def _reason(error: RemoteStageError) -> str:
-    """Return what a story's first line says beside who tells it: " in step(): KeyError: 'boom'"."""
+    """Return the rest of a failure's first line after the rank: " in step(): KeyError: 'boom'"."""
     first_line, _, _ = error.story.partition("\n")
     _, _, reason = first_line.partition(f"(rank {error.rank}),")
     return reason

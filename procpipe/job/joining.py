@@ -1,13 +1,13 @@
-"""How the processes of a job find one another, before any of them is connected.
+"""How the processes of a job connect to one another.
 
-    0  agree who takes part               (see rollcall.py)
-    1  say which host we are on           host/<rank>      (are TCP listeners needed?)
-    2  listen, and say where              address/<rank>
+    0  agree on who takes part            (see rollcall.py)
+    1  announce the host                  host/<rank>      (are TCP listeners needed?)
+    2  listen, and announce where         address/<rank>
     3  connect to every lower rank, accept every higher one; the job's key proves both sides
 
-All of it goes through the job's store, which the launcher holds, or rank 0 (``store.py``). A rank
-that cannot come leaves a note there, so that nobody waits for it; without a launcher the end of a
-process that left none is seen, too (``attendance.py``).
+All of it goes through the job's store, which the launcher or rank 0 holds (``store.py``). A rank
+that cannot come leaves a note there, so that the others do not wait for it. Without a launcher,
+``attendance.py`` detects the end of a process that left none.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from procpipe.channel.handshake import accept_peers, connect_to
-from procpipe.channel.wire import Address, address_towards, host_identity, listen, own_address
+from procpipe.channel.handshake import Joiner, accept_peers, connect_to
+from procpipe.channel.sockets import Address, address_towards, host_identity, listen, own_address
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.job.attendance import Announcement, Attendance
 from procpipe.job.keys import given_key
-from procpipe.job.rollcall import Notes, Pause, agree_on_round
+from procpipe.job.rollcall import Notes, agree_on_round, has_launchers_store, wait_until
 from procpipe.limits import check_file_limit
 
 if TYPE_CHECKING:
@@ -39,33 +39,27 @@ if TYPE_CHECKING:
 #: What ranks usually connect for.
 FIRST_CALL = "first call"
 
-#: How long a rank that fails tries to reach the store, to say so.
-_LAST_WORDS_TIMEOUT_S = 3.0
+#: How long a rank that fails tries to reach the store.
+_NOTE_TIMEOUT_S = 3.0
 
-#: How long the store is held by a rank that ends, for the others to read why.
+#: How long a failing rank keeps the store it holds open, for the others to read why it ends.
 _HOLD_STORE_S = 0.7
 
 #: Files that a rank opens for each peer: a socket, its board, its process, its shared memory or
-#: gloo's socket, the store's socket on rank 0; and besides: its own shared memory, listeners, the
-#: store, and what is open for a moment only.
+#: gloo's socket, the store's socket on rank 0; and others: its own shared memory, listeners, the
+#: store, and files that are open only for a moment.
 _FILES_PER_PEER, _MORE_FILES = 5, 12
 
-#: Every rank first calls its pipelines in the same order: so these numbers agree.
+#: Numbers the pipelines; all ranks first call them in the same order, so the numbers agree.
 _connected = itertools.count()
 
 
 class Start:
     """One pipeline's start on one rank.
 
-    Args:
-        rank: this rank.
-        num_ranks: the number of ranks.
-        store: a store all ranks share, or None to open the launcher's when it is needed.
-        timeout_s: how long to wait for the others.
-
-    Attributes:
-        network_address: where this rank listens for ranks on other hosts, once that is known;
-            None if there are none.
+    ``store`` is one that all ranks share, or None to open the launcher's when it is needed.
+    ``network_address`` is where this rank listens for ranks on other hosts, once that is known;
+    None if there are none.
     """
 
     def __init__(self, rank: int, num_ranks: int, store: Store | None, timeout_s: float) -> None:
@@ -74,15 +68,14 @@ class Start:
         self.network_address: str | None = None
         self._store = store
         self._timeout_s = timeout_s
-        self._opened: _Opened | None = None
+        self._opened: _OpenedStore | None = None
         self._round: JobStore | None = None
         self._serves_store = False
 
     def connect(self, purpose: str) -> dict[int, socket.socket]:
         """Return a proven connection to every other rank; waits for all of them.
 
-        Args:
-            purpose: what the ranks connect for, the same on every rank.
+        ``purpose`` says what the ranks connect for; it must be the same on every rank.
         """
         try:
             return self._connect_sockets(purpose)
@@ -94,22 +87,18 @@ class Start:
                 self._opened.attendance.close()
 
     def leave_note(self, story: str) -> None:
-        """Leave a note for the others that this rank failed.
-
-        Raises:
-            RuntimeError, OSError, ValueError: the store cannot be reached.
-        """
+        """Leave a note for the others that this rank failed; raises if the store is unreachable."""
         if self._opened is None:
             try:
                 key = given_key()
-            except ValueError:  # that may be why it failed; the others show what they cannot trust
+            except ValueError:  # perhaps why it failed; the others show the note as unproven
                 key = None
-            self._opened = self._newly_opened(key, _LAST_WORDS_TIMEOUT_S)
+            self._opened = self._newly_opened(key, _NOTE_TIMEOUT_S)
         self._opened.notes.leave(self.rank, story)
         self._hold_store()
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Drop the store."""
         if self._opened is not None:
             self._opened.attendance.close()
         self._store = self._opened = self._round = None
@@ -142,9 +131,11 @@ class Start:
         if self.rank == 0 and store.key is None:
             store.set("key", secrets.token_hex(32))
         store.set(f"host/{self.rank}", json.dumps([host_identity(), own_address(), purpose]))  # 1
-        told = [json.loads(self._wait_for_key(f"host/{rank}", rank, deadline_s)) for rank in ranks]
-        _check_purpose(self.rank, [theirs for _, _, theirs in told])
-        hosts = [(host, address) for host, address, _ in told]
+        announced = [
+            json.loads(self._wait_for_key(f"host/{rank}", rank, deadline_s)) for rank in ranks
+        ]
+        _check_purpose(self.rank, [theirs for _, _, theirs in announced])
+        hosts = [(host, address) for host, address, _ in announced]
         _check_hosts([host for host, _ in hosts])
         self.network_address = address_towards(self.rank, hosts)
         listeners, ours = listen(self.network_address)  # 2
@@ -152,27 +143,14 @@ class Start:
         key = store.key_for("sockets")
         if key is None:
             key = bytes.fromhex(self._wait_for_key("key", 0, deadline_s))
+        us = Joiner(self.rank, key, deadline_s, self._check_for_failure)
         sockets: dict[int, socket.socket] = {}
         try:
             for peer in range(self.rank):  # 3
                 where = self._wait_for_key(f"address/{peer}", peer, deadline_s)
                 host, unix, tcp_host, tcp_port = json.loads(where)
-                sockets[peer] = connect_to(
-                    peer,
-                    Address(host, unix, (tcp_host, tcp_port)),
-                    rank=self.rank,
-                    key=key,
-                    deadline_s=deadline_s,
-                    check=self._check_for_failure,
-                )
-            sockets |= accept_peers(
-                listeners,
-                set(range(self.rank + 1, self.num_ranks)),
-                rank=self.rank,
-                key=key,
-                deadline_s=deadline_s,
-                check=self._check_for_failure,
-            )
+                sockets[peer] = connect_to(peer, Address(host, unix, (tcp_host, tcp_port)), us)
+            sockets |= accept_peers(listeners, set(range(self.rank + 1, self.num_ranks)), us)
         except BaseException:
             for sock in sockets.values():
                 sock.close()
@@ -182,13 +160,13 @@ class Start:
                 listener.close()
         return sockets
 
-    def _open_store(self) -> _Opened:
-        """Return the launcher's store, which may be older than this round, and what is in it."""
+    def _open_store(self) -> _OpenedStore:
+        """Return the job's store, which may be older than this round."""
         if self._opened is None:
             self._opened = self._newly_opened(given_key(), self._timeout_s)
         return self._opened
 
-    def _newly_opened(self, key: bytes | None, timeout_s: float) -> _Opened:
+    def _newly_opened(self, key: bytes | None, timeout_s: float) -> _OpenedStore:
         from procpipe.job.store import JobStore, launchers_store
 
         def part_of(store: Store, prefix: str) -> JobStore:
@@ -196,35 +174,36 @@ class Start:
 
         if self._store is not None:
             ours = part_of(self._store, "")
-            return _Opened(ours, Notes(ours, outlives_rounds=False), Attendance(ours, 0, 1))
-        launchers, is_older = launchers_store(timeout_s), _has_launchers_store()
+            return _OpenedStore(ours, Notes(ours, outlives_rounds=False), Attendance(ours, 0, 1))
+        launchers, is_older = launchers_store(timeout_s), has_launchers_store()
         self._serves_store = self.rank == 0 and not is_older
         ours = part_of(launchers, f"procpipe/{next(_connected)}/")
-        num_ranks = 1 if is_older else self.num_ranks  # the launcher sees to them
-        return _Opened(
+        num_ranks = 1 if is_older else self.num_ranks  # the launcher monitors its processes
+        return _OpenedStore(
             ours,
             Notes(ours, outlives_rounds=is_older),
             Attendance(part_of(launchers, "procpipe/"), self.rank, num_ranks),
         )
 
     def _hold_store(self) -> None:
-        """Let the others read in the store why this process ends, if the store ends with it."""
+        """Wait while the others read why this process ends, if the store ends with it."""
         if self._serves_store:
             time.sleep(_HOLD_STORE_S)
 
     def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
         from torch.distributed import DistError
 
-        store, pause = self.shared_store(), Pause()
+        store = self.shared_store()
         try:
-            while not store.check([key]):
-                self._check_for_failure()
-                if time.monotonic() > deadline_s:
-                    raise WaitTimeoutError(
-                        f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} "
-                        "to start: did every process reach its first step?"
-                    )
-                pause()
+            wait_until(
+                lambda: store.check([key]),
+                check=self._check_for_failure,
+                deadline_s=deadline_s,
+                timed_out=lambda: WaitTimeoutError(
+                    f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} "
+                    "to start: did every process reach its first step?"
+                ),
+            )
             return str(store.get(key).decode())
         except DistError as error:
             raise self._lost_store(error) from error
@@ -239,15 +218,14 @@ class Start:
             try:
                 opened.attendance.check()
             except PeerLostError as error:
-                opened.notes.check()  # it may have said why before it ended
+                opened.notes.check()  # it may have left a note before it ended
                 opened.notes.leave(error.rank, error.story, is_lost=True)
                 raise
         except DistError as error:
             raise self._lost_store(error) from error
 
     def _lost_store(self, error: Exception) -> PeerLostError:
-        """Return what to raise when the store has gone before all ranks were connected."""
-        holder = "the launcher of rank 0" if _has_launchers_store() else "rank 0"
+        holder = "the launcher of rank 0" if has_launchers_store() else "rank 0"
         where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
         reason = str(error).partition("\n")[0]
         return PeerLostError(
@@ -258,23 +236,16 @@ class Start:
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """This pipeline's part of the store, and what is looked at there while ranks start."""
+class _OpenedStore:
+    """This pipeline's part of the store, and what is checked there while ranks start."""
 
     store: JobStore
     notes: Notes
     attendance: Attendance
 
 
-def _has_launchers_store() -> bool:
-    """Say whether torchrun's agent holds the store, for as long as it lives."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 @functools.cache
 def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
-    """Have this process noted in the store that rank 0 holds, once."""
-
     def open_store(is_given_up: Callable[[], bool]) -> JobStore:
         from procpipe.job.store import JobStore, launchers_store
 
@@ -286,7 +257,7 @@ def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
 
 
 def _check_purpose(rank: int, purposes: list[str]) -> None:
-    """Check that this rank connects to find what rank 0 finds, or for its first call, as rank 0."""
+    """Check that this rank connects for the same purpose as rank 0."""
     ours, first = purposes[rank], purposes[0]
     if ours != first:
         finding, found, other = (0, first, rank) if ours == FIRST_CALL else (rank, ours, 0)
@@ -297,9 +268,9 @@ def _check_purpose(rank: int, purposes: list[str]) -> None:
 
 
 def _check_hosts(hosts: list[str]) -> None:
-    """Check that ranks which one launcher has started on one host are there.
+    """Check that ranks which one launcher has started on one host are all there.
 
-    Else whoever can write into the store could have them speak over the network.
+    Otherwise whoever can write into the store could make them use the network.
     """
     local, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     if local != size or size != str(len(hosts)) or len(set(hosts)) == 1:
@@ -313,11 +284,9 @@ def _check_hosts(hosts: list[str]) -> None:
 
 
 def announce(rank: int, timeout_s: float) -> None:
-    """Note in the store which process this is, unless a launcher sees to it; never blocks.
+    """Note in the store which process this is, unless a launcher monitors it; never blocks.
 
-    Args:
-        rank: this rank.
-        timeout_s: how long to wait for the store, in the background.
+    A background thread waits for the store for ``timeout_s``.
     """
-    if not _has_launchers_store():
+    if not has_launchers_store():
         _announced(os.getpid(), rank, timeout_s)

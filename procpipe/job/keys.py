@@ -1,10 +1,10 @@
-"""The job's key, where it comes from outside the job's store.
+"""The job's key, if it comes from outside the job's store.
 
     PROCPIPE_KEY_FILE    names a file that the user made, with the same content on every host
     PROCPIPE_KEY         set by ``procpipe run`` for the processes that it starts on one host
 
 Without either, rank 0 makes a key and puts it into the store, where whoever reaches the store's
-port can read it. Knows nothing of stores and sockets.
+port can read it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import stat
 KEY_FILE_VARIABLE = "PROCPIPE_KEY_FILE"
 KEY_VARIABLE = "PROCPIPE_KEY"
 
-#: As many characters as a key needs, if each is a random hexadecimal digit or better.
+#: 128 bits, if each character is a random hexadecimal digit; more if it is a better one.
 _MIN_BYTES = 32
 _MAX_BYTES = 1 << 16
 
@@ -27,7 +27,7 @@ def given_key() -> bytes | None:
     """Return the key that this process was given, 32 bytes; None if it was given none.
 
     Raises:
-        ValueError: the file cannot be read, is not a regular file, belongs to another user than
+        ValueError: the file cannot be read, is not a regular file, belongs to a user other than
             this process's or the superuser, can be read or written by others, or is too short.
     """
     path = os.environ.get(KEY_FILE_VARIABLE, "")
@@ -38,7 +38,7 @@ def given_key() -> bytes | None:
 
 
 def _content(path: str) -> bytes:
-    """Return what is in the file, without the white space around it."""
+    """Return the file's content without surrounding white space."""
     named = f"{KEY_FILE_VARIABLE}={path}"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,20 +1,20 @@
-"""Which process of a host runs on which cores: worked out from its topology, then set.
+"""Divides a host's cores among its processes, and pins each process to its own.
 
-Left alone, the kernel moves a stage's threads between cores, and away from the memory that they
-filled first and from the GPU they feed; stages that run at the same time push one another about. So
-each process gets physical cores of its own, contiguous and next to its GPU:
+Without pinning, the kernel moves a stage's threads between cores, away from the memory that they
+filled first and from their GPU, and stages that run at the same time displace one another. So each
+process gets physical cores of its own, contiguous and next to its GPU:
 
     node 0                                  node 1
     cores 0 1 2 3 4 5 6 7                   cores 8 9 10 11 12 13 14 15
           └─ 0 ─┘ └─ 1 ─┘                         └─ 2 ──┘  └─── 3 ───┘      process
 
-1  A process goes to its GPU's node, if that has a core for it. All others are spread so that who
-   finds fewest cores finds as many as can be, neighbouring processes on one node.
-2  The processes of a node divide its cores, the first ones getting one more where it does not come
-   out even. On a host with several kinds of cores each kind is divided.
-3  With fewer cores than processes nobody is pinned: the kernel does that better.
+1  A process goes to its GPU's node, if that has a core for it. All others are spread so that the
+   smallest share is as large as possible, with neighbouring processes on one node.
+2  The processes of a node divide its cores, the first ones getting one more where there is a
+   remainder. On a host with several core types each type is divided.
+3  With fewer cores than processes no process is pinned: the kernel does better.
 
-``places`` works that out, the same on every process; ``pin_this_process`` is what a process calls
+``places`` computes that, equally on every process; ``pin_this_process`` is what a process calls
 as it starts. Memory needs no binding: a page is on the node of the core that first writes to it.
 """
 
@@ -25,42 +25,27 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from procpipe.job.topology import (
-    Core,
-    Device,
-    Topology,
-    cpus_text,
-    read_device,
-    read_topology,
-)
+from procpipe.job.topology import Core, Device, Topology, cpus_text, read_device, read_topology
 from procpipe.notes import write_note
+from procpipe.processes import parent_of
 
 #: Set it to 0, and no process is pinned.
 SWITCH = "PROCPIPE_PIN"
 
-#: Torchrun's engine gives it to the processes it starts.
+#: Torchrun's engine sets it for the processes it starts.
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process of this host runs.
-
-    Attributes:
-        local_rank: which process of the host.
-        cpus: the logical CPUs it is pinned to; none if it is not pinned.
-        num_cores: the physical cores these are; 0 if it is not pinned.
-        node: their NUMA node; None if they are in several, or it is not pinned.
-        device: what it computes on: "CPU" or "GPU 0000:3b:00.0".
-        why: why there, in words.
-    """
+    """Where a process of this host runs."""
 
     local_rank: int
-    cpus: tuple[int, ...]
-    num_cores: int
-    node: int | None
-    device: str
-    why: str
+    cpus: tuple[int, ...]  # logical ones, to which it is pinned; empty if it is not pinned
+    num_cores: int  # how many physical cores these are
+    node: int | None  # their NUMA node; None if they are in several, or it is not pinned
+    device: str  # what it computes on: "CPU" or "GPU 0000:3b:00.0"
+    why: str  # the reason, for people
 
 
 def places(
@@ -68,10 +53,8 @@ def places(
 ) -> list[Place]:
     """Divide a host's cores among its processes; pure.
 
-    Args:
-        topology: what the host has.
-        num_processes: how many processes it runs.
-        devices: each process's GPU; None, or a shorter list, where there is none or it is unknown.
+    ``devices`` holds each process's GPU; None, or a shorter list, where there is none or it is
+    unknown.
     """
     devices = [*devices, *[None] * num_processes][:num_processes]
     names = ["CPU" if device is None else f"GPU {device.pci}" for device in devices]
@@ -100,12 +83,8 @@ def places(
 def places_of_host(num_processes: int, device_pcis: Sequence[str | None] = ()) -> list[Place]:
     """Divide this host's cores, those this process may use, among ``num_processes`` processes.
 
-    Args:
-        num_processes: how many processes the host runs.
-        device_pcis: the PCI address of each process's GPU; None, or a shorter list, for none.
-
-    Raises:
-        ValueError: something that is no PCI address.
+    ``device_pcis`` holds the PCI address of each process's GPU; None, or a shorter list, for none.
+    Raises ``ValueError`` for an invalid one.
     """
     devices = [None if pci is None else read_device(pci) for pci in device_pcis]
     found = places(read_topology(), num_processes, devices)
@@ -117,13 +96,9 @@ def places_of_host(num_processes: int, device_pcis: Sequence[str | None] = ()) -
 
 
 def pin(place: Place) -> None:
-    """Let all threads of this process, and those they start, run on a place's CPUs only.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Restrict all threads of this process, and those they start, to a place's CPUs."""
     done: set[str] = set()
-    # A thread that another starts meanwhile has that one's old CPUs: look until there is no new.
+    # A thread started meanwhile inherits the old CPUs: repeat until there is no new one.
     while place.cpus and (threads := set(os.listdir("/proc/self/task")) - done):
         for thread in threads:
             try:
@@ -134,22 +109,15 @@ def pin(place: Place) -> None:
 
 
 def pin_this_process(device_pcis: Sequence[str | None] = ()) -> Place | None:
-    """Pin this process to its share of the host's cores.
+    """Pin this process to its share of the host's cores; return it, or None if nothing was done.
 
     ``World.from_environment`` calls it once in each process that a launcher has started, before
-    much memory is touched. It costs a few milliseconds at most and never raises: what goes wrong
-    is one line on standard error.
+    much memory is used. It takes a few milliseconds at most and never raises: an error is one line
+    on standard error. ``device_pcis`` is as for ``places_of_host``, in the order of local ranks.
 
-    It leaves alone a process that was not started by torchrun's engine (Slurm and MPI bind their
-    processes themselves), one that was pinned by somebody already, so that it may not run where
-    its launcher may (``torchrun --numa-binding``, ``numactl``), and all if PROCPIPE_PIN is 0.
-
-    Args:
-        device_pcis: the PCI address of the GPU of each process of this host, in the order of local
-            ranks; None, or a shorter list, where there is none or it is unknown.
-
-    Returns:
-        Where it runs, or would if there were enough cores; None if it was left alone.
+    It does nothing in a process that was not started by torchrun's engine (Slurm and MPI bind
+    their processes themselves), in one that is pinned already, so that it may not run where its
+    launcher may (``torchrun --numa-binding``, ``numactl``), and if PROCPIPE_PIN is 0.
     """
     try:
         run_id = os.environ.get(_RUN_ID)
@@ -158,21 +126,20 @@ def pin_this_process(device_pcis: Sequence[str | None] = ()) -> Place | None:
         local_rank = int(os.environ["LOCAL_RANK"])
         num_processes = int(os.environ["LOCAL_WORLD_SIZE"])
         if not 0 <= local_rank < num_processes:
-            told = f"LOCAL_RANK is {local_rank} and LOCAL_WORLD_SIZE {num_processes}"
-            raise ValueError(told)
+            raise ValueError(f"LOCAL_RANK is {local_rank} and LOCAL_WORLD_SIZE {num_processes}")
         place = places_of_host(num_processes, device_pcis)[local_rank]
         pin(place)
-    except Exception as error:  # a host may be odd in any way, and pinning is not worth a run
-        told = f"{type(error).__name__}: {error}"
+    except Exception as error:  # hosts differ, and a run must not fail because of pinning
         write_note(
-            f"procpipe: this process is not pinned to cores ({told}); {SWITCH}=0 turns it off"
+            f"procpipe: this process is not pinned to cores ({type(error).__name__}: {error}); "
+            f"{SWITCH}=0 turns it off"
         )
         return None
     return place
 
 
 def table(found: Sequence[Place]) -> str:
-    """Return the places as a table, a line a process."""
+    """Return the places as a table, a line per process."""
     rows = [("process", "device", "cores", "CPUs", "NUMA node", "why")]
     for place in found:
         node = "-" if place.node is None else str(place.node)
@@ -188,14 +155,14 @@ def _unpinned(local_rank: int, device: str, why: str) -> Place:
 
 
 def _was_pinned_already(run_id: str) -> bool:
-    """Tell whether this process may not run where its launcher may.
+    """Return whether this process may not run where its launcher may.
 
-    The launcher need not be the parent: in ``torchrun --no-python start.sh``, where the script says
-    ``taskset -p … $$; python train.py``, it is the first one above that is not of the run itself.
+    The launcher need not be the parent: in ``torchrun --no-python start.sh``, where the script has
+    ``taskset -p … $$; python train.py``, it is the first ancestor that is not of the run itself.
     """
     pid = os.getppid()
     while pid > 1 and _is_of_run(pid, run_id):
-        pid = _parent_of(pid)
+        pid = parent_of(pid)
     return pid > 0 and os.sched_getaffinity(pid) != os.sched_getaffinity(0)
 
 
@@ -207,15 +174,10 @@ def _is_of_run(pid: int, run_id: str) -> bool:
         return False
 
 
-def _parent_of(pid: int) -> int:
-    with open(f"/proc/{pid}/stat", "rb") as stat:
-        return int(stat.read().rpartition(b")")[2].split()[1])  # the name may hold anything
-
-
 def _domains(topology: Topology, wanted: Sequence[int | None]) -> list[tuple[Core, ...]]:
-    """Return the groups of cores that are divided: NUMA nodes, or runs of whole ones.
+    """Return the groups of cores to divide: NUMA nodes, or sequences of whole ones.
 
-    Fewer processes than nodes, and none of them bound to one, take all nodes between them.
+    If there are fewer processes than nodes, and none is bound to one, they share all nodes.
     """
     nodes = topology.nodes
     num_domains = len(nodes)
@@ -228,7 +190,7 @@ def _domains(topology: Topology, wanted: Sequence[int | None]) -> list[tuple[Cor
 
 
 def _choose_domains(domains: Sequence[Sequence[Core]], wanted: Sequence[int | None]) -> list[int]:
-    """Return the index of each process's domain (step 1 above)."""
+    """Step 1 above."""
     counts = [0] * len(domains)
     chosen: dict[int, int] = {}
     of_node = {core.node: index for index, domain in enumerate(domains) for core in domain}
@@ -240,7 +202,7 @@ def _choose_domains(domains: Sequence[Sequence[Core]], wanted: Sequence[int | No
     others = [rank for rank in range(len(wanted)) if rank not in chosen]
     taken: list[int] = []
     for _ in others:
-        # Where one more process finds most cores; of several, where fewest are.
+        # Where one more process gets most cores; of several, where there are fewest processes.
         index = max(
             range(len(domains)), key=lambda k: (len(domains[k]) // (counts[k] + 1), -counts[k])
         )
@@ -251,29 +213,28 @@ def _choose_domains(domains: Sequence[Sequence[Core]], wanted: Sequence[int | No
 
 
 def _divide(cores: Sequence[Core], num_processes: int) -> list[list[Core]]:
-    """Return each process's cores (step 2 above)."""
+    """Step 2 above."""
     parts: list[list[Core]] = [[] for _ in range(num_processes)]
     if not parts:
         return parts
-    for kind in sorted({core.kind for core in cores}):
-        of_kind = [core for core in cores if core.kind == kind]
-        shares = _shares(len(of_kind), num_processes, by=lambda k: len(parts[k]))
+    for core_type in sorted({core.core_type for core in cores}):
+        of_type = [core for core in cores if core.core_type == core_type]
+        shares = _shares(len(of_type), num_processes, by=lambda k: len(parts[k]))
         for part, run in zip(parts, _runs(shares), strict=True):
-            part.extend(of_kind[run])
+            part.extend(of_type[run])
     return parts
 
 
 def _shares(
-    total: int, num_parts: int, by: Callable[[int], int] = lambda part: part
+    total: int, num_shares: int, by: Callable[[int], int] = lambda share: share
 ) -> tuple[int, ...]:
-    """Return ``num_parts`` equal numbers; what is left over goes to those lowest in ``by``."""
-    least, left_over = divmod(total, num_parts)
-    favoured = set(sorted(range(num_parts), key=by)[:left_over])
-    return tuple(least + (part in favoured) for part in range(num_parts))
+    """Return integers that add up to ``total``; the remainder goes to those lowest in ``by``."""
+    least, remainder = divmod(total, num_shares)
+    larger = set(sorted(range(num_shares), key=by)[:remainder])
+    return tuple(least + (share in larger) for share in range(num_shares))
 
 
 def _runs(shares: Sequence[int]) -> list[slice]:
-    """Return the contiguous runs of these lengths."""
     ends = list(itertools.accumulate(shares))
     return [slice(end - share, end) for end, share in zip(ends, shares, strict=True)]
 

@@ -1,23 +1,23 @@
-"""Which processes make up this round of the job, before any of them knows where the others are.
+"""Finds out which processes make up this round of the job, before any is connected.
 
-A launcher starts the job's processes again after a failure, or when a host has gone or come, and
-its store may have lived on with all that the round before has left there: addresses of processes
-that are no more, their failures. Nothing in the environment names a round on all hosts: each agent
-of torchrun counts the restarts of its own, and a change of hosts does not count
+A launcher starts the job's processes again after a failure, or when a host has left or joined. Its
+store may still hold what the round before left there: addresses of processes that have ended, their
+failures. Nothing in the environment names a round on all hosts: each agent of torchrun counts its
+own restarts, and a change of hosts does not count
 (https://github.com/pytorch/pytorch/issues/135712). So the processes find out themselves:
 
-    1  every rank takes its seat            seat/<rank>         a word of its own, not an old one
-    2  rank 0 posts who sits where          list                again whenever a seat is taken anew
-    3  who finds itself there says so       here/<list>/<rank>  (each list once)
-    4  all on the list have said so         the list's digest names the round, new for each
+    1  every rank takes its seat                seat/<rank>         a new random word
+    2  rank 0 posts the words of all seats      list                again whenever a seat changes
+    3  a rank on the list confirms it           here/<list>/<rank>  (each list once)
+    4  all have confirmed                       the list's digest names the round
 
-A process that is no more cannot say so: a list with one of its words never becomes a round. A
-process whose seat another has taken belongs to a round that is over, and is told.
+A process that has ended cannot confirm: a list with its word never becomes a round. A process
+whose seat another has taken belongs to a round that is over, and raises an error.
 
-A rank that cannot come leaves a note. One left by a round before is known by its age: it was
-written before this process was started.
+A rank that cannot come leaves a note. A note that was written before this process was started is
+of an earlier round.
 
-Knows nothing of sockets, stages or tensors; ``store`` is any of torch's.
+``store`` is any of torch's.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from typing import Protocol
 import psutil
 
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.processes import start_ticks_of
 
-#: How long until the store, which answers in about 0.1 ms, is asked again: at first, and at most.
+#: Until the store, which answers in about 0.1 ms, is asked again: at first, and at most.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 
 class KeyValues(Protocol):
-    """What is used of ``torch.distributed.Store``."""
+    """The part of ``torch.distributed.Store`` that is used here."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Return a value, waiting for it to be set."""
+        """Return a value, waiting until it is set."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Say whether all of these are set."""
+        """Return whether all of these are set."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """Return several values, waiting for all of them."""
@@ -58,39 +59,35 @@ class KeyValues(Protocol):
         """Replace the expected value; where there is none, expect ""."""
 
 
-class Pause:
-    """Waits between two looks at a store, longer each time.
+def wait_until(
+    ready: Callable[[], object],
+    *,
+    check: Callable[[], None],
+    deadline_s: float,
+    timed_out: Callable[[], Exception],
+) -> None:
+    """Wait until ``ready()``, which looks into a store, with longer and longer pauses.
 
-    Not ``store.wait`` with a short timeout: each that ends writes a warning of its own.
+    ``check`` is called while waiting, and raises if the start has failed. At ``deadline_s`` the
+    error that ``timed_out`` returns is raised. ``store.wait`` with a short timeout would print a
+    warning each time.
     """
-
-    def __init__(self) -> None:
-        self._next_s = _FIRST_PAUSE_S
-
-    def __call__(self) -> None:
-        """Wait."""
-        time.sleep(self._next_s)
-        self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
+    pause_s = _FIRST_PAUSE_S
+    while not ready():
+        check()
+        if time.monotonic() > deadline_s:
+            raise timed_out()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def agree_on_round(
-    store: KeyValues,
-    rank: int,
-    num_ranks: int,
-    *,
-    timeout_s: float,
-    check: Callable[[], None],
+    store: KeyValues, rank: int, num_ranks: int, *, timeout_s: float, check: Callable[[], None]
 ) -> str:
-    """Return a name of this round that all ranks share and that no round before had.
+    """Return a name of this round: equal on all ranks, and different from that of earlier rounds.
 
-    Every rank calls it, and it waits for all of them.
-
-    Args:
-        store: lives as long as the job, or as this round.
-        rank: this rank.
-        num_ranks: the number of ranks in this round.
-        timeout_s: how long to wait for the others.
-        check: called while waiting; raises if the start was given up.
+    Every rank calls it, and it waits for all of them. The store lives as long as the job, or as
+    this round. ``check`` is called while waiting; it raises if the start has failed.
 
     Raises:
         PeerLostError: this process was replaced.
@@ -98,31 +95,38 @@ def agree_on_round(
     """
     ours = secrets.token_hex(8)
     seats = [f"seat/{seat}" for seat in range(num_ranks)]
-    deadline_s = time.monotonic() + timeout_s
     store.set(seats[rank], ours)  # 1
-    said, pause = "", Pause()
-    while True:
+    confirmed, awaited = "", seats
+
+    def is_agreed() -> bool:
+        nonlocal confirmed, awaited
         words = store.get("list").decode() if store.check(["list"]) else ""
         if rank == 0 and store.check(seats):  # 2
             posted, words = words, ",".join(word.decode() for word in store.multi_get(seats))
             if words != posted:
                 store.set("list", words)
         listed = words.split(",")
-        if len(listed) == num_ranks and listed[rank] == ours:
-            name = hashlib.sha256(words.encode()).hexdigest()[:16]
-            here = [f"here/{name}/{seat}" for seat in range(num_ranks)]
-            if said != name:  # 3
-                store.set(here[rank], "")
-                said = name
-            if store.check(here):  # 4
-                return name
-        else:
-            here = seats
+        if len(listed) != num_ranks or listed[rank] != ours:
+            awaited = seats
+            return False
+        name = hashlib.sha256(words.encode()).hexdigest()[:16]
+        awaited = [f"here/{name}/{seat}" for seat in range(num_ranks)]
+        if confirmed != name:  # 3
+            store.set(awaited[rank], "")
+            confirmed = name
+        return store.check(awaited)  # 4
+
+    def check_all() -> None:
         _check_seat(store, rank, ours)
         check()
-        if time.monotonic() > deadline_s:
-            raise WaitTimeoutError(_missing_story(store, rank, here, timeout_s))
-        pause()
+
+    wait_until(
+        is_agreed,
+        check=check_all,
+        deadline_s=time.monotonic() + timeout_s,
+        timed_out=lambda: WaitTimeoutError(_missing_text(store, rank, awaited, timeout_s)),
+    )
+    return confirmed
 
 
 def _check_seat(store: KeyValues, rank: int, ours: str) -> None:
@@ -130,11 +134,11 @@ def _check_seat(store: KeyValues, rank: int, ours: str) -> None:
         raise PeerLostError(
             rank,
             f"another process has started as rank {rank} while this one waited for the others: "
-            "the launcher has formed the job anew, and left this process over",
+            "the launcher has started the job again without ending this process",
         )
 
 
-def _missing_story(store: KeyValues, rank: int, keys: list[str], timeout_s: float) -> str:
+def _missing_text(store: KeyValues, rank: int, keys: list[str], timeout_s: float) -> str:
     missing = [other for other, key in enumerate(keys) if not store.check([key])]
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     return (
@@ -144,7 +148,7 @@ def _missing_story(store: KeyValues, rank: int, keys: list[str], timeout_s: floa
 
 
 @dataclass(frozen=True)
-class _Note:
+class _Failure:
     rank: int
     story: str
     written_s: float
@@ -152,11 +156,9 @@ class _Note:
 
 
 class Notes:
-    """The failures of ranks that could not come, left in the store for those that wait for them.
+    """Failures of ranks that could not come, left in the store for those that wait for them.
 
-    Args:
-        store: as for :func:`agree_on_round`, with the same keys' prefix.
-        outlives_rounds: whether a note may be of a round before.
+    ``outlives_rounds`` says whether a note may be of an earlier round.
     """
 
     def __init__(self, store: KeyValues, *, outlives_rounds: bool) -> None:
@@ -164,19 +166,13 @@ class Notes:
         self._old = b""
         if outlives_rounds and store.check(["failure"]):
             found = store.get("failure")
-            # What is there later is of this round, whatever the hosts' clocks say.
-            if _read(found).written_s < process_start_s():
+            # A later note is of this round, whatever the hosts' clocks say.
+            if _decoded(found).written_s < process_start_s():
                 self._old = found
 
     def leave(self, rank: int, story: str, *, is_lost: bool = False) -> None:
-        """Leave a note, unless another rank of this round has.
-
-        Args:
-            rank: whose failure it is.
-            story: what happened.
-            is_lost: whether that rank's process has ended without a word.
-        """
-        note = asdict(_Note(rank, story, time.time(), is_lost))
+        """Leave a note, unless this round has one; ``is_lost`` if the process left no message."""
+        note = asdict(_Failure(rank, story, time.time(), is_lost))
         self._store.compare_set("failure", self._old.decode(), json.dumps(note))
 
     def check(self) -> None:
@@ -184,21 +180,24 @@ class Notes:
         if self._store.check(["failure"]):
             found = self._store.get("failure")
             if found != self._old:
-                note = _read(found)
-                kind = PeerLostError if note.is_lost else RemoteStageError
-                raise kind(note.rank, note.story)
+                note = _decoded(found)
+                error_type = PeerLostError if note.is_lost else RemoteStageError
+                raise error_type(note.rank, note.story)
 
 
-def _read(text: bytes) -> _Note:
-    return _Note(**json.loads(text))
+def _decoded(text: bytes) -> _Failure:
+    return _Failure(**json.loads(text))
+
+
+def has_launchers_store() -> bool:
+    """Return whether torchrun's agent holds the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def process_start_s() -> float:
-    """Return when this process was started, in the time of ``time.time()``, to 10 ms."""
+    """Return when this process was started, as ``time.time()`` counts, to 10 ms."""
     try:
-        with open("/proc/self/stat", "rb") as file:
-            # After the name, which may hold anything; the first field there is the third of all.
-            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        ticks = start_ticks_of("self")
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return time.time() - age_s
     except (OSError, AttributeError):

@@ -1,36 +1,33 @@
-"""Who waits for what: told to all by each rank's board, and printed when nothing goes on.
+"""Reports what each rank waits for: on its board, and on standard error when nothing progresses.
 
     procpipe: no progress for 30.0 s, says rank 0
       stage 0 (rank 0): in B3, waiting 30.0 s for gradient from stage 1 (rank 1)
       stage 1 (rank 1): in F5, layer 'conv4' (Conv2d), for 30.1 s; its process 4711 is stopped …
 
-A rank that is stopped or deep in a layer cannot answer, so nobody asks: each rank reads the boards
-of its host. All who wait come to the end of their patience at about the same time; who is first
-prints, and notes it on its board, and the others leave it at that.
+A rank that is stopped or deep in a layer cannot answer, so each rank reads the boards of its host.
+All waiting ranks time out at about the same time; the first to time out prints and marks its board;
+the others stay silent.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import struct
 import time
 
 import psutil
 
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
+from procpipe.channel.sockets import peer_credentials
 from procpipe.job.board import Board
 from procpipe.notes import write_note
 
-#: A rank lets each lower one be the first to print.
+#: Each rank waits this long for every lower one to be the first to print.
 _TURN_S = 0.02
 
-#: The credentials of a unix socket's peer: process, user, group.
-_CREDENTIALS = struct.Struct("3i")
 
-
-class Watch(Onlooker):
-    """One rank's eyes on the others.
+class StallReports(WaitReports):
+    """Reports the waits of one rank; reads the boards of the others.
 
     Args:
         board: this rank's own.
@@ -41,37 +38,32 @@ class Watch(Onlooker):
         self._board = board
         self._rank = rank
         self._boards: dict[int, Board] = {rank: board}
-        self._pids: dict[int, int] = {}
+        #: The processes of those peers whose open files this process may open, too.
+        self.pids: dict[int, int] = {}
         self._peers: tuple[int, ...] = ()
         self._has_reported = False
 
-    def look_at(self, mesh: Mesh) -> None:
-        """Find the boards of the peers on this host; called once they are connected."""
+    def find_boards(self, mesh: Mesh) -> None:
+        """Find the boards of the peers on this host, once they are connected."""
         self._peers = mesh.peers
         for peer in mesh.peers:
             sock = mesh.socket_of(peer)
             if sock.family == socket.AF_UNIX:
-                told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                pid, _, _ = _CREDENTIALS.unpack(told)
+                pid, _ = peer_credentials(sock)
                 board = Board.of_process(pid)
                 if board is not None:
-                    self._boards[peer], self._pids[peer] = board, pid
+                    self._boards[peer], self.pids[peer] = board, pid
 
     def close(self) -> None:
-        """Let go of the boards of the peers, each of which takes a descriptor."""
+        """Drop the boards of the peers, each of which takes a descriptor."""
         self._boards = {self._rank: self._board}
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """The processes of those peers whose open files this process may open too."""
-        return dict(self._pids)
-
     def start_wait(self, what: str, since_s: float) -> None:
-        """Tell what this rank waits for."""
+        """Write on the board what this rank waits for."""
         self._board.start_wait(what, int(since_s * 1e9))
 
     def end_wait(self) -> None:
-        """Tell that the wait is over, on the screen too if a stall was reported there."""
+        """Clear the wait from the board; print it, too, if a stall was printed."""
         if self._has_reported:
             self._has_reported = False
             reading = self._board.read()
@@ -82,7 +74,7 @@ class Watch(Onlooker):
         self._board.end_wait()
 
     def stalled(self, what: str, waited_s: float) -> None:
-        """Print what every stage is doing, unless another has just done so."""
+        """Print what every stage is doing, unless another rank has just done so."""
         time.sleep(_TURN_S * self._rank)
         readings = {rank: board.read() for rank, board in self._boards.items()}
         if any(
@@ -104,21 +96,22 @@ class Watch(Onlooker):
         write_note("\n".join(lines))
 
     def last_seen(self, peer: int) -> str:
-        """Say what a peer of this host was doing when it ended."""
+        """Return a sentence on what a peer of this host was doing when it ended."""
         if peer not in self._boards:
             return ""
         return f"it was last seen {self._boards[peer].read().where()}"
 
 
 def _state_of(pid: int) -> str:
-    """Say what is to be said of a process that does not run, as the end of a sentence."""
-    with contextlib.suppress(psutil.Error):
+    """Describe a process that does not run, as the end of a sentence; "" for one that does."""
+    try:
         status = psutil.Process(pid).status()
-        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-            return f"; its process {pid} is stopped (kill -CONT {pid} lets it go on)"
-        if status == psutil.STATUS_ZOMBIE:
-            return f"; its process {pid} has ended"
-        if status == psutil.STATUS_DISK_SLEEP:
-            return f"; its process {pid} waits for a disk or a driver"
-        return ""
-    return f"; its process {pid} has ended"
+    except psutil.Error:
+        status = psutil.STATUS_ZOMBIE
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return f"; its process {pid} is stopped (kill -CONT {pid} lets it go on)"
+    if status == psutil.STATUS_ZOMBIE:
+        return f"; its process {pid} has ended"
+    if status == psutil.STATUS_DISK_SLEEP:
+        return f"; its process {pid} waits for a disk or a driver"
+    return ""

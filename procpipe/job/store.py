@@ -1,16 +1,16 @@
-"""The job's store, as one part of the job sees it: with a prefix, sealed by the key, and watched.
+"""The job's store, as one part of the job sees it: with a prefix, and sealed by the job's key.
 
-The launcher's store, or rank 0's, is torch's, and asks nobody who they are: whoever reaches its
-port can read and write it. Where the job has a key that is not in the store, each value is stored
-with a proof (HMAC-SHA256 over its name and itself), and a value without one is an error. Without
-such a key values are stored as they are.
+The launcher's store, or rank 0's, is torch's and authenticates nobody: whoever reaches its port can
+read and write it. Where the job has a key that is not in the store, each value is stored with a
+proof (HMAC-SHA256 over its name and itself), and a value without one is an error. Without such a
+key values are stored as they are.
 
     launchers_store()                      torch's; one a process, for as long as that lives
       └─ JobStore("procpipe/0/")           of a pipeline
            └─ .under("<round>/")           of a round, see rollcall.py
-                └─ .under("transport/")    what gloo's processes tell one another
+                └─ .under("transport/")    what gloo's processes exchange
 
-A wait for a value looks whether the start was given up, also one inside of gloo.
+A wait for a value also checks whether the start has failed, even inside gloo.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCP
 
 from procpipe.errors import WaitTimeoutError
 from procpipe.forks import give_up_in_children, keep_for_ever
-from procpipe.job.rollcall import Pause
+from procpipe.job.rollcall import has_launchers_store, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,26 +38,22 @@ if TYPE_CHECKING:
 _SEAL = b"sealed1:"
 _PROOF_DIGITS = 64
 
-#: Of what nobody vouches for, so much is shown.
+#: How much of an unproven value an error shows.
 _SHOWN_BYTES = 300
 
-#: How long it may take until it is known who has ended, when the store has.
-_STORY_TIMEOUT_S = 1.0
+#: How long it may take until it is known which process ended, when the store has.
+_FAILURE_TIMEOUT_S = 1.0
 
-#: How long a host may take to answer on the store's port, and the wait between two attempts.
+#: How long a host may take to answer on the store's port, and the pause between two attempts.
 _CONNECT_TIMEOUT_S = 2.0
 _RETRY_S = 0.05
 
 
 class JobStore(Store):  # type: ignore[misc, unused-ignore]
-    """A part of the job's store; also for torch's own use, which calls it from C++.
+    """A part of the job's store, where all names have a prefix; torch uses it, too, from C++.
 
-    Args:
-        store: any of torch's.
-        prefix: begins the names of all values.
-        key: the job's key, if it is not in the store itself.
-        timeout_s: how long to wait for a value.
-        check: called while waiting for a value; raises if the start was given up.
+    ``key`` is the job's, if it is not in the store itself. ``check`` is called while waiting for a
+    value; it raises if the start has failed.
     """
 
     def __init__(
@@ -72,7 +68,7 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         super().__init__()
         self.underlying_store = store
         self._prefix = prefix
-        self._key = key
+        self.key = key
         self._check_start = check
         self._timeout_s = timeout_s
 
@@ -81,25 +77,20 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         return JobStore(
             self.underlying_store,
             self._prefix + prefix,
-            key=self._key,
+            key=self.key,
             check=check or self._check_start,
             timeout_s=self._timeout_s,
         )
 
-    @property
-    def key(self) -> bytes | None:
-        """The key by which values are sealed, if there is one."""
-        return self._key
-
     def key_for(self, purpose: str) -> bytes | None:
-        """Return a key for another purpose in this part of the store, if there is one at all."""
-        if self._key is None:
+        """Derive a key for another purpose in this part of the store; None without a key."""
+        if self.key is None:
             return None
-        said = b"key\0" + self._prefix.encode() + b"\0" + purpose.encode()
-        return hmac.new(self._key, said, hashlib.sha256).digest()
+        text = b"key\0" + self._prefix.encode() + b"\0" + purpose.encode()
+        return hmac.new(self.key, text, hashlib.sha256).digest()
 
     def bare(self) -> Store:
-        """Return this part as torch's own store: unsealed, and for any thread of torch's."""
+        """Return this part as torch's own store: unsealed, and usable in any thread of torch's."""
         return PrefixStore(self._prefix.rstrip("/"), self.underlying_store)
 
     def set(self, name: str, value: str | bytes) -> None:
@@ -107,16 +98,12 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         self.underlying_store.set(self._prefix + name, self._sealed(name, value))
 
     def get(self, name: str) -> bytes:
-        """Return a value, waiting for it to be set.
-
-        Raises:
-            ValueError: it was not set by a process with this one's key.
-        """
+        """Return a value, waiting until it is set; ``ValueError`` if its writer had another key."""
         self.wait([name])
         return self._opened(name, self.underlying_store.get(self._prefix + name))
 
     def check(self, names: Iterable[str]) -> bool:
-        """Say whether all of these are set."""
+        """Return whether all of these are set."""
         return bool(self.underlying_store.check([self._prefix + name for name in names]))
 
     def multi_get(self, names: Iterable[str]) -> list[bytes]:
@@ -134,74 +121,69 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         )
 
     def wait(self, names: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these are set.
-
-        Raises:
-            DistStoreError: nobody has set them in time.
-        """
+        """Wait until all of these are set; ``DistStoreError`` after the timeout."""
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        deadline_s, pause = time.monotonic() + timeout_s, Pause()
-        while not self._has(names):
-            self._check_start()
-            if time.monotonic() > deadline_s:
-                raise DistStoreError(f"nobody has set {', '.join(names)} in {timeout_s:.1f} s")
-            pause()
+        wait_until(
+            lambda: self._has(names),
+            check=self._check_start,
+            deadline_s=time.monotonic() + timeout_s,
+            timed_out=lambda: DistStoreError(
+                f"nobody has set {', '.join(names)} in {timeout_s:.1f} s"
+            ),
+        )
 
     def _has(self, names: Iterable[str]) -> bool:
-        """Say whether these are set; if the store has ended, say why, if that is known soon."""
+        """Return whether these are set; if the store has ended, raise why if known soon."""
         try:
             return self.check(names)
         except DistError:
-            deadline_s = time.monotonic() + _STORY_TIMEOUT_S
+            deadline_s = time.monotonic() + _FAILURE_TIMEOUT_S
             while time.monotonic() < deadline_s:
                 self._check_start()
                 time.sleep(_RETRY_S)
             raise
 
     def has_extended_api(self) -> bool:
-        """Return False: torch then uses what is above only."""
+        """Return False, so that torch uses only the methods above."""
         return False
 
     def _sealed(self, name: str, value: str | bytes) -> Any:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        if self._key is None:
+        if self.key is None:
             return data
-        return _SEAL + self._proof(self._key, name, data) + data
+        return _SEAL + self._proof(self.key, name, data) + data
 
     def _opened(self, name: str, stored: bytes) -> bytes:
-        if self._key is None and not stored.startswith(_SEAL):
+        if self.key is None and not stored.startswith(_SEAL):
             return stored
         data = stored.removeprefix(_SEAL)
         proof, data = data[:_PROOF_DIGITS], data[_PROOF_DIGITS:]
         if (
-            self._key is not None
+            self.key is not None
             and stored.startswith(_SEAL)
-            and hmac.compare_digest(proof, self._proof(self._key, name, data))
+            and hmac.compare_digest(proof, self._proof(self.key, name, data))
         ):
             return data
-        told = data if stored.startswith(_SEAL) else stored
-        who = "has another key" if self._key is not None else "has a key, and this rank has none"
+        shown = data if stored.startswith(_SEAL) else stored
+        who = "has another key" if self.key is not None else "has a key, and this rank has none"
         raise ValueError(
             f"in the job's store, whoever wrote {name!r} {who}: give every rank of the job the "
             "same PROCPIPE_KEY_FILE, or none of them; if they have it, somebody else writes into "
-            f"the store. What is there, unproven: {told[:_SHOWN_BYTES].decode(errors='replace')!r}"
+            f"the store. What is there, unproven: {shown[:_SHOWN_BYTES].decode(errors='replace')!r}"
         )
 
     def _proof(self, key: bytes, name: str, data: bytes) -> bytes:
-        # No name holds a zero byte, so no two pairs of name and data look alike.
-        said = b"store\0" + (self._prefix + name).encode() + b"\0" + data
-        return hmac.new(key, said, hashlib.sha256).hexdigest().encode()
+        # No name holds a zero byte, so different pairs of name and data have different texts.
+        text = b"store\0" + (self._prefix + name).encode() + b"\0" + data
+        return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
 
 
 def launchers_store(timeout_s: float, is_given_up: Callable[[], bool] = lambda: False) -> Store:
-    """Return this process's connection to the store, which stays; the first call opens it.
+    """Return this process's connection to the store; the first call opens it.
 
-    Without a launcher rank 0 holds the store, and the others wait for rank 0 here. It stays for
-    as long as the process: another rank may already connect for the next pipeline.
-
-    Args:
-        timeout_s: how long to wait for the store.
-        is_given_up: asked while waiting.
+    Without a launcher rank 0 holds the store, and the others wait for rank 0 here. The connection
+    stays for as long as the process: another rank may already connect for the next pipeline.
+    ``is_given_up`` is called while waiting, and returns whether to stop.
 
     Raises:
         WaitTimeoutError: nothing answered where the store should be.
@@ -219,14 +201,13 @@ def launchers_store(timeout_s: float, is_given_up: Callable[[], bool] = lambda: 
 
 
 @functools.cache
-def _connection(pid: int, address: tuple[str, int]) -> _Connection:
-    """Return the one connection of a process; a forked one has none of its parent's."""
+def _connection(pid: int, address: tuple[str, int]) -> _StoreConnection:
     del pid
-    return _Connection(address)
+    return _StoreConnection(address)
 
 
-class _Connection:
-    """A process's end of the store; on rank 0, without a launcher, the store itself."""
+class _StoreConnection:
+    """A process's connection to the store; on rank 0, without a launcher, the store itself."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -235,12 +216,11 @@ class _Connection:
         give_up_in_children(self)
 
     def give_up_in_child(self) -> None:
-        """Leave a forked child's parent its store."""
+        """Never run the store's destructor in a forked child."""
         keep_for_ever(self._store)
 
     def get(self, timeout_s: float, is_given_up: Callable[[], bool]) -> Store:
-        """Return torch's store."""
-        is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_launchers = has_launchers_store()
         holds = os.environ["RANK"] == "0" and not is_launchers
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -252,7 +232,7 @@ class _Connection:
                         self._store = self._opened(holds, is_launchers)
                         self._store.set_timeout(timedelta(seconds=timeout_s))
                     except DistError:
-                        if holds or not _is_listening(self._address):  # it has ended
+                        if holds or not _is_listening(self._address):  # the store has ended
                             raise
                         continue
                 return self._store
@@ -263,16 +243,16 @@ class _Connection:
             host_name=host,
             port=port,
             is_master=holds,
-            timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),  # it does listen, or did just now
-            wait_for_workers=False,  # they may come late; the roll call waits for them
-            multi_tenant=not is_launchers,  # the user's process group may have it too
+            timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),  # it was listening just now
+            wait_for_workers=False,  # the roll call waits for them
+            multi_tenant=not is_launchers,  # the user's process group may use it, too
         )
 
 
 def _wait_listening(
     address: tuple[str, int], deadline_s: float, is_given_up: Callable[[], bool]
 ) -> None:
-    """Wait until the store's port is open; torch's own wait heeds no signal and prints a lot."""
+    """Wait until the store's port is open; torch's own wait ignores signals and prints a lot."""
     begun_s = time.monotonic()
     while not _is_listening(address):
         now_s = time.monotonic()

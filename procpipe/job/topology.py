@@ -1,13 +1,13 @@
-"""What a host has: physical cores, the NUMA nodes they are in, and which of these is next to a GPU.
+"""What a host has: physical cores, their NUMA nodes, and which of these is next to a GPU.
 
     /sys/devices/system/cpu/cpu<k>/topology/   which logical CPUs are one core, which a package
     /sys/devices/system/cpu/cpu<k>/cpu_capacity, /sys/devices/cpu_atom/     which are slower
     /sys/devices/system/node/node<k>/cpulist   the CPUs of a NUMA node
     /sys/bus/pci/devices/<id>/                 the NUMA node of a GPU, and its CPUs
 
-Only CPUs that this process may run on count: a container or a batch system may have left it a few.
+Only CPUs that this process may run on count: a container or a batch system may restrict them.
 Parts of /sys may be missing (containers, other systems); then each CPU is a core of its own, all in
-one node. Read with few system calls, since every process does it as it starts: one file a core.
+one node. Every process reads this as it starts, so with few system calls: one file per core.
 """
 
 from __future__ import annotations
@@ -27,41 +27,25 @@ _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0
 
 @dataclass(frozen=True)
 class Core:
-    """A physical core.
+    """A physical core."""
 
-    Attributes:
-        cpus: its logical CPUs that may be used; two with SMT.
-        package: the package (socket) it is in.
-        node: its NUMA node.
-        kind: 0 for a host's fastest cores, 1 for the next slower kind, …
-    """
-
-    cpus: tuple[int, ...]
-    package: int = 0
-    node: int = 0
-    kind: int = 0
+    cpus: tuple[int, ...]  # logical CPUs that may be used; two with SMT
+    package: int = 0  # socket
+    node: int = 0  # NUMA node
+    core_type: int = 0  # 0 for a host's fastest cores, 1 for the next slower ones, …
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-        pci: its address on the PCI bus: "0000:3b:00.0".
-        node: the NUMA node it is next to, None if the host does not say.
-    """
-
-    pci: str
-    node: int | None
+    pci: str  # its address on the PCI bus: "0000:3b:00.0"
+    node: int | None  # the NUMA node it is next to, None if unknown
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The cores that may be used, in the order of node, then of logical CPUs.
-
-    Attributes:
-        cores: the cores.
-    """
+    """The cores that may be used, sorted by node, then by logical CPUs."""
 
     cores: tuple[Core, ...]
 
@@ -80,21 +64,21 @@ class Topology:
         return tuple(core for core in self.cores if core.node == node)
 
     def summary(self) -> str:
-        """Say it in words: "64 cores (128 logical CPUs), 2 packages, 2 NUMA nodes"."""
-        told = counted(len(self.cores), "core")
+        """Describe it: "64 cores (128 logical CPUs), 2 packages, 2 NUMA nodes"."""
+        text = counted(len(self.cores), "core")
         if self.num_cpus != len(self.cores):
-            told += f" ({self.num_cpus} logical CPUs)"
-        kinds = Counter(core.kind for core in self.cores)
-        if len(kinds) > 1:
-            told += f", {kinds[0]} of them faster than the others"
+            text += f" ({self.num_cpus} logical CPUs)"
+        types = Counter(core.core_type for core in self.cores)
+        if len(types) > 1:
+            text += f", {types[0]} of them faster than the others"
         packages = {core.package for core in self.cores}
         return (
-            f"{told}, {counted(len(packages), 'package')}, {counted(len(self.nodes), 'NUMA node')}"
+            f"{text}, {counted(len(packages), 'package')}, {counted(len(self.nodes), 'NUMA node')}"
         )
 
 
 def read_topology(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Topology:
-    """Read what this host has; about 20 us a core.
+    """Read what this host has, about 20 us a core.
 
     Args:
         root: where ``sys`` is.
@@ -107,28 +91,20 @@ def read_topology(root: Path = Path("/"), allowed: Collection[int] | None = None
     groups = _cores(cpu_folder, sorted(cpus))
     packages = _packages(cpu_folder, groups)
     nodes = _nodes(f"{root}/sys/devices/system/node")
-    kinds = _kinds(root, groups)
+    types = _core_types(root, groups)
     cores = [
-        Core(group, package, nodes.get(group[0], 0), kind)
-        for group, package, kind in zip(groups, packages, kinds, strict=True)
+        Core(group, package, nodes.get(group[0], 0), core_type)
+        for group, package, core_type in zip(groups, packages, types, strict=True)
     ]
     return Topology(tuple(sorted(cores, key=lambda core: (core.node, core.cpus))))
 
 
 def read_device(pci: str, root: Path = Path("/")) -> Device:
-    """Read where a GPU is.
-
-    Args:
-        pci: its address on the PCI bus, in any of the usual spellings.
-        root: where ``sys`` is.
-
-    Raises:
-        ValueError: that is no such address.
-    """
+    """Read which node a GPU is next to; any usual spelling of its address will do."""
     pci = normal_pci(pci)
     folder = f"{root}/sys/bus/pci/devices/{pci}"
     node = _read_number(f"{folder}/numa_node")
-    if node is None or node < 0:  # a virtual machine, often; what CPUs are near may yet be told
+    if node is None or node < 0:  # often on a virtual machine, which may still list near CPUs
         cpus = _read_cpus(f"{folder}/local_cpulist")
         of_cpu = _nodes(f"{root}/sys/devices/system/node")
         near = {of_cpu.get(cpu) for cpu in cpus}
@@ -139,7 +115,7 @@ def read_device(pci: str, root: Path = Path("/")) -> Device:
 def gpu_pcis() -> list[str | None]:
     """Return the PCI address of each GPU that torch can use here, by its index; imports torch.
 
-    An address is None with a torch that does not tell (before 2.8).
+    An address is None with a torch that does not report it (before 2.8).
     """
     import torch
 
@@ -150,11 +126,7 @@ def gpu_pcis() -> list[str | None]:
 
 
 def normal_pci(text: str) -> str:
-    """Return a PCI address as /sys spells it: "00000000:3B:00.0" is "0000:3b:00.0".
-
-    Raises:
-        ValueError: that is no such address.
-    """
+    """Return a PCI address as /sys spells it: "00000000:3B:00.0" is "0000:3b:00.0"."""
     match = _PCI.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is no PCI address like '0000:3b:00.0'")
@@ -163,11 +135,7 @@ def normal_pci(text: str) -> str:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Return the CPUs of a list as the kernel writes it: "0-2,8" is 0, 1, 2 and 8.
-
-    Raises:
-        ValueError: that is no such list.
-    """
+    """Return the CPUs of a list as the kernel writes it: "0-2,8" is 0, 1, 2 and 8."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -199,7 +167,7 @@ def pci_of(properties: object) -> str | None:
 
 
 def _cores(folder: str, cpus: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the CPUs grouped by physical core, reading one file a core."""
+    """Return the CPUs grouped by physical core, reading one file per core."""
     groups: list[tuple[int, ...]] = []
     seen: set[int] = set()
     for cpu in cpus:
@@ -215,7 +183,7 @@ def _cores(folder: str, cpus: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _packages(folder: str, groups: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return each core's package, counted from 0, reading one file a package."""
+    """Return each core's package, counted from 0, reading one file per package."""
     package_of: dict[int, int] = {}
     num_packages = 0
     for group in groups:
@@ -224,7 +192,7 @@ def _packages(folder: str, groups: Sequence[tuple[int, ...]]) -> list[int]:
                 f"{folder}/cpu{group[0]}/topology/package_cpus_list",
                 f"{folder}/cpu{group[0]}/topology/core_siblings_list",  # before Linux 5.5
             )
-            if not members and num_packages:  # the host does not say: all are in one
+            if not members and num_packages:  # unknown: assume one package
                 num_packages -= 1
             package_of |= dict.fromkeys({*members, *group}, num_packages)
             num_packages += 1
@@ -232,7 +200,7 @@ def _packages(folder: str, groups: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def _nodes(folder: str) -> dict[int, int]:
-    """Return the NUMA node of each CPU; nothing where the host does not say."""
+    """Return the NUMA node of each CPU; {} where the host does not say."""
     node_of: dict[int, int] = {}
     try:
         names = os.listdir(folder)
@@ -246,8 +214,8 @@ def _nodes(folder: str) -> dict[int, int]:
     return node_of
 
 
-def _kinds(root: Path, groups: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return each core's kind, 0 the fastest."""
+def _core_types(root: Path, groups: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return each core's type, 0 the fastest."""
     folder = f"{root}/sys/devices/system/cpu"
     capacities: list[int] = [0] * len(groups)
     if groups and _read_number(f"{folder}/cpu{groups[0][0]}/cpu_capacity") is not None:
@@ -281,7 +249,7 @@ def _read_number(path: str) -> int | None:
 
 
 def _read(path: str) -> str:
-    """Return a small file's text, "" if there is none; a third of the time ``open`` takes."""
+    """Return a small file's text, "" if there is none; takes a third of the time of ``open``."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.channel.base import Receiver, Sender
+from procpipe.channel.link import Receiver, Sender
 from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh

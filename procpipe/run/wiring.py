@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from procpipe.channel.link import LinkReceiver, LinkSender
+from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import BalanceError, CallMismatchError, DisagreementError
 from procpipe.job.transports import Choice, Offer, choose
@@ -49,8 +49,8 @@ class Wires:
     mesh: Mesh
     control: Control
     channels: Channels
-    values_to: dict[int, LinkSender]
-    values_from: dict[int, LinkReceiver]
+    values_to: dict[int, Sender]
+    values_from: dict[int, Receiver]
 
     def close(self) -> None:
         """Close all channels, without waiting."""
@@ -88,9 +88,9 @@ def connect(
         mesh,
         control,
         channels,
-        {peer: LinkSender(mesh, peer, _VALUE_NUMBER, None, cpu) for peer in mesh.peers},
+        {peer: Sender(mesh, peer, _VALUE_NUMBER, None, cpu) for peer in mesh.peers},
         {
-            peer: LinkReceiver(mesh, peer, _VALUE_NUMBER, None, _described(VALUE, peer))
+            peer: Receiver(mesh, peer, _VALUE_NUMBER, None, _described(VALUE, peer))
             for peer in mesh.peers
         },
     )
@@ -139,11 +139,11 @@ def _open_channels(
         if source == mesh.rank:
             transport = transports[destination]
             what = f"{payload} to stage {destination} (rank {destination})"
-            channels.senders[channel] = LinkSender(
+            channels.senders[channel] = Sender(
                 mesh, destination, number, transport, world.device, what
             )
         if destination == mesh.rank:
-            channels.receivers[channel] = LinkReceiver(
+            channels.receivers[channel] = Receiver(
                 mesh, source, number, transports[source], _described(payload, source)
             )
 

@@ -20,8 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from procpipe.channel.base import Receiver, Sender
-from procpipe.channel.link import INLINE_BYTES
+from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
 from procpipe.tree import TENSOR, Flat, flatten
 
 #: Kinds of channel that are open in both directions.

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from procpipe.channel.cuda_ipc import CudaIpcTransport
-from procpipe.channel.link import LinkReceiver, LinkSender
-from procpipe.channel.memory import MemoryChannel
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.link import Receiver, Sender
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.job.transports import Choice
 from tests.channel.conformance import CASES, KINDS
+from tests.channel.memory import MemoryChannel
 from tests.channel.simulated import Device, Process
 
 CPU = torch.device("cpu")
@@ -70,14 +71,14 @@ def mesh_over(rank, sockets):
         sockets,
         timeout_s=TIMEOUT_S,
         stall_timeout_s=TIMEOUT_S,
-        onlooker=Onlooker(),
+        reports=WaitReports(),
     )
 
 
 def links(mesh, transport, device):
     (peer,) = mesh.peers
-    senders = {kind: LinkSender(mesh, peer, kind, transport, device) for kind in KINDS}
-    receivers = {kind: LinkReceiver(mesh, peer, kind, transport, f"kind {kind}") for kind in KINDS}
+    senders = {kind: Sender(mesh, peer, kind, transport, device) for kind in KINDS}
+    receivers = {kind: Receiver(mesh, peer, kind, transport, f"kind {kind}") for kind in KINDS}
     return senders, receivers
 
 

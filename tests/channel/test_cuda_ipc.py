@@ -94,7 +94,7 @@ def test_a_note_is_short():
 
 @pytest.mark.parametrize("note", NOTES)
 @pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"\0", lambda b: b[:10]])
-def test_what_is_no_note_is_refused(note, change):
+def test_other_bytes_than_a_note_are_refused(note, change):
     with pytest.raises(ValueError, match="not the note of a slot: b'"):
         Note.unpack(change(note.pack()))
 
@@ -178,7 +178,7 @@ def test_slots_are_whole_granules(ends):
     assert [len(block.content) for block in ends.device.blocks.values()] == [2 * MIB, 6 * MIB]
 
 
-def test_slots_that_have_become_too_small_are_given_back(ends):
+def test_slots_that_have_become_too_small_are_freed(ends):
     for size in (MIB, 3 * MIB, 5 * MIB):
         for k in range(3):
             sent = [torch.full((size,), k, dtype=torch.uint8)]
@@ -268,7 +268,7 @@ def test_a_message_is_done_when_the_tensors_are_free_and_the_receiver_needs_noth
 # -- endings ------------------------------------------------------------------------------------
 
 
-def test_all_memory_is_given_back_when_both_drain(ends):
+def test_all_memory_is_freed_when_both_drain(ends):
     for k in range(3):
         ends.transfer([numbers(10)])
         ends.transfer([torch.zeros(3 * k * MIB, dtype=torch.uint8)], kind=2)
@@ -284,7 +284,7 @@ def test_all_memory_is_given_back_when_both_drain(ends):
     assert not ends.device.blocks
 
 
-def test_who_drains_waits_until_the_receiver_has_its_copies(ends):
+def test_drain_waits_until_the_receiver_has_its_copies(ends):
     ends.device.is_paused = True
     sent = numbers(10)
     _, (received,) = ends.transfer([sent])
@@ -294,7 +294,7 @@ def test_who_drains_waits_until_the_receiver_has_its_copies(ends):
     assert torch.equal(received, sent)
 
 
-def test_memory_that_a_peer_has_open_is_not_given_back(ends):
+def test_memory_that_a_peer_has_open_is_not_freed(ends):
     """What ``cuMemFree`` does then is undefined; the process's end does it well."""
     ends.transfer([numbers(10)])
 
@@ -304,7 +304,7 @@ def test_memory_that_a_peer_has_open_is_not_given_back(ends):
     assert len(ends.device.blocks) == 1
 
 
-def test_nothing_is_given_back_after_a_failure(ends):
+def test_nothing_is_freed_after_a_failure(ends):
     """Whoever closes without ``drain`` does not know what others are still reading."""
     ends.transfer([numbers(10)])
     for transport in ends.transports:
@@ -313,17 +313,19 @@ def test_nothing_is_given_back_after_a_failure(ends):
     assert [block.num_open for block in ends.device.blocks.values()] == [1]
 
 
-def test_descriptors_go_with_the_transports():
-    before = set(os.listdir("/dev/shm"))
+def test_descriptors_are_closed_with_the_transports():
     descriptors = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
+    adds_names = []
+    for _ in range(10):
+        before = set(os.listdir("/dev/shm"))
         ends = Ends()
         ends.transfer([numbers(10)])
         ends.drain()
         del ends
+        adds_names.append(set(os.listdir("/dev/shm")) != before)
 
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert set(os.listdir("/dev/shm")) == before
+    assert not all(adds_names)  # other programs may use that folder too
 
 
 # -- any order of work --------------------------------------------------------------------------
@@ -403,7 +405,7 @@ def test_whatever_the_order_of_work_what_arrives_is_what_was_sent(seed):
 # -- failures -----------------------------------------------------------------------------------
 
 
-def test_a_sender_whose_receiver_has_died_is_free_of_its_transfers(ends):
+def test_the_transfers_of_a_sender_whose_receiver_has_died_end(ends):
     """The next message waits until the one before is taken, which nobody does any more."""
     _, note = ends.send([numbers(10)])
     ends.receive([numbers(10)], note)
@@ -422,7 +424,7 @@ def test_a_sender_whose_receiver_has_died_is_free_of_its_transfers(ends):
     ends.gpus[0].synchronize()
 
 
-def test_a_receiver_whose_sender_has_died_is_free_of_its_transfers(ends):
+def test_the_transfers_of_a_receiver_whose_sender_has_died_end(ends):
     ends.device.is_paused = True
     sent = [numbers(10)]
     _, note = ends.send(sent)
@@ -438,7 +440,7 @@ def test_a_receiver_whose_sender_has_died_is_free_of_its_transfers(ends):
     ends.gpus[1].synchronize()
 
 
-def test_who_is_alive_gets_its_message_although_its_sender_has_failed(ends):
+def test_a_live_receiver_gets_its_message_although_the_sender_has_failed(ends):
     """The sender ends its transfers; the receiver has not heard of the failure yet."""
     ends.device.is_paused = True
     first, second = [numbers(10)], [numbers(10, 50)]

@@ -142,19 +142,19 @@ def test_copies_and_numbers_go_where_they_should(gpu):
     gpu.free(address)
 
 
-def test_a_call_that_fails_is_an_error_with_the_drivers_words(gpu):
+def test_a_call_that_fails_is_an_error_with_the_drivers_text(gpu):
     with pytest.raises(RuntimeError) as caught:
         gpu.close(0)
     assert str(caught.value) == "cuIpcCloseMemHandle failed on cuda:3: invalid argument (1)"
 
 
-def test_what_a_driver_may_not_have_is_told(gpu):
+def test_the_error_names_what_a_driver_may_lack(gpu):
     with pytest.raises(RuntimeError, match=r"an error without a text \(801\); ranks") as caught:
         gpu.wait(STREAM, 0, 801)
     assert str(caught.value).endswith("give each rank a GPU of its own")
 
 
-def test_memory_that_torch_keeps_is_given_back_before_there_is_none(gpu):
+def test_torchs_cache_is_emptied_before_memory_runs_out(gpu):
     assert gpu.allocate(1 << 33)
     with pytest.raises(torch.OutOfMemoryError, match="cuda:3 has no 16384 MiB for a message"):
         gpu.allocate(1 << 34)

@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 
-from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, LinkReceiver, LinkSender
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, Receiver, Sender
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
 
@@ -98,7 +99,7 @@ def meshes():
                 {1 - rank: sock},
                 timeout_s=1.0,
                 stall_timeout_s=30.0,
-                onlooker=Onlooker(),
+                reports=WaitReports(),
             )
         )
     yield made
@@ -108,7 +109,7 @@ def meshes():
 
 def test_settling_a_silent_transport_does_not_wait_for_a_socket(meshes):
     """NCCL tells nobody that a send is over: close() took stall_timeout_s, and told of a stall."""
-    sender = LinkSender(meshes[0], 1, 1, Slow(), CPU)
+    sender = Sender(meshes[0], 1, 1, Slow(), CPU)
     sender.send(Flat.of(BIG))
     start = time.monotonic()
 
@@ -117,8 +118,8 @@ def test_settling_a_silent_transport_does_not_wait_for_a_socket(meshes):
     assert time.monotonic() - start < 0.5
 
 
-def test_what_is_under_way_is_let_go_as_it_ends(meshes):
-    sender = LinkSender(meshes[0], 1, 1, Slow(), CPU)
+def test_what_is_under_way_is_released_as_it_ends(meshes):
+    sender = Sender(meshes[0], 1, 1, Slow(), CPU)
 
     for _ in range(100):
         sender.send(Flat.of(BIG.clone()))
@@ -128,8 +129,8 @@ def test_what_is_under_way_is_let_go_as_it_ends(meshes):
 
 def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
     transport = Slow()
-    sender = LinkSender(meshes[0], 1, 1, transport, CPU)
-    receiver = LinkReceiver(meshes[1], 0, 1, transport, "x")
+    sender = Sender(meshes[0], 1, 1, transport, CPU)
+    receiver = Receiver(meshes[1], 0, 1, transport, "x")
     posted = []
 
     def send_three():
@@ -155,7 +156,7 @@ def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
 def test_metadata_travels_when_it_changes(meshes):
     flags = []
     meshes[1].on(0, 1, lambda sequence, flag, body: flags.append(flag & 1))
-    sender = LinkSender(meshes[0], 1, 1, None, CPU)
+    sender = Sender(meshes[0], 1, 1, None, CPU)
     t = torch.ones(2)
 
     for value in (t, t, t + 1, t[:1], t[:1], [t], [t], [t, 1], [t, True], [t, True], t):
@@ -166,8 +167,8 @@ def test_metadata_travels_when_it_changes(meshes):
 
 
 def test_a_timeout_names_the_channel_and_the_message(meshes):
-    receiver = LinkReceiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
-    LinkSender(meshes[0], 1, 1, None, CPU).send(Flat.of(BIG))
+    receiver = Receiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
+    Sender(meshes[0], 1, 1, None, CPU).send(Flat.of(BIG))
     receiver.expect()
     receiver.take()
     receiver.expect()
@@ -179,7 +180,7 @@ def test_a_timeout_names_the_channel_and_the_message(meshes):
 
 
 def test_a_sender_that_has_left_is_named(meshes):
-    receiver = LinkReceiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
+    receiver = Receiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
     receiver.expect()
     meshes[0].close()
 
@@ -189,7 +190,7 @@ def test_a_sender_that_has_left_is_named(meshes):
 
 
 def test_a_transfer_may_end_here_when_its_receiver_has_left(meshes):
-    sender = LinkSender(meshes[0], 1, 1, Late(), CPU)
+    sender = Sender(meshes[0], 1, 1, Late(), CPU)
     sender.send(Flat.of(BIG))
     meshes[1].close()
 
@@ -199,16 +200,16 @@ def test_a_transfer_may_end_here_when_its_receiver_has_left(meshes):
 
 
 def test_a_message_must_be_expected(meshes):
-    receiver = LinkReceiver(meshes[1], 0, 1, None, "x")
+    receiver = Receiver(meshes[1], 0, 1, None, "x")
 
     with pytest.raises(AssertionError, match="never expected"):
         receiver.take()
 
 
-def test_a_transfer_that_breaks_is_the_fault_of_who_broke_it(meshes):
+def test_a_transfer_that_breaks_names_the_rank_that_broke_it(meshes):
     """Gloo's own error comes first, and says nothing: the peer's story is on its way."""
-    sender = LinkSender(meshes[0], 1, 1, Broken(), CPU)
-    receiver = LinkReceiver(meshes[1], 0, 1, Broken(), "x")
+    sender = Sender(meshes[0], 1, 1, Broken(), CPU)
+    receiver = Receiver(meshes[1], 0, 1, Broken(), "x")
     sender.send(Flat.of(BIG))
     receiver.expect()
     meshes[1].poll()
@@ -218,8 +219,8 @@ def test_a_transfer_that_breaks_is_the_fault_of_who_broke_it(meshes):
         receiver.take()
 
 
-def test_a_send_that_breaks_is_the_fault_of_who_broke_it(meshes):
-    sender = LinkSender(meshes[1], 0, 1, Broken(), CPU)
+def test_a_send_that_breaks_names_the_rank_that_broke_it(meshes):
+    sender = Sender(meshes[1], 0, 1, Broken(), CPU)
     sender.send(Flat.of(BIG))
     meshes[0].send_failure(0, "the story")
 
@@ -228,9 +229,9 @@ def test_a_send_that_breaks_is_the_fault_of_who_broke_it(meshes):
 
 
 def test_a_transfer_that_breaks_for_no_known_reason_keeps_its_error(meshes, monkeypatch):
-    monkeypatch.setattr("procpipe.channel.mesh._STORY_TIMEOUT_S", 0.05)
-    sender = LinkSender(meshes[0], 1, 1, Broken(), CPU)
-    receiver = LinkReceiver(meshes[1], 0, 1, Broken(), "x")
+    monkeypatch.setattr("procpipe.channel.mesh._FAILURE_TIMEOUT_S", 0.05)
+    sender = Sender(meshes[0], 1, 1, Broken(), CPU)
+    receiver = Receiver(meshes[1], 0, 1, Broken(), "x")
     sender.send(Flat.of(BIG))
     receiver.expect()
 
@@ -240,8 +241,8 @@ def test_a_transfer_that_breaks_for_no_known_reason_keeps_its_error(meshes, monk
 
 def test_without_a_transport_a_large_message_comes_in_pieces(meshes):
     """So that neither end holds a copy of it; the next one is in order."""
-    receiver = LinkReceiver(meshes[1], 0, 1, None, "x")
-    sender = LinkSender(meshes[0], 1, 1, None, CPU)
+    receiver = Receiver(meshes[1], 0, 1, None, "x")
+    sender = Sender(meshes[0], 1, 1, None, CPU)
     large = torch.arange(3 * PIECE_BYTES // 8 + 1)
     values = [[large, torch.ones(0), torch.tensor(True)], torch.tensor([7])]
 
@@ -264,8 +265,8 @@ def test_without_a_transport_a_large_message_comes_in_pieces(meshes):
 
 def test_pieces_that_stop_coming_are_waited_for_as_long_as_any_message(meshes):
     """Each is progress, so a long transfer is no stall; one that stands still is."""
-    receiver = LinkReceiver(meshes[1], 0, 1, None, "x")
-    sender = LinkSender(meshes[0], 1, 1, None, CPU)
+    receiver = Receiver(meshes[1], 0, 1, None, "x")
+    sender = Sender(meshes[0], 1, 1, None, CPU)
     receiver.expect()
 
     with pytest.raises(WaitTimeoutError, match="rank 1 to read a value"):

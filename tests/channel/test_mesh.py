@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import FAILURE, Mesh, Onlooker
+from procpipe.channel.mesh import FAILURE, Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 
 HEADER = struct.Struct("<QIBB")
@@ -51,13 +52,13 @@ def wired(net):
     theirs.close()
 
 
-def mesh(rank, sockets, timeout_s=5.0, stall_timeout_s=5.0, onlooker=None):
+def mesh(rank, sockets, timeout_s=5.0, stall_timeout_s=5.0, reports=None):
     return Mesh(
         rank,
         sockets,
         timeout_s=timeout_s,
         stall_timeout_s=stall_timeout_s,
-        onlooker=onlooker or Onlooker(),
+        reports=reports or WaitReports(),
     )
 
 
@@ -90,7 +91,7 @@ def test_a_frame_arrives_as_it_was_sent(net):
     assert heard == [(0xFFFFFFFF, 3, b"abcdef"), (0, 0, b"")]
 
 
-def test_frames_are_told_apart_by_peer_and_kind(net):
+def test_frames_are_dispatched_by_peer_and_type(net):
     a, b, c = net(3)
     heard = [heard_by(c, 0, 1), heard_by(c, 0, 2), heard_by(c, 1, 1)]
 
@@ -254,9 +255,9 @@ def test_a_timeout_says_who_waited_how_long_for_what(net):
     assert isinstance(caught.value, TimeoutError)
 
 
-def test_a_stall_is_told_again_after_twice_the_time(net):
+def test_a_stall_is_reported_again_after_twice_the_time(net):
     seen = Seen()
-    _, b = net(2, timeout_s=0.5, stall_timeout_s=0.05, onlooker=seen)
+    _, b = net(2, timeout_s=0.5, stall_timeout_s=0.05, reports=seen)
 
     with pytest.raises(WaitTimeoutError):
         b.wait(lambda: False, lambda: "something")
@@ -267,7 +268,7 @@ def test_a_stall_is_told_again_after_twice_the_time(net):
         assert waited_s >= at_least_s
 
 
-class Seen(Onlooker):
+class Seen(WaitReports):
     """Notes what it is told."""
 
     def __init__(self):
@@ -287,9 +288,9 @@ class Seen(Onlooker):
         return f"rank {peer} was seen in F3"
 
 
-def test_a_long_wait_is_told_and_a_short_one_is_not(net):
+def test_a_long_wait_is_reported_and_a_short_one_is_not(net):
     seen = Seen()
-    a, b = net(2, onlooker=seen)
+    a, b = net(2, reports=seen)
     heard = heard_by(b, 0, 1)
     a.send(1, 1, 0, 0, b"at once")
     b.wait(lambda: heard, lambda: "the first")
@@ -303,9 +304,9 @@ def test_a_long_wait_is_told_and_a_short_one_is_not(net):
     assert seen.waits == ["the second", "over"]
 
 
-def test_a_wait_that_fails_stays_told(net):
+def test_the_report_of_a_wait_that_fails_stays(net):
     seen = Seen()
-    _, b = net(2, timeout_s=0.2, onlooker=seen)
+    _, b = net(2, timeout_s=0.2, reports=seen)
 
     with pytest.raises(WaitTimeoutError):
         b.wait(lambda: False, lambda: "something")
@@ -313,10 +314,10 @@ def test_a_wait_that_fails_stays_told(net):
     assert seen.waits == ["something"]
 
 
-def test_where_a_dead_peer_was_last_seen_is_told():
+def test_the_error_says_where_a_dead_peer_was_last_seen():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    one = mesh(1, {0: ours}, onlooker=Seen())
+    one = mesh(1, {0: ours}, reports=Seen())
     theirs.close()
 
     with pytest.raises(PeerLostError, match=r"ended without a word.*; rank 0 was seen in F3"):
@@ -325,7 +326,7 @@ def test_where_a_dead_peer_was_last_seen_is_told():
     one.close()
 
 
-def test_what_no_socket_tells_of_is_asked_for(net):
+def test_a_condition_that_no_frame_shows_is_polled(net):
     _, b = net(2)
     asked = iter([False, False, False, True])
     start = time.monotonic()
@@ -389,7 +390,7 @@ def test_a_reset_connection_is_a_loss():
     one.close()
 
 
-def test_a_goodbye_is_no_fault_unless_somebody_waits_for_who_left(net):
+def test_a_goodbye_is_no_fault_unless_a_rank_waits_for_that_peer(net):
     a, b, c = net(3)
     heard = heard_by(c, 1, 7)
     a.close()
@@ -416,7 +417,7 @@ def test_what_a_peer_did_before_it_left_may_show_later(net):
         b.wait_for(0, lambda: False, nothing, every_s=0.001, grace_s=0.01)
 
 
-def test_sending_to_who_has_left_is_a_fault(net):
+def test_sending_to_a_peer_that_has_left_is_a_fault(net):
     a, b = net(2)
     heard = heard_by(b, 0, 7)
     a.send(1, 7, 0, 0)
@@ -461,7 +462,7 @@ def test_a_failure_reaches_all_and_is_passed_on():
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
-def test_a_lost_peer_is_lost_for_those_too_who_only_hear_of_it(how):
+def test_a_lost_peer_is_a_lost_peer_on_ranks_that_receive_the_failure(how):
     (a1, b0), (b2, c1) = socket.socketpair(), socket.socketpair()
     for sock in (a1, b0, b2, c1):
         sock.setblocking(False)
@@ -481,7 +482,7 @@ def test_a_lost_peer_is_lost_for_those_too_who_only_hear_of_it(how):
         one.close()
 
 
-def test_a_failure_is_told_once(net):
+def test_a_failure_is_sent_once(net):
     a, b = net(2)
     a.send_failure(0, "first")
     a.send_failure(0, "second")
@@ -540,8 +541,8 @@ def test_a_failure_overtakes_what_could_not_be_sent(net):
     assert all(body == bytes(1 << 20) for _, _, body in heard)
 
 
-def test_a_peer_that_does_not_read_cannot_keep_a_failing_rank(net, monkeypatch):
-    monkeypatch.setattr("procpipe.channel.mesh._LAST_WORDS_TIMEOUT_S", 0.05)
+def test_a_peer_that_does_not_read_cannot_hold_up_a_failing_rank(net, monkeypatch):
+    monkeypatch.setattr("procpipe.channel.mesh._LAST_FRAME_TIMEOUT_S", 0.05)
     a, b = net(2)
     for _ in range(100):
         a.send(1, 7, 0, 0, bytes(1 << 20))
@@ -568,7 +569,7 @@ def test_closing_says_goodbye_even_behind_unsent_frames(net):
         b.wait_for(0, lambda: False, nothing)
 
 
-def test_closing_does_not_wait_for_a_peer_that_is_gone(net):
+def test_closing_does_not_wait_for_a_peer_that_has_ended(net):
     a, b = net(2)
     for _ in range(20):
         a.send(1, 7, 0, 0, bytes(1 << 20))
@@ -587,7 +588,7 @@ def test_closing_twice_is_closing_once(net):
     a.close()
 
 
-def test_a_mesh_of_one_rank_has_nobody_to_speak_to():
+def test_a_mesh_of_one_rank():
     alone = mesh(0, {})
 
     alone.poll()
@@ -609,7 +610,7 @@ def test_no_socket_is_left_open(net):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_frame_may_be_longer_than_32_bits_can_tell(wired):
+def test_a_frame_may_be_longer_than_4_gib(wired):
     """Symptom: struct.error where one was sent."""
     one, peer = wired
     heard = heard_by(one, 0, 7)
@@ -623,7 +624,7 @@ def test_a_frame_may_be_longer_than_32_bits_can_tell(wired):
     assert heard == []
 
 
-def test_a_peer_that_has_heard_a_goodbye_may_go_without_its_own(net):
+def test_a_peer_may_end_without_a_goodbye_after_receiving_one(net):
     first, second = net(2)
     first.part(0.0)
     second.poll()

@@ -13,9 +13,10 @@ import sys
 import pytest
 
 from procpipe.channel import mesh as mesh_module
-from procpipe.channel import wire
-from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh, Onlooker
-from procpipe.channel.wire import open_process
+from procpipe.channel import sockets
+from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh
+from procpipe.channel.native_waits import WaitReports
+from procpipe.channel.sockets import open_process
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
 from tests.test_forks import in_child
 
@@ -56,7 +57,7 @@ def peer(tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         sock.setblocking(False)
-        mesh = Mesh(1, {0: sock}, timeout_s=5.0, stall_timeout_s=5.0, onlooker=Onlooker())
+        mesh = Mesh(1, {0: sock}, timeout_s=5.0, stall_timeout_s=5.0, reports=WaitReports())
         meshes.append(mesh)
         return process, mesh
 
@@ -79,7 +80,7 @@ def nothing():
 @pytest.mark.parametrize("has_peerpidfd", [True, False])
 def test_a_killed_peer_whose_child_lives(peer, monkeypatch, has_peerpidfd):
     if not has_peerpidfd:
-        monkeypatch.setattr(wire, "_SO_PEERPIDFD", 1 << 20)
+        monkeypatch.setattr(sockets, "_SO_PEERPIDFD", 1 << 20)
     process, mesh = peer()
     os.kill(process.pid, signal.SIGKILL)
 
@@ -87,7 +88,7 @@ def test_a_killed_peer_whose_child_lives(peer, monkeypatch, has_peerpidfd):
         mesh.wait(lambda: False, nothing)
 
 
-def test_what_it_had_said_counts(peer, monkeypatch):
+def test_what_a_killed_peer_had_sent_counts(peer, monkeypatch):
     monkeypatch.setattr(mesh_module, "READ_BYTES", 1 << 14)
     heard = []
     story = {"rank": 0, "story": "boom", "is_lost": False}
@@ -102,7 +103,7 @@ def test_what_it_had_said_counts(peer, monkeypatch):
     assert heard == [40_000] * 2
 
 
-def test_a_farewell_counts(peer):
+def test_a_goodbye_before_the_end_counts(peer):
     process, mesh = peer(frame(GOODBYE))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -112,8 +113,8 @@ def test_a_farewell_counts(peer):
     assert not mesh.is_connected(0)
 
 
-def test_a_process_that_cannot_be_opened_is_done_without(peer, monkeypatch):
-    monkeypatch.setattr(wire, "_SO_PEERPIDFD", 1 << 20)
+def test_a_process_that_cannot_be_opened_is_no_error(peer, monkeypatch):
+    monkeypatch.setattr(sockets, "_SO_PEERPIDFD", 1 << 20)
 
     def refuse(pid):
         raise PermissionError
@@ -142,10 +143,10 @@ def test_only_processes_of_this_host_are_opened():
         assert open_process(link) is None
 
 
-def test_a_forked_child_cannot_speak_for_its_parent():
+def test_a_forked_child_cannot_send_for_its_parent():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    mesh = Mesh(1, {0: ours}, timeout_s=5.0, stall_timeout_s=5.0, onlooker=Onlooker())
+    mesh = Mesh(1, {0: ours}, timeout_s=5.0, stall_timeout_s=5.0, reports=WaitReports())
     mesh.send(0, 3, 0, 0, b"before")
 
     def speak():

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from procpipe.channel.link import INLINE_BYTES, LinkReceiver, LinkSender
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
+from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import allocate
+from procpipe.channel.native_waits import WaitReports
 from procpipe.tree import Flat
 
 
@@ -39,7 +40,7 @@ class Standing:
         return False
 
 
-class Listener(Onlooker):
+class Listener(WaitReports):
     """Notes what it is told."""
 
     def __init__(self):
@@ -67,11 +68,11 @@ def test_a_rank_that_stops_in_the_middle_of_a_transfer_is_reported():
     for sock in (a, b):
         sock.setblocking(False)
     listener, cpu = Listener(), torch.device("cpu")
-    ends = Mesh(0, {1: a}, timeout_s=20.0, stall_timeout_s=0.1, onlooker=Onlooker())
-    ours = Mesh(1, {0: b}, timeout_s=20.0, stall_timeout_s=0.1, onlooker=listener)
+    ends = Mesh(0, {1: a}, timeout_s=20.0, stall_timeout_s=0.1, reports=WaitReports())
+    ours = Mesh(1, {0: b}, timeout_s=20.0, stall_timeout_s=0.1, reports=listener)
     transport: Any = Standing(listener.told)
-    receiver = LinkReceiver(ours, 0, 1, transport, "activation from stage 0 (rank 0)")
-    LinkSender(ends, 1, 1, transport, cpu).send(Flat.of([torch.ones(INLINE_BYTES)]))
+    receiver = Receiver(ours, 0, 1, transport, "activation from stage 0 (rank 0)")
+    Sender(ends, 1, 1, transport, cpu).send(Flat.of([torch.ones(INLINE_BYTES)]))
     receiver.expect()
     receiver.take()
 
@@ -79,4 +80,4 @@ def test_a_rank_that_stops_in_the_middle_of_a_transfer_is_reported():
     assert listener.heard == [f"waits for {what}", f"has waited too long for {what}", "goes on"]
     for mesh_ in (ends, ours):
         mesh_.close()
-    assert not any(thread.name == "procpipe lookout" for thread in threading.enumerate())
+    assert not any(thread.name == "procpipe native waits" for thread in threading.enumerate())

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from procpipe.channel import handshake, wire
-from procpipe.channel.handshake import connect_to
-from procpipe.channel.wire import (
+from procpipe.channel import handshake, sockets
+from procpipe.channel.handshake import Joiner, connect_to
+from procpipe.channel.sockets import (
     Address,
     address_towards,
     has_vanished,
@@ -29,20 +29,19 @@ def _nothing_told(monkeypatch):
 
 def connect(tcp, timeout_s=20.0):
     address = Address("another host", "", tcp)
-    deadline_s = time.monotonic() + timeout_s
-    return connect_to(3, address, rank=4, key=b"k", deadline_s=deadline_s, check=lambda: None)
+    return connect_to(3, address, Joiner(4, b"k", time.monotonic() + timeout_s, lambda: None))
 
 
 # -- which address -------------------------------------------------------------------------------
 
 
-def test_by_itself_it_is_the_one_on_the_way_to_rank_0(monkeypatch):
+def test_by_default_the_address_is_the_one_towards_rank_0(monkeypatch):
     assert own_address() == "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.9")
     assert own_address() == "127.0.0.1"
 
 
-def test_the_users_word_counts(monkeypatch):
+def test_the_users_address_counts(monkeypatch):
     monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.7")
     assert own_address() == "127.0.0.7"
     assert address_towards(0, [("a", "127.0.0.7"), ("b", "192.0.2.1")]) == "127.0.0.7"
@@ -56,7 +55,7 @@ def test_an_address_of_another_host_is_refused(monkeypatch, told):
         own_address()
 
 
-def test_processes_told_different_addresses_are_on_different_hosts(monkeypatch):
+def test_processes_given_different_addresses_are_on_different_hosts(monkeypatch):
     alone = host_identity()
     monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.2")
     told = host_identity()
@@ -77,7 +76,7 @@ def test_an_address_that_leads_to_peers_stays():
 
 def test_where_rank_0s_name_leads_to_itself_the_way_to_another_host_counts(monkeypatch):
     """As on Debian, where /etc/hosts gives a host's own name 127.0.1.1."""
-    monkeypatch.setattr(wire, "_address_on_the_way_to", lambda host: f"towards {host}")
+    monkeypatch.setattr(sockets, "_address_on_the_way_to", lambda host: f"towards {host}")
 
     found = address_towards(0, [("a", "127.0.1.1"), ("a", "127.0.1.1"), ("b", "192.0.2.2")])
 
@@ -85,14 +84,14 @@ def test_where_rank_0s_name_leads_to_itself_the_way_to_another_host_counts(monke
 
 
 def test_ipv6():
-    assert wire._is_loopback("::1")
-    assert not wire._is_loopback("fe80::1%eth0")
+    assert sockets._is_loopback("::1")
+    assert not sockets._is_loopback("fe80::1%eth0")
     if not socket.has_ipv6 or not can_bind("::1"):
         pytest.skip("this host has no IPv6")
-    sockets, address = listen("::1")
-    assert sockets[-1].family == socket.AF_INET6
+    listeners, address = listen("::1")
+    assert listeners[-1].family == socket.AF_INET6
     assert address.tcp[0] == "::1"
-    for sock in sockets:
+    for sock in listeners:
         sock.close()
 
 
@@ -143,11 +142,11 @@ def silent(address):
 
 
 def test_a_rank_of_this_host_that_has_ended():
-    sockets, address = listen(None)
-    sockets[0].close()
+    listeners, address = listen(None)
+    listeners[0].close()
 
     with pytest.raises(ConnectionError, match=r"rank 4 cannot reach rank 3 on this host .*ended"):
-        connect_to(3, address, rank=4, key=b"k", deadline_s=time.monotonic() + 5, check=print)
+        connect_to(3, address, Joiner(4, b"k", time.monotonic() + 5, print))
 
 
 # -- hosts that vanish ---------------------------------------------------------------------------
@@ -158,22 +157,22 @@ def tcp_pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-    with wire.prepared(ours), wire.prepared(theirs):
+    with sockets.prepared(ours), sockets.prepared(theirs):
         yield ours, theirs
 
 
-def test_an_idle_connection_is_asked_after(tcp_pair):
+def test_an_idle_connection_is_probed(tcp_pair):
     for link in tcp_pair:
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle, interval, count = (
             link.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}"))
             for name in ("IDLE", "INTVL", "CNT")
         )
-        assert idle + interval * count == wire._VANISHED_AFTER_S
+        assert idle + interval * count == sockets._VANISHED_AFTER_S
 
 
 def test_what_is_never_answered_is_noticed(monkeypatch):
-    monkeypatch.setattr(wire, "_VANISHED_AFTER_S", 0.1)
+    monkeypatch.setattr(sockets, "_VANISHED_AFTER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         waiting = [silent(full.getsockname()) for _ in range(4)]
         wait_until(lambda: has_vanished(waiting[-1]))
@@ -184,7 +183,7 @@ def test_what_is_never_answered_is_noticed(monkeypatch):
 
 def test_a_reader_that_is_stopped_has_not_vanished(monkeypatch, tcp_pair):
     """Its system says that there is no room, and goes on saying so."""
-    monkeypatch.setattr(wire, "_VANISHED_AFTER_S", 0.0)
+    monkeypatch.setattr(sockets, "_VANISHED_AFTER_S", 0.0)
     ours, _ = tcp_pair
     with contextlib.suppress(BlockingIOError):
         while True:

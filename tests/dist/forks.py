@@ -13,8 +13,9 @@
 
 A child has an environment, a working folder, a session and a main module of its own; nothing has
 run in it but imports. The server has one thread, for only the thread that forks is in the child.
-What a fresh interpreter imports, and when, cannot be seen in such a process. This file does not
-know what the processes do.
+What a fresh interpreter imports, and when, cannot be seen in such a process. It ends after its last
+exit function: to free every module that it has imported would take ten times as long as all else it
+does. With ``tears_down`` it does that too. This file does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import importlib
 import importlib.util
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -40,9 +42,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-#: What takes long to import; the second is what the first optimizer of a process imports, the last
-#: one what some examples do, where it is installed.
-IMPORTS = ("torch.distributed", "torch._dynamo", "procpipe.state", "sklearn.datasets")
+#: What takes long to import. The second is what the first optimizer of a process imports; the
+#: fourth is in every file of tests, the last in some examples, where it is installed.
+IMPORTS = ("torch.distributed", "torch._dynamo", "procpipe.state", "pytest", "sklearn.datasets")
 
 _MAX_MESSAGE_BYTES = 1 << 17
 
@@ -55,11 +57,13 @@ class Start:
         argv: a script and its arguments; or ``-c``, code and its arguments.
         env: the whole environment.
         cwd: the working folder.
+        tears_down: end as Python does, which frees all modules and what they hold.
     """
 
     argv: tuple[str, ...]
     env: dict[str, str]
     cwd: str
+    tears_down: bool
 
 
 class Forked:
@@ -77,6 +81,15 @@ class Forked:
         """A descriptor that can be read once the process has ended, until it was waited for."""
         assert self._pidfd is not None, "the process was waited for"
         return self._pidfd
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the end was waited for."""
+        if self._code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process, unless its end was waited for."""
+        self.send_signal(signal.SIGKILL)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or ``None`` while the process runs."""
@@ -126,9 +139,10 @@ class ForkServer:
         env: Mapping[str, str],
         cwd: Path,
         files: tuple[int, int, int],
+        tears_down: bool = False,
     ) -> Forked:
         """Start a process; the files are its standard input, output and error."""
-        message = pickle.dumps(Start(tuple(argv), dict(env), str(cwd)))
+        message = pickle.dumps(Start(tuple(argv), dict(env), str(cwd), tears_down))
         assert len(message) < _MAX_MESSAGE_BYTES
         with contextlib.suppress(ConnectionError):  # no answer comes then, which is an error
             socket.send_fds(self._requests, [message], list(files))
@@ -213,7 +227,41 @@ def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[
     return code, vars(main)
 
 
+class End:
+    """The last exit function of a child: it ends the process before the modules are freed."""
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        # Exit functions run in reverse order.
+        atexit.register(self._end_now)
+
+    def run(self, code: types.CodeType, names: dict[str, Any], *, tears_down: bool) -> None:
+        """Run a main module, and note with which code its process will end."""
+        try:
+            exec(code, names)
+            ending = 0
+        except SystemExit as end:
+            ending = end.code if isinstance(end.code, int) else int(end.code is not None)
+            raise
+        except KeyboardInterrupt:
+            tears_down = True  # Python ends by that signal, after all else
+            raise
+        except BaseException:
+            ending = 1
+            raise
+        finally:
+            self._code = None if tears_down else ending
+
+    def _end_now(self) -> None:
+        if self._code is not None:
+            for file in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    file.flush()
+            os._exit(self._code & 0xFF)
+
+
 if __name__ == "__main__":
+    end = End()
     # Frozen objects outlive the interpreter. Triton's nanobind reports its own as leaks when a
     # child ends, so Triton is not imported here; torch works without it.
     sys.modules["triton"] = None  # type: ignore[assignment]
@@ -226,4 +274,5 @@ if __name__ == "__main__":
     assert len(threads) == 1, f"{len(threads)} threads: a fork would lose some"
     gc.collect()
     gc.freeze()  # so that no child writes to, and so copies, what all have
-    exec(*_become(*_serve(socket.socket(fileno=int(sys.argv[1])))))
+    start, descriptors = _serve(socket.socket(fileno=int(sys.argv[1])))
+    end.run(*_become(start, descriptors), tears_down=start.tears_down)

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.dist.devices import visible_to_script
+from tests.dist.devices import is_on_gpus, visible_to_script
 from tests.dist.forks import fork_server
 from tests.dist.pool import job_environment
 from tests.dist.report import RanksFailedError, RanksHungError
@@ -123,6 +123,7 @@ def run_forked(
     num_ranks: int | None = None,
     args: Sequence[str] = (),
     timeout_s: float = 90.0,
+    tears_down: bool = False,
 ) -> Completed:
     """Run a script to its end, as :func:`run_script` does, but as forks of one process.
 
@@ -132,16 +133,21 @@ def run_forked(
             them; ``None`` for one process without a launcher.
         args: the script's arguments.
         timeout_s: hard limit.
+        tears_down: also free all modules at the end, as Python does; see tests/dist/forks.py. On
+            GPUs this is always so, since libraries have much to free there.
 
     Raises:
         RanksHungError: the time limit has passed; as for :func:`run_script`.
     """
+    tears_down = tears_down or is_on_gpus()
     with _script_in_a_folder(path_or_code) as (script, cwd, folder):
         out, err = folder / "stdout", folder / "stderr"
         with open(os.devnull) as stdin, out.open("ab") as stdout, err.open("ab") as stderr:
             files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
             processes = [
-                fork_server().start([script, *args], env=env, cwd=cwd, files=files)
+                fork_server().start(
+                    [script, *args], env=env, cwd=cwd, files=files, tears_down=tears_down
+                )
                 for env in _environments(num_ranks)
             ]
         start = time.monotonic()

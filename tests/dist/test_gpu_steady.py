@@ -68,7 +68,8 @@ def data(place: str, device: torch.device) -> tuple[Any, Any]:
 
 def slots_of(stage: Stage) -> list[list[int]]:
     """Return of each channel of CUDA IPC that this rank sends on how often each slot was used."""
-    ours = [each for each in stage._world._transports if isinstance(each, CudaIpcTransport)]
+    transports = stage._world._transports or ()
+    ours = [each for each in transports if isinstance(each, CudaIpcTransport)]
     channels = [slots for each in ours for slots in each._slots.values()]
     return [[slot.serial for slot in slots] for slots in channels]
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import procpipe.channel.handshake
-import procpipe.channel.wire
+import procpipe.channel.sockets
 import procpipe.job.joining
 from procpipe import Stage
 from procpipe.channel.link import INLINE_BYTES
@@ -26,7 +26,7 @@ from tests.dist.pool import ROOT
 
 starting: Any = procpipe.job.joining
 handshake: Any = procpipe.channel.handshake
-wire: Any = procpipe.channel.wire
+sockets: Any = procpipe.channel.sockets
 
 WIDTH = 4
 BULK = 4 * INLINE_BYTES // WIDTH
@@ -118,11 +118,11 @@ def check_unharmed(outcomes, path):
 def connect_among_strangers(world, family, path):
     """Every rank's listener is visited by strangers before any peer can come."""
     strangers = Strangers()
-    listen, modules = starting.listen, (starting, handshake, wire)
-    identity = wire.host_identity
+    listen, modules = starting.listen, (starting, handshake, sockets)
+    identity = sockets.host_identity
 
     def visited(tcp_host):
-        sockets, address = listen(tcp_host)
+        listeners, address = listen(tcp_host)
         if family == "unix":
             target = (socket.AF_UNIX, f"\0{address.unix}")
         else:
@@ -131,7 +131,7 @@ def connect_among_strangers(world, family, path):
         thread = threading.Thread(target=strangers.visit, args=(*target, words))
         thread.start()
         thread.join(10.0)  # the listener keeps them until it is asked for them
-        return sockets, address
+        return listeners, address
 
     starting.listen = visited
     if family == "tcp":  # as on hosts of their own

@@ -104,7 +104,7 @@ TRAINER = """
 
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_a_thread_that_trains_goes_on(num_before):
-    done = run_forked(TRAINER, num_ranks=2, args=["end", str(num_before)]).check()
+    done = run_forked(TRAINER, num_ranks=2, args=["end", str(num_before)], tears_down=True).check()
 
     assert done.stdout.count("trained") == 2
     assert done.stderr == ""
@@ -164,7 +164,7 @@ ENDLESS = """
 @pytest.mark.parametrize("how", ["raise", "kill"])
 @pytest.mark.parametrize("what", ["thread", "child"])
 def test_after_a_failure_nothing_keeps_a_process_alive(what, how):
-    done = run_forked(ENDLESS, num_ranks=2, args=[what, how])
+    done = run_forked(ENDLESS, num_ranks=2, args=[what, how], tears_down=True)
 
     alive = "thread 'server'" if what == "thread" else "child "
     assert done.returncode != 0
@@ -192,7 +192,7 @@ PROMPT = """
 
 
 def test_an_exception_at_a_prompt_is_no_failure():
-    done = run_forked(PROMPT, num_ranks=2)
+    done = run_forked(PROMPT, num_ranks=2, tears_down=True)
 
     assert "rank 1 has left the pipeline" in done.stderr
     assert "boom" not in done.stderr

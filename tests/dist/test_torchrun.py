@@ -133,7 +133,7 @@ print("codes", codes)
 
 def test_correct_jobs_end_well_every_time():
     """Gloo aborts processes whose interpreter ends before its transfers are dropped."""
-    done = run_forked(REPEATED, args=["2"]).check()
+    done = run_forked(REPEATED, args=["2"], tears_down=True).check()
 
     assert done.stdout == f"codes {[0] * 4}\n"
     assert done.stderr == ""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.dist.script import run_forked, run_script
+from tests.dist.script import run_forked
 
 ROOT = Path(__file__).parents[2]
 UNET = ROOT / "examples/unet_segmentation.py"
@@ -39,42 +39,36 @@ def progress(lines):
     return [line for line in lines if "IoU" in line]
 
 
-def test_a_unet_learns_and_shows_it(tmp_path):
-    picture = tmp_path / "unet.png"
+def test_a_unet_learns_and_shows_it_and_one_stage_prints_and_draws_the_same(tmp_path):
+    in_one, in_two = tmp_path / "one/unet.png", tmp_path / "two/unet.png"
+    for picture in (in_one, in_two):
+        picture.parent.mkdir()
 
-    args = [*UNET_ARGS, "--picture", str(picture)]
-    lines = lines_of(run_forked(UNET, num_ranks=2, args=args), picture)
+    args = [*UNET_ARGS, "--picture", str(in_two)]
+    lines = lines_of(run_forked(UNET, num_ranks=2, args=args), in_two)
 
     losses = [float(line.split()[3]) for line in lines if line.startswith("step")]
     assert len(losses) == 3
     assert losses[2] < 0.9 * losses[0]
-    image = pixels(picture)
+    image = pixels(in_two)
     assert image.shape == (540, 1400, 3)
     seen, _, before, after = np.array_split(image, 4, axis=1)
     assert min(panel.std() for panel in (seen, before, after)) > 10
     assert np.abs(before - after).mean() > 10
 
-
-def test_a_unet_in_one_stage_prints_and_draws_the_same(tmp_path):
-    in_one, in_two = tmp_path / "one/unet.png", tmp_path / "two/unet.png"
-    for picture in (in_one, in_two):
-        picture.parent.mkdir()
-
     args = [*UNET_ARGS, "--picture", str(in_one)]
     lines_of_one = lines_of(run_forked(UNET, args=args), in_one)
-    args = [*UNET_ARGS, "--picture", str(in_two), "--balance", "9", "32"]
-    lines_of_two = lines_of(run_forked(UNET, num_ranks=2, args=args), in_two)
 
-    assert progress(lines_of_one) == progress(lines_of_two)
+    assert progress(lines_of_one) == progress(lines)
     assert len(progress(lines_of_one)) == 5
-    assert np.abs(pixels(in_one) - pixels(in_two)).max() <= 1
+    assert np.abs(pixels(in_one) - image).max() <= 1
 
 
 def test_the_split_size_is_swept_and_drawn(tmp_path):
     picture = tmp_path / "resnet.png"
 
     args = [*RESNET_ARGS, "--picture", str(picture)]
-    lines = lines_of(run_script(RESNET, nproc=2, args=args), picture)
+    lines = lines_of(run_forked(RESNET, num_ranks=2, args=args), picture)
 
     start = next(k for k, line in enumerate(lines) if "speed-up" in line)
     rows = [line.rsplit(maxsplit=4) for line in lines[start + 1 : start + 5]]

@@ -7,7 +7,7 @@ image -> encode0 -> encode1 -> bottleneck -> decode1 -> decode0 -> head
 
 from __future__ import annotations
 
-import itertools
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from examples.models.unet import PopConcat, unet
 from procpipe.skip import verify_skippables
-from tests.cases import case
+from tests.cases import for_each
 
 
 def small() -> nn.Sequential:
@@ -56,15 +56,17 @@ def test_channels_double_on_the_way_down_and_halve_on_the_way_up() -> None:
     ]
 
 
-def test_the_result_has_the_size_of_the_image() -> None:
-    for num_convs, depth in itertools.product([1, 2, 3], [1, 2, 3]):
-        model = unet(depth, num_convs, base_channels=2, in_channels=3, out_channels=5)
-        verify_skippables(model)
-        for size in [(16, 16), (17, 16), (23, 31), (8, 16)]:
-            for is_training in (True, False):
-                with case(num_convs, depth, size, is_training):
-                    output = model.train(is_training)(torch.randn(2, 3, *size))
-                    assert output.shape == (2, 5, *size)
+@for_each(
+    ("num_convs", "depth", "size", "is_training"),
+    product([1, 2, 3], [1, 2, 3], [(16, 16), (17, 16), (23, 31), (8, 16)], [True, False]),
+)
+def test_the_result_has_the_size_of_the_image(
+    num_convs: int, depth: int, size: tuple[int, int], is_training: bool
+) -> None:
+    model = unet(depth, num_convs, base_channels=2, in_channels=3, out_channels=5)
+    verify_skippables(model)
+    output = model.train(is_training)(torch.randn(2, 3, *size))
+    assert output.shape == (2, 5, *size)
 
 
 def test_the_published_size_on_the_meta_device() -> None:

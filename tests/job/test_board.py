@@ -181,7 +181,7 @@ def test_a_board_that_could_become_shorter_is_not_read(writer):
     assert Board.of_process(writer.pid) is None
 
 
-def test_nobody_can_make_a_board_shorter(writer):
+def test_a_board_cannot_be_made_shorter(writer):
     told = writer.run(
         "board = Board.create(0, 1)\n"
         "for file in range(3, 10):\n"
@@ -274,7 +274,7 @@ def test_a_forked_child_writes_on_a_page_of_its_own():
     assert (board.read().call, board.read().task) == ("step", "")
 
 
-def test_numbers_that_make_no_sense_are_no_error():
+def test_invalid_numbers_are_no_error():
     """Whoever runs as the same user could write anything."""
     page = mmap.mmap(-1, board_module._SIZE_BYTES)
     page[:] = b"\x7f" * len(page)

@@ -13,10 +13,11 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh, Onlooker
+from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
-from procpipe.job import device_waits as device_watch
-from procpipe.job.device_waits import DeviceWatch, abort_all
+from procpipe.job import device_waits
+from procpipe.job.device_waits import DeviceWaits, abort_all
 
 
 class Device:
@@ -38,7 +39,7 @@ class Device:
         return True
 
 
-class Lines(Onlooker):
+class Lines(WaitReports):
     def __init__(self):
         self.told: list[str] = []
 
@@ -57,13 +58,13 @@ def watched():
     """Make a mesh of rank 0, a device and their watch; the peer, rank 1, is a bare socket."""
     with contextlib.ExitStack() as stack:
 
-        def make(timeout_s=60.0, stall_timeout_s=60.0, onlooker=None):
+        def make(timeout_s=60.0, stall_timeout_s=60.0, reports=None):
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
             limits = {"timeout_s": timeout_s, "stall_timeout_s": stall_timeout_s}
-            onlooker = onlooker or Onlooker()
-            mesh, device = Mesh(0, {1: ours}, onlooker=onlooker, **limits), Device()
-            watch = DeviceWatch(mesh, [device], threading.main_thread, onlooker, **limits)
+            reports = reports or WaitReports()
+            mesh, device = Mesh(0, {1: ours}, reports=reports, **limits), Device()
+            watch = DeviceWaits(mesh, [device], threading.main_thread)
             stack.callback(theirs.close)
             stack.callback(mesh.close)
             stack.callback(watch.close)
@@ -91,7 +92,7 @@ def failure(story, *, is_lost=False):
     ],
 )
 def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, said, kind, words, monkeypatch):
-    monkeypatch.setattr(device_watch, "_LEFT_AFTER_S", 2.0)
+    monkeypatch.setattr(device_waits, "_LEFT_AFTER_S", 2.0)
     _, device, peer = watched()
     if said is None:
         peer.close()
@@ -162,9 +163,9 @@ def test_a_wait_that_no_transfer_causes_is_left_alone(watched):
     assert not device._free.acquire(blocking=False)
 
 
-def test_stalls_are_told_and_end_after_the_timeout(watched):
+def test_stalls_are_reported_and_end_after_the_timeout(watched):
     lines = Lines()
-    _, device, _ = watched(timeout_s=1.2, stall_timeout_s=0.2, onlooker=lines)
+    _, device, _ = watched(timeout_s=1.2, stall_timeout_s=0.2, reports=lines)
 
     with pytest.raises(
         WaitTimeoutError, match=r"rank 0 has waited 1\.\d s for its device, in tran"
@@ -175,7 +176,7 @@ def test_stalls_are_told_and_end_after_the_timeout(watched):
     assert lines.told[:4] == [waits, "stalls", waits, "stalls"]
 
 
-def test_after_its_end_the_watch_raises_nothing(watched):
+def test_after_close_nothing_is_raised(watched):
     mesh, device, peer = watched()
     mesh.close()
     peer.close()
@@ -198,7 +199,7 @@ def test_transfers_of_several_transports_are_ended_together():
     assert abort_all([])
 
 
-def test_transfers_are_ended_whose_transports_are_let_go_of_meanwhile():
+def test_transfers_end_although_their_transports_are_closed_meanwhile():
     transports: list[Device] = []
 
     class Closed(Device):

@@ -46,7 +46,7 @@ def board(monkeypatch):
         ),
         (
             DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"]),
-            "procpipe: rank 2 ends, because the ranks do not agree (rank 0 tells on what)",
+            "procpipe: rank 2 ends, because the ranks do not agree (rank 0 prints on what)",
         ),
     ],
     ids=["a failure", "a failure without a story", "a loss", "a disagreement"],
@@ -80,7 +80,7 @@ def test_a_victim_says_what_it_waited_for(board, monkeypatch, capfd):
     ("rank", "error"),
     [(2, ValueError("mine")), (0, DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"]))],
 )
-def test_who_tells_the_story_prints_all_of_it(board, monkeypatch, capfd, rank, error):
+def test_the_rank_that_failed_prints_its_traceback(board, monkeypatch, capfd, rank, error):
     told = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: told.append(args))
     print_victims_briefly(rank, board)
@@ -90,7 +90,7 @@ def test_who_tells_the_story_prints_all_of_it(board, monkeypatch, capfd, rank, e
     assert capfd.readouterr().err == ""
 
 
-def test_an_interrupt_is_told_with_where_it_came(board, monkeypatch, capfd):
+def test_the_line_of_an_interrupt_says_where_it_came(board, monkeypatch, capfd):
     monkeypatch.setattr(sys, "excepthook", lambda *args: None)
     print_victims_briefly(2, board)
     board.start_call("step")
@@ -179,7 +179,7 @@ def test_only_a_store_of_the_launcher_must_be_there(monkeypatch, uses_agent_stor
         endings._check_launcher()
 
 
-def test_without_torchrun_nobody_is_asked(monkeypatch):
+def test_without_torchrun_no_launcher_is_checked(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr("ctypes.CDLL", None)
 

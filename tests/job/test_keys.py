@@ -26,7 +26,7 @@ def key_file(monkeypatch, tmp_path):
     return path
 
 
-def test_by_itself_there_is_none():
+def test_by_default_there_is_no_key():
     assert given_key() is None
 
 

@@ -42,7 +42,7 @@ def host(*cores_of_node, smt=1, kinds=""):
                 tuple(range(core, core + smt * len(nodes), len(nodes))),
                 node=node,
                 package=node,
-                kind=int(kinds[core]) if kinds else 0,
+                core_type=int(kinds[core]) if kinds else 0,
             )
             for core, node in enumerate(nodes)
         )
@@ -125,13 +125,13 @@ def test_siblings_stay_together():
         ("011111", 2, "000111"),
     ],
 )
-def test_each_kind_of_core_is_divided(kinds, num_processes, expected):
+def test_each_type_of_core_is_divided(kinds, num_processes, expected):
     found = places(host(len(kinds), kinds=kinds), num_processes)
 
     assert drawn(found, len(kinds)) == expected
 
 
-def test_with_fewer_cores_than_processes_nobody_is_pinned():
+def test_with_fewer_cores_than_processes_none_is_pinned():
     found = places(host(2, smt=2), 3)
 
     assert [(place.cpus, place.num_cores, place.node) for place in found] == [((), 0, None)] * 3
@@ -181,7 +181,7 @@ def test_fewer_processes_than_nodes_take_whole_nodes(num_nodes):
         assert all(place.num_cores % 3 == 0 for place in found)
 
 
-def test_gpus_anywhere_leave_nobody_without():
+def test_gpus_anywhere_leave_no_process_without_cores():
     for nodes_of_gpus in itertools.product((None, 0, 1), repeat=4):
         found = places(host(2, 3), 4, gpus(*nodes_of_gpus))
 
@@ -190,7 +190,7 @@ def test_gpus_anywhere_leave_nobody_without():
         assert all(place.num_cores > 0 for place in found)
 
 
-def test_the_table_says_who_and_why():
+def test_the_table_shows_each_process_and_why():
     found = places(host(4, 4, smt=2), 3, [*gpus(0, 0), None])
 
     assert table(found).splitlines() == [
@@ -268,7 +268,7 @@ def test_what_leaves_a_process_alone(ranks, changes, told):
 
 
 @needs_two_cpus
-def test_a_process_that_somebody_has_pinned_is_left_alone(ranks):
+def test_a_process_that_is_pinned_already_is_left_alone(ranks):
     ((place, _, _),) = ranks(1).run(pinned, mask={FIRST_CPU}, world=False).values()
 
     assert place is None
@@ -280,6 +280,7 @@ def test_without_a_launcher_nothing_is_pinned(monkeypatch):
     assert pin_this_process() is None
 
 
+@pytest.mark.dist
 @needs_two_cpus
 def test_a_wrapper_that_pinned_itself_is_not_the_launcher():
     """Its process may run where it may: that is no whole host to be divided."""

@@ -88,7 +88,7 @@ def test_each_round_has_a_name_of_its_own_whatever_the_store_still_holds(sizes, 
     assert len(set(names)) == len(sizes)
 
 
-def test_a_round_that_never_came_together_is_no_matter():
+def test_a_round_that_was_never_completed_is_ignored():
     store = HashStore()
     alone = Rank(store, 0, 2, timeout_s=0.0).wait_end()
     late = Rank(store, 1, 2, timeout_s=0.0).wait_end()
@@ -98,7 +98,7 @@ def test_a_round_that_never_came_together_is_no_matter():
     assert play_round(store, 2, (0, 1))
 
 
-def test_waiting_ends_and_names_who_did_not_come():
+def test_waiting_ends_and_names_the_ranks_that_did_not_come():
     missing = Rank(HashStore(), 1, 4, timeout_s=0.1).wait_end()
 
     assert isinstance(missing.error, WaitTimeoutError)
@@ -108,7 +108,7 @@ def test_waiting_ends_and_names_who_did_not_come():
     )
 
 
-def test_those_whose_words_are_old_are_named():
+def test_ranks_whose_words_are_old_are_named():
     store = HashStore()
     play_round(store, 3, (0, 1, 2))
     ranks = [Rank(store, rank, 3, timeout_s=0.5) for rank in (0, 1)]
@@ -117,7 +117,7 @@ def test_those_whose_words_are_old_are_named():
         assert "in vain for rank 2 to start" in str(rank.wait_end().error)
 
 
-def test_a_process_whose_rank_another_has_taken_is_told():
+def test_a_process_whose_rank_another_has_taken_fails():
     store = HashStore()
     left_over = Rank(store, 1, 2)
     StillSeated(store).wait(1)
@@ -133,7 +133,7 @@ def test_a_process_whose_rank_another_has_taken_is_told():
     assert "another process has started as rank 1" in error.story
 
 
-def test_waiting_is_given_up_when_the_start_is():
+def test_waiting_ends_when_the_start_has_failed():
     def check():
         raise KeyError("another rank failed")
 
@@ -149,7 +149,7 @@ def leave(store, story, age_s):
     store.set("failure", json.dumps({"rank": 1, "story": story, "written_s": written_s}))
 
 
-def test_a_note_is_read_by_those_who_wait():
+def test_a_note_is_read_by_waiting_ranks():
     store = HashStore()
     notes = Notes(store, outlives_rounds=True)
     notes.check()
@@ -189,7 +189,7 @@ def test_a_store_of_this_round_holds_no_old_notes():
         Notes(store, outlives_rounds=False).check()
 
 
-def test_a_process_knows_when_it_was_started():
+def test_the_start_time_of_this_process():
     assert process_start_s() == pytest.approx(process_start_s(), abs=0.1)
     # psutil's is off by the fraction of a second at which the system was started.
     assert process_start_s() == pytest.approx(psutil.Process().create_time(), abs=1.5)

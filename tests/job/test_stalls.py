@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import psutil
@@ -14,7 +12,9 @@ import pytest
 
 from procpipe.channel.mesh import Mesh
 from procpipe.job.board import Board
-from procpipe.job.stalls import Watch
+from procpipe.job.stalls import StallReports
+from tests.dist.forks import ROOT, fork_server
+from tests.dist.pool import job_environment
 
 #: A process with a board that is in a layer, and stays there.
 PEER = """
@@ -34,37 +34,40 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 def peer():
-    """Rank 1 in a process of its own, and its end of the socket in this one."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    yield process
-    process.kill()
-    process.communicate()
+    """Rank 1 in a process of its own."""
+    theirs_in, ours_in = os.pipe()
+    ours_out, theirs_out = os.pipe()
+    argv, files = ["-c", PEER], (theirs_in, theirs_out, 2)
+    process = fork_server().start(argv, env=job_environment(), cwd=ROOT, files=files)
+    os.close(theirs_in)
+    os.close(theirs_out)
+    with open(ours_out) as output, open(ours_in, "w"):
+        assert output.readline() == "ready\n"
+        yield process
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture
-def watch():
+def reports():
     """Rank 0's."""
     board = Board.create(0, 2)
     board.start_call("step")
     board.start_task("B", 2)
-    return Watch(board, 0)
+    return StallReports(board, 0)
 
 
-def look_at(watch, peer=None, peers=(1,)):
-    """Let the watch find its peers' boards; ``peer`` is the process of rank 1."""
+def find_boards(reports, peer=None, peers=(1,)):
+    """Let the reports find its peers' boards; ``peer`` is the process of rank 1."""
     pairs = {number: socket.socketpair() for number in peers}
     sockets = {number: ours for number, (ours, _) in pairs.items()}
-    mesh = Mesh(0, sockets, timeout_s=1.0, stall_timeout_s=1.0, onlooker=watch)
-    watch.look_at(mesh)
+    mesh = Mesh(0, sockets, timeout_s=1.0, stall_timeout_s=1.0, reports=reports)
+    reports.find_boards(mesh)
     mesh.close()
     for _, theirs in pairs.values():
         theirs.close()
     if peer is not None:  # a socket pair's other end is this process's own
-        watch._boards[1] = Board.of_process(peer.pid)
+        reports._boards[1] = Board.of_process(peer.pid)
 
 
 def wait_status(pid, status):
@@ -74,10 +77,11 @@ def wait_status(pid, status):
         time.sleep(0.01)
 
 
-def test_a_stall_is_told_with_where_everybody_is(watch, peer, capfd):
-    look_at(watch, peer)
-    watch.start_wait("gradient 2 from stage 1 (rank 1)", time.monotonic() - 3.0)
-    watch.stalled("gradient 2 from stage 1 (rank 1)", 3.0)
+@pytest.mark.dist
+def test_a_stall_report_says_where_every_rank_is(reports, peer, capfd):
+    find_boards(reports, peer)
+    reports.start_wait("gradient 2 from stage 1 (rank 1)", time.monotonic() - 3.0)
+    reports.stalled("gradient 2 from stage 1 (rank 1)", 3.0)
 
     headline, first, second = capfd.readouterr().err.splitlines()
     assert headline == "procpipe: no progress for 3.0 s, says rank 0"
@@ -86,16 +90,17 @@ def test_a_stall_is_told_with_where_everybody_is(watch, peer, capfd):
     assert second.startswith("  stage 1 (rank 1): in F3, layer 'b' (Conv2d), for ")
 
 
-def test_a_process_that_does_not_run_is_told(watch, peer, capfd):
-    look_at(watch, peer)
+@pytest.mark.dist
+def test_a_stall_report_says_which_process_does_not_run(reports, peer, capfd):
+    find_boards(reports, peer)
     peer.send_signal(signal.SIGSTOP)
     wait_status(peer.pid, psutil.STATUS_STOPPED)
-    watch.stalled("something", 1.0)
+    reports.stalled("something", 1.0)
     peer.kill()
     wait_status(peer.pid, psutil.STATUS_ZOMBIE)
-    watch.stalled("something", 2.0)
+    reports.stalled("something", 2.0)
     peer.wait()
-    watch.stalled("something", 4.0)
+    reports.stalled("something", 4.0)
 
     lines = [line for line in capfd.readouterr().err.splitlines() if "stage 1" in line]
     way_out = f"is stopped (kill -CONT {peer.pid} lets it go on)"
@@ -106,80 +111,81 @@ def test_a_process_that_does_not_run_is_told(watch, peer, capfd):
     ]
 
 
-def test_a_peer_on_another_host_is_told_as_such(watch, capfd):
+def test_a_stall_report_says_which_peer_is_on_another_host(reports, capfd):
     ours, theirs = (socket.socket(socket.AF_INET) for _ in range(2))
-    mesh = Mesh(0, {1: ours}, timeout_s=1.0, stall_timeout_s=1.0, onlooker=watch)
-    watch.look_at(mesh)
-    watch.stalled("something", 1.0)
+    mesh = Mesh(0, {1: ours}, timeout_s=1.0, stall_timeout_s=1.0, reports=reports)
+    reports.find_boards(mesh)
+    reports.stalled("something", 1.0)
     mesh.close()
     theirs.close()
 
     assert capfd.readouterr().err.splitlines()[2] == "  stage 1 (rank 1): on another host"
-    assert watch.last_seen(1) == ""
+    assert reports.last_seen(1) == ""
 
 
 @pytest.mark.parametrize(
     ("reported", "waited_s", "is_told"), [(True, 3.0, False), (False, 3.0, True)]
 )
-def test_what_another_rank_has_just_told_is_not_told_again(
-    watch, capfd, reported, waited_s, is_told
+def test_a_stall_that_another_rank_has_just_reported_is_not_reported_again(
+    reports, capfd, reported, waited_s, is_told
 ):
     other = Board.create(1, 2)
     if reported:
         other.note_report()
-    look_at(watch)
-    watch._boards[1] = other
-    watch.stalled("something", waited_s)
+    find_boards(reports)
+    reports._boards[1] = other
+    reports.stalled("something", waited_s)
 
     assert bool(capfd.readouterr().err) == is_told
-    assert (watch._board.read().reported_s is not None) == is_told
+    assert (reports._board.read().reported_s is not None) == is_told
 
 
-def test_who_reported_an_earlier_stall_does_not_silence_a_later_one(watch, capfd):
+def test_a_report_of_an_earlier_stall_does_not_silence_a_later_one(reports, capfd):
     other = Board.create(1, 2)
     other.note_report()
     deadline_s = time.monotonic() + DEADLINE_S
     while (told_s := other.read().reported_s) is None or told_s < 0.05:
         assert time.monotonic() < deadline_s
-    look_at(watch)
-    watch._boards[1] = other
-    watch.stalled("something", 0.05)
+    find_boards(reports)
+    reports._boards[1] = other
+    reports.stalled("something", 0.05)
 
     assert "no progress" in capfd.readouterr().err
 
 
-def test_only_who_has_reported_says_that_it_goes_on(watch, capfd):
-    look_at(watch)
-    watch.start_wait("an activation", time.monotonic() - 2.0)
-    watch.end_wait()
+def test_only_the_rank_that_reported_a_stall_reports_its_end(reports, capfd):
+    find_boards(reports)
+    reports.start_wait("an activation", time.monotonic() - 2.0)
+    reports.end_wait()
     assert capfd.readouterr().err == ""
 
-    watch.start_wait("an activation", time.monotonic() - 2.0)
-    watch.stalled("an activation", 2.0)
-    watch.end_wait()
-    watch.end_wait()
+    reports.start_wait("an activation", time.monotonic() - 2.0)
+    reports.stalled("an activation", 2.0)
+    reports.end_wait()
+    reports.end_wait()
     told = [line for line in capfd.readouterr().err.splitlines() if "goes on" in line]
     assert len(told) == 1
     assert told[0].startswith("procpipe: stage 0 (rank 0) goes on after 2.")
 
 
-def test_a_peer_is_last_seen_where_its_board_says_after_its_death_too(watch, peer):
-    look_at(watch, peer)
+@pytest.mark.dist
+def test_a_peer_is_last_seen_where_its_board_says_after_its_death_too(reports, peer):
+    find_boards(reports, peer)
     peer.kill()
     peer.wait()
 
-    seen = watch.last_seen(1)
+    seen = reports.last_seen(1)
     assert seen.startswith("it was last seen in F3, layer 'b' (Conv2d), for ")
-    assert watch.last_seen(7) == ""
+    assert reports.last_seen(7) == ""
 
 
-def test_a_unix_socket_tells_whose_process_is_at_its_other_end():
+def test_a_unix_socket_shows_the_process_at_its_other_end():
     """Here this very process is, whose newest board is found."""
     board = Board.create(5, 6)
     board.start_call("fetch")
-    watch = Watch(Board.create(0, 2), 0)
+    reports = StallReports(Board.create(0, 2), 0)
     board.end_call()  # so that it is the newest
-    look_at(watch)
+    find_boards(reports)
 
-    assert watch._boards[1].read().pid == os.getpid()
-    assert watch._boards[1].read().rank == 5
+    assert reports._boards[1].read().pid == os.getpid()
+    assert reports._boards[1].read().rank == 5

@@ -89,7 +89,7 @@ def test_hybrid_cores_by_their_capacity(tmp_path):
 
     topology = read_topology(root, range(6))
 
-    assert [core.kind for core in topology.cores] == [0, 0, 1, 1]
+    assert [core.core_type for core in topology.cores] == [0, 0, 1, 1]
     assert topology.summary() == (
         "4 cores (6 logical CPUs), 2 of them faster than the others, 1 package, 1 NUMA node"
     )
@@ -100,7 +100,7 @@ def test_hybrid_cores_as_intel_names_them(tmp_path):
     write(root / "sys/devices/cpu_core/cpus", "0-3")
     write(root / "sys/devices/cpu_atom/cpus", "4-5")
 
-    assert [core.kind for core in read_topology(root, range(6)).cores] == [0, 0, 1, 1]
+    assert [core.core_type for core in read_topology(root, range(6)).cores] == [0, 0, 1, 1]
 
 
 def test_a_single_core(tmp_path):
@@ -111,7 +111,7 @@ def test_without_sys_each_cpu_is_a_core(tmp_path):
     assert read_topology(tmp_path, {0, 3}).cores == (Core((0,)), Core((3,)))
 
 
-def test_files_that_make_no_sense_are_as_if_they_were_not_there(tmp_path):
+def test_invalid_files_count_as_missing(tmp_path):
     write(tmp_path / "sys/devices/system/cpu/online", "all of them")
     write(tmp_path / "sys/devices/system/cpu/cpu0/topology/core_cpus_list", "0-x")
     write(tmp_path / "sys/devices/system/cpu/cpu0/cpu_capacity", "")
@@ -137,7 +137,7 @@ def test_the_spellings_of_a_pci_address(told):
 
 
 @pytest.mark.parametrize("told", ["", "cuda:0", "0000:3g:00.0", "../../etc"])
-def test_what_is_no_pci_address(told):
+def test_invalid_pci_addresses(told):
     with pytest.raises(ValueError, match="is no PCI address like"):
         normal_pci(told)
 

@@ -51,7 +51,7 @@ def test_pipelines_are_numbered_as_they_are_made(environment):
     assert numbers == [numbers[0], numbers[0] + 1, numbers[0] + 2]
 
 
-def test_the_launcher_says_which_rank_this_is(environment):
+def test_the_launcher_sets_the_rank(environment):
     environment(RANK=2, WORLD_SIZE=3, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
 
     world = World.from_environment()
@@ -119,7 +119,7 @@ def test_a_process_that_sees_one_gpu_takes_it(environment):
     assert str(world.device) == "cuda:0"
 
 
-def test_where_the_gpus_of_others_are_is_not_guessed(environment, monkeypatch):
+def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypatch):
     """Each process that sees one GPU names it cuda:0: cores would be chosen by the wrong one."""
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: Properties(device.index)
@@ -199,7 +199,8 @@ def test_a_device_that_is_stuck_is_waited_for_once(environment):
     world = World.from_environment()
     world.connect()
     transport: Any = Stuck()
-    world._added_of_device(transport)
+    transports: Any = world._transports
+    transports._added_of_device(transport)
 
     world.close()
     world.close()

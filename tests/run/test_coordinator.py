@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import CallMismatchError, PeerLostError, PlanError, WaitTimeoutError
 from procpipe.plan.routes import LOSS, TARGET, Routes
 from procpipe.plan.schedules.named import Schedule
@@ -36,7 +37,7 @@ def meshes():
             sockets[rank],
             timeout_s=2.0,
             stall_timeout_s=2.0,
-            onlooker=Onlooker(),
+            reports=WaitReports(),
         )
         for rank in range(3)
     ]

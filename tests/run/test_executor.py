@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe.channel.memory import MemoryChannel
 from procpipe.compute.partition import Partition
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import PlanError
@@ -22,6 +22,7 @@ from procpipe.run.messages import Order
 from procpipe.run.observer import Observers
 from procpipe.run.trace import Trace
 from procpipe.tree import Flat
+from tests.channel.memory import MemoryChannel
 
 CPU = torch.device("cpu")
 WIDTH = 3
@@ -40,7 +41,7 @@ class Rig:
         pairs += [(LOSS, last, j) for j in range(last)] + [(TARGET, 0, last)] * (last > 0)
         self.channels = {}
         for kind, a, b in pairs:
-            channel = MemoryChannel(f"{kind} {a}->{b}", timeout_s=5.0)
+            channel: Any = MemoryChannel(f"{kind} {a}->{b}", timeout_s=5.0)
             self.channels[kind, a, b] = channel
             ends[a].senders[kind, a, b] = channel
             ends[b].receivers[kind, a, b] = channel

@@ -202,7 +202,7 @@ print("done")
 
 def test_the_end_of_a_script_waits():
     """A save that fails then fails the script; and a script's own error comes first."""
-    done = run_forked(COMMON + RANKS + ENDS, timeout_s=90).check()
+    done = run_forked(COMMON + RANKS + ENDS, timeout_s=90, tears_down=True).check()
 
     assert done.stdout == "done\n"
     first, second = done.stderr.split("a full disk is told")

@@ -477,6 +477,7 @@ def test_safetensors_is_optional(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
+@pytest.mark.dist
 def test_importing_it_is_cheap():
     code = (
         "import sys, procpipe; assert 'procpipe.state' not in sys.modules; "

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.timeline.clocks import CLOCK, Clocks, Reading, drift_ppm, offset_at
 
 
@@ -43,7 +44,7 @@ def meshes():
     a.setblocking(False)
     b.setblocking(False)
     made = [
-        Mesh(rank, {1 - rank: sock}, timeout_s=5.0, stall_timeout_s=5.0, onlooker=Onlooker())
+        Mesh(rank, {1 - rank: sock}, timeout_s=5.0, stall_timeout_s=5.0, reports=WaitReports())
         for rank, sock in enumerate((a, b))
     ]
     yield made

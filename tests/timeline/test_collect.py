@@ -6,14 +6,15 @@ import json
 
 import pytest
 
-from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.native_waits import WaitReports
 from procpipe.run.trace import Trace
 from procpipe.timeline.clocks import Clocks
 from procpipe.timeline.collect import FIRST, LAST, Kept, Tracing, claimed
 
 
 def tracing(path):
-    mesh = Mesh(0, {}, timeout_s=1.0, stall_timeout_s=1.0, onlooker=Onlooker())
+    mesh = Mesh(0, {}, timeout_s=1.0, stall_timeout_s=1.0, reports=WaitReports())
     facts = {"balance": [1], "trace": True}
     return Tracing(path, mesh, Clocks(mesh), facts, Trace(), lambda order: "")
 

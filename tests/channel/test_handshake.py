@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from procpipe.channel import handshake
-from procpipe.channel.handshake import accept_peers, connect_to
-from procpipe.channel.wire import Address, host_identity, listen
+from procpipe.channel.handshake import Joiner, accept_peers, connect_to
+from procpipe.channel.sockets import Address, host_identity, listen
 from procpipe.errors import WaitTimeoutError
 
 KEY = b"k" * 32
@@ -45,18 +45,13 @@ class Acceptor:
     def __init__(self, listeners, expected=(1,), timeout_s=5.0, key=KEY, check=lambda: None):
         self.peers = {}
         self.error = None
-        self._options = {
-            "rank": 0,
-            "key": key,
-            "deadline_s": time.monotonic() + timeout_s,
-            "check": check,
-        }
+        self._us = Joiner(0, key, time.monotonic() + timeout_s, check)
         self._thread = threading.Thread(target=self._run, args=(listeners, set(expected)))
         self._thread.start()
 
     def _run(self, listeners, expected):
         try:
-            self.peers = accept_peers(listeners, expected, **self._options)
+            self.peers = accept_peers(listeners, expected, self._us)
         except BaseException as error:
             self.error = error
 
@@ -76,8 +71,7 @@ class Acceptor:
 
 
 def connect(address, rank=1, key=KEY, timeout_s=5.0, check=lambda: None, peer=0):
-    deadline_s = time.monotonic() + timeout_s
-    return connect_to(peer, address, rank=rank, key=key, deadline_s=deadline_s, check=check)
+    return connect_to(peer, address, Joiner(rank, key, time.monotonic() + timeout_s, check))
 
 
 def stranger(address):
@@ -89,7 +83,7 @@ def stranger(address):
     return socket.create_connection(address.tcp)
 
 
-def test_ranks_that_know_the_key_meet(listener):
+def test_ranks_that_know_the_key_connect(listener):
     sockets, address = listener
     with Acceptor(sockets, expected=(1, 2, 3)) as acceptor:
         links = {rank: connect(address, rank) for rank in (3, 1, 2)}
@@ -118,7 +112,7 @@ def test_tcp_does_not_delay_small_messages():
         sock.close()
 
 
-def test_an_impostor_rank_is_turned_away_and_keeps_nobody_out(listener):
+def test_an_impostor_rank_is_rejected_and_blocks_no_peer(listener):
     sockets, address = listener
     with Acceptor(sockets):
         with pytest.raises((ConnectionError, OSError)):
@@ -137,7 +131,7 @@ def test_a_listener_that_does_not_know_the_key_is_left(listener, short_handshake
 
 
 @pytest.mark.parametrize("rank", [0, 2, 2**31])
-def test_a_rank_that_is_not_expected_is_turned_away(listener, rank):
+def test_a_rank_that_is_not_expected_is_rejected(listener, rank):
     sockets, address = listener
     with Acceptor(sockets):
         with pytest.raises(WaitTimeoutError, match=r"closed the connection|reset"):
@@ -145,7 +139,7 @@ def test_a_rank_that_is_not_expected_is_turned_away(listener, rank):
         connect(address).close()
 
 
-def test_a_rank_comes_once(listener):
+def test_a_rank_connects_once(listener):
     sockets, address = listener
     with Acceptor(sockets, expected=(1, 2)) as acceptor:
         first = connect(address, 1)
@@ -170,7 +164,7 @@ def test_a_rank_comes_once(listener):
     ids=["nothing", "a byte", "http", "half a hello", "a hello of rank 0", "noise"],
 )
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_stranger_keeps_no_peer_out(listener, short_handshakes, words, closes):
+def test_a_stranger_blocks_no_peer(listener, short_handshakes, words, closes):
     sockets, address = listener
     with stranger(address) as unknown, Acceptor(sockets) as acceptor:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -183,7 +177,7 @@ def test_a_stranger_keeps_no_peer_out(listener, short_handshakes, words, closes)
     assert acceptor.peers.keys() == {1}
 
 
-def test_a_stranger_that_repeats_what_it_overheard_is_turned_away(listener, short_handshakes):
+def test_a_replayed_handshake_is_rejected(listener, short_handshakes):
     """The acceptor's challenge is new each time, so an old proof proves nothing."""
     sockets, address = listener
     hello = handshake._HELLO.pack(handshake._MAGIC, 1, b"c" * 32)
@@ -220,7 +214,7 @@ def test_a_full_queue_is_tried_again():
         sock.close()
 
 
-def test_a_peer_that_many_strangers_have_pushed_out_comes_again(listener, monkeypatch):
+def test_a_peer_that_many_strangers_have_pushed_out_connects_again(listener, monkeypatch):
     """The other end is closed before it is answered, as if all places had been taken."""
     sockets, address = listener
     closed: list[int] = []
@@ -241,7 +235,7 @@ def test_a_peer_that_many_strangers_have_pushed_out_comes_again(listener, monkey
     assert len(closed) == 3
 
 
-def test_more_strangers_than_places_keep_no_peer_out(listener, monkeypatch):
+def test_more_strangers_than_places_block_no_peer(listener, monkeypatch):
     sockets, address = listener
     monkeypatch.setattr(handshake, "_MAX_CALLERS", 4)
     strangers = [stranger(address) for _ in range(20)]
@@ -283,7 +277,7 @@ def as_nobody(act):
 
 
 @needs_root
-def test_another_user_who_knows_the_key_is_turned_away():
+def test_another_user_who_knows_the_key_is_rejected():
     """The key can be read in a launcher's store, by every user of the host."""
     sockets, address = listen(None)
 
@@ -327,7 +321,7 @@ def test_a_listener_of_another_user_who_knows_the_key_is_left():
 
 
 @needs_root
-def test_peers_meet_while_another_user_floods_them():
+def test_peers_connect_while_another_user_floods_them():
     """So often that the queue of the listener is full, and more than there are places."""
     stop = os.pipe()
     pairs = [listen(None) for _ in range(10)]
@@ -381,7 +375,7 @@ def test_waiting_for_an_answer_ends(listener):
         connect(address, rank=2, timeout_s=0.0)
 
 
-def test_waiting_is_given_up_when_the_start_is(listener):
+def test_waiting_ends_when_the_start_has_failed(listener):
     sockets, address = listener
 
     def check():

@@ -1,4 +1,4 @@
-"""A channel inside one process, for tests and tools: both ends in one object.
+"""A channel inside one process: both ends in one object.
 
 The message is handed over as it is; nothing is copied. ``take`` waits for a sender in another
 thread.

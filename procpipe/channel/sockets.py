@@ -1,9 +1,9 @@
 """Sockets between the processes of one job: addresses, listening, options.
 
-Ranks on one host meet on unix-domain sockets in Linux's abstract namespace, which vanish with
-their process; ranks on different hosts over TCP with TCP_NODELAY. A TCP listener is bound only
-where the job spans hosts, to the address that leads to its peers. How both ends of a connection
-prove who they are is in ``handshake.py``. Knows nothing of messages, stages or tensors.
+Ranks on one host connect through unix-domain sockets in Linux's abstract namespace, which
+disappear with their process; ranks on different hosts through TCP with TCP_NODELAY. A TCP listener
+is opened only where the job spans hosts, bound to the address that leads to its peers. How both
+ends of a connection prove who they are is in ``handshake.py``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ import struct
 import sys
 from dataclasses import dataclass
 
-#: Of Linux's struct tcp_info: tcpi_retransmits and tcpi_probes (unanswered), tcpi_last_ack_recv.
+from procpipe.processes import boot_id
+
+#: From Linux's struct tcp_info: tcpi_retransmits and tcpi_probes (unanswered), tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB52xI")
 
-#: Returns a descriptor of the process at the other end (Linux 6.5; not in Python 3.11).
+#: Socket option: a descriptor of the process at the other end (Linux 6.5; not in Python 3.11).
 _SO_PEERPIDFD = 77
 
 #: The credentials of a unix socket's peer: process, user, group.
 _CREDENTIALS = struct.Struct("3i")
 
-#: A host that has gone without a word (power, network) is taken for dead after about so long.
+#: A host that no longer answers (power, network) is treated as dead after about this time.
 _VANISHED_AFTER_S = 20
 
-#: The user's word on which of this host's addresses its peers should use.
+#: The user's choice of this host's address for its peers.
 _ADDRESS_VARIABLE = "PROCPIPE_ADDRESS"
 
 _BUFFER_BYTES = 4 << 20
@@ -40,63 +42,48 @@ _BACKLOG = 4096
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens.
+    """Where a rank listens."""
 
-    Attributes:
-        host: what two ranks on one host have in common (see :func:`host_identity`).
-        unix: name in the abstract namespace, or "" where there is none.
-        tcp: numeric address and port, or ("", 0).
-    """
-
-    host: str
-    unix: str
-    tcp: tuple[str, int]
+    host: str  # see host_identity
+    unix: str  # name in the abstract namespace, or "" where there is none
+    tcp: tuple[str, int]  # numeric address and port, or ("", 0)
 
 
 def host_identity() -> str:
-    """Return a text that is the same for two processes iff abstract sockets connect them.
+    """Return a text that is equal for two processes iff abstract sockets connect them.
 
-    Processes that were told different addresses for themselves count as on different hosts.
+    Processes that were given different PROCPIPE_ADDRESS count as on different hosts.
     """
-    told = os.environ.get(_ADDRESS_VARIABLE, "")
+    given = os.environ.get(_ADDRESS_VARIABLE, "")
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{told}"
+        return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}/{given}"
     except OSError:
-        return f"{socket.gethostname()}/{told}"
+        return f"{socket.gethostname()}/{given}"
 
 
 def own_address() -> str:
-    """Return this host's address for its peers: the one given, or the one towards rank 0.
-
-    Raises:
-        ValueError: the address given is not one of this host.
-    """
-    told = os.environ.get(_ADDRESS_VARIABLE)
-    if not told:
+    """Return this host's address for its peers: PROCPIPE_ADDRESS, or the one towards rank 0."""
+    given = os.environ.get(_ADDRESS_VARIABLE)
+    if not given:
         return _address_on_the_way_to(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     try:
-        family, _, _, _, target = socket.getaddrinfo(told, 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(given, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind(target)
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ValueError(
-            f"{_ADDRESS_VARIABLE}={told!r} is not an address of this host ({error}): give one that "
-            "`ip address` lists and the other hosts can reach, or unset it"
+            f"{_ADDRESS_VARIABLE}={given!r} is not an address of this host ({error}): give one "
+            "that `ip address` lists and the other hosts can reach, or unset it"
         ) from None
 
 
 def address_towards(rank: int, hosts: list[tuple[str, str]]) -> str | None:
     """Return the address this rank listens on for ranks on other hosts; None if there are none.
 
-    Where rank 0 runs, its host's name may lead to the loopback interface (127.0.1.1 on Debian):
-    there, what counts is the way to another host.
-
-    Args:
-        rank: this rank.
-        hosts: the host identity and own address of each rank.
+    ``hosts`` holds each rank's host identity and own address. Where rank 0 runs, its host's name
+    may lead to the loopback interface (127.0.1.1 on Debian), so there the way to another host
+    counts.
     """
     identity, ours = hosts[rank]
     others = [address for host, address in hosts if host != identity]
@@ -109,7 +96,7 @@ def address_towards(rank: int, hosts: list[tuple[str, str]]) -> str | None:
 
 
 def _address_on_the_way_to(host: str) -> str:
-    """Return the address that packets from here to there carry; nothing is sent."""
+    """Return the local address of packets from here to there; nothing is sent."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -121,11 +108,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def listen(tcp_host: str | None) -> tuple[list[socket.socket], Address]:
-    """Open this rank's listening sockets.
-
-    Args:
-        tcp_host: the local address to listen on over TCP, or None if no peer needs it.
-    """
+    """Open this rank's listening sockets; over TCP only if a local address is given."""
     sockets, unix, tcp = [], "", ("", 0)
     if sys.platform == "linux":
         unix = f"procpipe-{secrets.token_hex(16)}"
@@ -146,17 +129,23 @@ def listen(tcp_host: str | None) -> tuple[list[socket.socket], Address]:
 
 
 def is_of_this_user(link: socket.socket) -> bool:
-    """Say whether the process at the other end of a unix socket has this process's user.
+    """Return whether the process at the other end of a unix socket has this process's user.
 
-    The kernel noted its effective user when it connected or began to listen. Not even the
-    superuser counts as another: who has its rights needs no socket to end or read a process. Over
-    TCP, and where the system does not tell, this is True: there only the key proves anything.
+    The kernel noted its effective user when it connected or began to listen. The superuser counts
+    as another user. Over TCP, and where the system does not say, this is True: there only the key
+    proves anything.
     """
     if link.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return True
-    told = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(told)
-    return bool(user == os.geteuid())
+    _, user = peer_credentials(link)
+    return user == os.geteuid()
+
+
+def peer_credentials(link: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a unix socket."""
+    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(data)
+    return process, user
 
 
 def prepared(link: socket.socket) -> socket.socket:
@@ -173,7 +162,7 @@ def prepared(link: socket.socket) -> socket.socket:
 def _notice_vanished_host(link: socket.socket) -> None:
     """End an idle connection when the other host no longer answers; the system's limit is hours.
 
-    Not TCP_USER_TIMEOUT for one that is not idle: it would also end one whose reader is stopped.
+    TCP_USER_TIMEOUT would also end a busy one whose reader is stopped.
     """
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -186,9 +175,9 @@ def _notice_vanished_host(link: socket.socket) -> None:
 
 
 def has_vanished(link: socket.socket) -> bool:
-    """Say whether the other host has left without an answer what was sent, for long.
+    """Return whether the other host has not acknowledged sent data for long.
 
-    A process that is stopped or computes is no matter: its system answers.
+    A process that is stopped or computes does not matter: its system answers.
     """
     if link.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
         return False
@@ -198,27 +187,26 @@ def has_vanished(link: socket.socket) -> bool:
 
 
 def open_process(link: socket.socket) -> int | None:
-    """Open the process at the other end (a pidfd); None where it cannot be, or is on another host.
+    """Open the process at the other end (a pidfd); None where that fails, or on another host.
 
-    The descriptor can be read once the process has ended. The caller closes it.
+    The descriptor becomes readable when the process ends. The caller closes it.
     """
     if link.family != socket.AF_UNIX or sys.platform != "linux":
         return None
     with contextlib.suppress(OSError):  # from Linux 6.5 on: never another process of that number
         return link.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     with contextlib.suppress(OSError):
-        told = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, _, _ = _CREDENTIALS.unpack(told)
-        if pid > 0:  # else it is in a container of its own
+        pid, _ = peer_credentials(link)
+        if pid > 0:  # else it is in another PID namespace
             process = os.pidfd_open(pid)
-            if _is_open(link):  # so it had not ended, and its number is its own
+            if _is_open(link):  # so it had not ended, and its number was not reused
                 return process
             os.close(process)
     return None
 
 
 def _is_open(link: socket.socket) -> bool:
-    """Say whether the other end has not closed a connection; reads nothing."""
+    """Return whether the other end has not closed a connection; reads nothing."""
     try:
         return link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
     except BlockingIOError:

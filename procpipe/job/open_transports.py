@@ -1,0 +1,131 @@
+"""The open transports of one rank: built, closed, and their waits for the device ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from procpipe.channel.base import DeviceTransport, Transport
+from procpipe.channel.mesh import Mesh
+from procpipe.forks import keep_for_ever
+from procpipe.job.device_waits import DeviceWaits, abort_all
+from procpipe.job.joining import Start
+from procpipe.optional import needed
+
+if TYPE_CHECKING:
+    from procpipe.job.transports import Choice
+
+#: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
+#: still receive by NCCL, and memory that they have open.
+_PART_TIMEOUT_S = 10.0
+
+
+class OpenTransports:
+    """The transports between this rank and others.
+
+    ``pids`` holds the processes of peers whose open files this process may open, too. ``caller``
+    returns the thread that makes the calls of the pipeline.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        start: Start,
+        device: torch.device,
+        pids: Mapping[int, int],
+        caller: Callable[[], threading.Thread],
+    ) -> None:
+        self._mesh = mesh
+        self._start = start
+        self._device = device
+        self._pids = pids
+        self._caller = caller
+        self._transports: list[Transport] = []
+        self._device_transports: list[DeviceTransport] = []
+        self._device_waits: DeviceWaits | None = None
+
+    def __iter__(self) -> Iterator[Transport]:
+        return iter(self._transports)
+
+    def open(
+        self, choice: Choice, channels: Iterable[tuple[int, int, int]]
+    ) -> dict[int, Transport]:
+        """Open the transports of this rank's channels; see ``World.open_transports``."""
+        by_name: dict[str, list[tuple[int, int, int]]] = {}
+        for channel in channels:
+            by_name.setdefault(choice.between(*channel[:2]), []).append(channel)
+        found: dict[int, Transport] = {}
+        for name in sorted(by_name):  # all ranks build them in one order
+            transport = self._new(name, by_name[name])
+            for source, destination, _ in by_name[name]:
+                if self._mesh.rank in (source, destination):
+                    found[source + destination - self._mesh.rank] = transport
+        return found
+
+    def _new(self, name: str, channels: Iterable[tuple[int, int, int]]) -> Transport:
+        mesh, start = self._mesh, self._start
+        if name == "shm":
+            from procpipe.channel.shm import ShmTransport
+
+            return self._added(ShmTransport(self._pids))
+        if name == "cuda_ipc":
+            with needed("procpipe.channel.cuda_ipc", "exchanging tensors on one GPU"):
+                from procpipe.channel.cuda_ipc import CudaIpcTransport
+            from procpipe.channel.gpu import Gpu
+
+            return self._added_of_device(CudaIpcTransport(Gpu(self._device), self._pids))
+        store = start.shared_store().under("transport/", check=mesh.poll)
+        if name == "nccl":
+            with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
+                from procpipe.channel.nccl import NcclTransport
+
+            nccl = NcclTransport(mesh.rank, self._device)
+            self._added_of_device(nccl)
+            nccl.connect(store.bare(), channels)
+            return nccl
+        with needed("procpipe.channel.gloo", "exchanging tensors between hosts"):
+            from procpipe.channel.gloo import GlooTransport
+
+        host = start.network_address or "127.0.0.1"
+        return self._added(GlooTransport(store, mesh.rank, start.num_ranks, mesh.timeout_s, host))
+
+    def _added(self, transport: Transport) -> Transport:
+        self._transports.append(transport)
+        return transport
+
+    def _added_of_device(self, transport: DeviceTransport) -> Transport:
+        """Add a transport whose transfers a dead peer would leave on the device."""
+        self._device_transports.append(transport)
+        if self._device_waits is None:
+            self._device_waits = DeviceWaits(self._mesh, self._device_transports, self._caller)
+        return self._added(transport)
+
+    def drain(self) -> None:
+        """Wait until this rank's device has no transfer under way."""
+        for transport in self._transports:
+            transport.drain()
+
+    def stop_watching_device(self) -> None:
+        """Stop interrupting waits for the device, as this rank fails or leaves."""
+        if self._device_waits is not None:
+            self._device_waits.close()
+            self._device_waits = None
+
+    def part(self) -> None:
+        """Wait a limited time for the other ranks to leave, if they may still use the device."""
+        if self._device_transports:
+            self._mesh.part(_PART_TIMEOUT_S)
+
+    def close(self) -> bool:
+        """Close the transports; return False if transfers are left that could not be ended."""
+        is_free = abort_all(self._device_transports)
+        if not is_free:
+            keep_for_ever([*self._transports])  # close() or their destructors would block
+            self._transports.clear()
+        self._device_transports.clear()
+        while self._transports:
+            self._transports.pop().close()
+        return is_free

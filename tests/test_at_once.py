@@ -1,0 +1,58 @@
+"""How the tests are shared out between processes, and what is told of them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.at_once import (
+    NO_TESTS,
+    VARIABLE,
+    is_taken_here,
+    num_never_run,
+    pytest_collection_modifyitems,
+    worst_of,
+)
+
+
+def test_each_file_is_taken_by_one_process(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    paths = [Path("tests/test_a.py"), Path("tests/other/test_a.py")]
+    take = is_taken_here.__wrapped__  # each process remembers what it has taken
+
+    assert [take(path) for path in paths] == [True, True]
+    assert [take(path) for path in paths] == [False, False]
+
+
+def test_files_with_processes_come_first_and_no_file_is_torn_apart():
+    def item(name, is_dist):
+        return SimpleNamespace(path=name[0], name=name, get_closest_marker=lambda _: is_dist)
+
+    items = [item("a1", False), item("b1", False), item("b2", True), item("c1", False)]
+    pytest_collection_modifyitems(items)
+
+    assert [item.name for item in items] == ["b1", "b2", "a1", "c1"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([0, 0], 0),
+        ([0, 1], 1),
+        ([1, -9], 9),
+        ([NO_TESTS, NO_TESTS], NO_TESTS),
+        ([NO_TESTS, 0], 0),
+        ([2, NO_TESTS], 2),
+    ],
+)
+def test_one_process_that_fails_is_enough(codes, expected):
+    assert worst_of(codes) == expected
+
+
+def test_tests_that_no_process_has_run_are_counted():
+    parts = [{"num_collected": 7, "num_run": 4}, {"num_collected": 7, "num_run": 2}]
+
+    assert num_never_run(parts) == 1
+    assert num_never_run([]) == 0
