@@ -54,19 +54,19 @@ CONTENDERS = {
         Contender("procpipe 1F1B", partial(ours.procpipe, schedule="1f1b")),
         Contender(
             "procpipe interleaved",
-            partial(ours.procpipe, schedule="interleaved", num_parts=2),
+            partial(ours.procpipe, schedule="interleaved", partitions_per_stage=2),
             is_bubble_free=True,
         ),
         Contender("procpipe ZB-H1", partial(ours.procpipe, schedule="zb-h1"), is_bubble_free=True),
         Contender(
             "procpipe ZB-V",
-            partial(ours.procpipe, schedule="zb-v", num_parts=2),
+            partial(ours.procpipe, schedule="zb-v", partitions_per_stage=2),
             is_bubble_free=True,
         ),
         Contender("procpipe auto", partial(ours.procpipe, schedule="auto"), is_bubble_free=True),
         Contender(
             "procpipe auto, two partitions",
-            partial(ours.procpipe, schedule="auto", num_parts=2),
+            partial(ours.procpipe, schedule="auto", partitions_per_stage=2),
             is_bubble_free=True,
         ),
         Contender("torch GPipe", torch_pipelining.gpipe),

@@ -175,13 +175,13 @@ def draw(seed: int, number: int) -> Case:
     chance = random.Random(f"{seed}/{number}")
     num_ranks = chance.choice((1, 2, 2, 3, 3, 4))
     schedule = chance.choice(tuple(SCHEDULES))
-    num_parts = num_ranks * chance.choice(SCHEDULES[schedule])
-    words = _words(chance, max(num_parts - 1, chance.randint(2, 8)))
+    num_partitions = num_ranks * chance.choice(SCHEDULES[schedule])
+    words = _words(chance, max(num_partitions - 1, chance.randint(2, 8)))
     loss = chance.choice(("classes", "distance", "nested", "none"))
     return Case(
         seed=chance.randrange(1 << 20),
         layers=" ".join(words),
-        balance=_balance(chance, len(words) + 1, num_parts),
+        balance=_balance(chance, len(words) + 1, num_partitions),
         num_ranks=num_ranks,
         chunks=chance.randint(1, 6),
         schedule=schedule,
@@ -250,8 +250,8 @@ def _words(chance: random.Random, num_words: int) -> list[str]:
     return words
 
 
-def _balance(chance: random.Random, num_layers: int, num_parts: int) -> tuple[int, ...]:
-    cuts = [0, *sorted(chance.sample(range(1, num_layers), num_parts - 1)), num_layers]
+def _balance(chance: random.Random, num_layers: int, num_partitions: int) -> tuple[int, ...]:
+    cuts = [0, *sorted(chance.sample(range(1, num_layers), num_partitions - 1)), num_layers]
     return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 

@@ -75,21 +75,21 @@ class Job:
         m = self.num_micro_batches
         return list(zip(self.input.chunk(m), self.target.chunk(m), strict=True))
 
-    def balance(self, num_parts: int) -> list[int]:
+    def balance(self, num_partitions: int) -> list[int]:
         """Divide the layers among parts, the same on every rank, which all call it."""
-        if num_parts not in self._balances:
-            self._balances[num_parts] = self._find_balance(num_parts)
-        return self._balances[num_parts]
+        if num_partitions not in self._balances:
+            self._balances[num_partitions] = self._find_balance(num_partitions)
+        return self._balances[num_partitions]
 
-    def _find_balance(self, num_parts: int) -> list[int]:
+    def _find_balance(self, num_partitions: int) -> list[int]:
         model = self.model()
         if self.workload.is_even:
-            each, more = divmod(len(model), num_parts)
-            return [each + (part < more) for part in range(num_parts)]
+            each, more = divmod(len(model), num_partitions)
+            return [each + (part < more) for part in range(num_partitions)]
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             sample = self.input[: self.workload.input_shape[0]]
-            found = [balance_by_time(num_parts, model, sample)]
+            found = [balance_by_time(num_partitions, model, sample)]
         dist.broadcast_object_list(found)
         return list(found[0])
 

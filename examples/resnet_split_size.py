@@ -12,8 +12,8 @@ and pipelined for every split size of a sweep. All processes are on this machine
 each (or a GPU each). The ways take turns, so a machine whose speed drifts treats all alike.
 
 By default the images are small, so that it takes two minutes on two cores. A split size below 16
-does badly there for a reason of its own: in a process of one thread, PyTorch takes a slower
-convolution for so few images. The size of the original:
+is slow there for another reason: in a process of one thread, PyTorch uses a slower convolution for
+so few images. The size of the original:
 
     --image-size 128 --batch-size 120 --mini-batches 3 --repeats 10
     --split-size 20 --sweep 1 3 5 8 10 12 20 40 60
@@ -157,7 +157,7 @@ def time_pipeline(
 
 
 def wait_all(stage: Stage) -> None:
-    """Wait until every stage has come here and has nothing left to compute."""
+    """Wait until every stage is here and has nothing left to compute."""
     wait_device(stage.device)
     stage.report()
 
@@ -171,11 +171,11 @@ def hardware(stage: Stage) -> str:
     return "a GPU each" if stage.device.type == "cuda" else "CPUs, one thread each"
 
 
-# -- what is told -------------------------------------------------------------------------------
+# -- the output ---------------------------------------------------------------------------------
 
 
 def table(ways: list[Way]) -> str:
-    """Lay out the seconds of each way."""
+    """Format the seconds of each way as a table."""
     header = f"{'':14} {'split size':>10} {'s a mini-batch':>15} {'deviation':>10} {'speed-up':>9}"
     return "\n".join([header, *(line(way, ways[0]) for way in ways)])
 
@@ -222,7 +222,7 @@ def draw_sweep(axes: Axes, levels: list[Way], sweep: list[Way]) -> None:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a picture whole: every process writes the same one, and the last one stays."""
+    """Write a picture by a rename: every process writes the same one, and the last one stays."""
     unfinished = path.with_suffix(f".{os.getpid()}.png")
     figure.savefig(unfinished)
     unfinished.replace(path)

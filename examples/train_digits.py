@@ -27,7 +27,7 @@ from procpipe import Stage, state
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_num_threads(1)  # as torchrun has it; other numbers add up in another order
+    torch.set_num_threads(1)  # as under torchrun; the number changes the order of additions
     torch.manual_seed(0)
     train_loader, test_images, test_digits = load_data()
     loader = state.Resumable(train_loader)
@@ -38,7 +38,7 @@ def main() -> None:
         balance=args.balance or even_balance(len(model)),
         chunks=args.chunks,
         checkpoint=args.checkpoint,
-        deferred_batch_norm=True,  # as if the mini-batch were not in chunks
+        deferred_batch_norm=True,  # statistics of the whole mini-batch
         loss_fn=F.cross_entropy,
     )
     optimizer = torch.optim.AdamW(stage.parameters(), lr=2e-3)
@@ -106,14 +106,14 @@ def load_data() -> tuple[DataLoader[Any], Tensor, Tensor]:
 
 
 def with_progress(loader: Iterable[Any], title: str) -> Iterator[Any]:
-    """Show a progress bar where the loader is read: a generator runs only if it is asked."""
+    """Show a progress bar on the rank that reads the loader; elsewhere this does not run."""
     yield from tqdm(loader, title, leave=False, disable=None)
 
 
 def save(
     folder: str, stage: Stage, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
 ) -> None:
-    """Save all that another start of this script needs to go on; the files are written later."""
+    """Save all that this script needs to resume; the files are written in the background."""
     step = progress["step"]
     state.save(folder, stage, optimizer, extra=progress, step=step, asynchronous=True)
 

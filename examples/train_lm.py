@@ -24,13 +24,13 @@ from tqdm import tqdm
 from procpipe import Stage
 
 NUM_BYTES = 2_000_000  # of source code: 95% to train, the rest to evaluate
-CONTEXT = 64  # bytes that a prediction can look back on
+CONTEXT = 64  # bytes before each predicted one
 WIDTH, NUM_HEADS, NUM_BLOCKS = 128, 4, 4
 
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_num_threads(1)  # as torchrun has it; other numbers add up in another order
+    torch.set_num_threads(1)  # as under torchrun; the number changes the order of additions
     torch.manual_seed(0)
     train_text, test_text = read_text().tensor_split([NUM_BYTES * 95 // 100])
     train_batches = random_passages(train_text, args.batch_size)
@@ -80,7 +80,7 @@ def read_text() -> Tensor:
 
 
 def random_passages(text: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give passages, and the same one byte on: both ``(batch_size, CONTEXT)``, for ever."""
+    """Yield passages, and the same one byte later: both ``(batch_size, CONTEXT)``, for ever."""
     passages = text.unfold(0, CONTEXT + 1, 1)
     generator = torch.Generator().manual_seed(1)
     while True:
@@ -90,7 +90,7 @@ def random_passages(text: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Ten
 
 
 def with_progress(batches: Iterable[Any], num_steps: int) -> Iterator[Any]:
-    """Show a progress bar where the batches are read: a generator runs only if it is asked."""
+    """Show a progress bar on the rank that reads the batches; elsewhere this does not run."""
     yield from tqdm(islice(batches, num_steps), total=num_steps, leave=False, disable=None)
 
 
@@ -98,7 +98,7 @@ def with_progress(batches: Iterable[Any], num_steps: int) -> Iterator[Any]:
 
 
 class Embedding(nn.Module):
-    """Turns bytes into vectors that know their place, ``(batch, time, WIDTH)``."""
+    """Embeds bytes and their positions, ``(batch, time, WIDTH)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Embedding(nn.Module):
         self.place = nn.Embedding(CONTEXT, WIDTH)
 
     def reset_parameters(self) -> None:
-        """Begin with small vectors; called for a model built on the meta device."""
+        """Initialise with small vectors; called for a model built on the meta device."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.1)
 
@@ -117,7 +117,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: each place looks back on those before it, then thinks for itself."""
+    """A transformer block: causal self-attention, then a feed-forward network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add to ``x``, ``(batch, time, WIDTH)``, what is seen and thought."""
+        """Add both to ``x``, ``(batch, time, WIDTH)``."""
         heads = self.query_key_value(self.norm1(x)).unflatten(2, (3, NUM_HEADS, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -159,7 +159,7 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def parameter_groups(stage: Stage) -> list[dict[str, Any]]:
-    """Let only matrices decay, not biases and norms."""
+    """Apply weight decay to matrices only, not to biases and norms."""
     parameters = list(stage.parameters())
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -168,7 +168,7 @@ def parameter_groups(stage: Stage) -> list[dict[str, Any]]:
 
 
 def warm_up_and_cosine(progress: float) -> float:
-    """Return the learning rate as a share of its peak, which comes at a tenth of the way."""
+    """Return the learning rate as a share of its peak, reached after a tenth of the steps."""
     return min(10 * progress + 0.01, 0.55 + 0.45 * math.cos(math.pi * progress))
 
 
@@ -183,7 +183,7 @@ def evaluate(stage: Stage, batches: Iterable[Any]) -> Tensor:
 
 @torch.no_grad()
 def generate(stage: Stage, prompt: str, num_bytes: int) -> str:
-    """Continue a text byte by byte, each drawn as the model finds it likely."""
+    """Continue a text byte by byte, each drawn from the model's probabilities."""
     stage.eval()
     text = torch.tensor([list(prompt.encode())])
     generator = torch.Generator().manual_seed(2)

@@ -42,7 +42,7 @@ NOISE = 0.2  # standard deviation, where black is 0 and white is 1
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_num_threads(1)  # as torchrun has it; other numbers add up in another order
+    torch.set_num_threads(1)  # as under torchrun; the number changes the order of additions
     torch.manual_seed(0)
     colored, photos, truth = load_photos()
     input = with_noise(photos, torch.Generator().manual_seed(2))
@@ -117,7 +117,7 @@ def with_noise(photos: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def random_crops(photos: Tensor, truth: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give crops of the photographs in turn, and the truth, ``(batch_size, 1, CROP, CROP)``."""
+    """Yield crops of the photographs in turn, and the truth, ``(batch_size, 1, CROP, CROP)``."""
     generator = torch.Generator().manual_seed(1)
 
     def below(limit: int) -> int:
@@ -139,7 +139,7 @@ def random_crops(photos: Tensor, truth: Tensor, batch_size: int) -> Iterator[tup
 
 
 def build_model() -> nn.Sequential:
-    """Return a U-Net of three levels, without dropout: it has no channels to spare."""
+    """Return a U-Net of three levels, with few channels and so without dropout."""
     model = unet(depth=3, num_convs=1, base_channels=16, in_channels=1)
     for layer in model:
         if isinstance(layer, nn.Dropout2d):
@@ -181,7 +181,7 @@ def predict(stage: Stage, input: Tensor) -> Tensor:
 
 
 def overlaps(likely: Tensor, truth: Tensor) -> str:
-    """Tell the intersection over union with the truth, left and right of the dashed lines."""
+    """Describe the intersection over union with the truth, left and right of the dashed lines."""
     left, right = (overlap(likely[side], truth[side]) for side in sides(truth))
     return f"IoU {left:.3f} where it is trained, {right:.3f} elsewhere"
 
@@ -199,7 +199,7 @@ def sides(truth: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_brightness(input: Tensor, truth: Tensor) -> Tensor:
-    """Return 1 where the input is bright, else 0: the best of all thresholds, to compare with."""
+    """Return 1 where the input is bright, else 0, for the best threshold: a baseline."""
     smooth = F.avg_pool2d(input, 9, stride=1, padding=4, count_include_pad=False)
     found = [(smooth > threshold / 100).float() for threshold in range(101)]
     overlaps = [overlap(mask, truth) for mask in found]
@@ -207,7 +207,7 @@ def by_brightness(input: Tensor, truth: Tensor) -> Tensor:
 
 
 def draw(path: Path, columns: dict[str, Tensor]) -> None:
-    """Write a picture of both photographs, and of what was made of them."""
+    """Write a picture of both photographs and their segmentation."""
     figure = Figure(figsize=(14, 5.4), layout="constrained")
     figure.suptitle("Finding flowers in grey: trained left of the dashed line only")
     axes = figure.subplots(2, len(columns))
@@ -221,7 +221,7 @@ def draw(path: Path, columns: dict[str, Tensor]) -> None:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a picture whole: every process writes the same one, and the last one stays."""
+    """Write a picture by a rename: every process writes the same one, and the last one stays."""
     unfinished = path.with_suffix(f".{os.getpid()}.png")
     figure.savefig(unfinished)
     unfinished.replace(path)

@@ -31,7 +31,7 @@ from procpipe.errors import (
     StageClosedError,
     WaitTimeoutError,
 )
-from procpipe.run.trace import StageStatistics, TimedTask
+from procpipe.run.statistics import StageStatistics, TimedTask
 from procpipe.stage import Stage
 from procpipe.version import __version__
 

@@ -1,13 +1,13 @@
-"""Batch normalisation whose running statistics are those of the mini-batch, not of its pieces.
+"""Batch normalisation with the running statistics of mini-batches.
 
 ``nn.BatchNorm2d`` in a pipeline would update its running statistics once a micro-batch: ``chunks``
 times too often, with the variances of small batches, and again in recomputation. Here a forward
-pass only notes the micro-batch's statistics, and one commit a mini-batch joins them:
+pass only records the micro-batch's statistics, and one commit a mini-batch joins them:
 
-    begin()   forward(x[0:3])   forward(x[3:6])   ...   commit()
-    forget    note moments      join moments            running statistics, once
+    begin()   forward(x[0:3])   forward(x[3:6])   …   commit()
+    forget    record moments    join moments          running statistics, once
 
-Each micro-batch is still normalised by its own statistics, for it cannot wait for the others.
+Each micro-batch is still normalised by its own statistics, as it cannot wait for the others.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class DeferredBatchNorm(BatchNorm):
 
     After :meth:`commit` they are what ``nn.BatchNorm`` would have made of the whole mini-batch,
     however it was divided; ``state_dict`` is that of ``nn.BatchNorm`` too. The pipeline calls
-    :meth:`begin` and :meth:`commit`; whoever uses the layer without one calls them around the
-    micro-batches of each mini-batch, as nothing is updated otherwise.
+    :meth:`begin` and :meth:`commit`; without a pipeline, call them around the micro-batches of each
+    mini-batch, or nothing is updated.
 
     The constructor's arguments are those of ``nn.BatchNorm2d``. The input is
     ``(batch/m, num_features, ...)`` of any floating dtype; float16 and bfloat16 are added up in
-    float32. What is noted between ``begin`` and ``commit`` is not part of the state dict.
+    float32. What is recorded between ``begin`` and ``commit`` is not part of the state dict.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.batchnorm.DeferredBatchNorm``, which needs to know the
     number of micro-batches beforehand and adds up squares; this one needs neither.
@@ -48,7 +48,7 @@ class DeferredBatchNorm(BatchNorm):
     def commit(self) -> None:
         """Finish a mini-batch: update the running statistics from all its micro-batches.
 
-        Does nothing if none was noted (in eval mode, say). Does not wait for the device.
+        Does nothing without one (in eval mode, say). Does not wait for the device.
         """
         moments, self._moments = self._moments, None
         if moments is None:
@@ -66,7 +66,7 @@ class DeferredBatchNorm(BatchNorm):
                 running.lerp_(latest.to(running), self.momentum)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise a micro-batch; in training, note its statistics for :meth:`commit`.
+        """Normalise a micro-batch; in training, record its statistics for :meth:`commit`.
 
         Returns:
             A tensor of the input's shape and dtype.
@@ -85,11 +85,11 @@ class DeferredBatchNorm(BatchNorm):
         weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
         output = F.batch_norm(input, mean, var, weight, bias, True, momentum=1.0, eps=self.eps)
         if not is_recomputing():
-            self._note(input.numel() // self.num_features, mean, var)
+            self._record(input.numel() // self.num_features, mean, var)
         return output
 
     @torch.no_grad()
-    def _note(self, count: int, mean: Tensor, var: Tensor) -> None:
+    def _record(self, count: int, mean: Tensor, var: Tensor) -> None:
         latest = _Moments(count, mean, var * (count - 1))
         self._moments = latest if self._moments is None else self._moments.joined(latest)
 
@@ -118,17 +118,11 @@ class DeferredBatchNorm(BatchNorm):
 
 @dataclass(frozen=True)
 class _Moments:
-    """What is known of the values of each channel in some micro-batches.
+    """Moments of the values of each channel in some micro-batches, ``(num_features,)``."""
 
-    Attributes:
-        count: values a channel.
-        mean: their mean, ``(num_features,)``.
-        squares: the sum of their squared distances from the mean, ``(num_features,)``.
-    """
-
-    count: int
+    count: int  # of values a channel
     mean: Tensor
-    squares: Tensor
+    squares: Tensor  # sum of the squared distances from the mean
 
     def joined(self, other: _Moments) -> _Moments:
         """Return the moments of both sets of values.
@@ -155,7 +149,7 @@ def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _converted(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Convert a module and its descendants; ``done`` keeps one that is used twice one."""
+    """Convert a module and its descendants, each once, although it may be used twice."""
     if module in done:
         return done[module]
     if isinstance(module, BatchNorm) and not isinstance(

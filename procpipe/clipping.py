@@ -1,39 +1,36 @@
 """Gradient clipping over all stages, with the norm of the plain model to the last digit.
 
-``torch.nn.utils.clip_grad_norm_`` takes the norm of the parameters' norms. So it is enough that
-every stage tells the norms of its own parameters, by partition: taken together in the model's order
-they are the very numbers that one process would have.
+``torch.nn.utils.clip_grad_norm_`` takes the norm of the parameters' norms. So every stage sends the
+norms of its own parameters, by partition; in the model's order they are what one process has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-#: A norm as plain JSON: its dtype's name and its value. A stage may have gradients of other dtypes
-#: than its neighbour, or none, and the total is of the dtype that torch would give it.
+#: A norm as plain JSON: its dtype's name and its value. Stages may have gradients of different
+#: dtypes, or none; the total has the dtype that torch gives it.
 Norm = tuple[str, float]
+
+#: ``agree(ours, combine)``: every rank's value to rank 0, and what it makes of them to every rank.
+Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
 
 
 def norms(gradients: Iterable[Tensor], norm_type: float) -> list[Norm]:
     """Return the norm of each gradient; waits for the device.
 
-    The norm of a DTensor is that of the whole tensor, for which the processes that share it speak
-    with each other: all of them call this.
+    The norm of a DTensor is that of the whole tensor: all processes that share it call this.
     """
     each = [torch.linalg.vector_norm(gradient, float(norm_type)) for gradient in gradients]
     return [_as_json(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) for norm in each]
 
 
 def total_norm(of_stages: Iterable[Iterable[tuple[int, list[Norm]]]], norm_type: float) -> Norm:
-    """Return the norm of all parameters' norms, computed as the plain model would.
-
-    Args:
-        of_stages: for each stage the norms of its partitions, each with the partition's index.
-        norm_type: the p of the p-norm.
-    """
+    """Return the p-norm of the norms that each stage has for its partitions, by their indices."""
     in_order = sorted((j, of_part) for of_stage in of_stages for j, of_part in of_stage)
     together = [as_tensor(norm) for _, of_part in in_order for norm in of_part]
     if not together:
@@ -47,11 +44,36 @@ def as_tensor(norm: Norm) -> Tensor:
     return torch.tensor(value, dtype=getattr(torch, dtype))
 
 
-def clip_by_norm(gradients: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients in place by ``max_norm / norm`` where that is below 1."""
+def clip(
+    by_partition: Mapping[int, Sequence[Tensor]],
+    max_norm: float,
+    norm_type: float,
+    agree: Agree,
+    device: torch.device,
+    *,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Clip this stage's gradients by the norm of all stages'; see ``Stage.clip_grad_norm_``.
+
+    Args:
+        by_partition: this stage's gradients, by the indices of its partitions.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the p of the p-norm.
+        agree: brings the norms of all ranks together, see ``Control.agree``.
+        device: where the returned norm is.
+        error_if_nonfinite: raise if the norm is not finite.
+    """
+    ours = [(j, norms(of_partition, norm_type)) for j, of_partition in by_partition.items()]
+    norm = as_tensor(agree(ours, lambda of_all: total_norm(of_all, norm_type))).to(device)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the gradients' norm over all stages is {norm}, so they cannot be clipped; "
+            "look for the layer that makes it so, or leave error_if_nonfinite off"
+        )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
+    for gradient in (each for of_partition in by_partition.values() for each in of_partition):
         gradient.mul_(coefficient.to(gradient.device))
+    return norm
 
 
 def _as_json(norm: Tensor) -> Norm:

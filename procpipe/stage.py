@@ -21,60 +21,37 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from procpipe.balance.agreed import agreed_balance
+from procpipe import build
 from procpipe.batchnorm import DeferredBatchNorm
-from procpipe.clipping import as_tensor, clip_by_norm, norms, total_norm
-from procpipe.compute.ledger import num_bytes
-from procpipe.compute.partition import Partition
-from procpipe.compute.skips import SkipPorts
-from procpipe.compute.wrappers import (
-    check_not_data_parallel,
-    check_not_sharded,
-    is_data_parallel,
-    refuse_data_parallel,
-)
+from procpipe.clipping import clip
+from procpipe.compute.wrappers import check_not_sharded
 from procpipe.data.batches import Batches, Loader
-from procpipe.data.microbatch import scatter_like
-from procpipe.data.minibatch import Ingoing, Loss, input_and_target, join_outputs, on_device
+from procpipe.data.intake import Intake
+from procpipe.data.loss import Loss
+from procpipe.data.minibatch import Ingoing, MiniBatch, Outcome, input_and_target, join_outputs
 from procpipe.data.remote import Remote
 from procpipe.errors import StageClosedError
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
-from procpipe.model.cut import (
-    check_model,
-    check_shared_parameters,
-    fit_balance,
-    layer_facts,
-    materialize,
-    split,
-)
-from procpipe.plan.placement import partitions_of
-from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.gpipe import recomputed
-from procpipe.plan.schedules.named import AUTO, schedule_of
+from procpipe.model.arguments import checked_checkpoint, checked_chunks
+from procpipe.model.fixed import FixedLayers
 from procpipe.plan.task import Plan
 from procpipe.run.calls import Calls
-from procpipe.run.executor import MiniBatch
 from procpipe.run.faults import note_full_device
-from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
+from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
-from procpipe.run.trace import StageStatistics, TimedTask, table
-from procpipe.run.transports import NAMES
-from procpipe.skip.layout import SkipLayout
-from procpipe.skip.skippable import verify_skippables
-from procpipe.timeline.collect import claimed
+from procpipe.run.statistics import StageStatistics, TimedTask
 from procpipe.tree import children_of, map_tensors
-from procpipe.tuning.auto import AutoSchedule, checked_limits
-from procpipe.version import __version__
 
 _UNSET: Any = object()
 
 
-class Stage(nn.Sequential):
+class Stage(FixedLayers):
     """This process's part of a model that is trained as a pipeline, one process a stage.
 
     Every rank builds it from the same full model and the same arguments, and then makes the same
@@ -189,48 +166,31 @@ class Stage(nn.Sequential):
         try:
             # In a tuple, so that nn.Module does not register it.
             self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
-            check_model(module)
-            if self._world.num_ranks > 1:
-                check_not_sharded(module)
-            verify_skippables(module)
-            self.chunks = _checked_chunks(chunks)
-            if not isinstance(checkpoint, str):
-                raise TypeError(f"checkpoint is {checkpoint!r}, but must be a str")
-            recomputed(checkpoint, 1)
-            self._schedule = schedule_of(schedule)
-            num_ranks = self._world.num_ranks
-            self._limits_bytes = checked_limits(
-                memory_limit_bytes,
-                num_ranks,
-                is_auto=self._schedule is AUTO,
-                is_launched=self._world.is_launched,
+            build.check(module, self._world)
+            self.chunks = checked_chunks(chunks)
+            self.checkpoint = checked_checkpoint(checkpoint)
+            self._settings = build.Settings.checked(
+                self._world,
+                schedule=schedule,
+                memory_limit_bytes=memory_limit_bytes,
+                transport=transport,
+                defers_batch_norm=deferred_batch_norm,
+                trace=trace,
             )
             if isinstance(balance, str):
-                num_parts = self._schedule.count(num_ranks)
-                balance = agreed_balance(
-                    balance, module, sample, self.chunks, self._world, num_parts
+                balance = build.found_balance(
+                    balance, module, sample, self.chunks, self._world, self._settings.schedule
                 )
-            self.balance = fit_balance(
-                balance,
-                len(module),
-                num_ranks,
-                is_launched=self._world.is_launched,
-                num_parts=self._schedule.num_parts,
-            )
-            self._placement = self._schedule.place(len(self.balance), num_ranks)
-            self._transport = _checked_transport(transport)
-            self.checkpoint = checkpoint
-            check_shared_parameters(module, self.balance)
+            self._cut = build.Cut.of(module, balance, self._settings, self._world)
+            self.balance = self._cut.balance
+            self._adopt_layers(module)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
                 loss_fn.to(self.device)  # class weights, for one, belong where the output is
             self._loss = Loss(loss_fn, loss_weight, check_loss)
-            self._layer_facts = layer_facts(module)
-            self._is_deferring = bool(deferred_batch_norm)
-            self._adopt_layers(module, deferred_batch_norm)
-            self._batches = Batches(
-                self._calls, self._order, self.rank, self._output_rank, self.device
-            )
-            self._trace = trace if self.rank else claimed(trace)
+            where = self.rank, self._output_rank, self.device
+            self._batches = Batches(self._calls, self._order, *where)
+            self._intake = Intake(self._order, self._loss, self._batches, *where)
+            build.claim_trace(trace, self._world)
         except BaseException as error:
             note_full_device(error, self.rank, self.device)
             self._calls.fail("Stage", error)
@@ -254,7 +214,7 @@ class Stage(nn.Sequential):
     @property
     def placement(self) -> list[int]:
         """The stage of each partition."""
-        return list(self._placement)
+        return list(self._cut.placement)
 
     @property
     def schedule(self) -> str:
@@ -264,9 +224,9 @@ class Stage(nn.Sequential):
         ``"auto: zb-h1"``, or ``"auto: searched"`` for a plan that is no fixed schedule. A plan
         of the user's own is ``"a function"``. Does not communicate.
         """
-        pipeline = self._calls.pipeline
-        found = pipeline.meter.schedule if pipeline else ""
-        return f"{self._schedule.name}: {found}" if found else self._schedule.name
+        pipeline, name = self._calls.pipeline, self._settings.schedule.name
+        found = pipeline.coordinator.schedule if pipeline else ""
+        return f"{name}: {found}" if found else name
 
     # -- running --------------------------------------------------------------------------------
 
@@ -296,12 +256,12 @@ class Stage(nn.Sequential):
             self._loss.check()
             if target is _UNSET:
                 inputs, target = input_and_target(inputs, is_read=self.rank == 0)
-            order, batch, ingoing = self._begin("step", inputs, target)
-            self._run_forward(pipeline, order, batch)
+            order, batch, ingoing = self._intake.begin("step", inputs, target, **self._modes())
+            outcome = self._run_mini_batch(pipeline, order, batch)
             if ingoing is not None:
-                ingoing.add_gradients(batch.input_gradients)
-            assert batch.loss is not None, "every step ends with a loss on every rank"
-            return batch.loss
+                ingoing.add_gradients(outcome.input_gradients)
+            assert outcome.loss is not None, "every step ends with a loss on every rank"
+            return outcome.loss
 
     def forward(self, *inputs: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.
@@ -322,18 +282,17 @@ class Stage(nn.Sequential):
             TypeError: no tensor in the inputs.
         """
         with self._calls.together("forward") as pipeline:
-            order, batch, ingoing = self._begin("forward", inputs, None)
-            self._run_forward(pipeline, order, batch)
+            order, batch, ingoing = self._intake.begin("forward", inputs, None, **self._modes())
+            outputs = self._run_mini_batch(pipeline, order, batch).outputs
         this = self._open_pass = object()
 
         def run_backward(gradients: list[list[Tensor | None]] | None = None) -> None:
-            batch.output_gradients = gradients
-            self._run_backward(this, order, batch, ingoing)
+            self._run_backward(this, order, replace(batch, output_gradients=gradients), ingoing)
 
         may_follow = run_backward if batch.keep else None
         if self.rank != self._output_rank:
             return Remote(self._output_rank, "the output of stage(input)", may_follow)
-        return join_outputs([batch.outputs.pop(i) for i in range(len(order.sizes))], may_follow)
+        return join_outputs([outputs[i] for i in range(len(order.sizes))], may_follow)
 
     def batches(self, loader: Loader) -> Iterator[Any]:
         """Iterate over a data loader that rank 0 alone reads; ends everywhere when it ends.
@@ -370,8 +329,9 @@ class Stage(nn.Sequential):
             The value, detached, on this stage's device.
         """
         with self._calls.together("fetch") as pipeline:
-            holder = _holder(value)
-            holder = self._order("fetch", detail=holder).detail
+            detail = self._order("fetch", detail=FetchDetail(_holder(value))).detail
+            assert isinstance(detail, FetchDetail), "rank 0 says where the value is"
+            holder = detail.holder
             if self.rank != holder:
                 return pipeline.take_value(holder)
             for peer in range(self._world.num_ranks):
@@ -407,17 +367,14 @@ class Stage(nn.Sequential):
                 j: [p.grad for p in part.parameters() if p.grad is not None]
                 for j, part in self._by_partition().items()
             }
-            gradients = [gradient for part in by_partition.values() for gradient in part]
-            ours = [(j, norms(part, norm_type)) for j, part in by_partition.items()]
-            total = pipeline.control.agree(ours, lambda of_all: total_norm(of_all, norm_type))
-            norm = as_tensor(total).to(self.device)
-            if error_if_nonfinite and not torch.isfinite(norm):
-                raise RuntimeError(
-                    f"the gradients' norm over all stages is {norm}, so they cannot be clipped; "
-                    "look for the layer that makes it so, or leave error_if_nonfinite off"
-                )
-            clip_by_norm(gradients, max_norm, norm)
-            return norm
+            return clip(
+                by_partition,
+                max_norm,
+                norm_type,
+                pipeline.control.agree,
+                self.device,
+                error_if_nonfinite=error_if_nonfinite,
+            )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return this stage's parameters, for this process's optimizer.
@@ -437,12 +394,6 @@ class Stage(nn.Sequential):
             stand_in.requires_grad = True  # stage.requires_grad_(False) froze it too
             yield stand_in
 
-    def __getitem__(self, index: Any) -> Any:
-        """Return one of this stage's layers; of a slice, a plain ``nn.Sequential`` of them."""
-        if isinstance(index, slice):
-            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
-        return super().__getitem__(index)
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -454,14 +405,14 @@ class Stage(nn.Sequential):
         ours = {
             key: value
             for key, value in state_dict.items()
-            if key.split(".", 1)[0] not in self._layers_elsewhere
+            if key.split(".", 1)[0] not in self._cut.elsewhere
         }
         if (versions := getattr(state_dict, "_metadata", None)) is not None:
             ours = OrderedDict(ours)
             ours._metadata = versions  # type: ignore[attr-defined]
         return super().load_state_dict(ours, strict, assign)
 
-    # -- looking on -----------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------
 
     def statistics(self) -> StageStatistics:
         """Return what this stage did so far; does not communicate.
@@ -469,30 +420,27 @@ class Stage(nn.Sequential):
         How its idle time divides takes the times of all stages: that is in ``split`` once
         ``report()`` has brought them together.
         """
-        pipeline = self._calls.pipeline
-        if pipeline is None:
-            raise StageClosedError("there are no statistics before the first call and after close")
-        return pipeline.statistics()
+        return self._connected("there are no statistics").statistics()
 
     def reset_peak_held_bytes(self) -> None:
         """Let ``statistics().peak_held_bytes`` start anew, as after a warm-up.
 
         Does not communicate.
         """
-        pipeline = self._calls.pipeline
-        if pipeline is None:
-            raise StageClosedError("nothing is counted before the first call and after close")
-        pipeline.executor.ledger.reset_peak()
+        self._connected("nothing is counted").executor.ledger.reset_peak()
 
     def last_step(self) -> list[TimedTask]:
         """Return this stage's tasks of the last call that ran any, in order, with their times.
 
         Does not communicate.
         """
+        return self._connected("there are no tasks").trace.last_step()
+
+    def _connected(self, nothing: str) -> Pipeline:
         pipeline = self._calls.pipeline
         if pipeline is None:
-            raise StageClosedError("there are no tasks before the first call and after close")
-        return pipeline.executor.trace.last_step()
+            raise StageClosedError(f"{nothing} before the first call and after close")
+        return pipeline
 
     def report(self) -> str:
         """Return a table of what all stages did so far, on every rank, which all call it.
@@ -503,8 +451,9 @@ class Stage(nn.Sequential):
         """
         with self._calls.together("report") as pipeline:
             self._order("report")
-            told = table(pipeline.report())
-            return f"{told}\nschedule {self.schedule}" if self._schedule is AUTO else told
+            report = build.report(pipeline)
+        is_measured = self._settings.schedule.is_measured
+        return f"{report}\nschedule {self.schedule}" if is_measured else report
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0 only; takes what the built-in ``print`` takes."""
@@ -515,132 +464,31 @@ class Stage(nn.Sequential):
         """Leave the pipeline once all that was sent has arrived; happens at exit by itself."""
         self._calls.close()
 
-    # -- what a process's device is for the launcher to say -------------------------------------
-
-    def to(self, *args: Any, **kwargs: Any) -> Stage:
-        """Convert parameters to a dtype; a device is refused, as each stage has its own."""
-        if "device" in kwargs or "tensor" in kwargs or any(_names_device(arg) for arg in args):
-            self._refuse_to_move()
-        return super().to(*args, **kwargs)
-
-    def cuda(self, device: Any = None) -> NoReturn:
-        """Refuse: each stage has its own device."""
-        self._refuse_to_move()
-
-    def cpu(self) -> NoReturn:
-        """Refuse: each stage has its own device."""
-        self._refuse_to_move()
-
-    def _refuse_to_move(self) -> NoReturn:
-        raise TypeError(
-            f"stage {self.rank} stays on {self.device}: each stage has its own device, given by "
-            "the launcher or by Stage(devices=…); only a dtype can be changed"
-        )
-
-    def _refuse_to_change(self, *args: Any, **kwargs: Any) -> NoReturn:
-        check_not_data_parallel([("", arg) for arg in args if isinstance(arg, nn.Module)])
-        raise TypeError(
-            "the layers of a Stage stay as they are: change the model before Stage(model, …), on "
-            "every rank alike"
-        )
-
-    append = extend = insert = pop = _refuse_to_change
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_to_change
-
-    def _refuse_data_parallel(self, *_: Any) -> NoReturn:
-        refuse_data_parallel("the Stage was given to DistributedDataParallel, DataParallel or FSDP")
-
-    # Read by DistributedDataParallel, called by DataParallel on several GPUs, and set by
-    # FullyShardedDataParallel and fully_shard, of what they wrap.
-    _replicate_for_data_parallel = _refuse_data_parallel
-    _ddp_params_and_buffers_to_ignore = property(_refuse_data_parallel, _refuse_data_parallel)
-    _is_fsdp_managed_module = property(None, _refuse_data_parallel)
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse the subclass that torch's ``replicate`` would make of it."""
-        super().__init_subclass__(**options)
-        if is_data_parallel(cls):
-            refuse_data_parallel("the Stage was given to replicate")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be copied or pickled: a copy would be no end of the connected pipeline."""
-        raise TypeError(
-            "a Stage cannot be copied or pickled, as it is one end of connected processes: copy "
-            "its state_dict(), whose keys are the full model's"
-        )
-
     # -- one call, step by step -----------------------------------------------------------------
 
     @property
     def _output_rank(self) -> int:
         """The stage of the last partition, which has the output and the loss."""
-        return self._placement[-1]
+        return self._cut.placement[-1]
 
     def _order(self, call: str, **decided: Any) -> Order:
         return self._calls.order(call, is_training=self.training, **decided)
 
-    def _begin(
-        self, call: str, inputs: tuple[Any, ...], target: Any
-    ) -> tuple[Order, MiniBatch, Ingoing | None]:
-        """Split the mini-batch and issue its order on rank 0; follow the order elsewhere."""
-        if self.rank != 0:
-            order, ingoing = self._order(call), None
-        else:
-            ingoing = Ingoing.of(inputs, _checked_chunks(self.chunks), self.device)
-            order = self._issue(call, ingoing, target)
-        keep = order.keeps_graph if call == "step" else order.is_grad_enabled
-        batch = MiniBatch(keep=keep, recompute=frozenset(order.recompute))
-        batch.inputs = ingoing.inputs if ingoing else None
-        if call == "step":
-            self._give_target(batch, order, target)
-        return order, batch, ingoing
+    def _modes(self) -> dict[str, Any]:
+        """Return what each mini-batch is begun with, as the user has it now."""
+        chunks = checked_chunks(self.chunks) if self.rank == 0 else 1
+        return {"chunks": chunks, "checkpoint": self.checkpoint, "is_training": self.training}
 
-    def _issue(self, call: str, ingoing: Ingoing, target: Any) -> Order:
-        """Issue the order of a mini-batch, on rank 0."""
-        keeps = self.training and torch.is_grad_enabled()
-        sizes = ingoing.sizes
-        decided: dict[str, Any] = {
-            "sizes": sizes,
-            "input_bytes": num_bytes(ingoing.inputs[0].tensors),  # the first is the largest
-            "recompute": tuple(sorted(recomputed(self.checkpoint, len(sizes)))) if keeps else (),
-        }
-        if call == "step":
-            decided["target"] = self._way_of(target)
-            if self._loss.weight is None or decided["target"] != LOCAL:
-                parts = scatter_like(target, sizes) if self._loss.weight else None
-                decided["shares"] = self._loss.shares(parts, sizes)
-        return self._order(call, **decided)
-
-    def _way_of(self, target: Any) -> str:
-        """Tell how the target of a step gets to the last stage."""
-        if target is None or self._output_rank == 0:
-            return LOCAL
-        return DELIVERED if self._batches.has_delivered(target) else ROUTED
-
-    def _give_target(self, batch: MiniBatch, order: Order, target: Any) -> None:
-        """Give a batch the target, on the ranks that have a use for it, and the loss's shares."""
-        is_sender = self.rank == 0 and order.target == ROUTED
-        is_user = self.rank == self._output_rank and order.target != ROUTED
-        if is_user and order.target == DELIVERED:
-            target = self._batches.delivered_target
-        if (is_sender or is_user) and target is not None:
-            parts = scatter_like(target, order.sizes)
-            batch.targets = [on_device(part, self.device) for part in parts]
-        batch.loss_of = self._loss.of
-        batch.shares = order.shares
-        if is_user and not order.shares:  # of the target as given: on a CPU nobody waits
-            given = parts if batch.targets is not None else None
-            batch.shares = self._loss.shares(given, order.sizes)
-
-    def _run_forward(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> None:
-        """Run a program that begins a mini-batch."""
+    def _run_mini_batch(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> Outcome:
+        """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
         pipeline.executor.begin()
         for layer in self._deferred:
             layer.begin()
-        pipeline.run(order, batch)
+        outcome = pipeline.run(order, batch)
         for layer in self._deferred:
             layer.commit()
+        return outcome
 
     def _run_backward(
         self, this: object, order: Order, batch: MiniBatch, ingoing: Ingoing | None
@@ -655,100 +503,42 @@ class Stage(nn.Sequential):
         self._open_pass = None
         with self._calls.together("backward") as pipeline:
             order = self._order("backward", sizes=order.sizes, recompute=order.recompute)
-            pipeline.run(order, batch)
+            outcome = pipeline.run(order, batch)
             if ingoing is not None:
-                ingoing.add_gradients(batch.input_gradients)
+                ingoing.add_gradients(outcome.input_gradients)
 
     # -- building -------------------------------------------------------------------------------
 
-    def _adopt_layers(self, module: nn.Sequential, deferred_batch_norm: bool) -> None:
-        """Take this stage's layers out of the full model, onto this stage's device."""
-        parts = split(module, self.balance)
-        self._skip_layout = SkipLayout.of(parts)
-        ours_by_index = {j: parts[j] for j in partitions_of(self._placement, self.rank)}
-        self._names = {j: tuple(ours) for j, ours in ours_by_index.items()}
-        for j, ours in ours_by_index.items():
-            first_index = sum(self.balance[:j])
-            materialize(ours, self.device, first_index=first_index, seed=torch.initial_seed())
-            for name, layer in ours.items():
-                if hasattr(self, name):
-                    raise ValueError(
-                        f"a layer of the model is named {name!r}, which is also an attribute of "
-                        "Stage: name the layer otherwise"
-                    )
-                if deferred_batch_norm:
-                    layer = DeferredBatchNorm.convert_deferred_batch_norm(layer)
-                self.add_module(name, layer)
+    def _adopt_layers(self, module: nn.Sequential) -> None:
+        """Register this stage's layers under their names in the full model."""
+        for name, layer in (item for part in self._cut.layers.values() for item in part.items()):
+            if hasattr(self, name):
+                raise ValueError(
+                    f"a layer of the model is named {name!r}, which is also an attribute of "
+                    "Stage: name the layer otherwise"
+                )
+            self.add_module(name, layer)
         self.training = module.training
-        elsewhere = (part for j, part in enumerate(parts) if j not in ours_by_index)
-        self._layers_elsewhere = {name for part in elsewhere for name in part}
         self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]
 
     def _by_partition(self) -> dict[int, nn.ModuleList]:
-        """Return this stage's layers by the indices of its partitions."""
+        """Return this stage's layers, as they are now, by the indices of its partitions."""
         return {
-            j: nn.ModuleList(self._modules[name] for name in names)
-            for j, names in self._names.items()
+            j: nn.ModuleList(self._modules[name] for name in layers)
+            for j, layers in self._cut.layers.items()
         }
 
     def _connect(self) -> Pipeline:
         if self._world.num_ranks > 1:
             check_not_sharded(self)
-        facts = {
-            "procpipe": __version__,
-            "torch": torch.__version__,
-            "the number of processes": self._world.num_ranks,
-            "balance": self.balance,
-            "chunks": self.chunks,
-            "checkpoint": self.checkpoint,
-            "schedule": self._schedule.name,
-            "memory_limit_bytes": self._limits_bytes,
-            "placement": self.placement,
-            "deferred_batch_norm": self._is_deferring,
-            "the type of devices": self.device.type,
-            "transport": self._transport,
-            "trace": self._trace is not None,
-            "layers": self._layer_facts,
-        }
-        partitions = {
-            j: Partition(
-                {name: self._modules[name] for name in names},
-                self.device,
-                is_first=j == 0,
-                is_last=j == len(self.balance) - 1,
-                skips=SkipPorts(self._skip_layout, j),
-            )
-            for j, names in self._names.items()
-        }
-        routes = Routes(
-            self._world.num_ranks, tuple(self._skip_layout.keys), placement=self._placement
-        )
-        auto = AutoSchedule(self._limits_bytes) if self._schedule is AUTO else None
-        return Pipeline(
+        return build.connect(
             self._world,
-            partitions,
-            routes,
-            facts,
-            self._transport,
-            self._schedule,
-            self._trace,
-            auto,
+            self._settings,
+            self._cut,
+            dict(self.named_children()),
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
         )
-
-
-def _checked_chunks(chunks: int) -> int:
-    if isinstance(chunks, bool) or not isinstance(chunks, int):
-        raise TypeError(f"chunks must be an int, not {chunks!r}")
-    if chunks < 1:
-        raise ValueError(f"chunks is {chunks}, but a mini-batch has at least 1 micro-batch")
-    return chunks
-
-
-def _checked_transport(name: str | None) -> str | None:
-    if name not in (None, *NAMES):
-        names = ", ".join(map(repr, NAMES))
-        raise ValueError(f"transport is {name!r}, but must be one of {names}, or left out")
-    return name
 
 
 def _holder(value: Any) -> int:
@@ -756,7 +546,3 @@ def _holder(value: Any) -> int:
     if isinstance(value, Remote):
         return value.rank
     return max(map(_holder, children_of(value)), default=0)
-
-
-def _names_device(argument: Any) -> bool:
-    return isinstance(argument, (str, int, torch.device, Tensor)) and not isinstance(argument, bool)

@@ -1,4 +1,4 @@
-"""How lengths of time and amounts of bytes are written for people: in tables, pages and advice."""
+"""How counts, seconds and bytes are written for people: in tables, pages, errors and advice."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def bytes_text(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.3g} GiB" if num_bytes < 999.5 else f"{num_bytes:,.0f} GiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a count with its noun: "1 stage", "4 micro-batches"."""
+    ending = "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{number} {noun}{'' if number == 1 else ending}"

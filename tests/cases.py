@@ -1,11 +1,22 @@
-"""Many small cases in one test, which names the case that fails."""
+"""Many small cases in one test: a failure names its case."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def case(*what: object) -> Iterator[None]:
+    """Add what the case is to an exception of it."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case {', '.join(map(str, what))}")
+        raise
 
 
 def for_each(
@@ -25,12 +36,9 @@ def for_each(
         @functools.wraps(test)
         def run(**rest: Any) -> None:
             for values in every:
-                case = dict(zip(wanted, values, strict=True))
-                try:
-                    test(**case, **rest)
-                except BaseException as error:
-                    error.add_note(f"in the case {case}")
-                    raise
+                arguments = dict(zip(wanted, values, strict=True))
+                with case(arguments):
+                    test(**arguments, **rest)
 
         run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
         return run

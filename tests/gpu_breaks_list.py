@@ -17,9 +17,10 @@ IPC_RUN = Tests("tests/dist/test_gpu.py -k 'parity_where_ranks_share and devices
 NCCL_ENDS = Tests("tests/dist/test_gpu_failures.py -k 'killed_while_the_device and 3-1-host'", 4)
 #: The slots of CUDA IPC, on a simulated GPU (tests/channel/simulated.py).
 SLOTS = Tests("tests/channel/test_cuda_ipc.py", 0)
-#: A host that waits for its device as a peer dies; the same with both transports in one job.
+#: A host that waits for its device as a peer dies.
 WAITS = Tests("tests/dist/test_gpu_failures.py -k 'killed_while_the_device and 2-0-host'", 1)
-MIXED_WAITS = Tests("tests/dist/test_gpu_failures.py -k 'killed_while_the_device and 4-2-host'", 2)
+#: Both transports in one job.
+TOGETHER = Tests("tests/job/test_device_waits.py -k ended_together", 0)
 STEADY = Tests("tests/dist/test_gpu_steady.py -k 'no_host_waits and 2-1f1b'", 2)
 AHEAD = Tests("tests/dist/test_gpu_steady.py -k ahead", 2)
 TIMES = Tests("tests/dist/test_gpu_times.py", 2)
@@ -288,7 +289,7 @@ BREAKS = [
         IPC,
         "        gpu.synchronize()\n",
         "",
-        IPC_ORDER,
+        SLOTS,
     ),
     Break(
         "ipc-busy",
@@ -342,7 +343,7 @@ BREAKS = [
     Break(
         "device-peer",
         "ranks on one GPU use NCCL",
-        "procpipe/run/transports.py",
+        "procpipe/job/transports.py",
         'return "cuda_ipc" if self.gpus[a] and self.gpus[a] == self.gpus[b] else self.name',
         "return self.name",
         IPC_RUN,
@@ -390,10 +391,10 @@ BREAKS = [
     Break(
         "random-reset",
         "layers reset on a GPU draw from another one's generator",
-        "procpipe/model/cut.py",
+        "procpipe/model/materialize.py",
         "            with torch.cuda.device(device):\n                torch.cuda.manual_seed(",
         "            if True:\n                torch.cuda.manual_seed(",
-        Tests("tests/model/test_cut.py -k seeded", 2),
+        Tests("tests/model/test_materialize.py -k seeded", 2),
     ),
     # -- executor, link, traces --------------------------------------------------------------
     Break(
@@ -433,9 +434,9 @@ BREAKS = [
         "trace-order",
         "a task's event is recorded before the task",
         "procpipe/timeline/recorder.py",
-        "        if self._is_cuda:\n            self._mark()\n        super().ran(task, start_ns)",
+        "        if self._is_cuda:\n            self._mark()\n        super().end_task(task)",
         "        if self._is_cuda:\n            self._marks.append(self._marks[-1])\n"
-        "        super().ran(task, start_ns)",
+        "        super().end_task(task)",
         Tests("tests/timeline/test_recorder.py", 1),
     ),
     Break(
@@ -517,7 +518,7 @@ BREAKS = [
         "procpipe/job/device_waits.py",
         "        thread.start()\n    for each in",
         "        thread.start()\n        thread.join()\n    for each in",
-        MIXED_WAITS,
+        TOGETHER,
     ),
     Break(
         "lead-none",

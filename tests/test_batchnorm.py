@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from procpipe import Stage
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.recompute import Ambient, recomputing
 from tests.cases import for_each
@@ -288,3 +289,31 @@ def test_training_with_convolutions_ends_where_the_plain_model_does() -> None:
             optimizer.step()
         deferred[1].commit()
     assert_same_state(deferred, plain)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_gradients_of_an_input_through_a_stage(checkpoint):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(3).double()
+    stage = Stage(
+        nn.Sequential(copy.deepcopy(norm)),
+        [1],
+        chunks=4,
+        deferred_batch_norm=True,
+        checkpoint=checkpoint,
+    )
+    assert isinstance(stage[0], DeferredBatchNorm)
+    for _ in range(3):
+        input = torch.rand(16, 3, 4, 4, dtype=torch.float64)
+        ours, theirs = input.clone().requires_grad_(), input.clone().requires_grad_()
+        output = stage(ours)
+        output.square().sum().backward()
+        norm(theirs)
+        # The gradient is that of micro-batches that are each normalised by themselves.
+        plain = nn.BatchNorm2d(3).double()
+        torch.cat([plain(part) for part in theirs.chunk(4)]).square().sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(stage[0].running_mean, norm.running_mean)
+    torch.testing.assert_close(stage[0].running_var, norm.running_var)
+    assert stage[0].num_batches_tracked == 3
+    stage.close()

@@ -278,14 +278,18 @@ def test_delays_depend_on_the_seed_and_the_rank_only(tmp_path):
 
 
 def starve(wait: str):
-    """Queue something on twelve streams; return how many do nothing, and what one of these does."""
-    memory, streams = new_memory(), [new_stream() for _ in range(12)]
-    starved = [
-        stream for number, stream in enumerate(streams) if not seeded(0x737461727665, number) % 3
-    ]
-    others = [stream for stream in streams if stream not in starved]
-    assert starved
-    assert others
+    """Queue something on streams; return whether some do nothing, and what one of these does.
+
+    There are as many streams as it takes until the seed has chosen both kinds, and 12 at least.
+    """
+    memory = new_memory()
+    starved: list[Any] = []
+    others: list[Any] = []
+    while not (starved and others and len(starved) + len(others) >= 12):
+        number = len(starved) + len(others)
+        is_starved = not seeded(0x737461727665, number) % 3
+        (starved if is_starved else others).append(new_stream())
+    streams = [*starved, *others]
     for stream in streams:
         fill(memory, 1, stream)
     wait_until_done(others)

@@ -4,7 +4,9 @@
                  |
         stage.py  __init__.py            anything
                  |
-    balance  tuning  timeline  state     optional: see MAY_IMPORT
+        build.py                         anything; the optional only where it is asked for
+                 |
+    balance  tuning  timeline  state     optional: nothing above loads them, see OPTIONAL
                  |
                 run                      one step: plan, compute, channel, job, data
               /  |  \\
@@ -17,6 +19,7 @@
      errors  containers  tree            leaves: for all (the last two for all but plan)
      torch_internals  torch_versions     leaves: likewise for all but plan
      forks  signals  notes  limits       leaves: what processes share, say and open
+             optional                    leaf: what this installation lacks
                words                     leaf: lists in English
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
@@ -47,22 +50,28 @@ MAY_IMPORT = {
     "notes": set(),
     "limits": {"errors"},
     "words": set(),
+    "optional": set(),
     "plan": {"errors"},
     "skip": {"errors", "tree"},
     "channel": {"errors", "forks", "limits", "signals", "torch_internals", "tree"},
     "compute": {"skip", "errors", "torch_internals", "tree"},
-    "model": {"compute", "errors"},
-    "job": {"channel", "errors", "forks", "limits", "notes", "run"},
+    "model": {"compute", "plan", "errors"},
+    "job": {"channel", "errors", "forks", "limits", "notes", "optional", "words"},
     "run": {
-        *("plan", "compute", "channel", "data", "job", "timeline", "tuning"),
+        *("plan", "compute", "channel", "data", "job"),
         *("errors", "forks", "notes", "signals", "tree"),
     },
-    "data": {"compute", "run", "containers", "errors", "notes", "torch_internals", "tree"},
+    "data": {"compute", "plan", "run", "containers", "errors", "notes", "torch_internals", "tree"},
     "balance": {"data", "job", "skip", "errors", "tree"},
-    "tuning": {"compute", "plan", "run", "errors"},
+    "tuning": {"compute", "plan", "run", "errors", "words"},
     "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
     "state": {"run", "stage", "errors", "forks", "notes", "version"},
 }
+
+#: Loaded only where a user asks for them; deleted in turn in tests/test_rooms.py.
+OPTIONAL = tuple(
+    f"procpipe.{name}" for name in ("balance", "tuning", "timeline", "state", "launch")
+)
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
 USERS = ("procpipe.launch", "examples", "benchmarks")
@@ -83,7 +92,7 @@ FOR_LAUNCHER = (
     "procpipe.job",
     "procpipe.words",
     "procpipe.containers",
-    "procpipe.data.minibatch",
+    "procpipe.data.loss",
     "procpipe.model.cut",
     "procpipe.tree",
 )
@@ -92,7 +101,9 @@ FOR_LAUNCHER = (
 PURE = (
     "procpipe.plan",
     "procpipe.errors",
+    "procpipe.run.chooser",
     "procpipe.run.messages",
+    "procpipe.run.statistics",
     "procpipe.words",
     "procpipe.timeline.advice",
     "procpipe.timeline.chrome",
@@ -145,6 +156,26 @@ def test_the_sources_are_found():
     sources = read_sources()
 
     assert {"procpipe.errors", "procpipe.tree", "procpipe.launch"} <= sources.keys()
+
+
+def test_importing_procpipe_loads_nothing_optional():
+    trees = {module: ast.parse(source) for module, source in read_sources().items()}
+    loaded, new = set(), {"procpipe"}
+    while new:
+        loaded |= new
+        new = (
+            set().union(*(edges(module, at_load(trees[module]), trees) for module in new)) - loaded
+        )
+
+    assert "procpipe.stage" in loaded
+    assert "procpipe.channel.shm" not in loaded  # imported in a function
+    assert [module for module in loaded if within(module, OPTIONAL)] == []
+
+
+def at_load(tree: ast.Module) -> ast.Module:
+    """Return what of a module runs when it is imported, as far as it imports."""
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return ast.Module([*imports], [])
 
 
 BAD_EXAMPLES = {

@@ -22,6 +22,7 @@ from procpipe import (
     NoChunk,
     Stage,
     StageClosedError,
+    is_recomputing,
 )
 from procpipe.timeline.chrome import from_chrome
 
@@ -514,3 +515,96 @@ def test_the_tasks_of_the_last_step_are_timed():
     assert [str(one.task) for one in timed] == ["F0@0", "F1@0", "B1@0", "R0@0", "B0@0"]
     moments = [moment for one in timed for moment in (one.start_s, one.end_s)]
     assert moments == sorted(moments)
+
+
+def test_settings_are_plain_values():
+    stage = Stage(
+        nn.Sequential(nn.Linear(2, 2)), iter([1]), chunks=42, checkpoint="always", devices=["cpu"]
+    )
+    assert (stage.balance, type(stage.balance)) == ([1], list)
+    assert stage.devices == [torch.device("cpu")]
+    assert type(stage.devices[0]) is torch.device
+    assert (stage.chunks, stage.checkpoint) == (42, "always")
+    stage.close()
+
+
+def test_a_missing_balance_recommends_to_have_it_found():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(
+        BalanceError, match=r"for instance balance=\[2\], .* balance='time', sample=x"
+    ):
+        Stage(model, chunks=8)
+    stage = Stage(model, "size", sample=torch.ones(8, 2), chunks=8)
+    assert stage.balance == [2]
+    stage.close()
+
+
+def test_plain_values_travel_beside_a_tensor_and_others_do_not(stage_of):
+    stage = stage_of(nn.Sequential(nn.Identity()), [1])
+    assert stage((torch.ones(2), "hello"))[1] == "hello"
+    with pytest.raises(BoundaryError, match=r"is a builtins\.object"):
+        stage((torch.ones(2), object()))
+
+
+def test_an_output_may_hold_no_tensor(stage_of):
+    class Words(nn.Module):
+        def forward(self, x):
+            return "some", len(x)
+
+    assert stage_of(nn.Sequential(Words()), [1], chunks=2)(torch.ones(3, 1)) == (
+        ["some", "some"],
+        [2, 1],
+    )
+
+
+def test_a_nested_sequential_is_one_layer(stage_of):
+    inner = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    model = nn.Sequential(inner, nn.Linear(3, 1))
+    stage = stage_of(model, [2])
+    assert len(stage) == 2
+    assert stage[0] is inner
+    assert list(stage.state_dict()) == ["0.0.weight", "0.0.bias", "1.weight", "1.bias"]
+
+
+# -- the order of recomputation and backward -----------------------------------------------------
+
+
+class Log(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, name, log):
+        ctx.name, ctx.log = name, log
+        log.append(f"{name}: {'recompute' if is_recomputing() else 'forward'}")
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.log.append(f"{ctx.name}: backward")
+        return gradient, None, None
+
+
+class Logging(nn.Module):
+    def __init__(self, name, log):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.name, self.log = name, log
+
+    def forward(self, input):
+        return Log.apply(input * self.weight, f"{self.name}{int(input[0, 0])}", self.log)
+
+
+def test_each_micro_batch_is_recomputed_just_before_its_backward(stage_of):
+    log: list[str] = []
+    stage = stage_of(nn.Sequential(Logging("a", log), Logging("b", log)), [2], chunks=2)
+    stage(torch.tensor([[0.0], [1.0]])).sum().backward()
+    assert log == [
+        "a0: forward",
+        "b0: forward",
+        "a1: forward",
+        "b1: forward",
+        "b1: backward",  # the last is not recomputed
+        "a1: backward",
+        "a0: recompute",
+        "b0: recompute",
+        "b0: backward",
+        "a0: backward",
+    ]

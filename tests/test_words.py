@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.words import bytes_text
+from procpipe.words import bytes_text, counted
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,10 @@ from procpipe.words import bytes_text
 )
 def test_a_size_has_the_unit_that_suits_it(num_bytes: int, told: str) -> None:
     assert bytes_text(num_bytes) == told
+
+
+def test_a_count_has_its_noun_in_the_right_number() -> None:
+    told = [(0, "layer"), (1, "stage"), (2, "stage"), (1, "process"), (2, "process"), (3, "batch")]
+    assert [counted(number, noun) for number, noun in told] == [
+        *("0 layers", "1 stage", "2 stages", "1 process", "2 processes", "3 batches")
+    ]

@@ -299,9 +299,9 @@ def _differences(
     for _ in range(4):
         layers += [nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.ReLU(inplace=True)]
     plain = nn.Sequential(*layers).double().to(device)
-    num_parts = n * (2 if schedule in ("interleaved", "zb-v") else 1)
+    num_partitions = n * (2 if schedule in ("interleaved", "zb-v") else 1)
     stage = Stage(
-        copy.deepcopy(plain), [16 // num_parts] * num_parts, chunks=4, devices=devices,
+        copy.deepcopy(plain), [16 // num_partitions] * num_partitions, chunks=4, devices=devices,
         transport=transport, checkpoint=mode, schedule=schedule, loss_fn=F.cross_entropy,
         timeout_s=_TIMEOUT_S,
     )  # fmt: skip

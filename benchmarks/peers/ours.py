@@ -9,12 +9,14 @@ from benchmarks.workloads import Job
 from procpipe import Stage
 
 
-def procpipe(job: Job, checkpoint: str = "never", *, num_parts: int = 1, **options: Any) -> Step:
+def procpipe(
+    job: Job, checkpoint: str = "never", *, partitions_per_stage: int = 1, **options: Any
+) -> Step:
     """Train as a pipeline of all ranks, each with so many partitions.
 
     With ``schedule="auto"`` the steps in which it measures and tries are made before.
     """
-    stage = stage_of(job, checkpoint, num_parts=num_parts, **options)
+    stage = stage_of(job, checkpoint, partitions_per_stage=partitions_per_stage, **options)
     step = step_of(stage, job)
     while stage.schedule == "auto" or stage.schedule.startswith(("auto: measuring", "auto: try")):
         step()
@@ -23,11 +25,13 @@ def procpipe(job: Job, checkpoint: str = "never", *, num_parts: int = 1, **optio
     return step
 
 
-def stage_of(job: Job, checkpoint: str = "never", *, num_parts: int = 1, **options: Any) -> Stage:
+def stage_of(
+    job: Job, checkpoint: str = "never", *, partitions_per_stage: int = 1, **options: Any
+) -> Stage:
     """Make this rank's stage, for those who ask it for more than steps."""
     return Stage(
         job.model(),
-        job.balance(num_parts * job.num_stages),
+        job.balance(partitions_per_stage * job.num_stages),
         chunks=job.num_micro_batches,
         checkpoint=checkpoint,
         loss_fn=job.workload.loss_fn,

@@ -68,8 +68,8 @@ def _step(job: Job, schedule: Any, stages: list[PipelineStage]) -> Step:
     return lambda: schedule.step(*inputs)
 
 
-def _stages(job: Job, num_parts: int, indices: tuple[int, ...]) -> list[PipelineStage]:
-    balance = job.balance(num_parts)
+def _stages(job: Job, num_partitions: int, indices: tuple[int, ...]) -> list[PipelineStage]:
+    balance = job.balance(num_partitions)
     layers = list(job.model().named_children())
     parts = []
     for size in balance:
@@ -77,7 +77,7 @@ def _stages(job: Job, num_parts: int, indices: tuple[int, ...]) -> list[Pipeline
         layers = layers[size:]
     module_of = _Carrying if job.workload.has_skips else _plain
     return [
-        PipelineStage(module_of(parts[index]), index, num_parts, torch.device("cpu"))
+        PipelineStage(module_of(parts[index]), index, num_partitions, torch.device("cpu"))
         for index in indices
     ]
 

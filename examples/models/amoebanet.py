@@ -1,13 +1,13 @@
 """AmoebaNet-D of any depth and width, in sequential form.
 
-A cell reads the outputs of the two cells before it. So what passes between the layers is a pair,
+A cell reads the outputs of the two cells before it. So the layers pass on a pair,
 ``(output of the last cell, output of the one before)``, and no skip tensor is needed:
 
     image ─> stem ─> x ─> cell ─> (a, x) ─> cell ─> (b, a) ─> cell ─> (c, b) ─> ... ─> classifier
 
 Source: Real et al., "Regularized Evolution for Image Classifier Architecture Search" (2019),
-https://arxiv.org/abs/1802.01548, and its TensorFlow code, which has the normal cell put out other
-states than the paper's text; (L, D) as in Huang et al., "GPipe" (2019),
+https://arxiv.org/abs/1802.01548, and its TensorFlow code, where the normal cell's output differs
+from the paper's text; (L, D) as in Huang et al., "GPipe" (2019),
 https://arxiv.org/abs/1811.06965.
 """
 
@@ -33,7 +33,7 @@ def amoebanetd(
     ``(batch, num_classes)`` float.
 
     Args:
-        num_classes: classes to tell apart.
+        num_classes: number of classes.
         num_layers: L, normal cells; a multiple of 3.
         num_filters: D, 4 times the channels of the stem; a multiple of 8.
 
@@ -61,7 +61,7 @@ def amoebanetd(
     return nn.Sequential(layers)
 
 
-# -- operations: of as many channels as their input, and a stride ---------------------------------
+# -- operations, which keep the number of channels -------------------------------------------------
 
 
 def none(channels: int, stride: int) -> nn.Module:
@@ -77,7 +77,7 @@ def max_pool_3(channels: int, stride: int) -> nn.Module:
 
 
 def max_pool_2(channels: int, stride: int) -> nn.Module:
-    return nn.MaxPool2d(2, stride, ceil_mode=True)  # of odd sizes, as much as the others leave
+    return nn.MaxPool2d(2, stride, ceil_mode=True)  # rounds odd sizes up, as the others do
 
 
 def conv_1x1(channels: int, stride: int) -> nn.Module:
@@ -196,7 +196,7 @@ class Cell(nn.Module):
 
 
 class FactorizedReduction(nn.Module):
-    """Halves height and width: one half of the channels sees the even pixels, one the odd.
+    """Halves height and width: half of the channels take the even pixels, half the odd ones.
 
     ``(batch, in_channels, height, width)`` float to ``(batch, out_channels, height / 2, width /
     2)``, rounded up.
@@ -218,7 +218,7 @@ class FactorizedReduction(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Averages the last cell's output over the image, and weighs up the classes.
+    """Averages the last cell's output over the image, and computes the classes' scores.
 
     Of 224 x 224 pixels 7 x 7 are left by then.
     """
@@ -235,7 +235,7 @@ class Classifier(nn.Module):
 
 
 def _cells(num_layers: int) -> list[tuple[str, Genes]]:
-    """List the cells: two reductions, then three sections of normal ones, parted by reductions."""
+    """List the cells: two reductions, then three normal sections with reductions between."""
     cells = [("reduction0", REDUCTION)]
     for section in range(1, 4):
         cells.append((f"reduction{section}", REDUCTION))

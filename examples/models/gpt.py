@@ -19,7 +19,7 @@ from collections import OrderedDict
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-STD = 0.02  # of the weights at first
+STD = 0.02  # of the initial weights
 
 
 def gpt(
@@ -42,7 +42,7 @@ def gpt(
     """
     if d_model % num_heads:
         raise ValueError(f"d_model is {d_model}: make it a multiple of num_heads, {num_heads}")
-    # As every layer adds to the same vector, each adds the less, the more there are.
+    # All layers add to the same vector: the more there are, the less each adds.
     output_std = STD / math.sqrt(2 * num_layers)
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         embedding=Embedding(vocab_size, d_model, context)
@@ -56,7 +56,7 @@ def gpt(
 
 
 class Embedding(nn.Module):
-    """Turns tokens into vectors that know their place."""
+    """Embeds tokens and their positions."""
 
     def __init__(self, vocab_size: int, d_model: int, context: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Embedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin with small vectors; called for a model built on the meta device too."""
+        """Initialise with small vectors; called for a model built on the meta device too."""
         nn.init.normal_(self.token.weight, std=STD)
         nn.init.normal_(self.place.weight, std=STD)
 
@@ -79,7 +79,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Adds to each place what it gathers from itself and those before it."""
+    """Adds causal self-attention to each position."""
 
     def __init__(self, d_model: int, num_heads: int, output_std: float) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin with small weights; called for a model built on the meta device too."""
+        """Initialise with small weights; called for a model built on the meta device too."""
         _reset_linear(self.query_key_value, STD)
         _reset_linear(self.output, self.output_std)
 
@@ -105,7 +105,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Adds to each place what it makes of itself."""
+    """Adds a feed-forward network of each position."""
 
     def __init__(self, d_model: int, output_std: float) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class FeedForward(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin with small weights; called for a model built on the meta device too."""
+        """Initialise with small weights; called for a model built on the meta device too."""
         _reset_linear(self.widen, STD)
         _reset_linear(self.output, self.output_std)
 

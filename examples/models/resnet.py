@@ -94,7 +94,7 @@ class Convolution(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=False)
 
     def reset_parameters(self) -> None:
-        """Keep the variance of the gradients; called for a model built on the meta device too."""
+        """Keep the gradients' variance; called for a model built on the meta device too."""
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
 
 

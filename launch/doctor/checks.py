@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from procpipe.launch.doctor.facts import Facts
-from procpipe.words import bytes_text
+from procpipe.words import bytes_text, counted
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -118,7 +118,7 @@ def _check_gpus(facts: Facts) -> Iterator[Check]:
             "see whether nvidia-smi works; if not, the driver must be mended or loaded again",
         )
     elif not facts.gpus and facts.num_nvidia_devices:
-        told = f"{_counted(facts.num_nvidia_devices, 'GPU')} in this host, none that torch can use"
+        told = f"{counted(facts.num_nvidia_devices, 'GPU')} in this host, none that torch can use"
         if not facts.torch.cuda:
             mend = "this torch is built for CPUs only: install one that is built for CUDA"
         elif "CUDA_VISIBLE_DEVICES" in facts.environment:
@@ -135,7 +135,7 @@ def _check_gpus(facts: Facts) -> Iterator[Check]:
     else:
         used = [k for k, gpu in enumerate(facts.gpus) if gpu.free_bytes < 0.9 * gpu.total_bytes]
         names = ", ".join(sorted({gpu.name for gpu in facts.gpus}))
-        told = f"{_counted(len(facts.gpus), 'GPU')} ({names})"
+        told = f"{counted(len(facts.gpus), 'GPU')} ({names})"
         if used:
             yield warning(
                 "GPUs",
@@ -158,8 +158,8 @@ def _check_sharing(facts: Facts) -> Iterator[Check]:
         return
     yield warning(
         "sharing GPUs",
-        f"{facts.num_processes} processes for {_counted(len(facts.gpus), 'GPU')}",
-        f"start {_processes(len(facts.gpus))}, or say which GPU each one uses: "
+        f"{facts.num_processes} processes for {counted(len(facts.gpus), 'GPU')}",
+        f"start {counted(len(facts.gpus), 'process')}, or say which GPU each one uses: "
         "Stage(..., devices=['cuda:0', 'cuda:0', ...])",
     )
 
@@ -197,7 +197,7 @@ def _check_cores(facts: Facts) -> Iterator[Check]:
         yield warning(
             "cores",
             f"{facts.topology}, but CPU time of {num_cpus:g} CPUs only, for "
-            f"{_processes(facts.num_processes)}",
+            f"{counted(facts.num_processes, 'process')}",
             "raise the container's CPU limit (docker run --cpus, a pod's resources.limits.cpu): "
             "who has used it up stands still until the next tenth of a second",
         )
@@ -224,7 +224,7 @@ def _check_threads(facts: Facts) -> Iterator[Check]:
     else:
         yield warning(
             "threads",
-            f"OMP_NUM_THREADS={told}, and {_counted(least, 'core')} a process",
+            f"OMP_NUM_THREADS={told}, and {counted(least, 'core')} a process",
             f"unset it, or set it to {least}: more threads than cores wait for one another",
         )
 
@@ -243,7 +243,7 @@ def _check_memory(facts: Facts) -> Iterator[Check]:
     if available_bytes < facts.num_processes * _MIN_BYTES_A_PROCESS:
         yield warning(
             "memory",
-            f"{told}, for {_processes(facts.num_processes)}",
+            f"{told}, for {counted(facts.num_processes, 'process')}",
             "free some, raise the container's limit or start fewer processes: one that finds none "
             "is killed (each takes 0.3 GiB before it has a model)",
         )
@@ -360,14 +360,6 @@ def _check_name(facts: Facts) -> Iterator[Check]:
 def _numbers(version: str) -> tuple[int, ...]:
     """Return (2, 13) for "2.13.0a0+cpu"."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
-def _processes(number: int) -> str:
-    return "1 process" if number == 1 else f"{number} processes"
 
 
 def _gib(num_bytes: int) -> str:

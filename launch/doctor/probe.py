@@ -34,7 +34,7 @@ from procpipe.errors import RemoteStageError
 from procpipe.job.topology import cpus_text
 from procpipe.job.world import World
 from procpipe.run.control import Control
-from procpipe.run.transports import agree_on_transports
+from procpipe.run.wiring import agree_on_transports
 from procpipe.tree import Flat
 
 #: The mesh's kinds of a pair's channels, 0 being the control plane's.

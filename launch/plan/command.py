@@ -49,7 +49,7 @@ from procpipe.tuning.propose import (
     leanest,
     propose,
 )
-from procpipe.words import bytes_text, seconds_text
+from procpipe.words import bytes_text, counted, seconds_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,7 +124,7 @@ class _Planning:
             )
         if options.n > len(subject.model):
             raise MistakeError(
-                f"-n {options.n}: the model has {_counted(len(subject.model), 'layer')}, and each "
+                f"-n {options.n}: the model has {counted(len(subject.model), 'layer')}, and each "
                 "device needs at least one"
             )
         name = "one CPU thread"
@@ -147,7 +147,7 @@ class _Planning:
             sizes = sizes_to_measure(batch, chunks)
             told = ", ".join(map(str, sizes))
             self._say(
-                f"measuring {_counted(len(subject.model), 'layer')} on {name}, micro-batches of "
+                f"measuring {counted(len(subject.model), 'layer')} on {name}, micro-batches of "
                 f"{told} {'sample' if sizes == (1,) else 'samples'} …"
             )
             try:
@@ -156,7 +156,7 @@ class _Planning:
                 size = error.num_samples
                 larger = [count for count in chunks if -(-batch // count) > size]
                 if larger and not self._options.chunks:
-                    left_out = left_out or f"{_counted(size, 'sample')}{error}"
+                    left_out = left_out or f"{counted(size, 'sample')}{error}"
                     chunks = larger
                     continue
                 if size == batch:
@@ -164,7 +164,7 @@ class _Planning:
                 count = next(count for count in chunks if -(-batch // count) == size)
                 raise MistakeError(
                     f"--chunks {count}: the model cannot be run on micro-batches of "
-                    f"{_counted(size, 'sample')}{error}"
+                    f"{counted(size, 'sample')}{error}"
                 ) from error
             if left_out:
                 self._chunks = tuple(chunks)
@@ -217,8 +217,8 @@ class _Planning:
     ) -> None:
         memory_bytes, one_s = question.memory_bytes, alone_s(measured.model, question)
         self._say(
-            f"a mini-batch of {_counted(question.batch, 'sample')} on "
-            f"{_counted(question.num_devices, 'device')}; one alone, if it had the memory, would "
+            f"a mini-batch of {counted(question.batch, 'sample')} on "
+            f"{counted(question.num_devices, 'device')}; one alone, if it had the memory, would "
             f"take {seconds_text(one_s)}\n"
         )
         best = best_of_each(proposals, memory_bytes)
@@ -276,10 +276,6 @@ class _Planning:
 
 def _are_alike(one: Proposal, other: Proposal) -> bool:
     return (one.schedule, one.checkpoint) == (other.schedule, other.checkpoint)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _refuse(reader: argparse.ArgumentParser, told: str) -> NoReturn:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from procpipe.balance import LayerProfile, Profile, profile_layers
-from procpipe.data.minibatch import Loss
+from procpipe.data.loss import Loss
 from procpipe.launch.plan.subject import MistakeError, SizeError, Subject
 from procpipe.model.cut import check_model
 from procpipe.tuning.model import Layer, Link, Model, Skip

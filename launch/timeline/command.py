@@ -14,9 +14,10 @@ from pathlib import Path
 
 from procpipe.balance.blocks import blocks
 from procpipe.launch.timeline.page import page
+from procpipe.run.statistics import split_table
 from procpipe.timeline.advice import advise, basis
 from procpipe.timeline.chrome import from_chrome
-from procpipe.timeline.idle import split, split_table
+from procpipe.timeline.idle import split
 from procpipe.timeline.recording import Recording
 
 _EPILOG = """\

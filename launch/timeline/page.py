@@ -12,11 +12,11 @@ from statistics import fmean
 from typing import Any
 
 from procpipe.launch.timeline.drawing import draw, later_partitions, step_bars
+from procpipe.run.statistics import Split
 from procpipe.timeline.advice import basis
-from procpipe.timeline.idle import Split
 from procpipe.timeline.palette import LOOKS
 from procpipe.timeline.recording import Recording, Step
-from procpipe.words import seconds_text
+from procpipe.words import counted, seconds_text
 
 #: The parts of a stage's time: the field of Split, its name, and what it is.
 _PARTS = (
@@ -109,9 +109,9 @@ def _facts_text(recording: Recording, step: Step) -> str:
     sizes = sorted(set(step.sizes))
     samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}" if sizes else "?"
     told = [
-        _counted(step.num_stages, "stage"),
+        counted(step.num_stages, "stage"),
         f"balance {facts.get('balance')}",
-        f"{_counted(len(step.sizes), 'micro-batch', 'es')} of {samples} "
+        f"{counted(len(step.sizes), 'micro-batch')} of {samples} "
         f"sample{'' if samples == '1' else 's'}",
         f"checkpoint {facts.get('checkpoint')}",
         f"schedule {recording.schedule_of(step)}",
@@ -227,10 +227,6 @@ def _clock_text(recording: Recording) -> str:
     else:
         told += "at its beginning only, so that a drift since then is not taken out."
     return f"{told} {'Tasks by the device, waits by the host.' if is_cuda else 'All by the hosts.'}"
-
-
-def _counted(count: int, noun: str, ending: str = "s") -> str:
-    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def _mean(splits: Sequence[Split], field: str) -> float:

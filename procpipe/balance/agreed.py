@@ -17,7 +17,7 @@ from procpipe.job.world import World
 
 
 def agreed_balance(
-    kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World, num_parts: int
+    kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World, num_partitions: int
 ) -> list[int]:
     """Find a balance on rank 0; every rank calls it, and the others wait.
 
@@ -28,7 +28,7 @@ def agreed_balance(
             ``balance.Inputs`` of several.
         chunks: micro-batches in a mini-batch.
         world: this process's place in the job.
-        num_parts: the number of partitions.
+        num_partitions: the number of partitions.
 
     Raises:
         BalanceError: another kind, no sample on rank 0, or fewer layers than partitions.
@@ -41,13 +41,13 @@ def agreed_balance(
     if not world.is_launched:
         return [len(module)]
     found: list[int] = world.agreed(
-        "balance", lambda: _found(kind, module, sample, chunks, world, num_parts)
+        "balance", lambda: _found(kind, module, sample, chunks, world, num_partitions)
     )
     return found
 
 
 def _found(
-    kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World, num_parts: int
+    kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World, num_partitions: int
 ) -> list[int]:
     if sample is None:
         raise BalanceError(
@@ -57,4 +57,4 @@ def _found(
     inputs = sample.values if isinstance(sample, Inputs) else (sample,)
     first = Inputs(*scatter(inputs, chunks)[0][0])
     find = balance_by_time if kind == "time" else balance_by_size
-    return find(num_parts, module, first, device=world.device)
+    return find(num_partitions, module, first, device=world.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from procpipe.balance.blocks import blocks, check_num_parts
+from procpipe.balance.blocks import blocks, check_num_partitions
 from procpipe.balance.profile import check_model, layer_sizes, layer_times
 
 
@@ -47,7 +47,7 @@ def balance_by_time(
     Source: torchgpipe 0.0.7, ``torchgpipe.balance.balance_by_time``.
     """
     check_model(module)
-    check_num_parts(partitions, len(module))
+    check_num_partitions(partitions, len(module))
     costs = layer_times(module, sample, timeout=timeout, device=device)
     return blocks(costs, partitions)
 
@@ -92,6 +92,6 @@ def balance_by_size(
     Source: torchgpipe 0.0.7, ``torchgpipe.balance.balance_by_size``.
     """
     check_model(module)
-    check_num_parts(partitions, len(module))
+    check_num_partitions(partitions, len(module))
     costs = layer_sizes(module, input, chunks=chunks, param_scale=param_scale, device=device)
     return blocks(costs, partitions)

@@ -30,12 +30,12 @@ from operator import mul, sub
 from procpipe.errors import BalanceError
 
 
-def blocks(costs: Sequence[float], num_parts: int) -> list[int]:
+def blocks(costs: Sequence[float], num_partitions: int) -> list[int]:
     """Divide layers into contiguous parts with the smallest largest cost, then the evenest.
 
     Args:
         costs: one a layer, in any unit, from 0.
-        num_parts: from 1 to the number of layers; no part is empty.
+        num_partitions: from 1 to the number of layers; no part is empty.
 
     Returns:
         The number of layers in each part.
@@ -47,26 +47,27 @@ def blocks(costs: Sequence[float], num_parts: int) -> list[int]:
     Source: the interface of torchgpipe 0.0.7, ``torchgpipe.balance.blockpartition.solve``, which
         uses the heuristic of Bárány and Grinberg, "Block partitions of sequences" (2015).
     """
-    check_num_parts(num_parts, len(costs))
+    check_num_partitions(num_partitions, len(costs))
     prefix = list(accumulate(_as_integers(costs), initial=0))
-    limit = _smallest_limit(prefix, num_parts)
-    return [j - i for i, j in pairwise(_evenest_cuts(prefix, num_parts, limit))]
+    limit = _smallest_limit(prefix, num_partitions)
+    return [j - i for i, j in pairwise(_evenest_cuts(prefix, num_partitions, limit))]
 
 
-def check_num_parts(num_parts: int, num_layers: int) -> None:
+def check_num_partitions(num_partitions: int, num_layers: int) -> None:
     """Check that layers can be divided into so many parts.
 
     Raises:
         BalanceError: they cannot.
     """
-    if num_parts < 1:
+    if num_partitions < 1:
         raise BalanceError(
-            f"{num_layers} layers are to be divided into {num_parts} partitions: ask for at least 1"
+            f"{num_layers} layers are to be divided into {num_partitions} partitions: ask for at "
+            "least 1"
         )
-    if num_parts > num_layers:
+    if num_partitions > num_layers:
         raise BalanceError(
-            f"{num_layers} layers are to be divided into {num_parts} partitions, each of at least "
-            f"one layer: ask for at most {num_layers}, or divide the model into more layers"
+            f"{num_layers} layers are to be divided into {num_partitions} partitions, each of at "
+            f"least one layer: ask for at most {num_layers}, or divide the model into more layers"
         )
 
 
@@ -84,47 +85,47 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
     return [numerator * (scale // denominator) for numerator, denominator in ratios]
 
 
-def _smallest_limit(prefix: list[int], num_parts: int) -> int:
+def _smallest_limit(prefix: list[int], num_partitions: int) -> int:
     """Return the cost of the largest part, the smallest there can be.
 
     Whether a limit can be kept is seen by filling one part after the other. Fewer parts than asked
     for are good enough: dividing one further makes none larger.
     """
     total = prefix[-1]
-    low, high = -(-total // num_parts), total
+    low, high = -(-total // num_partitions), total
     while low < high:
         limit = (low + high) // 2
-        if _reach(prefix, num_parts, limit)[-1] == len(prefix) - 1:
+        if _reach(prefix, num_partitions, limit)[-1] == len(prefix) - 1:
             high = limit
         else:
             low = limit + 1
     return low
 
 
-def _reach(prefix: list[int], num_parts: int, limit: int) -> list[int]:
-    """Return for p = 0 … num_parts the last cut that p parts within the limit can reach."""
+def _reach(prefix: list[int], num_partitions: int, limit: int) -> list[int]:
+    """Return for p = 0 … num_partitions the last cut that p parts within the limit can reach."""
     cuts = [0]
-    for _ in range(num_parts):
+    for _ in range(num_partitions):
         cuts.append(bisect_right(prefix, prefix[cuts[-1]] + limit) - 1)
     return cuts
 
 
-def _evenest_cuts(prefix: list[int], num_parts: int, limit: int) -> list[int]:
+def _evenest_cuts(prefix: list[int], num_partitions: int, limit: int) -> list[int]:
     """Return the cuts with the smallest sum of squares of all that keep the limit.
 
     By dynamic programming over p: only cuts count that p parts can reach from the left, and the
     remaining ones from the right. Where the limit is tight these are few.
     """
     n = len(prefix) - 1
-    from_left = _reach(prefix, num_parts, limit)
+    from_left = _reach(prefix, num_partitions, limit)
     mirrored = [prefix[-1] - cost for cost in reversed(prefix)]
-    from_right = [n - cut for cut in reversed(_reach(mirrored, num_parts, limit))]
+    from_right = [n - cut for cut in reversed(_reach(mirrored, num_partitions, limit))]
 
     step = _Step(first=0, squares=[0], choices=[0])
     steps = []
-    for p in range(1, num_parts + 1):
+    for p in range(1, num_partitions + 1):
         first = max(p, from_right[p])
-        last = min(n - (num_parts - p), from_left[p])
+        last = min(n - (num_partitions - p), from_left[p])
         step = step.extended(prefix, limit, first, last)
         steps.append(step)
 

@@ -213,7 +213,7 @@ def leaves(outputs: list[Tensor]) -> Iterator[Tensor]:
 
 
 def _num_parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _first_micro_batch(inputs: Flat, chunks: int) -> Flat:

@@ -164,7 +164,7 @@ class CudaIpcTransport:
             torch.OutOfMemoryError: the GPU has no memory for a slot.
         """
         gpu = self._gpu
-        sizes = [_num_bytes(tensor) for tensor in tensors]
+        sizes = [tensor.nbytes for tensor in tensors]
         slot, dropped = self._free_slot(peer, kind, sum(map(_aligned, sizes)))
         stream = self._sending[peer, kind]
         stream.wait_stream(gpu.current_stream())
@@ -195,10 +195,10 @@ class CudaIpcTransport:
         tensors = gpu.new_tensors(meta, stream)
         gpu.wait(stream, slot.address + _FILLED, told.serial)
         address = slot.address + _TENSORS
-        for tensor, size in zip(tensors, map(_num_bytes, tensors), strict=True):
-            if size:
-                gpu.copy(stream, tensor.data_ptr(), address, size)
-            address += _aligned(size)
+        for tensor in tensors:
+            if tensor.nbytes:
+                gpu.copy(stream, tensor.data_ptr(), address, tensor.nbytes)
+            address += _aligned(tensor.nbytes)
         gpu.write(stream, slot.address + _TAKEN, told.serial)
         slot.copied = stream.record_event()
         slot.flags[slot.number] = _FREE  # after the write is queued, not before
@@ -416,10 +416,6 @@ class CudaIpcReceived:
     def is_done(self) -> bool:
         """Tell whether the tensors are filled."""
         return bool(self._copied.query())
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _aligned(size: int) -> int:

@@ -389,8 +389,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
     """Return the memory of a contiguous CPU tensor, as bytes, without a copy."""
-    size = tensor.numel() * tensor.element_size()
-    return (ctypes.c_char * size).from_address(tensor.data_ptr())
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def _view_of(tensor: Tensor) -> memoryview:
@@ -405,7 +404,6 @@ def _tensors_from(body: memoryview, meta: Meta) -> list[Tensor]:
     if len(body):
         address = ctypes.addressof(ctypes.c_char.from_buffer(body))
         for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            ctypes.memmove(tensor.data_ptr(), address, size)
-            address += size
+            ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
+            address += tensor.nbytes
     return tensors

@@ -84,13 +84,12 @@ class ShmTransport:
             MemoryError: the host has no memory for a slot.
             FileLimitError: this process may not open another file.
         """
-        offsets, size = _layout([t.numel() * t.element_size() for t in tensors])
+        offsets, size = _layout([tensor.nbytes for tensor in tensors])
         slot = self._free_slot(peer, kind, size)
         slot.memory[_IN_USE] = 1
         address = slot.address + _HEADER_BYTES
         for tensor, offset in zip(tensors, offsets, strict=True):
-            num_bytes = tensor.numel() * tensor.element_size()
-            ctypes.memmove(address + offset, tensor.data_ptr(), num_bytes)
+            ctypes.memmove(address + offset, tensor.data_ptr(), tensor.nbytes)
         dropped = self._dropped.get((peer, kind), [])
         note = _NOTE.pack(slot.start, slot.num_bytes, slot.file.descriptor, len(dropped))
         if dropped:

@@ -1,16 +1,14 @@
 """Buffers that a layer changes in its forward (running statistics) under recomputation.
 
-The first forward changes them, as in the plain model. Recomputation must find them as the first
-forward did and must not change them again, so it runs on copies, lent to the modules for the time:
+The first forward changes them, as in the plain model. Recomputation starts from the same values and
+must not change them again, so it runs on copies, lent to the modules for the time:
 
     F(i)    copy what changes ──> forward on the buffers themselves
-    R(i)    lend the copies   ──> forward on the copies ──> the buffers are back, untouched
+    R(i)    lend the copies   ──> forward on the copies ──> the buffers are back, unchanged
 
-Lending beats writing old values back: autograd may have saved the buffer, and refuses a backward
-pass through a tensor that was written to.
-
-Which buffers change is seen at the first forward; running statistics count as changing always,
-since batch normalisation's kernels change them without raising their version.
+Old values are not written back: autograd may have saved the buffer, and refuses a backward pass
+through a tensor that was written to. The first forward shows which buffers change; running
+statistics always count, since batch normalisation's kernels do not raise their version.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from procpipe.errors import RecomputeError
 
-#: Where a buffer is: the module, and its name in it. There may be None until a forward sets it.
+#: Where a buffer is: the module, and its name there. It may be None until a forward sets it.
 Place = tuple[nn.Module, str]
 
 #: Copies of changing buffers.
@@ -30,11 +28,7 @@ BufferCopies = dict[Place, Tensor | None]
 
 
 class Buffers:
-    """The buffers of a partition.
-
-    Args:
-        layers: the layers by their names in the full model.
-    """
+    """The buffers of a partition's layers, which are given by their names in the full model."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._names: dict[Place, str] = {}
@@ -57,10 +51,10 @@ class Buffers:
         return _copies(self._changing) if self._first is None else self._first
 
     def after_forward(self) -> None:
-        """See what the first forward changed.
+        """Find what the first forward changed.
 
         Raises:
-            RecomputeError: a buffer changed that never did before, so that there is no copy.
+            RecomputeError: a buffer changed for the first time, so there is no copy of it.
         """
         if self._first is not None:
             for place, copy in self._first.items():

@@ -10,10 +10,10 @@ atomic additions on a GPU). So outputs count as equal if they differ by less tha
 the layer's values: 1e-9 in float64, 1.2e-4 in float32, and 0.05 in shorter types, under autocast
 and on GPUs. Another dropout mask is far more.
 
-A look reads every output once in float64, which takes longer than a layer that only adds, and on a
-GPU the host waits for the numbers at the end of R. So it is done in few mini-batches: in 1 and 2,
-where most differences show, and in 16, 128, 1024 and so on, for what begins to differ later. Those
-from 3 to 15 are timed by ``schedule="auto"``.
+A digest reads every output once in float64, which takes longer than a layer that only adds, and on
+a GPU the host waits for the numbers at the end of R. So only few mini-batches are compared: 1 and
+2, where most differences show, and 16, 128, 1024 and so on, for what begins to differ later.
+``schedule="auto"`` times those from 3 to 15.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from procpipe.torch_internals import pytree
 
 _NUM_PROJECTIONS = 4
 
-#: The most elements that are looked at together; also the length of the random vectors.
+#: The most elements that are projected together; also the length of the random vectors.
 _CHUNK = 2**16
 
 #: The largest difference, as a part of the values: where rounding is coarse or differs each time.
@@ -61,7 +61,7 @@ Look = list[tuple[int, _Digest]]
 
 
 class Digests:
-    """Chooses the mini-batches to look at, and keeps what was seen."""
+    """Chooses the mini-batches to compare, and keeps the digests of the task that runs."""
 
     def __init__(self) -> None:
         self._num_mini_batches = 0
@@ -74,7 +74,7 @@ class Digests:
         self._is_due = self._look = None
 
     def start(self) -> Look | None:
-        """Start to look at a first forward that will be recomputed, if it is time to."""
+        """Start the digests of a first forward that will be recomputed, in some mini-batches."""
         if self._is_due is None:  # the first of a mini-batch
             self._num_mini_batches += 1
             self._is_due = self._num_mini_batches in _MINI_BATCHES
@@ -82,21 +82,21 @@ class Digests:
         return self._look
 
     def start_again(self, first: Look | None) -> None:
-        """Start to look at a recomputation, if its first forward was looked at."""
+        """Start those of a recomputation, if its first forward has any."""
         self._look = None if first is None else []
 
     def stop(self) -> Look | None:
-        """Return what was looked at."""
+        """Return the digests since the start."""
         look, self._look = self._look, None
         return look
 
     @property
     def is_looking(self) -> bool:
-        """Whether outputs are looked at now."""
+        """Whether digests are taken now."""
         return self._look is not None
 
     def add(self, place: int, value: Any) -> None:
-        """Look at an output, of tensors nested in any way."""
+        """Add the digest of an output, a nested value."""
         if self._look is not None:
             with torch.no_grad():
                 self._look.append((place, self._digest(value)))
@@ -132,25 +132,14 @@ class Digests:
 
 
 class Difference(NamedTuple):
-    """The first output that is not the same again.
-
-    Attributes:
-        place: the layer's index.
-        how: the difference in words.
-    """
+    """The first output that differs: its layer's index, and the difference in words."""
 
     place: int
     how: str
 
 
 def difference(first: Look, again: Look, *, is_coarse: bool) -> Difference | None:
-    """Compare a first forward and its recomputation.
-
-    Args:
-        first: what was looked at in the one.
-        again: what was looked at in the other.
-        is_coarse: whether values were computed with few digits (autocast), or on a GPU.
-    """
+    """Compare a first forward and its recomputation; ``is_coarse`` under autocast and on GPUs."""
     tolerance = _COARSE if is_coarse else _tolerance(first)
     scale_before = 0.0
     for (place, one), (place_again, other) in zip(first, again, strict=False):
@@ -159,7 +148,7 @@ def difference(first: Look, again: Look, *, is_coarse: bool) -> Difference | Non
             return Difference(place, f"{_in_words(forms[1])} instead of {_in_words(forms[0])}")
         pairs = list(_numbers_of(one, other))
         scale = max((max(ours[-1], theirs[-1]) for ours, theirs in pairs), default=0.0)
-        # That of the input too: of what cancels out, nothing but rounding is left.
+        # The input's scale counts too: where values cancel out, only rounding is left.
         limit = tolerance * max(scale, scale_before)
         for ours, theirs in pairs:
             apart = max(abs(x - y) for x, y in zip(ours, theirs, strict=True))

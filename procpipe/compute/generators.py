@@ -5,8 +5,8 @@
     the layers' own       attributes of their modules, and entries of a list, tuple, set or dict
                           that is an attribute
 
-What a layer draws from without holding it (a global ``torch.Generator``, an object in an attribute
-of an attribute, ``os.urandom``) cannot be found here; ``compute.digests`` detects it.
+Other sources (a global ``torch.Generator``, an attribute of an attribute, ``os.urandom``) cannot be
+found here; ``compute.digests`` detects them.
 """
 
 from __future__ import annotations
@@ -39,26 +39,14 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 class Source(NamedTuple):
-    """One generator.
-
-    Attributes:
-        get: returns its state.
-        set: makes it go on from a state.
-    """
+    """One generator, by how its state is read and set."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
 
 class Generators:
-    """The generators of a partition.
-
-    Args:
-        device: the stage's device.
-
-    Attributes:
-        modules: all modules of the layers, in this mini-batch.
-    """
+    """The generators of a partition; ``modules`` are all modules of its layers."""
 
     def __init__(self, device: torch.device) -> None:
         self.modules: Sequence[nn.Module] = ()
@@ -68,11 +56,7 @@ class Generators:
         self._sources: list[Source] | None = None
 
     def begin(self, modules: Sequence[nn.Module]) -> None:
-        """Start a mini-batch, before which layers may have been given other generators.
-
-        Args:
-            modules: all modules of the layers, which takes long to find.
-        """
+        """Start a mini-batch, before which layers may have been given other generators."""
         self.modules = modules
         self._sources = None
 
@@ -98,11 +82,11 @@ def generators_of_torch(device: torch.device) -> list[Source]:
 
 
 class _Twister:
-    """A global Mersenne Twister, whose state is only read out again once its memory has changed.
+    """A global Mersenne Twister, whose state is read again only once its memory has changed.
 
-    Reading out a state takes 9 us in Python and 36 us in NumPy, a look at its memory 0.4 us.
-    A state here is a pair: what the memory was, or None where that does not tell all, and the
-    state as the library gives it.
+    Reading a state takes 9 us in Python and 36 us in NumPy, a look at its memory 0.4 us. A state
+    here is a pair: the memory, or None where it does not determine the state, and the library's
+    state.
     """
 
     def __init__(self) -> None:
@@ -140,7 +124,7 @@ class _Python(_Twister):
         self._is_readable = self._is_where_expected()
 
     def _is_where_expected(self) -> bool:
-        """Tell whether this Python has the words in memory where CPython 3.11 to 3.13 has them."""
+        """Return whether the words are in memory where CPython 3.11 to 3.13 has them."""
         size = type(self._generator).__basicsize__ - object.__basicsize__
         if size < _TWISTER.size:
             return False
@@ -164,8 +148,8 @@ class _Python(_Twister):
 class _NumPy(_Twister):
     """The generator behind the functions of ``numpy.random``.
 
-    It draws normal numbers by twos and keeps the second outside of the memory looked at. So while
-    there is one, the memory does not tell all.
+    It draws normal numbers by twos and keeps the second outside of the memory looked at. While it
+    holds one, the memory does not determine the state.
     """
 
     def __init__(self, numpy_random: ModuleType) -> None:
@@ -193,19 +177,19 @@ class _NumPy(_Twister):
 def _held_by(modules: Iterable[nn.Module]) -> Iterator[Source]:
     """Find the generators among the modules' attributes, each once."""
     numpy_random = sys.modules.get("numpy.random")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    classes: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy_random is not None:
-        kinds += numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator
+        classes += numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator
     found: dict[int, Any] = {}
     for module in modules:
         attributes = vars(module)
         for name in attributes.keys() - _OF_ALL_MODULES:
             value = attributes[name]
-            if isinstance(value, kinds):
+            if isinstance(value, classes):
                 found[id(value)] = value
             elif isinstance(value, (list, tuple, set, dict)) and len(value) <= _MAX_ENTRIES:
                 entries = value.values() if isinstance(value, dict) else value
-                found |= {id(entry): entry for entry in entries if isinstance(entry, kinds)}
+                found |= {id(entry): entry for entry in entries if isinstance(entry, classes)}
     for generator in found.values():
         if isinstance(generator, torch.Generator):
             yield Source(generator.get_state, generator.set_state)

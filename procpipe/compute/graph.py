@@ -1,8 +1,4 @@
-"""The edges of a partition's autograd graph.
-
-``Enter`` is where received tensors come in and their gradients come out. Knows neither layers nor
-tasks.
-"""
+"""The edges of a partition's autograd graph: ``Enter``, and the shapes of gradients."""
 
 from __future__ import annotations
 
@@ -25,13 +21,13 @@ class Entry:
 class Enter(torch.autograd.Function):
     """Received tensors become results of this node, which catches their gradients.
 
-    ``detach`` makes aliases that are no views, so that layers may change them in place as they may
-    in the plain model; and that share their version with what came in, so that it is noticed.
+    ``detach`` makes aliases that are no views, so that layers may change them in place as in the
+    plain model. They share their version with the received tensors, so that this is detected.
     """
 
     @staticmethod
     def forward(ctx: Any, entry: Entry, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Give the tensors on; ``anchor`` requires a gradient, so that they do."""
+        """Pass the tensors on; ``anchor`` requires a gradient, so that they do."""
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)

@@ -30,25 +30,24 @@ class Ledger:
 
     Attributes:
         peak_bytes: the most that was held since ``reset_peak``, or at all.
-        seen: where who wants to know gets the size of all that a step held, by key.
+        sizes: the bytes of all that was held since the last ``settle``, or still is, by key.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self.seen: dict[Any, int] | None = None
         self._held_bytes = 0
-        self._sizes: dict[Hashable, int] = {}
+        self.sizes: dict[Any, int] = {}
         self._events: list[tuple[bool, Hashable]] = []
 
     def hold(self, key: Hashable, size_bytes: int | None = None) -> None:
         """Count ``key`` from here on; its size may follow."""
         self._events.append((True, key))
         if size_bytes is not None:
-            self._sizes[key] = size_bytes
+            self.sizes[key] = size_bytes
 
     def size(self, key: Hashable, size_bytes: int) -> None:
         """Say how many bytes a key that is already held takes."""
-        self._sizes[key] = size_bytes
+        self.sizes[key] = size_bytes
 
     def release(self, key: Hashable) -> None:
         """Count ``key`` no longer."""
@@ -56,9 +55,7 @@ class Ledger:
 
     def settle(self) -> None:
         """Work out the peak of the events since the last call; every held key has a size now."""
-        if self.seen is not None:
-            self.seen.update(self._sizes)
-        sizes, held, peak = self._sizes, self._held_bytes, self.peak_bytes
+        sizes, held, peak = self.sizes, self._held_bytes, self.peak_bytes
         for is_hold, key in self._events:
             if is_hold:
                 held += sizes[key]
@@ -71,7 +68,7 @@ class Ledger:
     def clear(self) -> None:
         """Forget what is held (a pass that was given up); the peak stays."""
         self._held_bytes = 0
-        self._sizes.clear()
+        self.sizes.clear()
         self._events.clear()
 
     def reset_peak(self) -> None:
@@ -80,7 +77,7 @@ class Ledger:
 
     def bytes_now(self) -> int:
         """Return the bytes held in the middle of a step, as far as their sizes are known."""
-        return sum(self._sizes.values())
+        return sum(self.sizes.values())
 
     @property
     def held_bytes(self) -> int:
@@ -90,4 +87,4 @@ class Ledger:
 
 def num_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of the elements of some tensors; ``None`` counts nothing."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

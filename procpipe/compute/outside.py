@@ -1,14 +1,14 @@
-"""Notices what a script changes between a first forward and its recomputation.
+"""Detects changes of parameters and buffers between a first forward and its recomputation.
 
     F(i)   ── note ───>  as the layers left them: parameters, buffers
            stage(x) has returned: optimizer.step(), load_state_dict(); or a hook of another
            micro-batch's backward pass has run an optimizer
     R(i)   <── fault ──  as they are now
 
-Without recomputation autograd refuses such a backward pass, as what it saved was written to;
-recomputed, the gradients would be those of another function. What layers change in their own
-forwards (``nn.Embedding(max_norm=…)``) is left to them. A change past autograd (``weight.data``,
-the fused optimizers of torch 2.13) raises no version, and is noticed neither way.
+Without recomputation autograd refuses such a backward pass, as what it saved was written to; with
+it, the gradients would be those of another function. Changes by layers in their own forwards
+(``nn.Embedding(max_norm=…)``) are allowed. A change past autograd (``weight.data``, the fused
+optimizers of torch 2.13) raises no version, and is not detected.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from procpipe.compute.buffers import Buffers, Place
 
 
 class OutsideChanges:
-    """The versions of a partition's parameters and buffers.
-
-    Args:
-        layers: the partition's, by their names in the full model.
-        buffers: theirs.
-    """
+    """The versions of a partition's parameters and buffers."""
 
     def __init__(self, layers: tuple[tuple[str, nn.Module], ...], buffers: Buffers) -> None:
         self._layers = layers
@@ -37,27 +32,19 @@ class OutsideChanges:
         self._is_searched = False
 
     def begin(self, modules: Iterable[nn.Module]) -> tuple[bool, ...]:
-        """Start a mini-batch; return which parameters require a gradient in it.
-
-        Args:
-            modules: all modules of the layers, which takes long to find.
-        """
+        """Start a mini-batch; return which parameters of all modules require a gradient in it."""
         self._parameters = _parameters_of(modules)
         self._versioned = [p for p in self._parameters if not p.is_inference()]
         self._noted, self._is_searched = None, False
         return tuple(parameter.requires_grad for parameter in self._parameters)
 
     def note(self, *, is_repeated: bool) -> None:
-        """Note how a forward left everything, if it or an earlier one is to be repeated."""
+        """Note the versions after a forward, if it or an earlier one will be recomputed."""
         if is_repeated or self._noted is not None:
             self._noted = self._now()
 
     def fault(self, lent: Container[Place]) -> str:
-        """Return in words what was changed since the last forward; "" for nothing.
-
-        Args:
-            lent: buffers that recomputation has copies of.
-        """
+        """Return in words what was changed since the last forward, but for ``lent`` buffers."""
         assert self._noted is not None, "noted by the first forward"
         if not self._is_searched:  # once a mini-batch, as it takes much longer than the rest
             self._is_searched = True
@@ -97,7 +84,7 @@ class OutsideChanges:
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the parameters of modules; one that several have, several times."""
+    # A parameter that several modules have is there several times.
     return [p for module in modules for p in module._parameters.values() if p is not None]
 
 

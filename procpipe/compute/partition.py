@@ -18,7 +18,7 @@ and goes through (1), (2) and (3) in its recompute task.
 
 B may be two tasks, I and W: then ``compute.split`` has layers of (2) put off weight gradients.
 
-Knows neither other partitions nor micro-batch order: the executor calls the tasks as the plan says.
+Does not know other partitions or the order of tasks, which the executor takes from the plan.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.digests import Digests, Look, difference, differs
 from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry, check_shapes
+from procpipe.compute.ledger import num_bytes
 from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
 from procpipe.compute.sharing import SharedInputs, Sharing
@@ -67,7 +68,7 @@ class _Pass:
 
 
 class _Learned(NamedTuple):
-    """What a first forward with a graph told of all forwards of its kind of input."""
+    """What a first forward with a graph has shown for all inputs of the same form."""
 
     form: tuple[Structure, tuple[torch.dtype, ...]]
     requires_grad: tuple[bool, ...]
@@ -119,11 +120,11 @@ class Partition:
         self.begin()
 
     def begin(self) -> None:
-        """Start a mini-batch; whatever an unfinished one left is let go."""
+        """Start a mini-batch; whatever an unfinished one left is dropped."""
         self._passes.clear()
         self._put_off.clear()
         self._digests.begin()
-        # Asked for anew, since a user may replace modules and parameters.
+        # Read again, since a user may replace modules and parameters.
         modules = check_not_data_parallel(self._layers)
         self._generators.begin(modules)
         trainable = self._outside.begin(modules)
@@ -154,21 +155,17 @@ class Partition:
         split: bool = False,
         is_left_out: bool = False,
     ) -> Flat:
-        """Run micro-batch ``i`` through the layers.
+        """Run micro-batch ``i`` through the layers and return the output, detached.
 
         Args:
             i: the micro-batch.
-            inputs: what came from the partition before; in the first a tuple of positional
-                inputs.
+            inputs: in the first partition a tuple of positional inputs.
             keep: whether a backward task will follow.
-            recompute: whether a recompute task will come before it, so that no graph is kept now.
+            recompute: whether a recompute task will come before that; then no graph is kept now.
             finish: applied to the output, as a last layer.
-            split: whether its backward pass will be two tasks, I and W, instead of B.
-            is_left_out: whether ``finish`` leaves this micro-batch out, so that what requires a
-                gradient may differ from that of others.
-
-        Returns:
-            The output, detached; ``requires_grad`` tells which tensors want a gradient back.
+            split: whether the backward pass will be two tasks, I and W.
+            is_left_out: whether ``finish`` gives a loss of 0 whatever the output, so that other
+                tensors may require a gradient than in other micro-batches.
         """
         if not keep:
             with torch.no_grad():
@@ -187,11 +184,7 @@ class Partition:
         return Flat(detached, structure, this.requires_grad).sharing(*self._sharing)
 
     def recompute(self, i: int) -> int:
-        """Run micro-batch ``i`` again, now with a graph, exactly as the first time.
-
-        Returns:
-            The bytes of the roots that are kept for the backward task.
-        """
+        """Run micro-batch ``i`` again, with a graph; return the bytes of the roots it keeps."""
         this = self._passes[i]
         assert this.ambient is not None and this.buffers is not None, "not to be recomputed"
         if not any(this.requires_grad):
@@ -228,31 +221,19 @@ class Partition:
                 "another way the second time (see is_recomputing()), or which outputs require "
                 "gradients differs between micro-batches of one form; use checkpoint='never'"
             )
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return num_bytes(tensors)
 
     def backward(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Run the backward pass of micro-batch ``i`` and add to the parameters' gradients.
 
-        Args:
-            i: the micro-batch.
-            gradients: one for each output tensor that wants a gradient, or None.
-
-        Returns:
-            One for each input tensor that wants a gradient, None where it had no influence.
+        Takes the gradient, or None, of each output tensor that requires one; returns that of each
+        input tensor that requires one, None where it had no influence.
         """
         assert self._passes[i].put_off is None, "split: its tasks are I and W"
         return self._backward(i, gradients)
 
     def backward_input(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Run task I of a split micro-batch: its backward pass but for what W will do.
-
-        Args:
-            i: the micro-batch.
-            gradients: as for ``backward``.
-
-        Returns:
-            As ``backward``.
-        """
+        """Run task I of a split micro-batch: ``backward`` without what W will do."""
         this = self._passes[i]
         assert this.put_off is not None, "not split: its task is B"
         with self._splitter.into(this.put_off):
@@ -278,7 +259,7 @@ class Partition:
         wanting = []
         if any(this.requires_grad):  # else it may not have been recomputed, and have no roots
             wanting = [r for r, wants in zip(this.roots, this.requires_grad, strict=True) if wants]
-        # A root predicted to want a gradient may turn out not to when it is recomputed.
+        # A root that was predicted to require a gradient may not when it is recomputed.
         pairs = [
             (root, gradient)
             for root, gradient in zip(wanting, gradients, strict=True)
@@ -295,9 +276,9 @@ class Partition:
     def _forward_without_graph(self, this: _Pass, is_left_out: bool) -> Flat:
         """Run a first forward that will be recomputed.
 
-        Whether an output will want a gradient shows only when there is a graph. So the first
-        forward of each kind of input builds one, looks, and drops it. It also looks whether the
-        input is still what it was: a change through ``x.data`` or NumPy raises no version.
+        Which outputs require a gradient is known only with a graph. So the first forward of each
+        form of input builds one and drops it. It also compares the input with a copy: a change
+        through ``x.data`` or NumPy raises no version.
         """
         inputs = this.inputs
         this.look = self._digests.start()
@@ -353,13 +334,9 @@ class Partition:
         finish: Finish | None,
         untouched: Sequence[Tensor] = (),
     ) -> tuple[list[Tensor], Structure]:
-        """Run the layers.
+        """Run the layers on ``tensors``, in the structure of ``inputs``.
 
-        Args:
-            inputs: what came in.
-            tensors: its tensors, as the layers shall have them.
-            finish: applied to the output.
-            untouched: those that recomputation needs as they are now.
+        ``untouched`` are the tensors that recomputation needs as they are now.
         """
         value = unflatten(tensors, inputs.structure)
         watch = SharedInputs(tensors, Sharing(inputs.memories, inputs.changes))
@@ -389,7 +366,7 @@ class Partition:
     ) -> Any:
         versions = self._versions(untouched)
         spread = self._is_first
-        must_look = watch.is_needed or self._digests.is_looking  # not in most: asked once
+        must_look = watch.is_needed or self._digests.is_looking  # rarely
         self._digests.add(-1, value)
         for k, (_, layer) in enumerate(self._layers):
             self._enter(k)
@@ -419,8 +396,8 @@ class Partition:
     def _versions(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return what rises when one of these inputs is changed in place.
 
-        Says nothing where the first layer may do so: it works on copies of what is recomputed, but
-        not of the last micro-batch, whose memory counts as that of its whole mini-batch.
+        Empty where the first layer may do so: it works on copies of what is recomputed, but not of
+        the last micro-batch, whose version is that of the whole mini-batch.
         """
         return [] if self._clone_inputs else [tensor._version for tensor in tensors]
 
@@ -429,7 +406,7 @@ class Partition:
         return [tensor.clone() for tensor in tensors] if self._clone_inputs else list(tensors)
 
     def tensors_of(self, i: int) -> Iterator[Tensor]:
-        """Walk through the layers' own tensors and what a micro-batch enters and leaves with."""
+        """Yield the layers' own tensors and a micro-batch's inputs and roots."""
         for _, layer in self._layers:
             yield from layer.parameters()
             yield from layer.buffers()
@@ -441,12 +418,12 @@ class Partition:
 
     @property
     def places(self) -> list[str]:
-        """The layers in words, then the loss: what the indices of ``on_layer`` mean."""
+        """The layers in words, then the loss, by the indices of ``on_layer``."""
         layers = [f"layer {name!r} ({type(layer).__name__})" for name, layer in self._layers]
         return [*layers, "loss_fn"]
 
     def where(self) -> str:
-        """Say which layer is running, or was when an exception ended it."""
+        """Name the layer that is running, or that raised."""
         return self.places[self._current] if self._current >= 0 else "between layers"
 
     def _enter(self, index: int) -> None:
@@ -454,7 +431,7 @@ class Partition:
         self.on_layer(index)
 
     def _compare(self, i: int, this: _Pass) -> None:
-        """Compare a recomputation with its first forward, if they were looked at."""
+        """Compare a recomputation with its first forward, if both have digests."""
         first, again = this.look, self._digests.stop()
         this.look = None
         if first is None or again is None:
@@ -501,5 +478,5 @@ def _form(tensors: list[Tensor], structure: Structure) -> tuple[Structure, tuple
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors hold the same values; NaN is as NaN."""
+    """Whether two tensors hold the same values; NaN equals NaN here."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,11 +1,11 @@
-"""What makes a recomputed forward task equal to the first one, and how a layer can tell them apart.
+"""Makes a recomputed forward task equal to the first one, and lets a layer distinguish the two.
 
-A forward task depends on more than its inputs and parameters: on random number generators, on
-autocast, on whether modules are in training mode, and on buffers. ``Ambient`` remembers all but the
-last; ``compute.generators`` finds the generators, and ``compute.buffers`` copies the buffers.
+A forward task depends on more than inputs and parameters: on random number generators, autocast,
+training modes and buffers. ``Ambient`` keeps all but the last; ``compute.generators`` finds the
+generators, and ``compute.buffers`` copies the buffers.
 
 ``torch.utils.checkpoint`` does the same for one function call; here forward, recomputation and
-backward are three tasks of a plan, with other micro-batches' tasks between them.
+backward are three tasks of a plan, with tasks of other micro-batches between them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _phase: ContextVar[str] = ContextVar("procpipe forward phase", default="plain")
 
 
 def is_checkpointing() -> bool:
-    """Tell a layer whether its forward runs without a graph, to be recomputed later.
+    """Return whether the forward that runs keeps no graph, to be recomputed later.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.is_checkpointing``.
     """
@@ -33,7 +33,7 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Tell a layer whether its forward is being repeated for the backward pass.
+    """Return whether the forward that runs is repeated for the backward pass.
 
     What must happen once a micro-batch (counting, logging) belongs under ``not is_recomputing()``.
 
@@ -62,7 +62,7 @@ def checkpointing() -> Iterator[None]:
 
 @contextmanager
 def recomputing(ambient: Ambient) -> Iterator[None]:
-    """Run the same forward again, with a graph, in the surroundings of the first."""
+    """Run the same forward again, with a graph, in the ambient state of the first."""
     token = _phase.set("recomputing")
     try:
         with torch.enable_grad(), ambient.restored():
@@ -72,17 +72,16 @@ def recomputing(ambient: Ambient) -> Iterator[None]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Turn off a user's autocast around a whole ``step``, until the end of the ``with`` block.
+    """Turn off autocast for a backward pass, where a user has it on around a whole ``step``.
 
-    For backward: autograd repeats the dtypes of the forward pass by itself; under autocast it would
-    also cast what the forward pass did not.
+    Autograd repeats the dtypes of the forward pass; autocast would cast other operations too.
     """
-    enabled = [kind for kind in _kinds(device) if torch.is_autocast_enabled(kind)]
+    enabled = [on for on in _device_types(device) if torch.is_autocast_enabled(on)]
     if not enabled:
         return nullcontext()
     stack = ExitStack()
-    for kind in enabled:
-        stack.enter_context(torch.autocast(kind, enabled=False))
+    for device_type in enabled:
+        stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
 
 
@@ -91,7 +90,6 @@ class Ambient:
     """The state of random number generators, of autocast and of modules at one moment.
 
     Attributes:
-        device: the stage's device.
         random_states: generators and their states.
         modes: modules, and whether each is in training mode.
         autocasts: ``(device type, enabled, dtype, cache enabled)`` of the CPU and the device.
@@ -114,13 +112,7 @@ class Ambient:
         sources: Iterable[Source] | None = None,
         modules: Sequence[nn.Module] = (),
     ) -> Ambient:
-        """Take note of the present state.
-
-        Args:
-            device: the stage's device.
-            sources: the generators; without, those of torch.
-            modules: all modules of the layers.
-        """
+        """Return the present state, of the generators of torch if no others are given."""
         if sources is None:
             sources = generators_of_torch(device)
         states = tuple((source, source.get()) for source in sources)
@@ -128,7 +120,7 @@ class Ambient:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Bring the state back for a while; afterwards the generators go on as if untouched."""
+        """Restore this state for a while; afterwards everything is as before."""
         present = [(source, source.get()) for source, _ in self.random_states]
         modules, modes = self.modes
         present_modes = _modes(modules)
@@ -137,9 +129,11 @@ class Ambient:
                 _set_modes(modules, modes)
                 stack.callback(_set_modes, modules, present_modes)
             if self.autocasts != _autocasts(self.device):
-                for kind, enabled, dtype, cache in self.autocasts:
+                for device_type, enabled, dtype, cache in self.autocasts:
                     stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
+                        torch.autocast(
+                            device_type, dtype=dtype, enabled=enabled, cache_enabled=cache
+                        )
                     )
             try:
                 for (source, state), (_, now) in zip(self.random_states, present, strict=True):
@@ -163,11 +157,11 @@ def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:
 def _autocasts(device: torch.device) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
     cache = torch.is_autocast_cache_enabled()
     return tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache)
-        for kind in _kinds(device)
+        (on, torch.is_autocast_enabled(on), torch.get_autocast_dtype(on), cache)
+        for on in _device_types(device)
     )
 
 
-def _kinds(device: torch.device) -> tuple[str, ...]:
+def _device_types(device: torch.device) -> tuple[str, ...]:
     """Return the device types whose autocast matters on a device."""
     return ("cpu",) if device.type == "cpu" else ("cpu", device.type)

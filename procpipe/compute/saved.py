@@ -1,9 +1,8 @@
 """What autograd keeps inside layers for a backward pass, in bytes.
 
-Counted is memory, once however many nodes keep it, and without what is counted elsewhere: the
-parameters, a partition's inputs, and its outputs. (Not so the target, which a loss that saves it
-makes count twice.) Layers that save tensors of their own making, as
-``torch.utils.checkpoint`` inside a layer does, are counted by what autograd is given to keep.
+Memory counts once however many nodes keep it, without what is counted elsewhere: parameters, and a
+partition's inputs and outputs. (A target that the loss saves counts twice.) Of a layer that uses
+``torch.utils.checkpoint`` only what autograd keeps counts.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def num_bytes(self, elsewhere: Iterable[Tensor]) -> int:
-        """Return the bytes of what was saved, and let go of it.
-
-        Args:
-            elsewhere: tensors whose memory does not count.
-        """
+        """Return and forget what was saved, in bytes, without the memory of other tensors."""
         counted = {_memory(tensor) for tensor in elsewhere}
         sizes = {
             _memory(tensor): tensor.untyped_storage().nbytes()

@@ -1,18 +1,15 @@
-"""Tensors that share memory in the plain model, and arrive as tensors of their own.
+"""Detects changes in place of tensors that share memory in the plain model only.
 
     stage 0   return x, x[:, :2]        or: yield stash("skip", x); return x
     stage 1   x.relu_()                 the plain model changes both
 
-Between processes each tensor is a copy; within one, autograd does not know that they belong
-together. Nothing differs as long as no layer changes one of them in place. So each tensor has the
-names of the memories that it shares with others, and a partition whose layers change it adds these
-names to what it sends:
+Between processes each tensor is a copy; within one, they enter autograd's graph apart. Nothing
+differs unless a layer changes one of them in place. So each tensor carries the names of the
+memories that it shares, and a partition whose layers change it adds these names to its messages:
 
     others are in the same partition        an error, at once
-    another comes to a later partition      an error there, unless it came by way of the change
+    another arrives in a later partition    an error there, unless it carries the change too
     all others have been used before        as in the plain model
-
-Knows no transport: names and notes are a part of each message.
 """
 
 from __future__ import annotations
@@ -32,46 +29,37 @@ Memories = tuple[tuple[str, ...], ...]
 
 
 class Sharing(NamedTuple):
-    """The memories and changes of a message; see ``tree.Flat``."""
+    """The memories and changes of a message, as in ``tree.Flat``."""
 
     memories: Memories = ()
     changes: tuple[tuple[str, str], ...] = ()
 
 
 class SharedInputs:
-    """Notices which of a partition's inputs that share memory its layers change in place.
-
-    Args:
-        tensors: the inputs, as the layers get them.
-        sharing: what came with them.
-    """
+    """Detects which of a partition's inputs that share memory its layers change in place."""
 
     def __init__(self, tensors: Sequence[Tensor], sharing: Sharing) -> None:
         self._changes = sharing.changes
-        self._watched = [
-            (tensor, names)
-            for tensor, names in zip(tensors, sharing.memories, strict=False)
-            if names
-        ]
-        self._marks = [_mark(tensor) for tensor, _ in self._watched]
+        self._inputs = [pair for pair in zip(tensors, sharing.memories, strict=False) if pair[1]]
+        self._marks = [_mark(tensor) for tensor, _ in self._inputs]
 
     @property
     def is_needed(self) -> bool:
         """Whether any of the inputs shares memory."""
-        return bool(self._watched)
+        return bool(self._inputs)
 
     def look(self, where: Callable[[], str]) -> None:
-        """Look what a layer has changed; ``where`` names it.
+        """Record what a layer has changed; ``where`` names it.
 
         Raises:
-            RuntimeError: what shares the memory is here too.
+            RuntimeError: another input of this partition shares the memory.
         """
-        for k, (tensor, names) in enumerate(self._watched):
+        for k, (tensor, names) in enumerate(self._inputs):
             if _is_as_marked(tensor, self._marks[k]):
                 continue
             self._marks[k] = _mark(tensor)
             self._changes += tuple((name, where()) for name in names)
-            others = (of for one, (_, of) in enumerate(self._watched) if one != k)
+            others = (of for one, (_, of) in enumerate(self._inputs) if one != k)
             if any(set(of) & set(names) for of in others):
                 raise RuntimeError(
                     f"{where()} changed a tensor in place that shares memory with another that "
@@ -81,22 +69,14 @@ class SharedInputs:
                 )
 
     def leaving(self, outputs: Sequence[Tensor], prefix: str) -> Sharing:
-        """Return the outputs' memories, and all changes so far.
-
-        Args:
-            outputs: what leaves for other partitions.
-            prefix: begins the names of memories that are shared from here on.
-        """
-        if len(outputs) == 1 and not self._watched:
+        """Return the memories of outputs, new ones named by a prefix, and all changes so far."""
+        if len(outputs) == 1 and not self._inputs:
             return Sharing((), self._changes)
-        return Sharing(shared(outputs, prefix, self._watched), self._changes)
+        return Sharing(shared(outputs, prefix, self._inputs), self._changes)
 
 
 def check_fresh(parts: Sequence[Flat]) -> None:
-    """Check that no input of a task misses a change that another one has seen.
-
-    Args:
-        parts: the inputs, a message each.
+    """Check that no input of a task lacks a change that another carries.
 
     Raises:
         RuntimeError: one does.
@@ -134,7 +114,6 @@ def shared(
 
 
 def _mark(tensor: Tensor) -> int | Tensor:
-    """Return what shows later whether a tensor was changed."""
     return tensor.clone() if tensor.is_inference() else tensor._version
 
 
@@ -145,7 +124,7 @@ def _is_as_marked(tensor: Tensor, mark: int | Tensor) -> bool:
 
 
 def _overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Find each two tensors that have an element in common, by their indices, the lower first."""
+    """Yield the indices of each two tensors that share an element, the lower first."""
     by_start = sorted(
         (tensor.data_ptr(), k)
         for k, tensor in enumerate(tensors)
@@ -162,10 +141,10 @@ def _overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors, the second of which starts in the first, share an element."""
+    """Return whether two tensors, the second of which starts in the first, share an element."""
     apart, rest = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
     if rest or a.element_size() != b.element_size():
-        return True  # views of different dtypes: do not look closer
+        return True  # views of different dtypes: taken to overlap
     return apart == 0 or _have_common(_dimensions(a), _dimensions(b), apart)
 
 
@@ -185,12 +164,12 @@ def _extent(dimensions: _Dimensions) -> int:
 
 @lru_cache(maxsize=256)
 def _have_common(one: _Dimensions, other: _Dimensions, apart: int) -> bool:
-    """Tell whether two strided tensors, the second some elements behind, have one in common."""
+    """Return whether two strided tensors, the second ``apart`` elements later, share an element."""
     while one and other and one[0] == other[0]:
         stride = one[0][0]
         if max(_extent(one[1:]), apart + _extent(other[1:])) > stride:
             break
-        one, other = one[1:], other[1:]  # rows that lie apart: it is enough to look at the first
+        one, other = one[1:], other[1:]  # rows do not overlap: the first ones are enough
     length = _extent(one)
     if apart >= length:
         return False

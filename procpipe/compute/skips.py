@@ -18,20 +18,16 @@ from procpipe.skip.layout import SkipLayout
 from procpipe.skip.namespace import SkipKey
 from procpipe.skip.tracker import PlainTracker
 
-#: Travels in the place of a skip tensor that was not stashed this time; its pop is refused.
+#: Sent in place of a skip tensor that was not stashed this time; to pop it is an error.
 _ABSENT = "not stashed"
 
 
 class SkipPorts:
     """Where skip tensors enter and leave a partition.
 
-    Args:
-        layout: the model's.
-        partition: this partition.
-
     Attributes:
         sources: the partitions that skip tensors come from, in the order of their messages.
-        destinations: the partitions that skip tensors go to, in the order of their messages.
+        destinations: the partitions that they go to, in the order of their messages.
     """
 
     def __init__(self, layout: SkipLayout, partition: int) -> None:
@@ -68,7 +64,7 @@ class SkipPorts:
         return [tuple(tracker.leaving.get(key, _ABSENT) for key in keys) for keys in self._leaving]
 
     def check(self, tracker: StageTracker) -> None:
-        """Check, once the layers have run, that they left alone what later partitions need.
+        """Check, once the layers have run, that they did not change what later partitions need.
 
         Raises:
             RuntimeError: a skip tensor that a later one pops too was changed in place.
@@ -82,7 +78,7 @@ class SkipPorts:
 
 
 class StageTracker:
-    """A tracker that knows what came from, and goes to, other partitions.
+    """A tracker that also holds what comes from, and goes to, other partitions.
 
     Attributes:
         leaving: what later partitions will pop.
@@ -111,7 +107,7 @@ class StageTracker:
         ]
 
     def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
-        """Keep a tensor for the layers of this partition that will pop it, and hand it out."""
+        """Keep a tensor for the layers of this partition that will pop it, and for later ones."""
         self.on_stash(tensor)
         num_elsewhere = self._num_pops_elsewhere.get(key, 0)
         if num_elsewhere:
@@ -120,5 +116,5 @@ class StageTracker:
             self._local.stash(key, tensor, num_pops - num_elsewhere)
 
     def pop(self, key: SkipKey) -> Tensor | None:
-        """Give a tensor that came from an earlier partition or layer."""
+        """Return a tensor that came from an earlier partition or layer."""
         return self._local.pop(key)

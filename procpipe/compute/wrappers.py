@@ -22,20 +22,14 @@ _BY_NAME = {
 
 
 def check_not_data_parallel(layers: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
-    """Check that no module of these layers wraps another in data parallelism.
-
-    Args:
-        layers: layers by name.
-
-    Returns:
-        All modules in them, since walking through them takes longer than the check.
+    """Check that no module of named layers is data parallel; return all modules of the layers.
 
     Raises:
-        TypeError: one does.
+        TypeError: one is.
     """
     of_layers = [(name, list(layer.modules())) for name, layer in layers]
     all_modules = [module for _, modules in of_layers for module in modules]
-    wrappers = [kind for kind in set(map(type, all_modules)) if is_data_parallel(kind)]
+    wrappers = list(filter(is_data_parallel, set(map(type, all_modules))))
     for name, modules in of_layers if wrappers else ():
         for module in modules:
             if type(module) in wrappers:
@@ -55,15 +49,15 @@ def refuse_data_parallel(what: str) -> NoReturn:
     )
 
 
-def is_data_parallel(kind: type) -> bool:
-    """Tell whether modules of a class wrap others in data parallelism."""
-    if issubclass(kind, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+def is_data_parallel(of: type) -> bool:
+    """Return whether modules of a class wrap others in data parallelism."""
+    if issubclass(of, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return True
-    return any((base.__module__, base.__name__) in _BY_NAME for base in kind.__mro__)
+    return any((base.__module__, base.__name__) in _BY_NAME for base in of.__mro__)
 
 
 def check_not_sharded(module: nn.Module) -> None:
-    """Check that no parameter is shared out over processes, each of which is another stage.
+    """Check that no parameter is sharded over processes, each of which is another stage.
 
     Raises:
         TypeError: one is.

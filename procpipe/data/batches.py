@@ -1,12 +1,12 @@
-"""Mini-batches from a loader that rank 0 alone reads.
+"""Iterates over a loader that only rank 0 reads.
 
     rank 0                         between                        last stage
     item of the loader      (input, target)          (Remote, target)
                             ── order: form ──>       every other rank
                             ── target ──────>        the last stage
 
-The target goes to the last stage with the item, so that loss code after ``stage(input)`` finds it
-there; ``step`` then need not send it again.
+The target is sent to the last stage with the item, for loss code after ``stage(input)``; ``step``
+then does not send it again.
 """
 
 from __future__ import annotations
@@ -22,30 +22,27 @@ from procpipe.data.minibatch import on_device
 from procpipe.data.remote import Remote
 from procpipe.errors import BoundaryError
 from procpipe.run.calls import Calls
-from procpipe.run.messages import Order
+from procpipe.run.messages import BatchDetail, Order
 from procpipe.tree import flatten, from_json, unflatten
-
-#: The order's detail when the loader has ended.
-_END = "end"
 
 _NOTHING: Any = object()
 
-#: A loader, or what makes one; on the ranks that do not read it anything, so None.
+#: A loader, or a function that makes one; ignored where it is not read, so None will do.
 Loader = Iterable[Any] | Callable[[], Iterable[Any]] | None
 
 
 class Batches:
-    """One rank's side of reading a loader together.
+    """One rank's part in iterating over a loader.
 
     Args:
         calls: the pipeline's calls.
         order: issues an order on rank 0 and follows it elsewhere.
         rank: this rank.
-        output_rank: the rank of the last stage, or of the one that has the last partition.
+        output_rank: the rank that runs the last partition.
         device: this stage's device.
 
     Attributes:
-        delivered_target: the target that the last stage already has, as it is on this rank: the
+        delivered_target: the target that ``output_rank`` already has, as it is on this rank: the
             second of two entries of the latest item. Something that is no target otherwise.
     """
 
@@ -66,7 +63,7 @@ class Batches:
         self._device = device
 
     def read(self, loader: Loader) -> Iterator[Any]:
-        """Yield a loader's items, on rank 0, and tell the others of each."""
+        """Yield a loader's items, on rank 0, and send an order for each to the others."""
         items: Iterator[Any] | None = None
         while True:
             with self._calls.together("batches") as pipeline:
@@ -76,10 +73,10 @@ class Batches:
                     items = iter(loader() if callable(loader) else loader)
                 item = next(items, _NOTHING)
                 if item is _NOTHING:
-                    self._order("batches", detail=_END)
+                    self._order("batches", detail=BatchDetail())
                     return
                 delivered = _deliverable(item)
-                self._order("batches", detail=[_form_of(item), delivered is not None])
+                self._order("batches", detail=BatchDetail(_form_of(item), delivered is not None))
                 if self._output_rank == 0 and delivered is not None:  # this stage will use it
                     if self._device.type != "cpu":
                         item = _with_rest_on(self._device, item, delivered)
@@ -90,22 +87,22 @@ class Batches:
             yield item
 
     def follow(self) -> Iterator[Any]:
-        """Yield items of the form of rank 0's, elsewhere."""
+        """Yield items of the form of rank 0's, on the other ranks."""
         while True:
             with self._calls.together("batches") as pipeline:
                 detail = self._order("batches").detail
-                if detail == _END:
+                assert isinstance(detail, BatchDetail), "rank 0 describes each item"
+                if detail.form is None:
                     return
-                form, is_delivered = detail
                 delivered = None
-                if is_delivered and self._rank == self._output_rank:
+                if detail.is_delivered and self._rank == self._output_rank:
                     delivered = pipeline.take_value(0)
                 self._note(delivered)
-                item = _placeholders(form, delivered)
+                item = _placeholders(detail.form, delivered)
             yield item
 
     def has_delivered(self, target: Any) -> bool:
-        """Tell, on rank 0, whether the last stage has this target as it is now."""
+        """Tell, on rank 0, whether the last stage has this target, unchanged."""
         if target is not self.delivered_target:
             return False
         now = _contents(target)
@@ -162,7 +159,7 @@ def _with_rest_on(device: torch.device, item: Any, rest: tuple[Any, ...]) -> Any
 
 
 def _contents(value: Any) -> list[Any]:
-    """Return what shows whether a nested value was changed: structure, tensors, versions."""
+    """Return a nested value's structure, tensors and versions, which a change would alter."""
     tensors, structure = flatten(value)
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
     return [structure, *tensors, *versions]
@@ -170,27 +167,27 @@ def _contents(value: Any) -> list[Any]:
 
 def _placeholders(form: Any, delivered: tuple[Any, ...] | None) -> Any:
     """Return an item of this form, with placeholders for all that was not delivered here."""
-    kind, content = form
-    if kind == "value":
+    outer, content = form
+    if outer == "value":
         return _placeholder("the mini-batch")
-    if kind == "container":
+    if outer == "container":
         structure, num_tensors, outer_form = content
         return _container_of_placeholders(structure, num_tensors, outer_form, delivered)
-    if kind == "dict":
+    if outer == "dict":
         return {key: _placeholder(f"{key!r} of the mini-batch") for key in content}
     if delivered is not None:
         entries = [_placeholder("entry 0 of the mini-batch"), *delivered]
     else:
         entries = [_placeholder(f"entry {k} of the mini-batch") for k in range(content)]
-    return tuple(entries) if kind == "tuple" else entries
+    return tuple(entries) if outer == "tuple" else entries
 
 
 def _container_of_placeholders(
     structure: Any, num_tensors: int, form: Any, delivered: tuple[Any, ...] | None
 ) -> Any:
-    """Return a container with placeholders for its tensors; a named tuple's rest may be here.
+    """Return a container with placeholders for its tensors, but for what was delivered.
 
-    A class that only rank 0 has imported, where it makes the loader, has its outer form instead.
+    If only rank 0 has imported its class, the container's outer form is used instead.
     """
     tensors = [_placeholder("a tensor of the mini-batch") for _ in range(num_tensors)]
     try:

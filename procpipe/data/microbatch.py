@@ -1,8 +1,8 @@
-"""Splits a mini-batch into micro-batches, and puts the outputs of micro-batches together again.
+"""Scatters a mini-batch over micro-batches, and gathers the outputs of micro-batches.
 
-Splitting follows ``torch.chunk``: a batch of 10 in 4 chunks makes 3 + 3 + 3 + 1, and a batch
-smaller than ``chunks`` makes fewer micro-batches. So how many there are, and of what sizes, is
-known only when the mini-batch is there; everything else takes both from here.
+Sizes are those of ``torch.chunk``: a batch of 10 in 4 chunks makes 3 + 3 + 3 + 1, and a batch
+smaller than ``chunks`` makes fewer micro-batches. So their number and sizes may change with every
+mini-batch.
 
     (x, [mask, NoChunk(table)], 0.5)        x and mask of 10 rows, table of any shape
         │ scatter, chunks=4
@@ -10,8 +10,6 @@ known only when the mini-batch is there; everything else takes both from here.
         ├── (x[3:6], [mask[3:6], table], 0.5)
         ├── (x[6:9], [mask[6:9], table], 0.5)
         └── (x[9:],  [mask[9:],  table], 0.5)       sizes [3, 3, 3, 1]
-
-Knows nothing of stages, ranks or schedules.
 """
 
 from __future__ import annotations
@@ -56,20 +54,13 @@ class NoChunk:
 
 
 def scatter(inputs: tuple[Any, ...], chunks: int) -> tuple[list[tuple[Any, ...]], list[int]]:
-    """Split the positional inputs of a mini-batch into those of its micro-batches.
+    """Return the positional inputs of each of at most ``chunks`` micro-batches, and their sizes.
 
-    Args:
-        inputs: nested tuples, lists, dicts and other containers of tensors ``(batch, ...)`` of any
-            dtype, ``NoChunk`` tensors and plain values; the last two are repeated.
-        chunks: how many micro-batches to make at most, from 1.
-
-    Returns:
-        The inputs of each micro-batch (tensors are views, so nothing is copied and gradients
-        reach ``inputs``), and the number of samples in each.
+    Inputs are nested tensors ``(batch, …)``, which become views; ``NoChunk`` tensors and plain
+    values are repeated.
 
     Raises:
-        TypeError: there is no tensor to split, or a value of another type
-            (:class:`~procpipe.errors.BoundaryError`).
+        TypeError: there is no tensor to split, or a value of another type (``BoundaryError``).
         ValueError: a tensor without dimensions, tensors of different batch size, or an empty batch.
     """
     if len(inputs) == 1 and isinstance(inputs[0], Tensor) and inputs[0].dim() and len(inputs[0]):
@@ -80,15 +71,9 @@ def scatter(inputs: tuple[Any, ...], chunks: int) -> tuple[list[tuple[Any, ...]]
 
 
 def scatter_like(value: Any, sizes: Sequence[int], what: str = "target") -> list[Any]:
-    """Split a value into parts of the sizes that :func:`scatter` found for the inputs.
+    """Return a value's part for each micro-batch, by the sizes that :func:`scatter` returned.
 
-    Args:
-        value: a nested value as for :func:`scatter`; may hold no tensor at all, or be ``None``.
-        sizes: samples in each micro-batch.
-        what: what the value is, for messages.
-
-    Returns:
-        One part for each micro-batch.
+    The value may hold no tensor at all, or be ``None``; ``what`` names it in errors.
 
     Raises:
         BoundaryError: the value holds an object of another type.
@@ -105,15 +90,10 @@ def scatter_like(value: Any, sizes: Sequence[int], what: str = "target") -> list
 
 
 def gather(outputs: list[Any]) -> Any:
-    """Put the outputs of the micro-batches together, differentiably.
+    """Join the nested outputs of the micro-batches, differentiably; a single one stays as it is.
 
-    Args:
-        outputs: the nested output of each micro-batch, all built alike; at least one.
-
-    Returns:
-        The output of the one micro-batch as it is. Of several, the same nesting with tensors
-        ``(batch/m, ...)`` concatenated to ``(batch, ...)``, tensors ``()`` stacked to ``(m,)``,
-        ``None`` where all are ``None``, and other values as a list of ``m``.
+    Tensors ``(batch/m, …)`` are concatenated to ``(batch, …)``, tensors ``()`` stacked to ``(m,)``;
+    ``None`` stays where all are ``None``, and other values become a list of ``m``.
 
     Raises:
         ValueError: the micro-batches' outputs are built differently.
@@ -125,13 +105,7 @@ def gather(outputs: list[Any]) -> Any:
 
 
 def shares(weights: Sequence[float]) -> list[float]:
-    """Return each micro-batch's share of the mini-batch's loss.
-
-    Args:
-        weights: one a micro-batch, at least one: its samples, say, or its valid tokens.
-
-    Returns:
-        The shares, which add up to 1; all 0 if all weights are 0.
+    """Return each micro-batch's share of the loss: its weight over the sum, or 0 if all are 0.
 
     Raises:
         ValueError: a weight, or the sum of all, is negative or not a finite number.
@@ -186,32 +160,25 @@ def _sizes(batch_size: int, chunks: int) -> list[int]:
 
 
 class _Inside(NamedTuple):
-    """What a tuple, list, dict or other container holds.
+    """What a container holds: its class, and what must be the same in all micro-batches."""
 
-    Attributes:
-        children: by label, as in ``[0]``, ``['x']`` and ``.loss``.
-        like: builds a container of the same class from other children, in the same order.
-        in_words: what must be the same in all micro-batches.
-    """
-
-    children: dict[str, Any]
-    like: Callable[[list[Any]], Any]
+    children: dict[str, Any]  # by label, as in [0], ['x'] and .loss
+    like: Callable[[list[Any]], Any]  # builds such a container from other children, in order
     in_words: str
 
 
 def _inside(value: Any, where: str) -> _Inside | None:
     """Return what a container holds, None for any other value."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        labels = [f"[{position}]" for position in range(len(value))]
-        told = f"a {kind.__name__} of {len(value)}"
-        return _Inside(dict(zip(labels, value, strict=True)), kind, told)
-    if kind is dict:
+    of = type(value)
+    if of is tuple or of is list:
+        children = {f"[{position}]": child for position, child in enumerate(value)}
+        return _Inside(children, of, f"a {of.__name__} of {len(value)}")
+    if of is dict:
         keys = tuple(value)
         children = {f"[{key!r}]": child for key, child in value.items()}
         told = f"a dict with the keys {', '.join(sorted(map(repr, keys)))}"
         return _Inside(children, lambda parts: dict(zip(keys, parts, strict=True)), told)
-    if isinstance(value, Tensor) or kind in (NoChunk, *PLAIN_TYPES):
+    if isinstance(value, Tensor) or of in (NoChunk, *PLAIN_TYPES):
         return None
     container = opened(value, where)
     if container is None:
@@ -229,7 +196,6 @@ def _tensors_to_split(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return the part of ``value`` that each micro-batch gets."""
     if isinstance(value, Tensor):
         return list(torch.split(value, list(sizes)))
     if (inside := _inside(value, "a value")) is not None:
@@ -240,50 +206,38 @@ def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _merge(values: list[Any], where: str) -> Any:
-    first = values[0]
-    _check_alike(values, where)
-    if isinstance(first, Tensor):
-        return torch.cat(values) if first.dim() else torch.stack(values)
-    if (inside := _inside(first, where)) is not None:
-        each = [_children(value, where) for value in values]
-        return inside.like(
-            [_merge([of_one[label] for of_one in each], where + label) for label in inside.children]
-        )
-    if all(value is None for value in values):
-        return None
-    return values
-
-
-def _children(value: Any, where: str) -> dict[str, Any]:
-    inside = _inside(value, where)
-    return inside.children if inside else {}
-
-
-def _check_alike(values: list[Any], where: str) -> None:
-    expected = _description(values[0], where)
+    expected, inside = _form(values[0], where)
+    children = []
     for i, value in enumerate(values):
-        found = _description(value, where)
+        found, own = _form(value, where)
         if found != expected:
             raise ValueError(
                 f"{where} is {expected} in micro-batch 0 but {found} in micro-batch {i}: let the "
                 "last stage build its output alike for every micro-batch"
             )
+        children.append(own.children if own else {})
+    if isinstance(values[0], Tensor):
+        return torch.cat(values) if values[0].dim() else torch.stack(values)
+    if inside is not None:
+        return inside.like(
+            [_merge([each[key] for each in children], where + key) for key in inside.children]
+        )
+    return None if all(value is None for value in values) else values
 
 
-def _description(value: Any, where: str) -> str:
+def _form(value: Any, where: str) -> tuple[str, _Inside | None]:
+    """Return in words what must be the same in all micro-batches, and what a container holds."""
     if isinstance(value, Tensor):
-        return "a tensor"
-    if type(value) in PLAIN_TYPES:
-        return "a plain value"
+        return "a tensor", None
     if type(value) is NoChunk:
         raise _unknown_type(value, where)
     inside = _inside(value, where)
-    return inside.in_words if inside else ""
+    return (inside.in_words, inside) if inside else ("a plain value", None)
 
 
 def _unknown_type(value: Any, where: str) -> BoundaryError:
-    kind = type(value)
+    of = type(value)
     return BoundaryError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which micro-batches cannot carry: "
+        f"{where} is a {of.__module__}.{of.__qualname__}, which micro-batches cannot carry: "
         f"use NoChunk, {USABLE}"
     )

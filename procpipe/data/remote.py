@@ -8,8 +8,8 @@ one loss code, without a branch on the rank, does the right thing on every rank:
     loss.backward()                                      autograd             this stage's part
 
 A Remote takes part in any torch operation, in any position, and the result is a Remote again. It
-has no value, and whatever would need one raises, as does what would leave a tensor of this rank
-without a value it was to get. Nothing is communicated here.
+has no value, so an operation that needs one raises, as does one that would write it into a tensor
+of this rank. Does not communicate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from procpipe.errors import RemoteValueError
 from procpipe.notes import warn
 
-#: Attributes and methods of a tensor that tell something of its value or of its memory.
+#: Attributes and methods that depend on a tensor's value or memory.
 VALUE_NAMES = frozenset(
     [
         *("item", "tolist", "numpy", "grad", "grad_fn", "dtype", "layout"),
@@ -34,8 +34,8 @@ VALUE_NAMES = frozenset(
     ]
 )
 
-#: The names torch gives ``tensor += remote`` and its kind. They rebind the name on the left to the
-#: result, so they are absorbed; ``tensor.add_(remote)`` looks the same from here.
+#: Torch's names of ``tensor += remote`` and the like. They rebind the name on the left to the
+#: result, so they are absorbed; ``tensor.add_(remote)`` cannot be distinguished from them.
 NAMES_OF_OPERATORS_IN_PLACE = frozenset(
     ["add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "pow_"]
 )
@@ -91,7 +91,7 @@ class Remote:
         outputs runs the pass of each, the latest first, as autograd does on the rank of the value.
 
         Args:
-            *args: taken and ignored, as it is the rank of the value that they matter to.
+            *args: ignored; they matter on the rank of the value only.
             **kwargs: likewise.
 
         Raises:
@@ -204,7 +204,7 @@ class Remote:
 
 
 class _BackwardPass:
-    """The backward pass of one mini-batch, shared by all that was computed from its output."""
+    """The backward pass of one mini-batch, shared by all values computed from its output."""
 
     _numbers = itertools.count()
 
@@ -225,7 +225,6 @@ def _placeholder(like: Remote, passes: tuple[_BackwardPass, ...]) -> Remote:
 
 
 def _joined(remotes: Sequence[Remote]) -> Remote:
-    """Return the placeholder for what is computed from these, one at least."""
     passes = dict.fromkeys(each for remote in remotes for each in remote._passes)
     return _placeholder(remotes[0], tuple(passes))
 
@@ -269,7 +268,7 @@ def _operands(value: Any) -> Iterator[Any]:
 
 
 def _only_writes_to_its_first(name: str) -> bool:
-    """Tell whether a torch function of this name is called to change its first argument."""
+    """Return whether a torch function of this name is called to change its first argument."""
     if name in NAMES_OF_OPERATORS_IN_PLACE or name.endswith("__"):
         return name == "__setitem__"
     return name.endswith("_")

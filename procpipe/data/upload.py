@@ -1,9 +1,9 @@
-"""Brings tensors of the host to a GPU without the host waiting for the device.
+"""Copies tensors of the host to a GPU without waiting for the device.
 
-A copy from ordinary memory waits for all that is queued on the stream before. One from pinned
-memory does not, but then the memory must stay as it is until the device gets there, and it may be
-the user's, who fills it with the next mini-batch. So a tensor is first copied into pinned memory of
-torch's own, which torch keeps, and uses again once the device has read it:
+A copy from ordinary memory waits for all work queued on the stream. One from pinned memory does
+not, but that memory must not change until the device has read it, and a user may fill it with the
+next mini-batch. So a tensor is first copied into pinned memory of torch's allocator, which reuses
+it once the device has read it:
 
     user's tensor ── host copies ──> pinned memory ══ the device copies, in its time ══> GPU
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, as ``tensor.to(device)`` does; the host waits for no device."""
+    """Return a tensor on a device, as ``tensor.to(device)``; does not wait for the device."""
     if device.type != "cuda" or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return tensor.to(device)
     pinned = torch.empty_like(tensor, memory_format=torch.preserve_format, pin_memory=True)

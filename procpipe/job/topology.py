@@ -19,6 +19,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from procpipe.words import counted
+
 _NODE_FOLDER = re.compile(r"node(\d+)")
 _PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?")
 
@@ -79,7 +81,7 @@ class Topology:
 
     def summary(self) -> str:
         """Say it in words: "64 cores (128 logical CPUs), 2 packages, 2 NUMA nodes"."""
-        told = _counted(len(self.cores), "core")
+        told = counted(len(self.cores), "core")
         if self.num_cpus != len(self.cores):
             told += f" ({self.num_cpus} logical CPUs)"
         kinds = Counter(core.kind for core in self.cores)
@@ -87,8 +89,7 @@ class Topology:
             told += f", {kinds[0]} of them faster than the others"
         packages = {core.package for core in self.cores}
         return (
-            f"{told}, {_counted(len(packages), 'package')}, "
-            f"{_counted(len(self.nodes), 'NUMA node')}"
+            f"{told}, {counted(len(packages), 'package')}, {counted(len(self.nodes), 'NUMA node')}"
         )
 
 
@@ -291,7 +292,3 @@ def _read(path: str) -> str:
         return ""
     finally:
         os.close(descriptor)
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -30,9 +30,10 @@ from procpipe.job.endings import end_with_launcher, print_victims_briefly
 from procpipe.job.joining import FIRST_CALL, Start, announce
 from procpipe.job.pinning import pin_this_process
 from procpipe.job.stalls import Watch
+from procpipe.job.transports import Choice, Offer
 from procpipe.limits import naming_file_limit, raise_file_limit
 from procpipe.notes import write_note
-from procpipe.run.transports import Choice, Offer
+from procpipe.optional import needed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -335,19 +336,22 @@ class World:
 
             return self._added(ShmTransport(self._watch.pids))
         if name == "cuda_ipc":
-            from procpipe.channel.cuda_ipc import CudaIpcTransport
+            with needed("procpipe.channel.cuda_ipc", "exchanging tensors on one GPU"):
+                from procpipe.channel.cuda_ipc import CudaIpcTransport
             from procpipe.channel.gpu import Gpu
 
             return self._added_of_device(CudaIpcTransport(Gpu(self.device), self._watch.pids))
         store = self._shared_store().under("transport/", check=self._mesh.poll)
         if name == "nccl":
-            from procpipe.channel.nccl import NcclTransport
+            with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
+                from procpipe.channel.nccl import NcclTransport
 
             nccl = NcclTransport(self.rank, self.device)
             self._added_of_device(nccl)
             nccl.connect(store.bare(), channels)
             return nccl
-        from procpipe.channel.gloo import GlooTransport
+        with needed("procpipe.channel.gloo", "exchanging tensors between hosts"):
+            from procpipe.channel.gloo import GlooTransport
 
         host = self._start.network_address or "127.0.0.1"
         return self._added(GlooTransport(store, self.rank, self.num_ranks, self._timeout_s, host))

@@ -1,28 +1,18 @@
-"""Cuts an ``nn.Sequential`` into partitions, and gives memory to the layers of one.
-
-Layers keep the names they have in the full model, so that a state dict does not depend on the
-balance. A model built on the meta device has shapes but no memory; only this stage's layers are
-given some, and their values depend on a seed and on each layer's place in the full model, not on
-the balance either.
+"""Cuts an ``nn.Sequential`` into partitions, whose layers keep their names in the full model.
 
     nn.Sequential         0        1        2        3        4        5
     balance [3, 2, 1]     └────────┬────────┘        └───┬────┘        │
     partition                      0                     1             2
 
-Knows nothing of processes: every rank can, and does, compute every partition.
+Knows nothing of processes: every rank computes every partition.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice, pairwise
 
-import torch
 from torch import Tensor, nn
 
 from procpipe.compute.wrappers import check_not_data_parallel
@@ -56,14 +46,7 @@ def check_model(module: nn.Module) -> None:
 
 
 def check_balance(balance: Iterable[int], num_layers: int) -> tuple[int, ...]:
-    """Check that a balance places every layer once.
-
-    Args:
-        balance: layers a partition: a list, a tuple, a 1-D integer tensor, or the like.
-        num_layers: layers in the model.
-
-    Returns:
-        The balance as plain integers.
+    """Check that a balance places every layer once; return it as plain integers.
 
     Raises:
         TypeError: it is not iterable, or an entry is not an integer.
@@ -100,33 +83,28 @@ def fit_balance(
     num_ranks: int,
     *,
     is_launched: bool,
-    num_parts: int | None = 1,
+    partitions_per_stage: int | None = 1,
 ) -> list[int]:
     """Check that a balance fits the model and the processes, and return it.
 
-    Args:
-        balance: layers in each partition.
-        num_layers: layers in the model.
-        num_ranks: processes of the job.
-        is_launched: False for a script started without a launcher, which gets one stage whatever
-            the balance.
-        num_parts: partitions a process; None if that is for the schedule to say.
+    A script that no launcher started (``is_launched=False``) gets one stage, whatever the balance.
+    ``partitions_per_stage`` is None where the schedule decides that.
 
     Raises:
         BalanceError: there is none, it does not fit the model, or it leaves processes without work.
         IndexError: it makes more partitions than there are processes.
     """
     if balance is None:
+        even = _even(num_layers, num_ranks * (partitions_per_stage or 2))
         raise BalanceError(
             f"the model has {num_layers} layers for {num_ranks} processes: say how many each stage "
-            f"gets, for instance balance={_even(num_layers, num_ranks * (num_parts or 2))}, or "
-            "have it found: "
+            f"gets, for instance balance={even}, or have it found: "
             "balance='time', sample=x, where x is an input as for training (or balance='size')"
         )
     parts = list(check_balance(balance, num_layers))
     if not is_launched:
         return [num_layers]
-    if len(parts) == num_ranks or num_parts != 1:
+    if len(parts) == num_ranks or partitions_per_stage != 1:
         return parts
     told = (
         f"balance {parts} makes {len(parts)} partitions, but there are {num_ranks} processes, and "
@@ -139,23 +117,20 @@ def fit_balance(
 def check_shared_parameters(module: nn.Sequential, balance: Sequence[int]) -> None:
     """Check that no parameter or buffer is used in two partitions.
 
-    Args:
-        module: the full model.
-        balance: as :func:`check_balance` returned it.
-
     Raises:
         ValueError: lists every one that is, by its names in both.
     """
     users: dict[Tensor, tuple[str, int]] = {}
     faults = []
-    for part, layers in enumerate(split(module, balance)):
+    for j, layers in enumerate(cut(module, balance)):
         for name, layer in layers.items():
-            for inner_name, tensor in _named_tensors(layer):
-                full_name = f"{name}.{inner_name}"
-                other_name, other_part = users.setdefault(tensor, (full_name, part))
-                if other_part != part:
+            for tensor_name, tensor in chain(
+                layer.named_parameters(name), layer.named_buffers(name)
+            ):
+                other_name, other_j = users.setdefault(tensor, (tensor_name, j))
+                if other_j != j:
                     faults.append(
-                        f"{other_name} in partition {other_part} is {full_name} in partition {part}"
+                        f"{other_name} in partition {other_j} is {tensor_name} in partition {j}"
                     )
     if faults:
         raise ValueError(
@@ -164,107 +139,19 @@ def check_shared_parameters(module: nn.Sequential, balance: Sequence[int]) -> No
         )
 
 
-def split(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Module]]:
-    """Return the layers of each partition under their names in the full model.
-
-    Args:
-        module: the full model.
-        balance: as :func:`check_balance` returned it.
-    """
+def cut(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Module]]:
+    """Return the layers of each partition under their names in the full model."""
     layers = iter(_layers(module))
-    return [dict(next(layers) for _ in range(part)) for part in balance]
+    return [dict(islice(layers, num_layers)) for num_layers in balance]
 
 
 def layer_facts(module: nn.Sequential) -> list[str]:
-    """Describe each layer in a line, by which ranks find out whether they built the same model.
-
-    Says only what a model on the meta device knows too: name, class and number of parameters.
-    """
+    """Describe each layer in a line, so that ranks can compare the models they have built."""
     return [
         f"{name}: {type(layer).__qualname__}, "
         f"{sum(parameter.numel() for parameter in layer.parameters()):,} parameters"
         for name, layer in _layers(module)
     ]
-
-
-def materialize(
-    layers: dict[str, nn.Module], device: torch.device, *, first_index: int, seed: int
-) -> None:
-    """Bring layers to a device, and give those on the meta device memory and initial values.
-
-    What has memory already is moved. What has none gets some, which its module's
-    ``reset_parameters()`` initialises, and after it that of each module around it. Random numbers
-    come from ``seed`` and the layer's index, so the values are the same whatever the balance; the
-    caller's generators are left as they were. Tensors that layers share stay shared; where several
-    layers initialise one, the last does.
-
-    Args:
-        layers: the layers of one partition, by their names in the full model; changed in place.
-        device: where the partition lives.
-        first_index: index in the full model of the first of ``layers``.
-        seed: the same on all ranks.
-
-    Raises:
-        ValueError: lists every parameter and buffer that nothing initialises.
-    """
-    memory: dict[Tensor, Tensor] = {}
-    places = []
-    for index, (name, layer) in enumerate(layers.items(), start=first_index):
-        modules_to_reset = _modules_on_meta(layer)
-        for place in _places_on_meta(name, layer):
-            place.allocate(device, memory)
-            places.append(place)
-        if modules_to_reset:
-            with _seeded(device, seed, index):
-                for module in modules_to_reset:
-                    _reset_function(module)()
-    unwritten = {tensor for tensor in memory.values() if _is_unwritten(tensor)}
-    faults = [place.fault for place in places if place.value in unwritten]
-    if faults:
-        raise ValueError(
-            f"the model was built on the meta device, and nothing initialises {'; '.join(faults)}: "
-            "give the layer a reset_parameters() that sets all its parameters and buffers, or "
-            "build it on the CPU"
-        )
-    for layer in layers.values():
-        layer.to(device)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """One parameter or buffer on the meta device.
-
-    Attributes:
-        owner: the module that holds it itself.
-        key: its name there.
-        full_name: its name in the full model.
-    """
-
-    owner: nn.Module
-    key: str
-    full_name: str
-
-    @property
-    def value(self) -> Tensor:
-        value = getattr(self.owner, self.key)
-        assert isinstance(value, Tensor)
-        return value
-
-    @property
-    def fault(self) -> str:
-        owner = type(self.owner).__qualname__
-        if _reset_function(self.owner) is _do_nothing:
-            return f"{self.full_name} ({owner} has no reset_parameters())"
-        return f"{self.full_name} ({owner}.reset_parameters() leaves it unset)"
-
-    def allocate(self, device: torch.device, memory: dict[Tensor, Tensor]) -> None:
-        """Replace the tensor, using the same memory wherever the model uses the same tensor.
-
-        Writes by setattr, since nn.LSTM and its kind keep a second list of their weights.
-        """
-        if self.value not in memory:
-            memory[self.value] = _allocated(self.value, device)
-        setattr(self.owner, self.key, memory[self.value])
 
 
 def _even(num_layers: int, num_stages: int) -> list[int]:
@@ -274,76 +161,5 @@ def _even(num_layers: int, num_stages: int) -> list[int]:
 
 
 def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return all children with their names; ``named_children`` would pass over duplicates."""
+    # ``named_children`` would pass over duplicates.
     return [(name, layer) for name, layer in module._modules.items() if layer is not None]
-
-
-def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(layer.named_parameters(), layer.named_buffers())
-
-
-def _places_on_meta(name: str, layer: nn.Module) -> list[_Place]:
-    return [
-        _Place(owner, key, ".".join(filter(None, (name, path, key))))
-        for path, owner in layer.named_modules()
-        for key, tensor in chain(owner._parameters.items(), owner._buffers.items())
-        if tensor is not None and tensor.is_meta
-    ]
-
-
-def _modules_on_meta(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules with tensors on the meta device in them or below, inner ones first."""
-    outer_first = [
-        module
-        for module in layer.modules()
-        if any(tensor.is_meta for _, tensor in _named_tensors(module))
-    ]
-    return outer_first[::-1]
-
-
-def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return memory for a tensor on the meta device, such that :func:`_is_unwritten` of it."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        memory = torch.full_like(tensor, math.nan, device=device, requires_grad=False)
-    else:
-        memory = torch.zeros_like(tensor, device=device)
-    if isinstance(tensor, nn.Parameter):
-        memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
-    memory.__dict__.update(tensor.__dict__)
-    return memory
-
-
-def _is_unwritten(memory: Tensor) -> bool:
-    if memory.is_floating_point() or memory.is_complex():
-        return bool(memory.isnan().any())
-    return memory._version == 0
-
-
-def _reset_function(module: nn.Module) -> Callable[[], None]:
-    """Return what initialises a module. nn.MultiheadAttention has it under a private name."""
-    for name in ("reset_parameters", "_reset_parameters"):
-        function: Callable[[], None] | None = getattr(module, name, None)
-        if function is not None:
-            return function
-    return _do_nothing
-
-
-def _do_nothing() -> None:
-    pass
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int, index: int) -> Iterator[None]:
-    """Draw from generators that depend on the seed and the layer only, then put them back.
-
-    The two are hashed, as layer 1 under seed 0 must not be layer 0 under seed 1.
-    """
-    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
-    layer_seed = int.from_bytes(digest, "little")
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.default_generator.manual_seed(layer_seed)
-        if devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(layer_seed)
-        yield

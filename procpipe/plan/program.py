@@ -32,18 +32,33 @@ nothing. All receives move up by the same number of tasks, so each channel keeps
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from procpipe.plan.routes import Routes, Transfer
-from procpipe.plan.task import Plan, Row, Task
+from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, Plan, Row, Task
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Take in what the task needs, waiting for it if it must, and run the task."""
+    """Take in what the task needs, waiting for it if it must, and run the task.
+
+    All but the task is for the stage that executes the program (:func:`program`), and left out
+    where programs are only compared (:func:`programs`).
+
+    Attributes:
+        task: the task.
+        takes: what it uses of other partitions, those of its own stage included, in order.
+        makes: what it makes for other partitions, those of its own stage included, in order.
+        is_recomputed: of a forward task, whether its recompute task follows.
+        is_split: of a forward task, whether its backward will be two tasks, I and W.
+    """
 
     task: Task
+    takes: tuple[Transfer, ...] = field(default=(), compare=False)
+    makes: tuple[Transfer, ...] = field(default=(), compare=False)
+    is_recomputed: bool = field(default=False, compare=False)
+    is_split: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"run {self.task}"
@@ -91,16 +106,19 @@ def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
     ]
 
 
-def program(plan: Plan, routes: Routes, stage: int, *, ahead: int = 1) -> Program:
-    """Make the program of one stage.
+def program(
+    plan: Plan, routes: Routes, stage: int, *, ahead: int = 1, recompute: Collection[int] = ()
+) -> Program:
+    """Make the program of one stage, with all that its executor needs to know.
 
-    Looks only at the stages that speak to this one, so it stays quick with thousands of others.
+    Looks only at the stages that exchange tensors with this one, so it stays quick with thousands.
 
     Args:
         plan: what is to be run.
         routes: where its tensors go.
-        stage: whose program.
+        stage: the stage that will execute the program.
         ahead: how many tasks of this stage a receive is moved up by; 0 leaves it at its fence.
+        recompute: the micro-batches that a later plan recomputes, if this one has no backward.
     """
     makers = sorted([stage, *routes.sources(stage)])
     touching = [
@@ -111,7 +129,25 @@ def program(plan: Plan, routes: Routes, stage: int, *, ahead: int = 1) -> Progra
         if stage in routes.stages_of(transfer)
     ]
     touching.sort(key=lambda fenced: fenced[0])  # stable: within a fence by maker, as in fences()
-    return _arranged(plan.row(stage), _split(stage, touching, routes), ahead)
+    steps = _arranged(plan.row(stage), _divided(stage, touching, routes), ahead)
+    tasks = {step.task for step in steps if isinstance(step, Run)}
+    if not plan.has_backward:
+        tasks |= {Task(RECOMPUTE, i, task.j) for i in recompute for task in tasks}
+    return tuple(
+        _prepared(step, tasks, routes) if isinstance(step, Run) else step for step in steps
+    )
+
+
+def _prepared(step: Run, tasks: Collection[Task], routes: Routes) -> Run:
+    """Add what the executor needs; ``tasks`` are all of its stage."""
+    kind, i, j = step.task
+    return Run(
+        step.task,
+        tuple(routes.used_by(step.task)),
+        tuple(routes.made_by(step.task)),
+        is_recomputed=kind == FORWARD and (RECOMPUTE, i, j) in tasks,
+        is_split=kind == FORWARD and (INPUT_GRADIENT, i, j) in tasks,
+    )
 
 
 def programs(plan: Plan, routes: Routes, *, ahead: int = 1) -> tuple[Program, ...]:
@@ -122,12 +158,12 @@ def programs(plan: Plan, routes: Routes, *, ahead: int = 1) -> tuple[Program, ..
             for stage in routes.stages_of(transfer):
                 touching[stage].append((k, transfer))
     return tuple(
-        _arranged(plan.row(stage), _split(stage, touching[stage], routes), ahead)
+        _arranged(plan.row(stage), _divided(stage, touching[stage], routes), ahead)
         for stage in range(plan.num_stages)
     )
 
 
-def _split(stage: int, touching: Iterable[_Fenced], routes: Routes) -> Iterator[tuple[int, Step]]:
+def _divided(stage: int, touching: Iterable[_Fenced], routes: Routes) -> Iterator[tuple[int, Step]]:
     """Make the steps of one stage's transfers, each with its cycle."""
     for k, transfer in touching:
         is_sender = routes.placement[transfer.source] == stage

@@ -34,6 +34,9 @@ SKIP_GRADIENT = "skip gradient"
 TARGET = "target"
 LOSS = "loss"
 
+#: No message: under this name is counted what a partition keeps of its output for backward.
+ROOTS = "output"
+
 #: A FIFO of transfers: kind, source and destination, which are partitions.
 Channel = tuple[str, int, int]
 
@@ -64,9 +67,14 @@ class Transfer(NamedTuple):
         return self.kind, self.source, self.destination
 
     @property
+    def is_gradient(self) -> bool:
+        """Whether it goes backward."""
+        return self.kind in (GRADIENT, SKIP_GRADIENT)
+
+    @property
     def makers(self) -> tuple[Task, ...]:
         """The tasks that can make what is sent, of which a plan holds one."""
-        if self.kind in (GRADIENT, SKIP_GRADIENT):
+        if self.is_gradient:
             return Task(BACKWARD, self.i, self.source), Task(INPUT_GRADIENT, self.i, self.source)
         return (Task(FORWARD, self.i, self.source),)
 

@@ -8,9 +8,8 @@
 A call that fails on one rank ends with an error on every rank, and no further call can be made:
 the ranks no longer know where the others are. So does a script that fails between two calls.
 
-A script that ends leaves the pipeline, and says so. That it has ended is clear once its last thread
-has (``atexit``). Its main thread may end long before: at once by an exception, after a moment
-otherwise, that counts as the end too, unless another thread makes the calls.
+A script that ends leaves the pipeline: when its last thread ends (``atexit``), or when its main
+thread does and no other makes the calls, at once after an exception and else after a moment.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class Calls:
         self._world.stop_watching_device()
         self._world.board.fail()
         try:
-            # The mesh has passed on the failure of another rank.
+            # The mesh has sent on the failure of another rank.
             if isinstance(error, RemoteStageError):
                 self._is_victim = True
             elif not isinstance(error, FOUND_BY_EACH):
@@ -188,7 +187,7 @@ class Calls:
             self._world.close()
 
     def give_up_in_child(self) -> None:
-        """Refuse the calls of a forked child, and let its end be nobody's concern."""
+        """Refuse the calls of a forked child, whose end is no failure."""
         atexit.unregister(self._leave)
         _all.discard(self)
         keep_for_ever(self._pipeline)  # transfers may be under way
@@ -201,7 +200,7 @@ class Calls:
     # -- the end of the script ------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Leave as the interpreter ends; an exception that ended the script is told to all."""
+        """Leave as the interpreter ends; send an exception that ended the script to all ranks."""
         with _leaving:
             error = error_of_script()
             if error is not None and self._ended is None:
@@ -220,18 +219,18 @@ class Calls:
         except ProcpipeError as unfinished:
             write_note(f"procpipe: rank {self._world.rank} left early: {unfinished}")
 
-    def _is_in_other_hands(self) -> bool:
-        """Tell whether a thread that still runs, not the main or this one, made the last call."""
+    def _is_used_by_another_thread(self) -> bool:
+        """Whether another thread than the main one and this one made the last call, and runs."""
         caller = self._caller
         if caller in (threading.main_thread(), threading.current_thread()):
             return False
         return caller.is_alive() and not isinstance(caller, threading._DummyThread)
 
     def thread_raised(self, error: BaseException) -> None:
-        """Tell of an exception that ends this thread, if the calls are made by it."""
+        """Fail because of an exception that ends this thread, if it makes the calls."""
         here = threading.current_thread()
         if here is threading.main_thread():
-            if not self._is_in_other_hands():
+            if not self._is_used_by_another_thread():
                 self.fail("the script", error)
         elif here is self._caller:
             self.fail(f"thread {here.name!r}", error)
@@ -239,7 +238,7 @@ class Calls:
     def leave_unless_called(self, waited_s: float) -> None:
         """Leave, some time after the end of the main thread, unless another makes the calls."""
         limit_s = _NEXT_CALL_S if self._has_called else _FIRST_CALL_S
-        if self._ended is not None or waited_s < limit_s or self._is_in_other_hands():
+        if self._ended is not None or waited_s < limit_s or self._is_used_by_another_thread():
             return
         with _leaving:
             if self._ended is None:
@@ -248,7 +247,7 @@ class Calls:
                     "call, so this rank has left the pipeline: join() the threads that use the "
                     "stage at the end of the script"
                 )
-                if self._is_in_other_hands():  # it has just begun
+                if self._is_used_by_another_thread():  # it has just begun
                     self._ended = None
                 else:
                     self._say_goodbye(is_new=self._pipeline is None)
@@ -266,7 +265,7 @@ class Calls:
 
 
 def _thread_raised(error: BaseException) -> None:
-    """Tell the peers of all pipelines of an exception that ends this thread."""
+    """Send the peers of all pipelines an exception that ends this thread."""
     for calls in tuple(_all):
         calls.thread_raised(error)
 
@@ -278,5 +277,5 @@ def _main_thread_ended(waited_s: float) -> None:
 
 
 def _any_has_failed() -> bool:
-    """Tell whether a pipeline of this process has failed."""
+    """Whether a pipeline of this process has failed."""
     return any(calls.has_failed for calls in tuple(_all))

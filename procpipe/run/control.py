@@ -1,6 +1,6 @@
-"""The wire of the coordinator's messages: small byte strings between rank 0 and every other rank.
+"""Small messages between rank 0 and every other rank, on a channel of the mesh of their own.
 
-A star laid over the mesh, on a kind of its own. Messages of one peer arrive in order.
+Messages of one peer arrive in order.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from procpipe.channel.mesh import Mesh
 from procpipe.run.messages import decode, encode
 
-#: The mesh's kind for control messages; channels count from 1.
+#: The mesh's number of this channel; those of the plan count from 1.
 CONTROL = 0
 
-#: How often a wait looks at what its sockets do not tell.
+#: How often a wait calls ``meanwhile``.
 _LOOK_EVERY_S = 0.2
 
 
 class Control:
-    """Rank 0's line to every other rank, or another rank's line to rank 0."""
+    """Rank 0's connection to every other rank, or another rank's to rank 0."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -42,12 +42,9 @@ class Control:
         self._mesh.send(0, CONTROL, 0, 0, message)
 
     def hear(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> bytes:
-        """Wait for the next message of a peer.
+        """Wait for the next message of a peer; ``what`` names it in errors.
 
-        Args:
-            peer: who sends it.
-            what: names it in errors.
-            meanwhile: called now and then while there is none; may raise.
+        While there is none, ``meanwhile`` is called at intervals; it may raise.
         """
         heard = self._heard[peer]
 

@@ -10,56 +10,48 @@ A rank in another call than rank 0 is an error on all ranks, not a hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 from procpipe.errors import CallMismatchError, MemoryLimitError
 from procpipe.plan.program import Program, program
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
-from procpipe.plan.schedules.named import SCHEDULES, Schedule
+from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
+from procpipe.run.chooser import Chooser, FixedSchedule
 from procpipe.run.control import Control
-from procpipe.run.messages import ROUTED, Order, decode_order, encode
-from procpipe.tuning.auto import AutoSchedule
-from procpipe.tuning.step_costs import Report
+from procpipe.run.messages import ROUTED, Order, StepDetail, decode_order, encode
 
 
 class Coordinator:
     """Issues orders on rank 0 and follows them elsewhere.
 
     Args:
-        control: the line to the other ranks.
+        control: the connection to the other ranks.
         rank: this rank, which is also its stage.
-        routes: which partitions speak to which, on which stages.
-        schedule: the plan of a ``step`` with its backward; that of rank 0 counts.
-        auto: chooses that plan instead, on rank 0.
+        routes: which partitions exchange tensors, on which stages.
+        chooser: on rank 0, the plan of a ``step`` with its backward.
 
     Attributes:
-        ahead: how many tasks ahead a receive is posted, the same on every rank; there to be set by
-            who measures what it is worth.
+        ahead: how many tasks ahead a receive is posted, the same on every rank; set by benchmarks.
+        schedule: the name of the plan of the newest step, if it was chosen by measurements.
     """
 
     def __init__(
-        self,
-        control: Control,
-        rank: int,
-        routes: Routes,
-        schedule: Schedule = SCHEDULES["gpipe"],
-        auto: AutoSchedule | None = None,
+        self, control: Control, rank: int, routes: Routes, chooser: Chooser | None = None
     ) -> None:
         self.ahead = 1
+        self.schedule = ""
         self._control = control
         self._rank = rank
         self._routes = routes
-        self._schedule = schedule
-        self._auto = auto
-        self._chosen: dict[tuple[str, int, frozenset[int]], Plan] = {}
+        self._chooser = chooser or FixedSchedule(SCHEDULES["gpipe"])
+        self._in_part: dict[tuple[str, int, frozenset[int]], Plan] = {}
         self._plans: dict[str, Plan] = {}
-        self._programs: dict[tuple[str, Routes], Program] = {}
-        self._told: set[str] = set()
+        self._programs: dict[tuple[str, bool, bool, tuple[int, ...]], Program] = {}
+        self._sent: set[str] = set()
 
     def issue(self, order: Order) -> Order:
         """Send an order from rank 0 to every other rank; never blocks.
@@ -74,11 +66,11 @@ class Coordinator:
             MemoryLimitError: no plan keeps to the memory allowed; the other ranks find it too.
         """
         if order.sizes:
-            plan, order = self._choose(order)
-            self.program(replace(order, plan=plan.digest))  # verifies, before anybody starts
-            is_new = plan.digest not in self._told
-            self._told.add(plan.digest)
-            order = replace(order, plan=plan.digest, plan_text=plan.to_text() if is_new else "")
+            order = self._choose(order)
+            self.program(order)  # verifies, before any rank starts
+            if order.plan not in self._sent:
+                self._sent.add(order.plan)
+                order = replace(order, plan_text=self.plan_text(order))
         if self._routes.num_stages > 1:
             self._control.tell_all(encode(order))
         return order
@@ -88,7 +80,7 @@ class Coordinator:
 
         Args:
             ours: the call this rank is in, with its modes.
-            meanwhile: called now and then while no order comes; may raise.
+            meanwhile: called at intervals while no order comes; may raise.
 
         Raises:
             CallMismatchError: rank 0 is in another call, pipeline or mode.
@@ -96,8 +88,10 @@ class Coordinator:
         """
         order = decode_order(self._control.hear(0, f"the order for {ours.call}()", meanwhile))
         self._check(ours, order)
-        if order.call == "step" and order.detail and "lacks" in order.detail:
-            raise MemoryLimitError(order.detail["lacks"])
+        if isinstance(order.detail, StepDetail):
+            if order.detail.lacks:
+                raise MemoryLimitError(order.detail.lacks)
+            self.schedule = order.detail.schedule
         if order.plan_text:
             plan = Plan.from_text(order.plan_text)
             assert plan.digest == order.plan, "a plan arrives as it was sent"
@@ -105,69 +99,62 @@ class Coordinator:
         return order
 
     def waiting(self) -> Order | None:
-        """Return the order that rank 0 has given and this rank has not followed yet, if any."""
+        """Return an order that has arrived and that this rank has not followed yet, if any."""
         message = self._control.peek(0)
         return None if message is None else decode_order(message)
 
     def program(self, order: Order) -> Program:
         """Return what this stage does under an order's plan, verified on rank 0."""
-        routes = self._routes_of(order)
-        key = order.plan, routes
+        key = order.plan, *_wires_of(order), order.recompute
         if key not in self._programs:
-            plan = self._plans[order.plan]
+            plan, routes = self._plans[order.plan], self._routes_of(order)
             if self._rank == 0:
                 verify(plan, routes, ahead=self.ahead)
-            self._programs[key] = program(plan, routes, self._rank, ahead=self.ahead)
+            self._programs[key] = program(
+                plan, routes, self._rank, ahead=self.ahead, recompute=order.recompute
+            )
         return self._programs[key]
 
     def plan_text(self, order: Order) -> str:
         """Return the text of an order's plan."""
         return self._plans[order.plan].to_text()
 
-    def heard(self, reports: list[Any]) -> Sequence[Sequence[int]]:
-        """Take on rank 0 what all ranks measured; return which stages lack memory, if any do."""
-        assert self._auto is not None, "asked for by an order of its"
-        try:
-            self._auto.heard([Report(**report) for report in reports])
-        except MemoryLimitError as error:
-            return error.lacks
-        return ()
-
     def _routes_of(self, order: Order) -> Routes:
-        is_step = order.call == "step"
-        return replace(self._routes, target=order.target == ROUTED and is_step, loss=is_step)
+        target, loss = _wires_of(order)
+        return replace(self._routes, target=target, loss=loss)
 
-    def _choose(self, order: Order) -> tuple[Plan, Order]:
-        """Choose an order's plan; return it, and the order with what else it is to say."""
-        if self._auto is not None and order.call == "step" and order.keeps_graph:
-            return self._choose_auto(order, self._auto)
-        kind = order.call
-        if kind == "step" and not order.keeps_graph:
-            kind = "forward"
-        key = kind, len(order.sizes), frozenset(order.recompute)
-        if key not in self._chosen:
-            plan = self._make(*key)
-            self._chosen[key] = self._plans[plan.digest] = plan
-        return self._chosen[key], order
+    def _choose(self, order: Order) -> Order:
+        """Choose an order's plan; return the order with the plan's digest."""
+        if order.call == "step" and order.keeps_graph:
+            return self._choose_whole(order)
+        key = order.call, len(order.sizes), frozenset(order.recompute)
+        if key not in self._in_part:
+            self._in_part[key] = self._plan_in_part(*key)
+        return self._with_plan(order, self._in_part[key])
 
-    def _choose_auto(self, order: Order, auto: AutoSchedule) -> tuple[Plan, Order]:
-        m, routes = len(order.sizes), self._routes_of(order)
+    def _choose_whole(self, order: Order) -> Order:
+        routes = self._routes_of(order)
         try:
-            choice = auto.next(m, order.input_bytes, order.recompute, routes)
+            choice = self._chooser.choose(
+                len(order.sizes), order.input_bytes, order.recompute, routes
+            )
         except MemoryLimitError as error:
-            self._control.tell_all(encode(replace(order, detail={"lacks": error.lacks})))
+            self._control.tell_all(encode(replace(order, detail=StepDetail(lacks=error.lacks))))
             raise
-        self._plans[choice.plan.digest] = choice.plan
-        detail = {"schedule": choice.schedule, "tells": choice.tells}
-        return choice.plan, replace(order, detail=detail)
+        if choice.schedule:
+            self.schedule = choice.schedule
+            order = replace(order, detail=StepDetail(choice.schedule, choice.measure))
+        return self._with_plan(order, choice.plan)
 
-    def _make(self, kind: str, m: int, recompute: frozenset[int]) -> Plan:
+    def _plan_in_part(self, call: str, m: int, recompute: Collection[int]) -> Plan:
         n, placement = self._routes.num_stages, self._routes.placement
-        if kind == "forward":
-            return forward_plan(m, n, placement)
-        if kind == "backward":
+        if call == "backward":
             return backward_plan(m, n, recompute, placement)
-        return self._schedule.plan(m, placement, recompute)
+        return forward_plan(m, n, placement)  # also of a step without gradients
+
+    def _with_plan(self, order: Order, plan: Plan) -> Order:
+        self._plans[plan.digest] = plan
+        return replace(order, plan=plan.digest)
 
     def _check(self, ours: Order, order: Order) -> None:
         if ours.stage_number != order.stage_number:
@@ -186,3 +173,9 @@ class Coordinator:
                 f"rank {self._rank} calls {ours.call}() in {ours.mode()}, rank 0 in "
                 f"{order.mode()}: call train(), eval() and torch.no_grad() on every rank alike"
             )
+
+
+def _wires_of(order: Order) -> tuple[bool, bool]:
+    """Return whether the target travels in a call, and whether the loss does."""
+    is_step = order.call == "step"
+    return is_step and order.target == ROUTED, is_step

@@ -8,90 +8,74 @@
     Run(I i), Run(W i)  the same in two                ─> partition.backward_input, …_weight
     Send(transfer)      made[…] ─> channel
 
-What one partition makes for another of the same stage stays in ``made`` until that one takes it.
-A gradient that nothing requires is not sent: both ends know from the activation's metadata, and
-each leaves out its part of the transfer.
+A message is known by its ``Transfer`` everywhere: in the program, in ``made``, in the ledger. What
+one partition makes for another of the same stage stays in ``made`` until that one takes it. A
+gradient that nothing requires is not sent: both ends know from the activation's metadata, and each
+leaves out its part of the transfer.
 
-Knows nothing of the user's call: ``stage.py`` fills in a ``MiniBatch`` and reads it afterwards.
+Knows nothing of the user's call: it gets a ``MiniBatch`` and returns an ``Outcome``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from procpipe.channel.base import Receiver, Sender
 from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
+from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
-from procpipe.job.board import Board
-from procpipe.plan.program import Program, Receive, Run, Send
-from procpipe.plan.routes import (
-    ACTIVATION,
-    GRADIENT,
-    LOSS,
-    SKIP_GRADIENT,
-    TARGET,
-    Transfer,
-)
+from procpipe.plan.program import Program, Run, Send
+from procpipe.plan.routes import ACTIVATION, LOSS, ROOTS, TARGET, Channel, Transfer
 from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Task
 from procpipe.run.faults import note_where
-from procpipe.run.ports import Channels, Key, Ports, key_of, message_of
-from procpipe.run.trace import Trace
-from procpipe.tree import Flat, cut, joined, parted
+from procpipe.run.observer import Observers
+from procpipe.tree import TENSOR, Flat, cut, joined, parted
+
+#: The structure of a message of gradients that nothing requires.
+_NO_GRADIENTS = ("t", ())
 
 
 @dataclass
-class MiniBatch:
-    """What one run of a program works on, and what it leaves.
+class Channels:
+    """The ends of channels on this stage."""
+
+    senders: dict[Channel, Sender] = field(default_factory=dict)
+    receivers: dict[Channel, Receiver] = field(default_factory=dict)
+    poll: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class _Passage:
+    """One micro-batch in one partition, from its forward task to its backward task.
 
     Attributes:
-        inputs: on stage 0, each micro-batch's positional inputs.
-        targets: each micro-batch's target, where the user gave it: on stage 0 if it is routed,
-            else on the stage of the last partition.
-        loss_of: on that stage, in a ``step``: ``(output, target, share) -> 0-dim loss``.
-        shares: each micro-batch's share in the loss of the mini-batch; one of share 0 is left out.
-        keep: whether backward tasks follow, in this program or a later one.
-        recompute: the micro-batches that a later program recomputes. A program that holds the
-            backward tasks says itself what is recomputed.
-        output_gradients: on that stage, for a program that begins with backward tasks: each
-            micro-batch's gradients of the output tensors that want one.
-        outputs: on that stage, each micro-batch's output (or loss), detached.
-        loss: the loss of the mini-batch, on every rank whose program has a loss in it.
-        input_gradients: on stage 0, each micro-batch's gradients of the inputs that want one.
+        held: what its forward task took and holds until then.
+        num_wanted: of each input, how many tensors want a gradient.
+        wants: of each output, which tensors want a gradient.
     """
 
-    inputs: Sequence[Flat] | None = None
-    targets: Sequence[Any] | None = None
-    loss_of: Callable[[Any, Any, float], Tensor] | None = None
-    shares: Sequence[float] = ()
-    keep: bool = False
-    recompute: frozenset[int] = frozenset()
-    output_gradients: Sequence[list[Tensor | None]] | None = None
-    outputs: dict[int, Flat] = field(default_factory=dict)
-    loss: Tensor | None = None
-    input_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    held: Sequence[Transfer]
+    num_wanted: list[int]
+    wants: list[tuple[bool, ...]]
 
 
 class Executor:
-    """One stage's runner of programs.
+    """Runs the programs of one stage.
 
     Args:
         stage: this stage's index.
         placement: the stage of each partition.
         partitions: the local layers, by the indices of this stage's partitions.
         channels: this stage's ends of all channels.
-        board: where to say which task and layer is running.
-        trace: times the tasks.
-
-    Attributes:
-        around: makes a context for each task to run in, where one is to be looked at.
+        ledger: counts what the stage holds.
     """
 
     def __init__(
@@ -100,209 +84,214 @@ class Executor:
         placement: Sequence[int],
         partitions: Mapping[int, Partition],
         channels: Channels,
-        board: Board,
-        trace: Trace | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.partitions = dict(partitions)
-        self._board = board
-        self.ledger = Ledger()
-        self.trace = trace or Trace()
-        self.around: Callable[[Task], AbstractContextManager[None]] | None = None
+        self.ledger = ledger or Ledger()
         self.current_task: Task | None = None
+        self._observers = Observers()
         self._stage = stage
         self._placement = tuple(placement)
         self._last = len(placement) - 1
         self._channels = channels
-        self._ports = {j: Ports.of(j, part, self._last) for j, part in partitions.items()}
-        num_before = 0
-        for partition in partitions.values():
-            tell = _counted_from(num_before, board.enter_layer)
-            partition.on_layer = self.trace.on_layer(tell)
-            num_before += len(partition.places)
-        self._made: dict[Key, Flat] = {}
-        self._wants: dict[tuple[int, int], list[tuple[bool, ...]]] = {}
-        self._num_wanted: dict[tuple[int, int], list[int]] = {}
-        self._has_target_route = False
-        self._recomputed: Collection[tuple[int, int]] = ()
-        self._in_two: Collection[tuple[int, int]] = ()
+        self._made: dict[Transfer, Flat] = {}
+        self._passages: dict[tuple[int, int], _Passage] = {}
+
+    def observe(self, observers: Observers) -> None:
+        """Tell these observers of tasks, layers and messages from now on."""
+        self._observers = observers
+        for j, partition in self.partitions.items():
+            partition.on_layer = observers.on_layer(j)
 
     def begin(self) -> None:
-        """Start a mini-batch; whatever an unfinished one left is let go."""
+        """Start a mini-batch; whatever an unfinished one left is dropped."""
         for partition in self.partitions.values():
             partition.begin()
         self.ledger.clear()
         self._made.clear()
-        self._wants.clear()
-        self._num_wanted.clear()
+        self._passages.clear()
 
-    def run(self, program: Program, batch: MiniBatch) -> None:
-        """Run a program to its end; what it leaves is in ``batch``.
+    def run(self, program: Program, batch: MiniBatch) -> Outcome:
+        """Run a program to its end.
 
         Raises:
             RemoteStageError: another rank failed.
             Exception: whatever a layer raised, with a note that says where in the pipeline.
         """
-        self._look_ahead(program, batch)
+        outcome = Outcome()
         loss: Transfer | None = None
-        self.trace.begin()
         try:
             for step in program:
                 if isinstance(step, Run):
                     self._channels.poll()
-                    if self.around is None:
-                        self._run(step.task, batch)
-                    else:
-                        with self.around(step.task):
-                            self._run(step.task, batch)
+                    self._run(step, batch, outcome)
                 elif isinstance(step, Send):
-                    self._send(step.transfer, batch)
+                    self._send(step.transfer, outcome)
                 else:
-                    if step.transfer.kind == LOSS:
-                        loss = step.transfer
-                    self._expect(step.transfer)
+                    transfer = step.transfer
+                    if transfer.kind == LOSS:
+                        loss = transfer
+                    self._channels.receivers[transfer.channel].expect()
+                    self.ledger.hold(transfer)
             if loss is not None:
-                key = key_of(loss)
-                (batch.loss,) = self._take(key).tensors
-                self.ledger.size(key, 0)
+                (outcome.loss,) = self._take(loss).tensors
+                self.ledger.size(loss, 0)
         except RemoteStageError:
             raise
         except BaseException as error:
             if self.current_task is not None:
                 note_where(error, self.current_task, self._stage, self.partitions, self.ledger)
             raise
-        self.trace.end()
+        for hook in self._observers.held:
+            hook(self.ledger.sizes)
         self.ledger.settle()
-
-    def _look_ahead(self, program: Program, batch: MiniBatch) -> None:
-        """Note what a program tells of its forward tasks: what will follow them, and how."""
-        self._has_target_route = any(
-            isinstance(step, Receive) and step.transfer.kind == TARGET for step in program
-        )
-        tasks = [step.task for step in program if isinstance(step, Run)]
-        self._in_two = {(i, j) for kind, i, j in tasks if kind == INPUT_GRADIENT}
-        if self._in_two or any(task.kind == BACKWARD for task in tasks):
-            self._recomputed = {(i, j) for kind, i, j in tasks if kind == RECOMPUTE}
-        else:
-            self._recomputed = {(i, j) for i in batch.recompute for j in self.partitions}
+        return outcome
 
     # -- tasks ----------------------------------------------------------------------------------
 
-    def _run(self, task: Task, batch: MiniBatch) -> None:
-        kind, i, j = self.current_task = task
-        self._board.start_task(kind, i)
-        if kind == FORWARD:
-            self._forward(task, batch)
-        elif kind in (BACKWARD, INPUT_GRADIENT):
-            self._backward(task, batch)
+    def _run(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
+        task = self.current_task = step.task
+        for hook in self._observers.begin_task:
+            hook(task)
+        if task.kind == FORWARD:
+            self._forward(step, batch, outcome)
+        elif task.kind in (BACKWARD, INPUT_GRADIENT):
+            self._backward(step, batch, outcome)
         else:
-            partition = self.partitions[j]
-            start_ns = self.trace.start()
-            if kind == RECOMPUTE:
-                self.ledger.hold(("output", j, i), partition.recompute(i))
+            partition = self.partitions[task.j]
+            self._begin_layers(task)
+            if task.kind == RECOMPUTE:
+                self.ledger.hold(_roots(task.i, task.j), partition.recompute(task.i))
             else:
-                partition.backward_weight(i)
-            self.trace.ran(task, start_ns)
+                partition.backward_weight(task.i)
+            self._end_task(task)
         self.current_task = None
-        self._board.end_task()
 
-    def _forward(self, task: Task, batch: MiniBatch) -> None:
+    def _begin_layers(self, task: Task) -> None:
+        for hook in self._observers.begin_layers:
+            hook(task)
+
+    def _end_task(self, task: Task) -> None:
+        for hook in self._observers.end_task:
+            hook(task)
+
+    def _forward(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
+        task = step.task
         _, i, j = task
-        ports, is_last = self._ports[j], j == self._last
-        inputs = [self._first_input(i, j, batch)]
-        inputs += [self._take((kind, a, j, i)) for kind, a in ports.inputs[1:]]
+        is_last = j == self._last
+        held = list(step.takes)
+        inputs = []
+        target = batch.targets[i] if is_last and batch.targets is not None else None
+        if j == 0:
+            held.append(Transfer(ACTIVATION, i, -1, 0))
+            inputs.append(self._users_input(held[-1], batch))
+        for transfer in step.takes:
+            message = self._take(transfer)
+            if transfer.kind == TARGET:
+                target = message.value
+            else:
+                inputs.append(message)
         check_fresh(inputs)
-        finish = self._finish(i, batch) if is_last else None
-        recompute = (i, j) in self._recomputed
-        start_ns = self.trace.start()
-        output = ports.partition.forward(
+        self._begin_layers(task)
+        output = self.partitions[j].forward(
             i,
             joined(inputs),
             keep=batch.keep,
-            recompute=recompute,
-            finish=finish,
-            split=(i, j) in self._in_two,
+            recompute=step.is_recomputed,
+            finish=_finish(batch, target, i) if is_last else None,
+            split=step.is_split,
             is_left_out=is_last and batch.loss_of is not None and batch.shares[i] == 0,
         )
-        self.trace.ran(task, start_ns)
-        outputs = parted(output, len(ports.outputs))
-        self._wants[i, j] = [flat.requires_grad for flat in outputs]
-        self._num_wanted[i, j] = [sum(flat.requires_grad) for flat in inputs]
-        is_root = batch.keep and not recompute
+        self._end_task(task)
+        is_root = batch.keep and not step.is_recomputed
         if is_root:
-            self.ledger.hold(("output", j, i), num_bytes(output.tensors))
-        for (kind, to), flat in zip(ports.outputs, outputs, strict=True):
-            self._put((kind, j, to, i), flat, is_counted=not is_root)
-        if j == 0 and batch.targets is not None and self._placement[-1] != self._stage:
-            self._made[TARGET, 0, self._last, i] = Flat.of(batch.targets[i])
+            self.ledger.hold(_roots(i, j), num_bytes(output.tensors))
+        outputs = self._put_outputs(step, output, batch, is_counted=not is_root)
         if is_last:
-            batch.outputs[i] = self._made.pop((ACTIVATION, j, j + 1, i))
+            outcome.outputs[i] = outputs[0]
             if batch.loss_of is not None:
-                self._add_loss(i, batch.outputs[i], batch)
-        if not batch.keep:
-            self._release_inputs(i, j)
+                self._add_loss(i, outputs[0], batch, outcome)
+        if batch.keep:
+            self._passages[i, j] = _Passage(
+                held,
+                [sum(flat.requires_grad) for flat in inputs],
+                [flat.requires_grad for flat in outputs],
+            )
+        else:
+            for transfer in held:
+                self.ledger.release(transfer)
 
-    def _backward(self, task: Task, batch: MiniBatch) -> None:
-        kind, i, j = task
-        ports = self._ports[j]
-        gradients = self._output_gradients(i, j, batch)
-        run = ports.partition.backward
-        if kind == INPUT_GRADIENT:
-            run = ports.partition.backward_input
-        start_ns = self.trace.start()
-        input_gradients = run(i, gradients)
-        self.trace.ran(task, start_ns)
-        pieces = cut(input_gradients, self._num_wanted.pop((i, j)))
-        for (kind, to), piece in zip(ports.input_gradients, pieces, strict=True):
-            self._put((kind, j, to, i), message_of(piece), is_counted=True)
-        if j == 0:
-            batch.input_gradients[i] = list(self._made.pop((GRADIENT, 0, -1, i)).value)
-        self._release_inputs(i, j)
-        self.ledger.release(("output", j, i))
-        for kind, source in ports.gradients:
-            self.ledger.release((kind, source, j, i))
+    def _put_outputs(
+        self, step: Run, output: Flat, batch: MiniBatch, *, is_counted: bool
+    ) -> list[Flat]:
+        """Keep what a forward task makes for other partitions; return all outputs, one by one."""
+        of_outputs = [transfer for transfer in step.makes if transfer.kind != TARGET]
+        outputs = parted(output, len(of_outputs) + (step.task.j == self._last))
+        for transfer, flat in zip(of_outputs, outputs, strict=False):  # the model's own stays here
+            self._put(transfer, flat, is_counted=is_counted)
+        for transfer in step.makes[len(of_outputs) :]:
+            assert batch.targets is not None, "a target that travels is given on stage 0"
+            self._made[transfer] = Flat.of(batch.targets[transfer.i])
+        return outputs
 
-    def _first_input(self, i: int, j: int, batch: MiniBatch) -> Flat:
-        """Return what comes from the partition before, or from the user."""
-        if j > 0:
-            return self._take((ACTIVATION, j - 1, j, i))
+    def _users_input(self, transfer: Transfer, batch: MiniBatch) -> Flat:
         assert batch.inputs is not None, "stage 0 has the inputs"
-        self.ledger.hold((ACTIVATION, -1, 0, i), num_bytes(batch.inputs[i].tensors))
-        return batch.inputs[i]
+        inputs = batch.inputs[transfer.i]
+        self.ledger.hold(transfer, num_bytes(inputs.tensors))
+        return inputs
 
-    def _release_inputs(self, i: int, j: int) -> None:
-        for kind, source in self._ports[j].inputs:
-            self.ledger.release((kind, source, j, i))
-        if j == self._last and self._has_target_route:
-            self.ledger.release((TARGET, 0, j, i))
+    def _backward(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
+        task = step.task
+        kind, i, j = task
+        passage = self._passages.pop((i, j))
+        gradients = self._output_gradients(step, passage, batch, outcome)
+        partition = self.partitions[j]
+        run = partition.backward_input if kind == INPUT_GRADIENT else partition.backward
+        self._begin_layers(task)
+        input_gradients = run(i, gradients)
+        self._end_task(task)
+        pieces = cut(input_gradients, passage.num_wanted)
+        if j == 0:
+            outcome.input_gradients[i] = pieces.pop(0)
+        for transfer, piece in zip(step.makes, pieces, strict=True):
+            self._put(transfer, _message_of(piece), is_counted=True)
+        for transfer in passage.held:
+            self.ledger.release(transfer)
+        self.ledger.release(_roots(i, j))
+        for transfer in step.takes:
+            self.ledger.release(transfer)
 
-    def _output_gradients(self, i: int, j: int, batch: MiniBatch) -> list[Tensor | None]:
+    def _output_gradients(
+        self, step: Run, passage: _Passage, batch: MiniBatch, outcome: Outcome
+    ) -> list[Tensor | None]:
         """Bring together the gradients of all outputs that want one."""
-        wants = self._wants.pop((i, j))
+        _, i, j = step.task
+        wants = passage.wants
         gradients: list[Tensor | None] = []
         if j == self._last:
-            gradients += self._own_gradients(i, wants.pop(0), batch)
-        for (kind, source), flags in zip(self._ports[j].gradients, wants, strict=True):
-            key = kind, source, j, i
+            own, *wants = wants
+            gradients += self._own_gradients(i, own, passage, batch, outcome)
+        for transfer, flags in zip(step.takes, wants, strict=True):
             if any(flags):
-                gradients += self._take(key).value
-            elif self._is_local(source):
-                del self._made[key]
+                gradients += self._take(transfer).value
+            elif self._is_local(transfer.source):
+                del self._made[transfer]
             else:
-                self._channels.receivers[key[:3]].forgo()
-                self.ledger.size(key, 0)
+                self._channels.receivers[transfer.channel].forgo()
+                self.ledger.size(transfer, 0)
         return gradients
 
     def _own_gradients(
-        self, i: int, wants: tuple[bool, ...], batch: MiniBatch
+        self, i: int, own: tuple[bool, ...], passage: _Passage, batch: MiniBatch, outcome: Outcome
     ) -> list[Tensor | None]:
         """Return the gradients of what leaves the pipeline in the last partition."""
         if batch.output_gradients is not None:
             return batch.output_gradients[i]
-        (loss,) = batch.outputs[i].tensors
-        if wants[0]:
+        (loss,) = outcome.outputs[i].tensors
+        if own[0]:
             return [torch.full_like(loss, batch.shares[i])]
         is_trained = self.partitions[self._last].is_trainable
-        if batch.shares[i] and (is_trained or any(self._num_wanted[i, self._last])):
+        if batch.shares[i] and (is_trained or any(passage.num_wanted)):
             raise RuntimeError(
                 "the loss requires no gradient, so nothing would be trained: loss_fn may not be "
                 "differentiable (argmax, a comparison); to only evaluate, call eval() or use "
@@ -310,71 +299,65 @@ class Executor:
             )
         return []  # all of the model is frozen, or the micro-batch is left out
 
-    def _finish(self, i: int, batch: MiniBatch) -> Callable[[Any], Any] | None:
-        """Return what turns this micro-batch's output into its loss, if it has one."""
-        loss_of = batch.loss_of
-        if self._has_target_route:
-            target = self._take((TARGET, 0, self._last, i)).value
-        else:
-            target = batch.targets[i] if batch.targets is not None else None
-        if loss_of is None:
-            return None
-        return lambda output: loss_of(output, target, batch.shares[i])
-
-    def _add_loss(self, i: int, output: Flat, batch: MiniBatch) -> None:
+    def _add_loss(self, i: int, output: Flat, batch: MiniBatch, outcome: Outcome) -> None:
         (loss,) = output.tensors
         part = loss * batch.shares[i]
-        batch.loss = part if batch.loss is None else batch.loss + part
+        outcome.loss = part if outcome.loss is None else outcome.loss + part
 
-    # -- transfers ------------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------
 
     def _is_local(self, partition: int) -> bool:
-        return 0 <= partition <= self._last and self._placement[partition] == self._stage
+        return self._placement[partition] == self._stage
 
-    def _put(self, key: Key, message: Flat, *, is_counted: bool) -> None:
+    def _put(self, transfer: Transfer, message: Flat, *, is_counted: bool) -> None:
         """Keep what a task has made until it is sent, or taken by another partition here.
 
         Args:
-            key: what it is.
+            transfer: what it is.
             message: the tensors.
-            is_counted: whether the bytes of what stays here are not counted yet.
+            is_counted: whether the bytes of what stays here are still to be counted.
         """
-        self._made[key] = message
-        if self._is_local(key[2]):
-            self.ledger.hold(key, num_bytes(message.tensors) if is_counted else 0)
+        self._made[transfer] = message
+        if self._is_local(transfer.destination):
+            self.ledger.hold(transfer, num_bytes(message.tensors) if is_counted else 0)
 
-    def _expect(self, transfer: Transfer) -> None:
-        key = key_of(transfer)
-        self._channels.receivers[key[:3]].expect()
-        self.ledger.hold(key)
-
-    def _send(self, transfer: Transfer, batch: MiniBatch) -> None:
-        key = kind, *_ = key_of(transfer)
-        if kind == LOSS:
-            assert batch.loss is not None, "the stage of the last partition has the loss"
-            message = Flat([batch.loss], "*", (False,))
+    def _send(self, transfer: Transfer, outcome: Outcome) -> None:
+        if transfer.kind == LOSS:
+            assert outcome.loss is not None, "the stage of the last partition has the loss"
+            message = Flat([outcome.loss], TENSOR, (False,))
         else:
-            message = self._made.pop(key)
-            if kind in (GRADIENT, SKIP_GRADIENT) and message.structure == ("t", ()):
+            message = self._made.pop(transfer)
+            if message.structure == _NO_GRADIENTS and transfer.is_gradient:
                 return  # nothing requires it; the receiver knows
         start_ns = time.perf_counter_ns()
-        self._channels.senders[key[:3]].send(message)
-        if self.trace.records_messages:
-            self.trace.sent(key, message.tensors, start_ns)
+        self._channels.senders[transfer.channel].send(message)
+        for hook in self._observers.sent:
+            hook(transfer, message.tensors, start_ns)
 
-    def _take(self, key: Key) -> Flat:
+    def _take(self, transfer: Transfer) -> Flat:
         """Wait for a message, and count it from where its buffer was allowed."""
-        if self._is_local(key[1]):
-            return self._made.pop(key)
+        if self._is_local(transfer.source):
+            return self._made.pop(transfer)
         start_ns = time.perf_counter_ns()
-        message = self._channels.receivers[key[:3]].take()
-        self.trace.took(key, message.tensors, start_ns)
-        self.ledger.size(key, num_bytes(message.tensors))
+        message = self._channels.receivers[transfer.channel].take()
+        for hook in self._observers.waited:
+            hook(transfer, message.tensors, start_ns)
+        self.ledger.size(transfer, num_bytes(message.tensors))
         return message
 
 
-def _counted_from(num_before: int, enter_layer: Callable[[int], None]) -> Callable[[int], None]:
-    """Return what tells of a layer by its index among all of the stage; -1 stays for none."""
-    if num_before == 0:
-        return enter_layer
-    return lambda index: enter_layer(index + num_before if index >= 0 else index)
+def _roots(i: int, j: int) -> Transfer:
+    return Transfer(ROOTS, i, j, j)
+
+
+def _finish(batch: MiniBatch, target: Any, i: int) -> Callable[[Any], Any] | None:
+    """Return what turns a micro-batch's output into its loss, if it has one."""
+    loss_of = batch.loss_of
+    return None if loss_of is None else lambda output: loss_of(output, target, batch.shares[i])
+
+
+def _message_of(gradients: list[Tensor | None]) -> Flat:
+    """Make a message of gradients: the tuple of them, and None where there is none."""
+    tensors = [gradient for gradient in gradients if gradient is not None]
+    structure = tuple(("v", None) if gradient is None else TENSOR for gradient in gradients)
+    return Flat(tensors, ("t", structure), (False,) * len(tensors))

@@ -41,8 +41,8 @@ def note_full_device(error: BaseException, rank: int, device: torch.device) -> N
         ours = torch.cuda.memory_reserved(device) / 2**20
     error.add_note(
         f"procpipe: rank {rank} found {free} free on {device}, and holds {ours:.0f} MiB there"
-        f"{of_all}: other processes may have the rest (nvidia-smi lists them); end them, or give "
-        f"rank {rank} another GPU (devices) or fewer layers (balance)"
+        f"{of_all}: give rank {rank} fewer layers (balance) or another GPU (devices), or end other "
+        "processes that use this one (nvidia-smi lists them)"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the coordinator and the stages say to each other, as data and as JSON.
+"""The messages between rank 0 and the other ranks, as data and as JSON.
 
     rank 0                                    every other rank
     Order(call="step", plan=…, …)        ->   in step(…) too? then it runs the plan
@@ -20,6 +20,55 @@ ROUTED, LOCAL, DELIVERED = "routed", "local", "delivered"
 
 
 @dataclass(frozen=True)
+class StepDetail:
+    """What a training step under a chosen plan needs to say besides.
+
+    Attributes:
+        schedule: the plan's name, for people.
+        measure: what every rank measures in the step; "" for nothing.
+        lacks: stage, bytes needed and bytes allowed of each stage that lacks memory, if no plan
+            keeps to the limits; then there is no step.
+    """
+
+    schedule: str = ""
+    measure: str = ""
+    lacks: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class BatchDetail:
+    """An item of rank 0's loader.
+
+    Attributes:
+        form: plain JSON, see ``data.batches``; None if the loader has ended.
+        is_delivered: whether the item's target is sent to the last stage.
+    """
+
+    form: Any = None
+    is_delivered: bool = False
+
+
+@dataclass(frozen=True)
+class FetchDetail:
+    """Where a value is that every rank gets.
+
+    Attributes:
+        holder: the rank that has it.
+    """
+
+    holder: int = 0
+
+
+Detail = StepDetail | BatchDetail | FetchDetail
+
+_DETAILS: dict[str, type[Detail]] = {
+    "step": StepDetail,
+    "batches": BatchDetail,
+    "fetch": FetchDetail,
+}
+
+
+@dataclass(frozen=True)
 class Order:
     """One call that all ranks make together, as rank 0 made it.
 
@@ -35,7 +84,7 @@ class Order:
         shares: each micro-batch's share in the loss of the mini-batch.
         recompute: the micro-batches that are recomputed.
         target: where the last stage finds the target (ROUTED, LOCAL, DELIVERED).
-        detail: what a call of another kind needs to say; plain JSON.
+        detail: what else this call needs to say, if it does.
     """
 
     call: str
@@ -49,7 +98,7 @@ class Order:
     shares: tuple[float, ...] = ()
     recompute: tuple[int, ...] = ()
     target: str = LOCAL
-    detail: Any = None
+    detail: Detail | None = None
 
     @property
     def keeps_graph(self) -> bool:
@@ -70,7 +119,10 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Order))
 def encode(message: Any) -> bytes:
     """Write an order, or any plain value, as JSON."""
     if isinstance(message, Order):
-        message = [getattr(message, name) for name in _FIELDS]
+        fields = [getattr(message, name) for name in _FIELDS]
+        if message.detail is not None:
+            fields[-1] = list(vars(message.detail).values())
+        message = fields
     return json.dumps(message, separators=(",", ":")).encode()
 
 
@@ -84,6 +136,13 @@ def decode_order(data: bytes) -> Order:
     fields = dict(zip(_FIELDS, json.loads(data), strict=True))
     for name in ("sizes", "shares", "recompute"):
         fields[name] = tuple(fields[name])
+    if fields["detail"] is not None:
+        detail = _DETAILS[fields["call"]](*fields["detail"])
+        if isinstance(detail, StepDetail):
+            detail = dataclasses.replace(
+                detail, lacks=tuple((j, need, limit) for j, need, limit in detail.lacks)
+            )
+        fields["detail"] = detail
     return Order(**fields)
 
 

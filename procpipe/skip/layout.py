@@ -1,7 +1,7 @@
 """Which skip tensors travel from which partition to which.
 
-Computed alike on every rank from the model and the balance, so that a message between two
-partitions need only carry the tensors, in the order given here.
+Every rank computes the same layout from the model and the balance, so a message between two
+partitions only carries the tensors, in this order.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ class SkipLayout:
     """The skip tensors that cross partitions.
 
     Attributes:
-        keys: for each pair of partitions ``(a, b)``, ``a < b``, in order: the skip tensors made on
-            ``a`` that are popped on ``b``, each once however many layers of ``b`` pop it, in the
-            order in which the model stashes them.
-        num_pops: for each pair of partitions, how many layers of ``b`` pop each of its keys.
+        keys: for each pair of partitions ``(a, b)``, ``a < b``: the skip tensors stashed on ``a``
+            and popped on ``b``, each once, in the order in which the model stashes them.
+        num_pops: for each pair, how many layers of ``b`` pop each of its keys.
     """
 
     keys: dict[tuple[int, int], tuple[SkipKey, ...]] = field(default_factory=dict)
@@ -31,7 +30,7 @@ class SkipLayout:
 
     @classmethod
     def of(cls, partitions: Sequence[dict[str, nn.Module]]) -> SkipLayout:
-        """Work the layout out from all partitions of a model whose skip tensors match."""
+        """Compute the layout of all partitions of a model whose skip tensors match."""
         made: dict[SkipKey, int] = {}
         counts: dict[tuple[int, int], dict[SkipKey, int]] = {}
         for partition, layers in enumerate(partitions):

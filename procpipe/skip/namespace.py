@@ -1,4 +1,4 @@
-"""Namespaces: the same layer class, used twice, must not mix up its skip tensors."""
+"""Namespaces distinguish the skip tensors of layers whose class is used twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Namespace:
 
 @dataclass(frozen=True)
 class SkipKey:
-    """What a skip tensor is known by: its name, and the namespace its layers were isolated by."""
+    """Identifies a skip tensor: its name, and the namespace of its layers."""
 
     namespace: Namespace | None
     name: str

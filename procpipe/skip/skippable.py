@@ -6,11 +6,9 @@
             yield stash("1to3", x)                  skip = yield pop("1to3")
             return F.relu(x)                        return x + skip
 
-A forward that yields is a generator; the decorator makes it a plain forward again, which hands
-what is yielded to the tracker of the present context. So the layers work in a plain
-``nn.Sequential`` too, and their parameters keep their names.
-
-torchgpipe wraps the layer in another module instead, which puts a prefix on every name in its
+A forward that yields is a generator; the decorator makes a plain forward of it, which passes what
+is yielded to the tracker of the present context. So the layers work in a plain ``nn.Sequential``
+too. torchgpipe wraps the layer in another module instead, which prefixes every name in its
 ``state_dict``.
 """
 
@@ -33,7 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 _STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"
 _ORIGINAL = "_procpipe_original"
 
-#: Where other skippables come from, whose skip tensors no pipeline of procpipe would see.
+#: Packages with skippables of their own, which a pipeline of procpipe cannot support.
 _OTHERS = ("torchgpipe.skip", "torch.distributed.pipeline.sync.skip")
 
 
@@ -132,8 +130,8 @@ def declared(layer: nn.Module) -> tuple[dict[SkipKey, int], list[SkipKey]]:
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that every skip tensor of a model is stashed once and popped as often as declared.
 
-    Looks into nested ``nn.Sequential``s; what other layers do inside is not known, so the order of
-    their stashes and pops is checked only as they run.
+    Looks into nested ``nn.Sequential``s. The order of stashes and pops inside other layers is only
+    checked as they run.
 
     Args:
         module: the full model.
@@ -152,25 +150,24 @@ def verify_skippables(module: nn.Sequential) -> None:
             "skippables only, so write `from procpipe.skip import skippable, stash, pop` where "
             "these layers are defined"
         )
-    faults = list(_faults(module))
-    if faults:
+    if faults := list(_PairCheck(module).faults()):
         told = "".join(f"\n  - {fault}" for fault in faults)
         raise TypeError(f"some skip tensors are not stashed and popped in pairs:{told}")
 
 
 def _others(name: str, module: nn.Module) -> Iterator[str]:
-    """Say if a module is a skippable of another package, or yields what another one makes."""
-    kind = type(module)
-    origin = next(filter(None, map(_other_origin, kind.__mro__)), None)
+    """Yield a fault if a module is a skippable of another package, or uses one's functions."""
+    of = type(module)
+    origin = next(filter(None, map(_other_origin, of.__mro__)), None)
     if origin is not None:
-        yield f"layer {name!r} ({kind.__name__}) is a skippable of {origin}"
-    forward = getattr(kind.forward, _ORIGINAL, None)
+        yield f"layer {name!r} ({of.__name__}) is a skippable of {origin}"
+    forward = getattr(of.forward, _ORIGINAL, None)
     if not isinstance(forward, FunctionType):
         return
     instructions = dis.get_instructions(forward)
     for used in {each.argval for each in instructions if each.opname == "LOAD_GLOBAL"}:
         if (origin := _other_origin(forward.__globals__.get(used))) is not None:
-            yield f"layer {name!r} ({kind.__name__}) uses {used} of {origin}"
+            yield f"layer {name!r} ({of.__name__}) uses {used} of {origin}"
 
 
 def _other_origin(value: Any) -> str | None:
@@ -180,53 +177,61 @@ def _other_origin(value: Any) -> str | None:
     return next((other for other in _OTHERS if f"{module}.".startswith(f"{other}.")), None)
 
 
-def _faults(module: nn.Sequential) -> Iterator[str]:
-    stashed_in: dict[SkipKey, str] = {}
-    allowed: dict[SkipKey, int] = {}
-    num_popped: Counter[SkipKey] = Counter()
-    layers = list(_in_order(module))
-    all_stashes = {key for _, layer in layers for key in declared(layer)[0]}
-    for name, layer in layers:
-        stashes, pops = declared(layer)
-        both = _both_stashed_and_popped(layer)
-        for key in pops:
-            if key in both:
-                yield f"layer {name!r} both stashes and pops {key}"
-                num_popped[key] = stashes[key]
-            elif key not in stashed_in and key not in stashes:
-                when = "that a later layer stashes" if key in all_stashes else "that none stashes"
-                yield f"layer {name!r} pops {key}, {when}"
-                num_popped[key] += 1
-            else:
-                num_popped[key] += 1
-                if num_popped[key] > allowed.get(key, stashes.get(key, 0)):
-                    yield (
-                        f"layer {name!r} pops {key} once more than declared: isolate one of the "
-                        "pairs by a Namespace, or declare stash={name: number of layers}"
-                    )
-        for key, num_pops in stashes.items():
-            if key in stashed_in:
-                yield (
-                    f"layer {name!r} stashes {key}, which layer {stashed_in[key]!r} stashes: "
-                    "isolate one of the pairs by a Namespace"
-                )
-            else:
-                stashed_in[key], allowed[key] = name, num_pops
-        for key, count in _all_stashes(layer).items():
-            if count > 1:
-                yield f"layer {name!r} stashes {key} {count} times: isolate each by a Namespace"
-    for key, name in stashed_in.items():
-        if num_popped[key] < allowed[key]:
-            times = (
-                f"{num_popped[key]} of {allowed[key]} layers pop"
-                if num_popped[key]
-                else "none pops"
+class _PairCheck:
+    """Follows the layers of a model in order, and yields the faults of its skip tensors."""
+
+    def __init__(self, module: nn.Sequential) -> None:
+        self._layers = list(_in_order(module))
+        self._stashed_in: dict[SkipKey, str] = {}
+        self._allowed: dict[SkipKey, int] = {}
+        self._num_popped: Counter[SkipKey] = Counter()
+        self._all_stashes = {key for _, layer in self._layers for key in declared(layer)[0]}
+
+    def faults(self) -> Iterator[str]:
+        for name, layer in self._layers:
+            stashes, pops = declared(layer)
+            both = _both_stashed_and_popped(layer)
+            for key in pops:
+                if key in both:
+                    yield f"layer {name!r} both stashes and pops {key}"
+                    self._num_popped[key] = stashes[key]
+                else:
+                    yield from self._pop(name, key, stashes)
+            for key, num_pops in stashes.items():
+                yield from self._stash(name, key, num_pops)
+            for key, count in _all_stashes(layer).items():
+                if count > 1:
+                    yield f"layer {name!r} stashes {key} {count} times: isolate each by a Namespace"
+        for key, name in self._stashed_in.items():
+            found, allowed = self._num_popped[key], self._allowed[key]
+            if found < allowed:
+                times = f"{found} of {allowed} layers pop" if found else "none pops"
+                yield f"layer {name!r} stashes {key}, but {times} it"
+
+    def _pop(self, name: str, key: SkipKey, own: Mapping[SkipKey, int]) -> Iterator[str]:
+        self._num_popped[key] += 1
+        if key not in self._stashed_in and key not in own:
+            is_later = key in self._all_stashes
+            when = "that a later layer stashes" if is_later else "that none stashes"
+            yield f"layer {name!r} pops {key}, {when}"
+        elif self._num_popped[key] > self._allowed.get(key, own.get(key, 0)):
+            yield (
+                f"layer {name!r} pops {key} once more than declared: isolate one of the "
+                "pairs by a Namespace, or declare stash={name: number of layers}"
             )
-            yield f"layer {name!r} stashes {key}, but {times} it"
+
+    def _stash(self, name: str, key: SkipKey, num_pops: int) -> Iterator[str]:
+        if key in self._stashed_in:
+            yield (
+                f"layer {name!r} stashes {key}, which layer {self._stashed_in[key]!r} stashes: "
+                "isolate one of the pairs by a Namespace"
+            )
+        else:
+            self._stashed_in[key], self._allowed[key] = name, num_pops
 
 
 def _in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Walk through the layers as they run, a module that is used twice twice."""
+    """Yield the layers as they run; a module that is used twice comes twice."""
     for name, layer in module._modules.items():
         if type(layer) is nn.Sequential:
             yield from _in_order(layer, f"{prefix}{name}.")
@@ -242,7 +247,7 @@ def _all_stashes(layer: nn.Module) -> Counter[SkipKey]:
 
 
 def _both_stashed_and_popped(layer: nn.Module) -> set[SkipKey]:
-    """Return what one and the same module stashes and pops; two modules in a layer may."""
+    """Return what a single module both stashes and pops; two modules in a layer may do so."""
     return {
         _key(module, name)
         for module in layer.modules()
@@ -288,21 +293,21 @@ def _run(module: nn.Module, steps: Generator[Any, Any, Any], tracker: Tracker) -
     given: Tensor | None = None
     try:
         while True:
-            wish = steps.send(given)
+            asked = steps.send(given)
             given = None
-            if not isinstance(wish, stash | pop):
+            if not isinstance(asked, stash | pop):
                 raise TypeError(
-                    f"the forward of {type(module).__name__} yields {type(wish).__module__}."
-                    f"{type(wish).__qualname__}: yield stash(name, tensor) or pop(name) of "
+                    f"the forward of {type(module).__name__} yields {type(asked).__module__}."
+                    f"{type(asked).__qualname__}: yield stash(name, tensor) or pop(name) of "
                     "procpipe.skip"
                 )
-            verb = type(wish).__name__
-            if (verb, wish.name) not in to_do:
-                raise RuntimeError(_unexpected(module, verb, wish.name))
-            to_do.discard((verb, wish.name))
-            key = _key(module, wish.name)
-            if isinstance(wish, stash):
-                tracker.stash(key, wish.tensor, getattr(module, _STASHES)[wish.name])
+            verb = type(asked).__name__
+            if (verb, asked.name) not in to_do:
+                raise RuntimeError(_unexpected(module, verb, asked.name))
+            to_do.discard((verb, asked.name))
+            key = _key(module, asked.name)
+            if isinstance(asked, stash):
+                tracker.stash(key, asked.tensor, getattr(module, _STASHES)[asked.name])
             else:
                 given = tracker.pop(key)
     except StopIteration as end:

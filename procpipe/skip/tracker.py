@@ -1,8 +1,8 @@
-"""Where stashed tensors wait until they are popped.
+"""Keeps stashed tensors until they are popped.
 
-A layer's ``stash`` and ``pop`` go to the tracker of the present context. In a plain
-``nn.Sequential`` that is a ``PlainTracker``; a pipeline's stage puts its own in place for each
-task, which knows what comes from and goes to other stages.
+A layer's ``stash`` and ``pop`` go to the tracker of the present context: a ``PlainTracker`` in a
+plain ``nn.Sequential``; in a pipeline one for each task, which also has what comes from and goes to
+other stages.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from procpipe.skip.namespace import SkipKey
 
 
 class Tracker(Protocol):
-    """Takes what layers stash and gives what they pop."""
+    """Takes what layers stash and returns what they pop."""
 
     def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
         """Keep a tensor for the ``num_pops`` layers that will pop it."""
 
     def pop(self, key: SkipKey) -> Tensor | None:
-        """Give the tensor to one of them.
+        """Return the tensor to one of them.
 
         Raises:
             RuntimeError: nothing is stashed under this key, or all have had it.
@@ -42,7 +42,7 @@ class PlainTracker:
         self._tensors[key] = tensor, num_pops
 
     def pop(self, key: SkipKey) -> Tensor | None:
-        """Give the tensor to one of them."""
+        """Return the tensor to one of them."""
         if key not in self._tensors:
             raise RuntimeError(
                 f"skip tensor {key} is popped but was not stashed: run the layer that stashes it "
@@ -61,7 +61,7 @@ _tracker: ContextVar[Tracker | None] = ContextVar("procpipe skip tracker", defau
 
 
 def current_tracker() -> Tracker:
-    """Return the tracker of the present context, a plain one if none was put in place."""
+    """Return the tracker of the present context, a plain one by default."""
     tracker = _tracker.get()
     if tracker is None:
         tracker = PlainTracker()
@@ -71,7 +71,7 @@ def current_tracker() -> Tracker:
 
 @contextmanager
 def tracking(tracker: Tracker) -> Iterator[None]:
-    """Put a tracker in place for a while."""
+    """Use a tracker for a while."""
     token = _tracker.set(tracker)
     try:
         yield

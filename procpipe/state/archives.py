@@ -1,14 +1,14 @@
-"""What ``torch.save`` has written, read without torch's unpickler: nothing is imported or called.
+"""Reads files of ``torch.save`` without torch's unpickler: nothing is imported or called.
 
     zip archive, not compressed
-      archive/data.pkl       records (pickles.py), of which values are made here, one kind at a time
+      archive/data.pkl       records (pickles.py), from which values are made here
       archive/data/0, 1, …   the bytes of tensors, which stay where they are in memory
       archive/byteorder
 
 torch's own restricted unpickler calls functions and sets attributes that a file names, and before
-torch 2.10 a file can corrupt memory through it (CVE-2026-24747). Values that it takes by default
-are read here too, but for sparse, quantized and nested tensors; attributes that were set on a
-tensor are left out.
+torch 2.10 a file can corrupt memory through it (CVE-2026-24747). The values that it accepts by
+default are read here too, except for sparse, quantized and nested tensors; attributes that were set
+on a tensor are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from procpipe.errors import SavedStateError
 from procpipe.state.pickles import DICT, PERSISTENT, SET, Made, Name, read_pickle, shown
 
-#: How deep values may be nested, and how many there may be, counting one each time it is used.
+#: How deep values may be nested, and how many there may be; a value counts at each use.
 _MAX_DEPTH, _MAX_VALUES = 200, 10_000_000
 
 
@@ -38,10 +38,7 @@ def dtypes() -> dict[str, torch.dtype]:
 
 
 def read_archive(data: memoryview) -> Any:
-    """Return what ``torch.save`` has written, on the CPU.
-
-    Args:
-        data: the file's bytes, which may be written to; tensors stay in this memory.
+    """Return what ``torch.save`` has written, with tensors in the memory of ``data``.
 
     Returns:
         None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict,
@@ -60,6 +57,13 @@ def read_archive(data: memoryview) -> Any:
         raise SavedStateError(f"its byte order is {order!r}, but here it is {sys.byteorder}")
     root = read_pickle(records[f"{prefix}data.pkl"], _ALLOWED)
     return _Maker(lambda key: records[f"{prefix}data/{key}"]).make(root)
+
+
+def saved_copy(value: Any) -> Any:
+    """Return what would be loaded of a value; raises where it cannot be saved or loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return read_archive(memoryview(bytearray(file.getbuffer())))
 
 
 def _records(data: memoryview) -> dict[str, memoryview]:
@@ -111,11 +115,7 @@ class _View(io.RawIOBase):
 
 
 class _Maker:
-    """Makes values of records.
-
-    Args:
-        storage: returns the bytes of a tensor by its key in the archive; raises KeyError.
-    """
+    """Makes values of records, with the bytes of tensors by their keys in the archive."""
 
     def __init__(self, storage: Callable[[str], memoryview]) -> None:
         self._storage = storage
@@ -123,7 +123,7 @@ class _Maker:
         self._num_values = 0
 
     def make(self, record: Any, depth: int = 0) -> Any:
-        """Return the value of a record; the same one for the same record."""
+        """Return the value of a record, the same one each time."""
         if type(record) in (type(None), bool, int, float, str, bytes):
             self._num_values += 1
             return record
@@ -161,7 +161,7 @@ class _Maker:
             value = make(args, items)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise SavedStateError(f"a {record.of} is made of what does not fit: {error}") from None
-        if record.state is not None:  # what nn.Module.state_dict notes of versions
+        if record.state is not None:  # versions that nn.Module.state_dict adds
             state = self.make(record.state, depth)
             if type(state) is not dict or state.keys() - {"_metadata"}:
                 raise SavedStateError("an OrderedDict has attributes")
@@ -218,19 +218,19 @@ class _Maker:
         return tensor
 
     def _flat(self, storage: Any, dtype: Any) -> Tensor:
-        """Return the bytes of a tensor as one of one dimension."""
+        """Return a tensor's storage as a one-dimensional tensor."""
         if id(storage) in self._made:
             found: Tensor = self._made[id(storage)][0]
             return found
         told = storage.args[0] if type(storage) is Made and storage.of == PERSISTENT else None
         if type(told) is not tuple or len(told) != 5 or told[0] != "storage":
             raise SavedStateError("a tensor has no bytes")
-        _, kind, key, _, _ = told
-        of_dtype = _STORAGES.get(kind) if type(kind) is Name else None
-        if dtype is not None and kind in (_UNTYPED, _OLD_UNTYPED) and type(dtype) is Name:
+        _, of, key, _, _ = told
+        of_dtype = _STORAGES.get(of) if type(of) is Name else None
+        if dtype is not None and of in (_UNTYPED, _OLD_UNTYPED) and type(dtype) is Name:
             of_dtype = _constant(dtype)
         if type(of_dtype) is not torch.dtype or type(key) is not str:
-            raise SavedStateError(f"a tensor is of the kind {shown(kind)}")
+            raise SavedStateError(f"a tensor is of the kind {shown(of)}")
         try:
             data = self._storage(key)
         except KeyError:
@@ -303,7 +303,7 @@ _ORDERED = Name("collections", "OrderedDict")
 _TENSOR, _PARAMETER = Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter")
 _UNTYPED, _OLD_UNTYPED = Name("torch.storage", "UntypedStorage"), Name("torch", "UntypedStorage")
 
-#: What is made of the arguments and items of a record, each of the right kind or an exception.
+#: How a value is made of a record's arguments and items; wrong ones raise an exception.
 _MAKERS: dict[Name, Callable[[Any, Any], Any]] = {
     DICT: lambda args, items: dict(items),
     SET: lambda args, items: set(items),
@@ -330,8 +330,8 @@ _TENSORS = {
 } | {Name("torch._tensor", "_rebuild_from_type_v2")}
 
 _STORAGES = {
-    Name("torch", f"{kind}Storage"): dtype
-    for kind, dtype in {
+    Name("torch", f"{name}Storage"): dtype
+    for name, dtype in {
         "Double": torch.float64,
         "Float": torch.float32,
         "Half": torch.float16,

@@ -1,7 +1,7 @@
-"""Writing a saved state, at once or in the background, and knowing when every rank has.
+"""Writes a saved state, at once or in the background, and finds out when every rank has.
 
     rank 0                                         rank r
-    draft's folder                                 sees it, or says that it does not
+    draft's folder                                 finds it, or raises an error
     writes stage-0/                                writes stage-r/
       at once: over the control plane
     all have written <───────────────────────────  have written
@@ -26,6 +26,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ from torch import nn
 from procpipe.errors import RemoteStageError, StageClosedError, WaitTimeoutError
 from procpipe.forks import give_up_in_children
 from procpipe.notes import write_note
+from procpipe.state.files import INDEX, merge_parts, write_part
 from procpipe.state.folders import Draft, Hold
-from procpipe.state.together import calls_of, timeout_of
+from procpipe.state.member import Member
 
-#: How often a thread looks at the folder; up to, on one that stays as it is.
+#: How often a thread looks at the folder: first, and at most, each time twice as long.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.2
 
 #: For how long a folder has neither its old name nor its new one before it is called removed.
@@ -47,39 +49,27 @@ _GONE_AFTER_S = 30.0
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
 
 
+@dataclass
 class Target:
     """Where all ranks write one saved state.
 
-    Args:
+    Attributes:
         draft: rank 0's; None elsewhere.
         path: the draft's folder.
         final_path: its name when it is whole.
-        rank: this rank.
-        num_ranks: how many write.
         keep: how many saved states to leave.
     """
 
-    def __init__(
-        self,
-        draft: Draft | None,
-        path: Path,
-        final_path: Path,
-        rank: int,
-        num_ranks: int,
-        keep: int | None,
-    ) -> None:
-        self.draft = draft
-        self.path = path
-        self.final_path = final_path
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self._keep = keep
-        self._hold: Hold | None = None
+    draft: Draft | None
+    path: Path
+    final_path: Path
+    rank: int
+    num_ranks: int
+    keep: int | None
+    _hold: Hold | None = None
 
     def write(self, values: dict[str, Any]) -> None:
         """Write this rank's part."""
-        from procpipe.state.files import write_part
-
         if not self.path.is_dir():
             raise FileNotFoundError(
                 f"rank {self.rank} does not find {self.path} on {socket.gethostname()}, where rank "
@@ -94,15 +84,11 @@ class Target:
         return self.path / f"stage-{rank}"
 
     def has_part_of(self, rank: int) -> bool:
-        """Tell whether a rank has written all it has to."""
-        from procpipe.state.files import INDEX
-
+        """Return whether a rank has written its part."""
         return (self.part_of(rank) / INDEX).is_file()
 
     def publish(self) -> None:
         """Merge the parts and give the folder its name, on rank 0."""
-        from procpipe.state.files import merge_parts
-
         assert self.draft is not None, "only rank 0 publishes"
         for rank in range(self.num_ranks):
             if not self.has_part_of(rank):
@@ -112,7 +98,7 @@ class Target:
                     "share"
                 )
         merge_parts(self.path, [self.part_of(rank).name for rank in range(self.num_ranks)])
-        self.draft.publish(self._keep)
+        self.draft.publish(self.keep)
 
     def let_go(self) -> None:
         """Leave the folder to the next save to remove, unless it was published."""
@@ -128,25 +114,25 @@ class Saving:
         path: the folder of the saved state, which is there once it is whole.
     """
 
-    def __init__(self, module: nn.Module, target: Target) -> None:
+    def __init__(self, member: Member, target: Target) -> None:
         self.path = target.final_path
-        self._module = module
-        self._calls = calls_of(module)
+        self._module = member.module
+        self._calls = member.calls
         self._target = target
-        self._timeout_s = timeout_of(module)
+        self._timeout_s = member.timeout_s
         self._error: BaseException | None = None
         self._is_abandoned = False
         self._thread: threading.Thread | None = None
 
     def is_done(self) -> bool:
-        """Tell whether this rank has nothing left to do for it; does not communicate."""
+        """Return whether this rank has finished its part; does not communicate."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait until it is done on all ranks; every rank calls it. Returns at once if it is.
 
         Raises:
-            OSError: this rank could not write its part; or whatever else kept it from that.
+            OSError: this rank could not write its part (or any other exception of that).
             RemoteStageError: another rank failed.
             WaitTimeoutError: a rank took longer than the stage's ``timeout_s``.
         """
@@ -165,9 +151,9 @@ class Saving:
                 raise
 
     def start(self, values: dict[str, Any]) -> None:
-        """Write values, which nobody changes any more, in a thread."""
+        """Write values in a thread; they must not change any more."""
         _unfinished[self._module] = self
-        # A daemon: the interpreter would wait for others before it tells the peers of an error.
+        # A daemon: the interpreter joins other threads before atexit reports an error to the peers.
         self._thread = threading.Thread(
             target=self._run, args=(values,), name="procpipe-save", daemon=True
         )
@@ -204,7 +190,7 @@ class Saving:
         deadline_s, look_s = time.monotonic() + self._timeout_s, _FIRST_LOOK_S
         gone_s: float | None = None
         while not ready():
-            # Gone, it has got its name since we looked; some file systems tell the two apart late.
+            # If it is gone, it has just got its name; some file systems show that late.
             if not self._raise_marked_failure():
                 gone_s = gone_s or time.monotonic()
                 if time.monotonic() > gone_s + min(_GONE_AFTER_S, self._timeout_s / 2):
@@ -232,7 +218,7 @@ class Saving:
             mark.with_suffix(".tmp").write_text(note)
             os.rename(mark.with_suffix(".tmp"), mark)
         except OSError:
-            pass  # the disk is full, say; this rank's next call tells the others
+            pass  # the disk is full, say; this rank's next call reports it to the others
 
     def _raise_marked_failure(self) -> bool:
         """Raise the failure that another rank has marked; tell whether the folder is there."""

@@ -1,25 +1,25 @@
-"""What a user saves besides model and optimizer: plain values, and objects that keep a state.
+"""What a user saves besides model and optimizer: plain values, and objects with a state.
 
     extra = {"epoch": 3, "loader": Resumable(…), "scheduler": scheduler}
 
     extra.epoch  extra.loader  extra.scheduler        rank 0's
     ranks.1.extra.epoch  ranks.1.extra.scheduler      rank 1's; not the loader, which rank 0 reads
 
-On as many stages with the same balance each rank gets its own back. Else rank 0's numbers count;
-but what has another form on other ranks, or holds other tensors, is a stage's own, and is refused.
-So is a learning rate scheduler with other numbers: it keeps the rates of its own stage's groups.
+On the same number of stages with the same balance each rank gets its own values back. Otherwise
+rank 0's count. A value that has another form or other tensors on another rank belongs to its stage
+and is refused; so is a learning rate scheduler with other numbers, since it holds the rates of its
+own stage's parameter groups.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from procpipe.state.archives import read_archive
+from procpipe.state.archives import saved_copy
 from procpipe.state.resumable import Resumable
 
 #: What ``extra=`` takes; plain values in it are replaced by what was saved.
@@ -53,10 +53,10 @@ def key_of(name: str, rank: int) -> str:
     return f"extra.{name}" if rank == 0 else f"ranks.{rank}.extra.{name}"
 
 
-def key_for(name: str, rank: int, saved: Iterable[str], *, is_same_split: bool) -> str:
+def key_for(name: str, rank: int, saved: Iterable[str], *, is_same_cut: bool) -> str:
     """Return the key of the value that a rank is to load."""
     own = key_of(name, rank)
-    return own if is_same_split and own in saved else key_of(name, 0)
+    return own if is_same_cut and own in saved else key_of(name, 0)
 
 
 def names_in(saved: Iterable[str]) -> list[str]:
@@ -82,13 +82,7 @@ def load_extra(extra: Extra, name: str, value: Any) -> None:
 
 
 def differs(ours: Any, theirs: Any, *, may_numbers: bool) -> bool:
-    """Tell whether two values are of another form, or hold other tensors.
-
-    Args:
-        ours: one.
-        theirs: the other.
-        may_numbers: whether numbers, and whatever else is no tensor, may differ.
-    """
+    """Return whether two values have different forms or tensors, or numbers if these may not."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return ours.dtype != theirs.dtype or not torch.equal(ours, theirs)
     if isinstance(ours, dict) and isinstance(theirs, dict):
@@ -109,10 +103,8 @@ def differs(ours: Any, theirs: Any, *, may_numbers: bool) -> bool:
 
 def _copy_through_file(name: str, state: Any) -> Any:
     """Return what would be loaded of a value."""
-    file = io.BytesIO()
     try:
-        torch.save(state, file)
-        return read_archive(memoryview(bytearray(file.getbuffer())))
+        return saved_copy(state)
     except Exception as error:
         raise TypeError(
             f"extra[{name!r}] cannot be saved so that it can be loaded again: {error}\n"

@@ -5,10 +5,10 @@
     procpipe.json                          both together, which rank 0 makes of the two
     .metadata                              the same for torch, to which it is a checkpoint
 
-Each rank writes, and reads, its own values by itself: torch's savers and loaders would bring the
-ranks together over a process group, and unpickle. A value is what ``torch.save`` makes of it, and
-has a CRC-32, which is compared whenever it is read. Where there is no procpipe.json, as in what
-torch has written, .metadata is read instead, and nothing can be compared.
+Each rank writes and reads its own values alone: torch's savers and loaders communicate over a
+process group, and unpickle. A value is written by ``torch.save`` and has a CRC-32, which is checked
+whenever it is read. Where there is no procpipe.json, as in a checkpoint that torch wrote, .metadata
+is read instead, without checksums.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import io
 import math
 import operator
 import os
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.errors import SavedStateError
-from procpipe.state.archives import read_archive
+from procpipe.state.archives import read_archive, saved_copy
 from procpipe.state.folders import sync_folder
 from procpipe.state.index import (
     Chunk,
@@ -71,7 +70,12 @@ def write_part(folder: Path, values: dict[str, Any]) -> None:
             if isinstance(value, Tensor):
                 value = _plain(key, value)
             elif type(value) not in (bool, int, float, str):
-                _check_readable(key, value)
+                try:
+                    saved_copy(value)
+                except Exception as error:
+                    raise TypeError(
+                        f"{key} cannot be saved so that it can be loaded again: {error}"
+                    ) from error
             torch.save(value, sink)  # type: ignore[arg-type]
             dtype, shape = (
                 (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (None, ())
@@ -87,7 +91,7 @@ def write_part(folder: Path, values: dict[str, Any]) -> None:
 
 
 class _Sink:
-    """Passes bytes on to a file, and sums them."""
+    """Passes bytes on to a file; counts them and updates their CRC-32."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -102,17 +106,8 @@ class _Sink:
         pass
 
 
-def _check_readable(key: str, value: Any) -> None:
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        read_archive(memoryview(bytearray(file.getbuffer())))
-    except Exception as error:
-        raise TypeError(f"{key} cannot be saved so that it can be loaded again: {error}") from error
-
-
 def _plain(key: str, value: Tensor) -> Tensor:
-    """Return a tensor on the CPU, of no more memory than its own."""
+    """Return a tensor on the CPU that holds no more memory than its own elements."""
     value = value.detach()
     if (
         type(value) not in (Tensor, nn.Parameter)
@@ -128,7 +123,7 @@ def _plain(key: str, value: Tensor) -> Tensor:
 
 
 def merge_parts(folder: Path, names: Iterable[str]) -> None:
-    """Make one saved state of the parts in sub-folders of these names."""
+    """Make one saved state of the parts in these sub-folders."""
     entries: dict[str, Entry] = {}
     for name in names:
         for key, entry in read_index(folder / name).entries.items():
@@ -164,7 +159,7 @@ class Index:
     entries: dict[str, Entry]
 
     @property
-    def kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None] | None]:
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None] | None]:
         """Return by key the shape and dtype of a tensor; None for any other value."""
         return {
             key: None if entry.dtype is None else (entry.shape, entry.dtype)
@@ -184,7 +179,7 @@ class Index:
         wanted.sort(key=lambda pair: (pair[0].file, pair[0].offset))
         with contextlib.ExitStack() as opened, torch.no_grad():
             files: dict[str, IO[bytes]] = {}
-            for chunk, key in wanted:  # all of them, before anything is made or changed
+            for chunk, key in wanted:  # check all before anything is allocated or changed
                 if chunk.file not in files:
                     files[chunk.file] = opened.enter_context(open_inside(self.folder, chunk.file))
                 with naming(self.folder / chunk.file, key):
@@ -240,7 +235,7 @@ def read_index(folder: Path) -> Index:
 
 
 def open_inside(folder: Path, name: str) -> IO[bytes]:
-    """Open a file that an index names, unbuffered; it must be a regular file in the folder.
+    """Open a regular file in the folder that an index names, unbuffered.
 
     Raises:
         SavedStateError: it is another kind of file, or elsewhere, or missing.
@@ -262,7 +257,7 @@ def open_regular(path: Path) -> IO[bytes]:
         SavedStateError: it is another kind of file, or missing.
     """
     try:
-        # Looked at before, as opening a device may do something, and after, as it may be replaced.
+        # Checked before, as opening a device may have effects, and after, as it may be replaced.
         is_regular = stat.S_ISREG(os.stat(path).st_mode)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if is_regular else -1
     except (OSError, ValueError) as error:

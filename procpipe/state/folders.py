@@ -1,4 +1,4 @@
-"""The folders of a run's saved states: names, order, and how one appears and goes in one go.
+"""The folders of a run's saved states: their names and order; each is published by one rename.
 
     runs/digits/
       000007-step-120/         saved states; the highest number was saved last
@@ -6,12 +6,12 @@
       .saving-000009/          being written, or left by a crash
       .removing-000006-…/      being removed, or left by a crash
 
-A folder gets its name by one rename, once all in it is on the disk, and loses it by one. So what
-has a name is whole, whatever crashes when.
+A folder gets its name by one rename, once its files are on the disk, and loses it by another. So a
+named folder is complete, whatever crashes when.
 
-Several jobs may save into one folder at a time. Who makes the draft of a number has that number;
-every rank of a job holds a shared lock on the draft until it knows that it has its name; no folder
-is moved or removed without an exclusive lock on it. Locks end with their process. No torch here.
+Several jobs may save into one folder at a time. The job that makes the draft of a number has that
+number. Every rank of a job holds a shared lock on the draft until it is published; no folder is
+moved or removed without an exclusive lock on it. Locks end with their process. No torch here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 _NAME = re.compile(r"(\d{6,})(?:-step-(\d+))?")
 _SAVING, _REMOVING = ".saving-", ".removing-"
 
-#: How often to look for a free number; each time another job has taken one.
+#: How often to try for a free number, of which other jobs may take one each time.
 _MAX_TRIES = 1000
 
 
@@ -62,18 +62,14 @@ def find(path: Path, step: int | None, index_name: str) -> Entry | None:
 
 
 class Draft:
-    """A saved state that is being written; only rank 0 has one.
-
-    Args:
-        root: the run's folder; made if it is not there.
-        step: part of the name.
+    """A saved state that is being written, on rank 0; makes the run's folder if it is missing.
 
     Attributes:
         path: where to write.
-        final_path: its name when it is whole.
+        final_path: its name when it is complete.
 
     Raises:
-        OSError: others took every number before it was ours.
+        OSError: other jobs took every number first.
     """
 
     def __init__(self, root: Path, step: int | None) -> None:
@@ -87,7 +83,7 @@ class Draft:
             except FileExistsError:
                 continue  # another job was faster
             self._hold = Hold(self.path, is_new=True)
-            # Either took for dead what we had not locked yet, or published before we made ours.
+            # Another job removed ours before we locked it, or published before we made it.
             if self._hold.is_held and all(entry.number < number for entry in saved_in(root)):
                 break
             if self._hold.is_held:
@@ -98,7 +94,7 @@ class Draft:
         self.final_path = root / (f"{number:06d}" + ("" if step is None else f"-step-{step}"))
 
     def publish(self, keep: int | None) -> None:
-        """Give it its name, and remove all but the newest ``keep``, and what others hold."""
+        """Rename it, and remove all others but the newest ``keep`` and those that are locked."""
         root = self.final_path.parent
         os.rename(self.path, self.final_path)
         sync_folder(root)
@@ -106,20 +102,15 @@ class Draft:
             _remove(entry.path)
 
     def let_go(self) -> None:
-        """Leave it as it is; unless it has its name, the next one to be written removes it."""
+        """Unlock it; unless it was published, the next draft removes it."""
         self._hold.let_go()
 
 
 class Hold:
-    """A shared lock on a folder, which keeps it from being removed under whatever name it gets.
+    """A shared lock on a folder, so that no job removes it, under whatever name.
 
-    Args:
-        path: the folder.
-        is_new: we have just made it, and nobody else may hold it. (Somebody may have removed ours
-            since, and made another; so the first lock is exclusive, which only one can have.)
-
-    Attributes:
-        is_held: whether it is; not where somebody removes it already.
+    A folder that we have just made (``is_new``) is locked exclusively first, in case another job
+    has removed it since and made one of the same name.
     """
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
@@ -127,7 +118,7 @@ class Hold:
 
     @property
     def is_held(self) -> bool:
-        """Tell whether it is locked."""
+        """Whether it is locked; not if another job is removing it."""
         return self._descriptor >= 0
 
     def let_go(self) -> None:
@@ -144,7 +135,7 @@ def _numbers_of_drafts(root: Path) -> list[int]:
 
 
 def _clean(root: Path) -> None:
-    """Remove what crashes left, but nothing that a living process writes or removes."""
+    """Remove what crashes left; what a living process writes or removes is locked."""
     for path in [*root.glob(f"{_SAVING}*"), *root.glob(f"{_REMOVING}*")]:
         with _locked(path) as is_ours:
             if is_ours:
@@ -152,7 +143,7 @@ def _clean(root: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a saved state, unless somebody holds it or removes it."""
+    """Remove a saved state, unless a process holds it or removes it."""
     with _locked(path) as is_ours:
         if is_ours:
             going = path.with_name(f"{_REMOVING}{path.name}-{secrets.token_hex(4)}")
@@ -170,16 +161,16 @@ def _locked(path: Path) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def _lock(path: Path, *kinds: int) -> int:
-    """Lock a folder at once, and return its descriptor; -1 if it is locked, or no longer there."""
+def _lock(path: Path, *modes: int) -> int:
+    """Lock a folder without waiting; return its descriptor, or -1 if it is locked or gone."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return -1
     try:
-        for kind in kinds:  # from one to the next it is unlocked for a moment
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        # It may have been removed, and its name given to another, before we had the lock.
+        for mode in modes:  # unlocked for a moment between two
+            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+        # Before we had the lock, another folder may have taken its place.
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):
             return descriptor
     except (BlockingIOError, FileNotFoundError):

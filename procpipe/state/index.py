@@ -1,7 +1,7 @@
-"""What a saved state holds and where: read from torch's index or from ours, and checked.
+"""The index of a saved state: which values it holds, and where. torch's or ours, checked.
 
-    .metadata     torch's index, a pickle (pickles.py reads it); of any checkpoint of torch
-    procpipe.json the same of a state saved here, and a CRC-32 of every value and of .metadata
+    .metadata      torch's index, a pickle (pickles.py reads it); of any checkpoint of torch
+    procpipe.json  the same for a state saved here, with a CRC-32 of every value and of .metadata
 
 An entry is one value: a tensor in chunks that cover it exactly, or the bytes of any other value.
 """
@@ -32,34 +32,19 @@ _MAX_CUT = 8
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, or all of another value, in a file.
+    """A box of a tensor, or all of another value, in a file."""
 
-    Attributes:
-        offsets: where the box begins in the tensor.
-        sizes: of the box.
-        file: relative to the folder of the saved state.
-        offset: where its bytes begin in the file.
-        length: how many bytes there are.
-        crc32: of the bytes; None where that is not known.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # where the box begins in the tensor
     sizes: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
-    crc32: int | None = None
+    file: str  # relative to the folder of the saved state
+    offset: int  # where its bytes begin in the file
+    length: int  # in bytes
+    crc32: int | None = None  # None where unknown
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One value of a saved state.
-
-    Attributes:
-        dtype: a tensor's; None for any other value.
-        shape: a tensor's; () for any other value.
-        chunks: where it is.
-    """
+    """One value of a saved state; without a dtype it is no tensor, and its shape is ()."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -70,7 +55,7 @@ class Entry:
 
 
 def to_json(entries: dict[str, Entry], metadata_crc32: int | None = None) -> bytes:
-    """Return our index as a file: entries of one chunk each, and a sum of the file itself."""
+    """Return our index as a file: entries of one chunk each, and a CRC-32 of the file itself."""
     values = {
         key: [
             str(entry.dtype).removeprefix("torch.") if entry.dtype is not None else None,
@@ -148,7 +133,7 @@ def to_metadata(entries: dict[str, Entry]) -> bytes:
     of_nothing: dict[str, Any] = dict.fromkeys(("checkpoint_id", "save_id", "load_id"))
     whole = {
         "state_dict_metadata": Made(DICT, items=values),
-        # Paths of keys, by which torch makes nested dictionaries of them.
+        # Paths of keys, of which torch makes nested dictionaries.
         "planner_data": _dict({key: tuple(key.split(".", 1)) for key in entries}),
         "storage_data": Made(DICT, items=places),
         "storage_meta": _made("StorageMeta", of_nothing | {"modules": []}),
@@ -176,7 +161,7 @@ def from_metadata(data: bytes) -> dict[str, Entry]:
     """Return the entries of torch's index, of any version whose fields are known.
 
     Raises:
-        SavedStateError: it is damaged, contradicts itself, or has what no index of torch has.
+        SavedStateError: it is damaged, contradicts itself, or is no index of torch.
     """
     root = _fields(read_pickle(data, _ALLOWED), "Metadata", "state_dict_metadata", "storage_data")
     version = root.get("version")

@@ -1,12 +1,12 @@
 """``load``: what each rank does, in order.
 
-    1  rank 0 looks for the saved state and tells the others
+    1  rank 0 looks for the saved state and sends its path to the others
     2  each rank reads the index, and the options of its optimizers
-    3  all faults of all ranks are brought together; if there are any, all ranks raise them
+    3  rank 0 collects the faults of all ranks; if there are any, all ranks raise them
     4  each rank reads its own keys
 
-Nothing is changed before step 4. A fault that all ranks know of leaves the stage as usable as it
-was; a file that cannot be read ends the pipeline, as any error on one rank does.
+Nothing is changed before step 4. After a fault of step 3 the stage can still be used; a file that
+cannot be read ends the pipeline, as any error on one rank does.
 """
 
 from __future__ import annotations
@@ -25,16 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from procpipe.errors import SavedStateError
 from procpipe.state import extras, generators, optimizers
+from procpipe.state.files import METADATA, read_index
 from procpipe.state.folders import find, saved_in
-from procpipe.state.together import (
-    common_call,
-    device_of,
-    listing,
-    place_of,
-    raise_faults,
-    split_of,
-)
-from procpipe.state.weights import Kinds, all_faults, weights_faults
+from procpipe.state.member import Member, raise_faults
+from procpipe.state.weights import Shapes, all_faults, under, weights_faults
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class Saved:
     Attributes:
         path: its folder.
         step: what ``save`` was given as ``step``.
-        num_stages: on how many stages it was saved; None if plain PyTorch has written it.
+        num_stages: on how many stages it was saved; None if plain PyTorch wrote it.
     """
 
     path: Path
@@ -92,8 +86,8 @@ def load(
 
     Every rank calls it, and reads only what its own stage needs. On the number of stages it was
     saved on, with the same balance, the run goes on bit by bit as if it had not stopped. With
-    another balance rank 0's ``extra`` counts; on another number of stages random number generators
-    are restored on rank 0 only, too.
+    another balance rank 0's ``extra`` counts; on another number of stages only rank 0's random
+    number generators are restored.
 
     Args:
         folder: the run's folder, or one saved state in it; rank 0's counts.
@@ -119,14 +113,15 @@ def load(
     Source: ``torch.distributed.checkpoint.load``.
     """
     listed = optimizers.listed(optimizer)
-    with common_call(module, "state.load") as agree:
+    member = Member.of(module)
+    with member.call("state.load") as agree:
         where = agree(None, lambda _: _find(Path(folder), step))  # 1
         if where["path"] is not None:
-            loading = _Loading(module, listed, extra, where, strict=strict)
+            loading = _Loading(member, listed, extra, where, strict=strict)
             faults = agree(loading.facts(), loading.faults_of_all)  # 2, 3
             if not faults:
                 loading.read()  # 4
-                agree(None, lambda _: None)  # nobody goes on before all have read
+                agree(None, lambda _: None)  # no rank goes on before all have read
                 return loading.saved
     if where["path"] is not None:
         raise_faults(f"the saved state {where['path']} does not fit", faults)
@@ -137,8 +132,6 @@ def load(
 
 def _find(folder: Path, step: int | None) -> dict[str, Any]:
     """Look for a saved state, on rank 0; the answer is plain JSON."""
-    from procpipe.state.files import METADATA
-
     entry = find(folder, step, METADATA)
     if entry is not None:
         return {"path": str(entry.path.absolute()), "step": entry.step}
@@ -146,11 +139,12 @@ def _find(folder: Path, step: int | None) -> dict[str, Any]:
     if not folder.is_dir():
         told = f"there is no folder {folder.absolute()}"
     elif others:
-        told = f"{folder.absolute()} holds no saved state of step {step}, but of {listing(others)}"
+        told = (
+            f"{folder.absolute()} holds no saved state of step {step}, but of {', '.join(others)}"
+        )
     else:
         told = f"there is no saved state in {folder.absolute()}"
-    is_empty = not saved_in(folder)
-    return {"path": None, "told": told, "is_empty": is_empty}
+    return {"path": None, "told": told, "is_empty": not saved_in(folder)}
 
 
 class _Loading:
@@ -158,21 +152,19 @@ class _Loading:
 
     def __init__(
         self,
-        module: nn.Module,
+        member: Member,
         listed: list[Optimizer],
         extra: extras.Extra | None,
         where: dict[str, Any],
         *,
         strict: bool,
     ) -> None:
-        from procpipe.state.files import read_index
 
-        self._module = module
+        self._module, self._device, self._rank = member.module, member.device, member.rank
         self._optimizers = listed
         self._extra = extra
         self._strict = strict
-        self._rank, self._num_ranks = place_of(module)
-        self._names = optimizers.Names(module, listed)
+        self._names = optimizers.Names(member.module, listed)
         path = Path(where["path"])
         if not path.is_dir():
             raise FileNotFoundError(
@@ -180,19 +172,20 @@ class _Loading:
                 "has found it: load from a file system that all ranks share"
             )
         self._index = read_index(path)
-        self._kinds = self._index.kinds
+        self._shapes = self._index.shapes
         about = self._about()
         self.saved = Saved(path, about.get("step", where["step"]), about.get("num_stages"))
-        self._is_same_number = self.saved.num_stages == self._num_ranks
-        ours, balance = split_of(module), about.get("balance")
-        placement = about.get("placement") or list(range(self._num_ranks))
-        self._is_same_split = self._is_same_number and (
-            None in (ours, balance) or ours == {"balance": balance, "placement": placement}
+        self._is_same_number = self.saved.num_stages == member.num_ranks
+        balance = about.get("balance")
+        placement = about.get("placement") or list(range(member.num_ranks))
+        self._is_same_cut = self._is_same_number and (
+            None in (member.cut, balance)
+            or member.cut == {"balance": balance, "placement": placement}
         )
 
     def _about(self) -> dict[str, Any]:
-        """Return what was noted of the whole run; nothing, if plain PyTorch has written it."""
-        if "procpipe" not in self._kinds:
+        """Return the facts saved about the whole run; none if plain PyTorch wrote it."""
+        if "procpipe" not in self._shapes:
             return {}
         text = self._index.read(["procpipe"])["procpipe"]
         try:
@@ -207,10 +200,10 @@ class _Loading:
     # -- what does not fit ----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return what rank 0 needs to know of this rank: its keys and its faults."""
+        """Return this rank's keys and faults, for rank 0."""
         faults = weights_faults(
             self._module,
-            self._weight_kinds(),
+            self._weight_shapes(),
             strict=self._strict,
             must_be_same_dtype=self._strict,
         )
@@ -218,26 +211,21 @@ class _Loading:
         return {"keys": list(self._module.state_dict()), "faults": faults}
 
     def faults_of_all(self, facts: list[dict[str, Any]]) -> list[str]:
-        """Bring the faults of all ranks together, on rank 0."""
-        return all_faults(facts, self._weight_kinds(), strict=self._strict)
+        """Return the faults of all ranks, on rank 0."""
+        return all_faults(facts, self._weight_shapes(), strict=self._strict)
 
-    def _weight_kinds(self) -> Kinds:
-        prefix = "model."
-        return {
-            key.removeprefix(prefix): kind
-            for key, kind in self._kinds.items()
-            if key.startswith(prefix)
-        }
+    def _weight_shapes(self) -> Shapes:
+        return under("model.", self._shapes)
 
     def _optimizer_faults(self) -> list[str]:
         if not self._optimizers:
             return []
-        if not any(key.startswith("optimizer.") for key in self._kinds):
+        if not any(key.startswith("optimizer.") for key in self._shapes):
             return ["no optimizer was saved, so load without one"] if self._strict else []
-        keys, missing = optimizers.option_keys(self._names, self._optimizers, self._kinds)
+        keys, missing = optimizers.option_keys(self._names, self._optimizers, self._shapes)
         conflicts = optimizers.conflicts(self._names, self._optimizers, self._index.read(keys))
         faults, unsure = optimizers.state_faults(
-            self._names, self._optimizers, self._kinds, strict=self._strict
+            self._names, self._optimizers, self._shapes, strict=self._strict
         )
         read = self._index.read(unsure)
         faults += [
@@ -248,21 +236,21 @@ class _Loading:
     def _extra_faults(self) -> list[str]:
         if self._extra is None or self._rank > 0:
             return []
-        saved = extras.names_in(self._kinds)
+        saved = extras.names_in(self._shapes)
         faults = []
         if self._strict:
             faults += [f"extra {n!r} was not saved" for n in self._extra if n not in saved]
             faults += [
                 f"extra {n!r} was saved, but not asked for" for n in saved if n not in self._extra
             ]
-        if not self._is_same_split:
+        if not self._is_same_cut:
             asked_for = [name for name in saved if name in self._extra]
             faults += filter(None, map(self._carry_fault, asked_for))
         return faults
 
     def _carry_fault(self, name: str) -> str | None:
-        """Say why a value cannot be taken to another number of stages, if it cannot."""
-        copies = extras.copies_of(name, self._kinds, self.saved.num_stages or 1)
+        """Return why a value does not fit another number of stages; None if it does."""
+        copies = extras.copies_of(name, self._shapes, self.saved.num_stages or 1)
         if not copies:
             return None
         first = extras.key_of(name, 0)
@@ -296,7 +284,7 @@ class _Loading:
         ours = self._module.state_dict()
         # Straight into the parameters' memory, which a state dict shares.
         into = {f"model.{key}": value for key, value in ours.items() if isinstance(value, Tensor)}
-        found = [f"model.{key}" for key in ours if f"model.{key}" in self._kinds]
+        found = [f"model.{key}" for key in ours if f"model.{key}" in self._shapes]
         read = self._index.read(found, into)
         for key in found:
             ours[key.removeprefix("model.")] = read[key]
@@ -305,11 +293,11 @@ class _Loading:
     def _read_optimizers(self) -> None:
         if not self._optimizers:
             return
-        keys, _ = optimizers.option_keys(self._names, self._optimizers, self._kinds)
-        keys += optimizers.state_keys(self._names, self._optimizers, self._kinds)
+        keys, _ = optimizers.option_keys(self._names, self._optimizers, self._shapes)
+        keys += optimizers.state_keys(self._names, self._optimizers, self._shapes)
         empty_groups: dict[str, Any] = {}
         key = f"ranks.{self._rank}.empty_groups"
-        if self._is_same_number and key in self._kinds:
+        if self._is_same_number and key in self._shapes:
             empty_groups = self._index.read([key])[key]
         read = self._index.read(keys)
         optimizers.load_into(self._names, self._optimizers, read, empty_groups)
@@ -318,15 +306,14 @@ class _Loading:
         if self._extra is None:
             return
         for name in list(self._extra):
-            key = extras.key_for(name, self._rank, self._kinds, is_same_split=self._is_same_split)
-            if key in self._kinds:
+            key = extras.key_for(name, self._rank, self._shapes, is_same_cut=self._is_same_cut)
+            if key in self._shapes:
                 extras.load_extra(self._extra, name, self._index.read([key])[key])
 
     def _read_generators(self) -> None:
         prefix = f"ranks.{self._rank}.generators."
-        keys = [key for key in self._kinds if key.startswith(prefix)]
+        keys = [key for key in self._shapes if key.startswith(prefix)]
         # Rank 0's always: the order of the data comes from them.
         if keys and (self._is_same_number or self._rank == 0):
             read = self._index.read(keys)
-            states = {key.removeprefix(prefix): value for key, value in read.items()}
-            generators.restore(states, device_of(self._module))
+            generators.restore(under(prefix, read), self._device)

@@ -1,13 +1,13 @@
 """The state of optimizers under the names of parameters in the full model.
 
-An optimizer numbers its parameters, which fits no other number of stages. So, in the form of
-torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``:
+An optimizer numbers its parameters, and the numbers depend on the number of stages. So the form is
+that of torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``:
 
     optimizer.state.<parameter>.<name>              step, exp_avg, momentum_buffer, …
     optimizer.param_groups.<parameter>.<option>     lr, betas, initial_lr, …
 
-(Not by torch's function: it runs a step of an optimizer that has no state yet, and refuses the
-parameter that stands in for those of a stage with none to train.)
+torch's own function is not used: it runs a step of an optimizer without a state, and refuses the
+parameter that stands in for those of a stage with none to train.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 
 from procpipe.errors import SavedStateError
 from procpipe.stage import Stage
-from procpipe.state.weights import Kinds
+from procpipe.state.weights import Shapes
 
 _STATE, _GROUPS = "optimizer.state", "optimizer.param_groups"
 
-#: What numbers or names the parameters of a group, and so is no option of each of them.
+#: Entries of a group that identify its parameters, and so are no options of each.
 _NOT_OPTIONS = ("params", "param_names")
 
 
@@ -63,7 +63,7 @@ class Names:
             seen.add(parameter)
 
     def in_group(self, group: dict[str, Any]) -> list[str | None]:
-        """Return the names of a group's parameters; None for one that only stands in."""
+        """Return the names of a group's parameters; None for a stage's stand-in."""
         return [self._of.get(parameter) for parameter in group["params"]]
 
 
@@ -99,62 +99,50 @@ def option_keys(
 ) -> tuple[list[str], list[str]]:
     """Return the keys of the saved options of these optimizers' parameters, and faults."""
     ordered, faults, keys = sorted(saved), [], []
-    for _, _, group in _groups(optimizers):
-        for name in filter(None, names.in_group(group)):
-            found = _below(f"{_GROUPS}.{name}.", ordered)
-            keys += found
-            if not found:
-                faults.append(f"the optimizer's state of {name} is not in it")
+    for _, _, name in _named(names, optimizers):
+        found = _below(f"{_GROUPS}.{name}.", ordered)
+        keys += found
+        if not found:
+            faults.append(f"the optimizer's state of {name} is not in it")
     return keys, faults
 
 
 def state_keys(names: Names, optimizers: Sequence[Optimizer], saved: Iterable[str]) -> list[str]:
     """Return the keys of the saved state of these optimizers' parameters."""
     ordered = sorted(saved)
-    return [
-        key
-        for _, _, group in _groups(optimizers)
-        for name in filter(None, names.in_group(group))
-        for key in _below(f"{_STATE}.{name}.", ordered)
-    ]
+    members = _named(names, optimizers)
+    return [key for _, _, name in members for key in _below(f"{_STATE}.{name}.", ordered)]
 
 
 def state_faults(
-    names: Names, optimizers: Sequence[Optimizer], saved: Kinds, *, strict: bool
+    names: Names, optimizers: Sequence[Optimizer], saved: Shapes, *, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Say which tensors of the saved state have a shape, or a dtype, that does not fit.
-
-    Args:
-        names: the parameters' names.
-        optimizers: where to load it.
-        saved: by key, shape and dtype of a tensor; None for any other value.
-        strict: whether another dtype is a fault, also if no more than precision would be lost.
+    """Find tensors of the saved state whose shape or dtype does not fit.
 
     Returns:
-        The faults; and the keys of what is no tensor where only None may stand for one.
+        The faults; and the keys of other values, which must be None in place of a tensor.
     """
     ordered, faults, unsure = sorted(saved), [], []
-    for k, _, group in _groups(optimizers):
-        for parameter, name in zip(group["params"], names.in_group(group), strict=True):
-            prefix = f"{_STATE}.{name}."
-            for key in _below(prefix, ordered) if name is not None else ():
-                part = key.removeprefix(prefix)
-                needed = _shape_of_state(optimizers[k], parameter, part)
-                kind = saved[key]
-                if needed is None or (kind is None and needed == ()):
+    for k, parameter, name in _named(names, optimizers):
+        prefix = f"{_STATE}.{name}."
+        for key in _below(prefix, ordered):
+            part = key.removeprefix(prefix)
+            needed = _shape_of_state(optimizers[k], parameter, part)
+            found = saved[key]
+            if needed is None or (found is None and needed == ()):
+                continue
+            now = optimizers[k].state.get(parameter, {}).get(part)
+            dtype = (now if isinstance(now, Tensor) else parameter).dtype
+            if found is None:
+                unsure.append(key)
+            elif needed == found[0] or (needed == () and found[0] == (1,)):
+                may_convert = not strict or needed == ()
+                if found[1] in (None, dtype, parameter.dtype):
                     continue
-                now = optimizers[k].state.get(parameter, {}).get(part)
-                dtype = (now if isinstance(now, Tensor) else parameter).dtype
-                if kind is None:
-                    unsure.append(key)
-                elif needed == kind[0] or (needed == () and kind[0] == (1,)):
-                    may_convert = not strict or needed == ()
-                    if kind[1] in (None, dtype, parameter.dtype):
-                        continue
-                    if not may_convert or not torch.can_cast(kind[1], dtype):
-                        faults.append(f"{key} has dtype {kind[1]}, but must have {dtype}")
-                else:
-                    faults.append(f"{key} has shape {kind[0]} there, but must have {needed}")
+                if not may_convert or not torch.can_cast(found[1], dtype):
+                    faults.append(f"{key} has dtype {found[1]}, but must have {dtype}")
+            else:
+                faults.append(f"{key} has shape {found[0]} there, but must have {needed}")
     return faults, unsure
 
 
@@ -165,9 +153,9 @@ def _num_numbers(optimizer: Optimizer) -> int:
 
 
 def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple[int, ...] | None:
-    """Return the shape of a tensor of a parameter's state; None if nobody knows.
+    """Return the shape of a tensor of a parameter's state; None if it is unknown.
 
-    Known is that of torch's own optimizers, and of what any other holds already.
+    Known are those of torch's own optimizers, and what any other holds already.
     """
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         now = optimizer.state.get(parameter, {}).get(part)
@@ -183,12 +171,12 @@ def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple
 
 
 def conflicts(names: Names, optimizers: Sequence[Optimizer], read: dict[str, Any]) -> list[str]:
-    """Say what does not fit: options of another optimizer, or different ones in one group."""
+    """Return conflicts: options of another optimizer, or different ones in one group."""
     ordered, faults = sorted(read), []
     for k, g, group in _groups(optimizers):
         members = [name for name in names.in_group(group) if name is not None]
         options = [_options_of(name, ordered, read) for name in members]
-        # Either may have more: schedulers add options, and so do newer versions of torch.
+        # Either may have more: schedulers and newer versions of torch add options.
         unknown = [option for option in (options[0] if options else ()) if option not in group]
         missing = [o for o in optimizers[k].defaults if options and o not in options[0]]
         if options[0:1] != [{}] and unknown and missing:
@@ -215,13 +203,9 @@ def load_into(
     read: dict[str, Any],
     of_empty_groups: dict[str, dict[str, Any]],
 ) -> None:
-    """Load what :func:`values_of` returned, perhaps for other groups and another balance.
+    """Load values of :func:`values_of`, perhaps saved with other groups and another balance.
 
-    Args:
-        names: the parameters' names.
-        optimizers: where to load it.
-        read: values by key; need only hold those of these parameters.
-        of_empty_groups: what :func:`group_options` returned, if it is for these groups.
+    ``of_empty_groups`` is the result of :func:`group_options`, if it is for these groups.
     """
     ordered = sorted(read)
     for k, optimizer in enumerate(optimizers):
@@ -245,6 +229,14 @@ def _groups(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, int, dict[st
     for k, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             yield k, g, group
+
+
+def _named(names: Names, optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, Tensor, str]]:
+    """Yield the parameters that have names, each after the index of its optimizer."""
+    for k, _, group in _groups(optimizers):
+        for parameter, name in zip(group["params"], names.in_group(group), strict=True):
+            if name is not None:
+                yield k, parameter, name
 
 
 def _flat(prefix: str, state: dict[Any, Any]) -> dict[str, Any]:
@@ -284,7 +276,7 @@ def _options_of(name: str, ordered: list[str], read: dict[str, Any]) -> dict[str
 def _below(prefix: str, ordered: list[str]) -> list[str]:
     """Return the keys that start with a prefix."""
     start = bisect_left(ordered, prefix)
-    # The character after the dot that all prefixes end with: nothing below it sorts later.
+    # All prefixes end with a dot: keys below sort before the character after it.
     return ordered[start : bisect_left(ordered, prefix[:-1] + chr(ord(".") + 1), start)]
 
 

@@ -1,13 +1,13 @@
-"""A reader of pickles that makes nothing but plain values and inert records, and a writer of them.
+"""Reads and writes pickles of plain values and inert records; nothing in a pickle is executed.
 
     GLOBAL m n            Name(m, n), if it is a name that is allowed; nothing is imported
     REDUCE, NEWOBJ        Made(name, arguments); nothing is called
     BUILD                 the record's state; nothing is set anywhere else
     SETITEM, dict, set    the record's items, as a list; nothing is hashed
 
-No class, function or module can be reached from here: who reads the records makes real objects of
-them, of values that it has checked. Opcodes that neither an index nor ``torch.save`` needs are
-refused. Time and memory are in proportion to the length of the pickle. Standard library only.
+No class, function or module is reached from here; the caller makes objects of checked records.
+Opcodes that neither an index nor ``torch.save`` needs are refused. Time and memory are proportional
+to the length of the pickle. Standard library only.
 
 Source: ``pickletools`` describes the opcodes.
 """
@@ -36,43 +36,32 @@ class Name:
 
 @dataclass(eq=False)
 class Made:
-    """Stands for what a class or function would have made.
-
-    Attributes:
-        of: the class or function.
-        args: what it was to be called with.
-        state: what was to be set on the result; None for nothing.
-        items: what was to be put into the result: pairs of key and value, or members of a set.
-    """
+    """Stands for the result of a class or function."""
 
     of: Name
     args: tuple[Any, ...] = ()
-    state: Any = None
-    items: list[Any] = field(default_factory=list)
+    state: Any = None  # to be set on the result; None for nothing
+    items: list[Any] = field(default_factory=list)  # pairs of key and value, or members of a set
 
 
-#: Of what a pickle makes without a name.
+#: Stand for what a pickle makes without a name.
 DICT, SET, PERSISTENT = Name("", "dict"), Name("", "set"), Name("", "persistent id")
 
 _Step = Callable[["_Machine"], None]
 
-#: Of a text in an error, at most.
+#: The longest text from a file in an error.
 _SHOWN_CHARACTERS = 200
 
 
 def read_pickle(data: bytes | memoryview, allowed: Container[Name]) -> Any:
-    """Return what a pickle describes, of records.
-
-    Args:
-        data: the pickle; what comes after its end is left alone.
-        allowed: the names it may use.
+    """Return what a pickle describes, which may use the allowed names.
 
     Returns:
         None, a bool, int, float, str, bytes, tuple, list, :class:`Name` or :class:`Made`, nested;
         lists may hold themselves.
 
     Raises:
-        SavedStateError: it is damaged, or has what none of ours has.
+        SavedStateError: it is damaged, or uses another name or opcode.
     """
     machine = _Machine(memoryview(data), allowed)
     try:
@@ -96,8 +85,7 @@ def read_pickle(data: bytes | memoryview, allowed: Container[Name]) -> Any:
 def shown(record: Any) -> str:
     """Return a short text of a record for an error.
 
-    Not ``repr``: a record may hold others deep inside, and the same one any number of times, so
-    that its text would take time and memory without a limit.
+    Not ``repr``: nested and repeated records could make its text too long for time and memory.
     """
     if type(record) is str:
         return repr(record[:_SHOWN_CHARACTERS])
@@ -128,6 +116,12 @@ class _Machine:
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def u32(self) -> int:
+        return int.from_bytes(self.take(4), "little")
+
+    def u64(self) -> int:
+        return int.from_bytes(self.take(8), "little")
 
     def line(self) -> str:
         start = self.at
@@ -230,14 +224,6 @@ def _integer(size: Callable[[_Machine], int]) -> _Step:
     return lambda m: m.stack.append(int.from_bytes(m.take(size(m)), "little", signed=True))
 
 
-def _u32(machine: _Machine) -> int:
-    return machine.number("<I")  # type: ignore[no-any-return]
-
-
-def _u64(machine: _Machine) -> int:
-    return machine.number("<Q")  # type: ignore[no-any-return]
-
-
 _STEPS: dict[int, _Step] = {
     ord(code): step
     for code, step in {
@@ -253,13 +239,13 @@ _STEPS: dict[int, _Step] = {
         "M": _push(lambda m: m.number("<H")),
         "G": _push(lambda m: m.number(">d")),
         "\x8a": _integer(_Machine.byte),
-        "\x8b": _integer(_u32),
-        "X": _text(_u32),
+        "\x8b": _integer(_Machine.u32),
+        "X": _text(_Machine.u32),
         "\x8c": _text(_Machine.byte),
-        "\x8d": _text(_u64),
-        "B": _bytes(_u32),
+        "\x8d": _text(_Machine.u64),
+        "B": _bytes(_Machine.u32),
         "C": _bytes(_Machine.byte),
-        "\x8e": _bytes(_u64),
+        "\x8e": _bytes(_Machine.u64),
         ")": _push(lambda m: ()),
         "\x85": lambda m: m.make_tuple(1),
         "\x86": lambda m: m.make_tuple(2),
@@ -280,10 +266,10 @@ _STEPS: dict[int, _Step] = {
         "b": _Machine.build,
         "Q": _Machine.make_persistent,
         "q": lambda m: m.put(m.byte()),
-        "r": lambda m: m.put(_u32(m)),
+        "r": lambda m: m.put(m.u32()),
         "\x94": lambda m: m.put(len(m.memo)),
         "h": lambda m: m.get(m.byte()),
-        "j": lambda m: m.get(_u32(m)),
+        "j": lambda m: m.get(m.u32()),
     }.items()
 }
 
@@ -292,9 +278,9 @@ _STEPS: dict[int, _Step] = {
 
 
 def write_pickle(record: Any) -> bytes:
-    """Return a pickle of protocol 2 of what :func:`read_pickle` would return for it.
+    """Return a pickle, of protocol 2, that :func:`read_pickle` reads as this record.
 
-    A name with arguments is called with them; one without is made by its ``__new__``.
+    A record with arguments is made by a call of its name, one without by its ``__new__``.
     """
     writer = _Writer()
     writer.write(record)

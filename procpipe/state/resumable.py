@@ -1,11 +1,11 @@
-"""A data loader that can go on in the middle of an epoch.
+"""A data loader that can be resumed in the middle of an epoch.
 
     epoch starts                      saved                      epoch ends
     │ start: generators' states       │ given: 4                 │
     ├──── 0 ──── 1 ──── 2 ──── 3 ─────┼──── 4 ──── 5 ──── 6 ─────┤
 
-    resumed:  set the generators to "start", begin the epoch, pass over what was given,
-              set the generators to what they were when it was saved, go on
+    resumed:  set the generators to "start", begin the epoch, skip the items already given,
+              set the generators to their states when it was saved, go on
 
 A shuffled loader draws its order from the generators as an epoch begins, so this is the same order.
 """
@@ -26,17 +26,18 @@ from procpipe.state import generators
 class Resumable:
     """A data loader whose position in the epoch can be saved.
 
-    Iterate over it in place of the loader, and name it in the ``extra`` of ``state.save`` and
+    Iterate over it in place of the loader, and pass it in the ``extra`` of ``state.save`` and
     ``state.load``. A resumed run goes on with exactly the rest of the epoch; random numbers that
-    the loader takes from torch, Python's ``random`` and numpy are the same as without a stop. (Not
-    those that a dataset draws in processes that outlive an epoch, ``persistent_workers=True``.)
-    Rank 0's counts, so on other ranks any loader will do. Does not communicate.
+    the loader takes from torch, Python's ``random`` and numpy are the same as without a stop,
+    except those that a dataset draws in processes that outlive an epoch
+    (``persistent_workers=True``). Rank 0's counts, so on other ranks any loader will do. Does not
+    communicate.
 
-    What was given before is not read again where that makes no difference: with a ``DataLoader``
-    of a dataset with indices and no worker processes. Otherwise it is read and passed over.
+    Items given before are read again and skipped, except from a ``DataLoader`` of a dataset with
+    indices and no worker processes, where only their indices are skipped.
 
     Args:
-        loader: gives the mini-batches of an epoch each time it is iterated over.
+        loader: yields the mini-batches of an epoch each time it is iterated over.
 
     Attributes:
         loader: the same.
@@ -60,7 +61,7 @@ class Resumable:
         items = self._begin()
         try:
             for item in items:
-                self._given += 1  # before it is given: whoever saves has it already
+                self._given += 1  # before the yield, as a save in the loop includes it
                 yield item
                 if self._epoch is not this:
                     raise RuntimeError(
@@ -72,7 +73,7 @@ class Resumable:
                 self._given, self._start, self._epoch = 0, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch and what its order came from."""
+        """Return the position in the epoch and the generators that determine its order."""
         if self._resume is not None:
             return self._resume
         now = [generator.get_state() for generator in _generators_of(self.loader)]
@@ -109,7 +110,7 @@ class Resumable:
 
 
 def _after(loader: Iterable[Any], given: int) -> Iterator[Any]:
-    """Begin an epoch of a loader, and pass over the items already given."""
+    """Begin an epoch of a loader, and skip the items already given."""
     items: Iterator[Any]
     if (
         isinstance(loader, DataLoader)
@@ -117,7 +118,7 @@ def _after(loader: Iterable[Any], given: int) -> Iterator[Any]:
         and not isinstance(loader.dataset, IterableDataset)
         and loader.num_workers == 0
     ):
-        # A copy that differs in the sampler only, which a DataLoader lets nobody replace.
+        # A copy that differs in the sampler only; a DataLoader refuses to replace it.
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         spied = _Spied(vars(loader)[name])
         copied = copy.copy(loader)
@@ -137,7 +138,7 @@ def _after(loader: Iterable[Any], given: int) -> Iterator[Any]:
 
 
 class _Spied:
-    """A sampler whose latest iterator can be had, to pass over what is not to be read."""
+    """A sampler that keeps its latest iterator, so that items can be skipped without reading."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler

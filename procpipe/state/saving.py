@@ -1,7 +1,7 @@
 """``save``: what each rank does, in order.
 
 1  wait for the save before this one, if it is still under way
-2  rank 0 makes a draft's folder and tells the others
+2  rank 0 makes a draft's folder and sends its name to the others
 3  each rank gathers its values; in the background, copies of them
 4  each rank writes its part; rank 0 publishes the whole (background.py)
 """
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from procpipe.state import extras, generators, optimizers
 from procpipe.state.background import Saving, Target, wait_unfinished
 from procpipe.state.folders import Draft
-from procpipe.state.together import common_call, device_of, place_of, split_of
+from procpipe.state.member import Member
 from procpipe.version import __version__
 
 
@@ -36,11 +36,11 @@ def save(
     keep: int | None = 3,
     asynchronous: bool = False,
 ) -> Saving:
-    """Save a run so that it can go on, on this or another number of stages.
+    """Save a run so that it can be resumed on this or another number of stages.
 
-    Every rank calls it, between two steps. It returns once the saved state is on the disk, whole
-    and under its name; or, in the background, once copies have been made in memory. Whatever
-    crashes meanwhile, what was saved before stays as it is.
+    Every rank calls it, between two steps. It returns once the whole saved state is on the disk
+    under its name; or, in the background, once copies have been made in memory. A crash during a
+    save leaves earlier saved states as they are.
 
     Saved are parameters and buffers, the optimizer's state and options, the random number
     generators of each rank, and ``extra``; not the gradients, so save after the optimizer's step.
@@ -56,10 +56,10 @@ def save(
         step: becomes part of the saved state's name; rank 0's counts.
         keep: how many saved states to leave in the folder, this one included; None for all.
         asynchronous: write in the background. The next save and the end of the script wait for it,
-            and raise what went wrong; a script whose last save fails ends with exit code 1.
+            and raise its error; a script whose last save fails ends with exit code 1.
 
     Returns:
-        Its ``path`` tells where, its ``wait()`` waits for a save in the background.
+        The save: its ``path``, and ``wait()`` for one in the background.
 
     Raises:
         OSError: the disk is full, or the folder is not shared by all ranks.
@@ -70,9 +70,9 @@ def save(
 
     Source: ``torch.distributed.checkpoint.save``.
     """
-    rank, num_ranks = place_of(module)
+    member = Member.of(module)
     listed = optimizers.listed(optimizer)
-    with common_call(module, "state.save") as agree:
+    with member.call("state.save") as agree:
         wait_unfinished(module)  # 1
         made: list[Draft] = []
 
@@ -80,7 +80,7 @@ def save(
             _check_alike(asked_for)
             if keep is not None and (isinstance(keep, bool) or keep < 1):
                 raise ValueError(f"keep is {keep}, but at least the newest saved state is kept")
-            # It becomes part of a name, which nobody would find again.
+            # It becomes part of a name, by which load() must find it again.
             if step is not None and (type(step) is not int or step < 0):
                 raise ValueError(f"step is {step!r}, but must be an int of 0 or more")
             draft = Draft(Path(folder).absolute(), step)
@@ -90,20 +90,16 @@ def save(
         asked_for = [sorted(extra or ()), len(listed), bool(asynchronous)]
         path, final_path = map(Path, agree(asked_for, make_draft))  # 2
         draft = made[0] if made else None
-        target = Target(draft, path, final_path, rank, num_ranks, keep)
-        saving = Saving(module, target)
+        target = Target(draft, path, final_path, member.rank, member.num_ranks, keep)
+        saving = Saving(member, target)
         try:
-            values = _gather(module, listed, extra, step)  # 3
+            values = _gather(member, listed, extra, step)  # 3
             if asynchronous:
                 values = _copied(values)
                 saving.start(values)  # 4
                 return saving
             target.write(values)  # 4
-
-            def publish(_: list[Any]) -> None:
-                target.publish()
-
-            agree(None, publish)
+            agree(None, lambda _: target.publish())
         except BaseException:
             target.let_go()
             raise
@@ -124,27 +120,26 @@ def _check_alike(asked_for: list[Any]) -> None:
 
 
 def _gather(
-    module: nn.Module, listed: list[Optimizer], extra: extras.Extra | None, step: int | None
+    member: Member, listed: list[Optimizer], extra: extras.Extra | None, step: int | None
 ) -> dict[str, Any]:
     """Return what this rank saves, by key; tensors are those in use."""
-    rank, num_ranks = place_of(module)
-    names = optimizers.Names(module, listed)
-    values = {f"model.{key}": value for key, value in module.state_dict().items()}
+    names = optimizers.Names(member.module, listed)
+    values = {f"model.{key}": value for key, value in member.module.state_dict().items()}
     values |= optimizers.values_of(names, listed)
-    own = f"ranks.{rank}."
+    own = f"ranks.{member.rank}."
     values[f"{own}empty_groups"] = optimizers.group_options(names, listed)
-    for name, state in generators.states(device_of(module)).items():
+    for name, state in generators.states(member.device).items():
         values[f"{own}generators.{name}"] = state
-    values |= extras.snapshot(extra, rank)
-    if rank == 0:
+    values |= extras.snapshot(extra, member.rank)
+    if member.rank == 0:
         about = {"procpipe": __version__, "torch": str(torch.__version__), "step": step}
-        split = {"num_stages": num_ranks, **(split_of(module) or {})}
-        values["procpipe"] = json.dumps(about | split)
+        cut = {"num_stages": member.num_ranks, **(member.cut or {})}
+        values["procpipe"] = json.dumps(about | cut)
     return values
 
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """Return copies in this process's memory, which nobody changes."""
+    """Return copies in this process's memory."""
     return {
         key: value.detach().to("cpu", copy=True)
         if isinstance(value, Tensor)

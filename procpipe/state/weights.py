@@ -1,4 +1,4 @@
-"""Parameters and buffers alone: from files that others wrote, and to files that others read.
+"""Reads and writes parameters and buffers alone, in formats that other programs share.
 
 No process holds more than its own stage: a file is mapped into memory, or read key by key.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.errors import SavedStateError
+from procpipe.state.archives import read_archive
+from procpipe.state.files import METADATA, naming, open_regular, read_index
 from procpipe.state.folders import find
-from procpipe.state.together import common_call, place_of, raise_faults
+from procpipe.state.member import Member, raise_faults
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 #: By key, the shape of a tensor and its dtype, where it is known; None for any other value.
-Kinds = dict[str, "tuple[tuple[int, ...], torch.dtype | None] | None"]
+Shapes = dict[str, "tuple[tuple[int, ...], torch.dtype | None] | None"]
 
 #: How safetensors calls dtypes; those that have another name here.
 _DTYPES = {
@@ -63,43 +64,42 @@ def load_weights(path: str | os.PathLike[str], module: nn.Module, *, strict: boo
 
     Source: ``torch.nn.Module.load_state_dict``.
     """
-    with common_call(module, "state.load_weights") as agree:
+    with Member.of(module).call("state.load_weights") as agree:
         source = _open(Path(path))
         ours = module.state_dict()
         faults = agree(
             {
                 "keys": list(ours),
-                "faults": weights_faults(module, source.kinds, strict=strict),
+                "faults": weights_faults(module, source.shapes, strict=strict),
             },
-            lambda facts: all_faults(facts, source.kinds, strict=strict),
+            lambda facts: all_faults(facts, source.shapes, strict=strict),
         )
         if not faults:
             with torch.no_grad():
-                for key, value in ours.items():
-                    if key not in source.kinds:
-                        continue
-                    if isinstance(value, Tensor):  # one after the other into the model's memory
-                        value.copy_(source.read(key))
+                for key in filter(source.shapes.__contains__, ours):
+                    value = source.read(key)
+                    if isinstance(ours[key], Tensor):  # into the model's memory, one by one
+                        ours[key].copy_(value)
                     else:
-                        ours[key] = source.read(key)
+                        ours[key] = value
             module.load_state_dict(ours)
-            agree(None, lambda _: None)  # nobody goes on before all have read
+            agree(None, lambda _: None)  # no rank goes on before all have read
     raise_faults(f"the weights in {path} do not fit", faults)
 
 
 def export(path: str | os.PathLike[str], module: nn.Module) -> None:
     """Write parameters and buffers as safetensors, in the full model's keys.
 
-    Every rank calls it, and returns once all have written. Makes a folder as Hugging Face lays it
-    out: of several stages ``model-00001-of-00003.safetensors``, …, and
-    ``model.safetensors.index.json``; of one ``model.safetensors``.
+    Every rank calls it, and returns once all have written. The folder is laid out as Hugging Face
+    does it: several stages make ``model-00001-of-00003.safetensors``, …, and
+    ``model.safetensors.index.json``; one makes ``model.safetensors``.
 
     Args:
         path: a folder that is empty, or not there yet; shared by all ranks.
         module: the stage; or any module.
 
     Raises:
-        FileExistsError: the folder holds something, which might be taken for a part of this.
+        FileExistsError: the folder is not empty.
         ImportError: the package safetensors is not installed (``pip install
             'procpipe[safetensors]'``).
         TypeError: the module's state dict holds more than tensors.
@@ -107,8 +107,9 @@ def export(path: str | os.PathLike[str], module: nn.Module) -> None:
 
     Source: the package ``safetensors``; ``huggingface_hub.save_torch_state_dict``.
     """
-    rank, num_ranks = place_of(module)
-    with common_call(module, "state.export") as agree:
+    member = Member.of(module)
+    rank, num_ranks = member.rank, member.num_ranks
+    with member.call("state.export") as agree:
         safetensors = _safetensors()
 
         def make_folder(_: list[Any]) -> str:
@@ -139,9 +140,9 @@ def export(path: str | os.PathLike[str], module: nn.Module) -> None:
 
 
 def weights_faults(
-    module: nn.Module, saved: Kinds, *, strict: bool, must_be_same_dtype: bool = False
+    module: nn.Module, saved: Shapes, *, strict: bool, must_be_same_dtype: bool = False
 ) -> list[str]:
-    """Say what is missing for a module, or has another shape, or a dtype that does not fit."""
+    """Return what a module lacks, and what has another shape, or a dtype that does not fit."""
     layers = dict(module.named_children())
     faults = []
     for key, value in module.state_dict().items():
@@ -162,22 +163,22 @@ def weights_faults(
 
 
 def all_faults(facts: list[dict[str, Any]], saved: Iterable[str], *, strict: bool) -> list[str]:
-    """Return the faults of all ranks, and the keys that none of them has a use for.
-
-    Args:
-        facts: of each rank its ``keys`` and ``faults``.
-        saved: the keys there are.
-        strict: whether a key without a use is a fault.
-    """
+    """Return the faults of all ranks, from the ``keys`` and ``faults`` of each; unused keys too."""
     known = {key for of_rank in facts for key in of_rank["keys"]}
-    prefixes = [f"rank {rank}: " if len(facts) > 1 else "" for rank in range(len(facts))]
     faults = [
-        prefix + fault
-        for prefix, of_rank in zip(prefixes, facts, strict=True)
+        (f"rank {rank}: " if len(facts) > 1 else "") + fault
+        for rank, of_rank in enumerate(facts)
         for fault in of_rank["faults"]
     ]
     unexpected = [key for key in saved if key not in known] if strict else []
     return faults + [f"{key} is there, but no layer of the model has it" for key in unexpected]
+
+
+def under(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values whose keys begin with a prefix, without it."""
+    return {
+        key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)
+    }
 
 
 # -- files that hold weights ---------------------------------------------------------------------
@@ -185,15 +186,13 @@ def all_faults(facts: list[dict[str, Any]], saved: Iterable[str], *, strict: boo
 
 @dataclass(frozen=True)
 class _Source:
-    kinds: Kinds
+    shapes: Shapes
     read: Callable[[str], Any]
 
 
 def _open(path: Path) -> _Source:
     """Look into a file or folder of weights."""
     if path.is_dir():
-        from procpipe.state.files import METADATA
-
         if (entry := find(path, None, METADATA)) is not None:
             return _open_saved_state(entry.path)
         for name in (_INDEX, _SINGLE):
@@ -210,8 +209,6 @@ def _open(path: Path) -> _Source:
 
 
 def _open_torch_file(path: Path) -> _Source:
-    from procpipe.state.archives import read_archive
-    from procpipe.state.files import naming, open_regular
 
     with naming(path):
         with open_regular(path) as file:
@@ -222,13 +219,11 @@ def _open_torch_file(path: Path) -> _Source:
         state = read_archive(memoryview(data))
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise SavedStateError(f"{path} holds a {type(state).__name__}, but no state dict")
-    return _Source({key: _kind(value) for key, value in state.items()}, state.__getitem__)
+    return _Source({key: _shape_of(value) for key, value in state.items()}, state.__getitem__)
 
 
 def _files_of_index(path: Path) -> dict[Path, list[str] | None]:
     """Return the files beside an index as Hugging Face makes it, and the keys each must have."""
-    from procpipe.state.files import naming, open_regular
-
     with naming(path):
         with open_regular(path) as file:
             data = file.read()
@@ -238,7 +233,7 @@ def _files_of_index(path: Path) -> dict[Path, list[str] | None]:
             raise SavedStateError(f"it is no index of safetensors files: {error}") from None
         keys_of: dict[Path, list[str] | None] = {}
         for key, name in weight_map.items():
-            # Beside it, if perhaps as a link: caches of Hugging Face link to files elsewhere.
+            # It may be a link: Hugging Face's cache links to files elsewhere.
             if type(name) is not str or ".." in Path(name).parts or Path(name).is_absolute():
                 raise SavedStateError(f"{key} is in {name!r}, which is not in the index's folder")
             keys = keys_of.setdefault(path.parent / name, [])
@@ -248,12 +243,10 @@ def _files_of_index(path: Path) -> dict[Path, list[str] | None]:
 
 
 def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> _Source:
-    """Open files; of each only the given keys, or all for None."""
-    from procpipe.state.files import naming, open_regular
-
+    """Open files; of each the given keys, or all of them for None."""
     open_file: Any = _safetensors().safe_open
     file_of: dict[str, Any] = {}
-    kinds: Kinds = {}
+    shapes: Shapes = {}
     for path, keys in sorted(keys_of.items()):
         with naming(path):
             open_regular(path).close()
@@ -267,17 +260,16 @@ def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> _Source:
             for key in there if keys is None else keys:
                 part = file.get_slice(key)
                 file_of[key] = file
-                kinds[key] = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
-    return _Source(kinds, lambda key: file_of[key].get_tensor(key))
+                shapes[key] = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
+    return _Source(shapes, lambda key: file_of[key].get_tensor(key))
 
 
 def _open_saved_state(path: Path) -> _Source:
-    from procpipe.state.files import read_index
 
     index = read_index(path)
-    own = re.compile(r"model\.(.*)", re.DOTALL)
-    kinds = {match[1]: kind for key, kind in index.kinds.items() if (match := own.match(key))}
-    return _Source(kinds, lambda key: index.read([f"model.{key}"])[f"model.{key}"])
+    return _Source(
+        under("model.", index.shapes), lambda key: index.read([f"model.{key}"])[f"model.{key}"]
+    )
 
 
 def _safetensors() -> Any:
@@ -291,7 +283,7 @@ def _safetensors() -> Any:
 
 
 def _separate(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's tensors, none sharing memory with another, as safetensors has it."""
+    """Return a module's tensors, none sharing memory with another, as safetensors demands."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for key, value in module.state_dict().items():
@@ -308,7 +300,7 @@ def _separate(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype | None] | None:
+def _shape_of(value: Any) -> tuple[tuple[int, ...], torch.dtype | None] | None:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
 
 

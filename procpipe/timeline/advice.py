@@ -22,7 +22,8 @@ from procpipe.errors import BalanceError
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import RECOMPUTE, Task
-from procpipe.timeline.idle import Split, median_seconds, replay, split
+from procpipe.run.statistics import Split
+from procpipe.timeline.idle import median_seconds, replay, split
 from procpipe.timeline.recording import Ran, Recording, Step
 from procpipe.words import bytes_text, seconds_text
 

@@ -1,7 +1,7 @@
 """How far other ranks' clocks are ahead of rank 0's, measured over their sockets.
 
-Each process times itself by ``time.perf_counter_ns()``, whose zero differs from host to host. Rank
-0 asks a waiting rank for its time, several times, and believes the quickest answer:
+Each process uses ``time.perf_counter_ns()``, whose zero differs from host to host. Rank 0 asks a
+waiting rank for its time, several times, and takes the quickest answer:
 
     rank 0    t0 ───ping──▶ · ◀──pong─── t1          offset = t - (t0 + t1) / 2
     rank 1                  t                        off by (t1 - t0) / 2 at most
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from procpipe.channel.mesh import Mesh
 
-#: The mesh's kind for questions about time, and answers.
+#: The mesh's channel for questions about time, and answers.
 CLOCK = 48
 
 #: Questions to a rank for one reading.
@@ -49,14 +49,14 @@ class Reading(NamedTuple):
 
     @classmethod
     def of(cls, pings: Sequence[tuple[int, int, int]]) -> Reading:
-        """Believe the quickest of several questions.
+        """Take the quickest of several questions.
 
         Args:
             pings: for each, when rank 0 asked, the rank's time, and when the answer came.
         """
-        asked_ns, at_ns, heard_ns = min(pings, key=lambda ping: ping[2] - ping[0])
-        error_ns = -(-(heard_ns - asked_ns) // 2)
-        offset_ns = at_ns - (asked_ns + heard_ns) // 2
+        asked_ns, at_ns, answered_ns = min(pings, key=lambda ping: ping[2] - ping[0])
+        error_ns = -(-(answered_ns - asked_ns) // 2)
+        offset_ns = at_ns - (asked_ns + answered_ns) // 2
         if abs(offset_ns) <= error_ns:  # no evidence that the clocks are two
             return cls(at_ns, 0, error_ns + abs(offset_ns))
         return cls(at_ns, offset_ns, error_ns)
@@ -124,8 +124,8 @@ class Clocks:
                 lambda: f"the time of rank {peer}",
             )
             if peer in answers:
-                at_ns, heard_ns = answers[peer]
-                pings.append((asked_ns, at_ns, heard_ns))
+                at_ns, answered_ns = answers[peer]
+                pings.append((asked_ns, at_ns, answered_ns))
         return Reading.of(pings) if pings else None
 
     def read_all(self) -> dict[int, Reading]:

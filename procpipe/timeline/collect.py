@@ -17,7 +17,7 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -27,7 +27,9 @@ from typing import Any
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import WaitTimeoutError
 from procpipe.notes import write_note
-from procpipe.run.messages import decode, encode
+from procpipe.run.messages import Order, StepDetail, decode, encode
+from procpipe.run.observer import Observer
+from procpipe.run.trace import Trace
 from procpipe.timeline.chrome import to_chrome
 from procpipe.timeline.clocks import Clocks, Reading
 from procpipe.timeline.merging import merged
@@ -36,14 +38,14 @@ from procpipe.timeline.recording import Recording
 #: How many steps are kept, from the beginning and from the end of a run.
 FIRST, LAST = 5, 100
 
-#: The mesh's kind for records, with what a frame is in its flags.
+#: The mesh's channel for records; the flags of a frame say what it is.
 TRACE = 49
 _RECORD, _CLOSING, _RELEASED = range(3)
 
 #: How long a rank that closes waits for rank 0 to close, too, and read its clock again.
 _LINGER_S = 10.0
 
-#: How often such a wait looks at what no socket tells.
+#: How often such a wait looks at the time.
 _LOOK_EVERY_S = 0.1
 
 #: The files that this process's stages write or have written.
@@ -51,7 +53,7 @@ _claimed: set[Path] = set()
 
 
 def claimed(path: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Check before a long run that its file will have a place, and keep that for one stage.
+    """Check before a long run that its file can be written, and claim it for one stage.
 
     Raises:
         ValueError: there is no such folder, or another stage of this process writes the file or
@@ -80,7 +82,7 @@ class Kept:
         self._last: deque[bytes] = deque(maxlen=LAST)
 
     def add(self, record: bytes) -> None:
-        """Add a record; one in the middle is let go for it."""
+        """Add a record, and drop one in the middle if there are too many."""
         self.num_added += 1
         if len(self._first) < FIRST:
             self._first.append(record)
@@ -92,7 +94,7 @@ class Kept:
         yield from self._last
 
 
-class Tracing:
+class Tracing(Observer):
     """One rank's part in the recording of a run; every rank makes one.
 
     Args:
@@ -100,15 +102,28 @@ class Tracing:
         mesh: this rank's sockets.
         clocks: this rank's part in comparing clocks.
         facts: what the stages were made with; plain JSON, put into the file.
+        recorder: observes this rank's steps, and ends them before this one does.
+        plan_text: returns the text of an order's plan.
+
+    Attributes:
+        clocks: see above.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], mesh: Mesh, clocks: Clocks, facts: Mapping[str, Any]
+        self,
+        path: str | os.PathLike[str],
+        mesh: Mesh,
+        clocks: Clocks,
+        facts: Mapping[str, Any],
+        recorder: Trace,
+        plan_text: Callable[[Order], str],
     ) -> None:
         self._path = Path(path)
         self._mesh = mesh
-        self._clocks = clocks
+        self.clocks = clocks
         self._facts = dict(facts)
+        self._recorder = recorder
+        self._plan_text = plan_text
         self._is_writer = mesh.rank == 0
         self._plans: dict[str, str] = {}
         self._readings: dict[int, list[Reading]] = {peer: [] for peer in mesh.peers}
@@ -119,26 +134,33 @@ class Tracing:
             if peer != mesh.rank:
                 mesh.on(peer, TRACE, partial(self._heard, peer))
 
-    def read_clocks(self) -> None:
+    def connected(self) -> None:
         """Compare all clocks, on rank 0; all other ranks must be waiting."""
-        for peer, reading in self._clocks.read_all().items():
+        for peer, reading in self.clocks.read_all().items():
             self._readings[peer].append(reading)
 
-    def note(self, record: dict[str, Any], plan: str, plan_text: str) -> None:
-        """Hand in what this rank recorded of a step that is over; never blocks.
+    def end_step(self, order: Order) -> None:
+        """Send rank 0 what this rank recorded of the step; never blocks."""
+        record = self._recorder.last_record()
+        record |= {"call": order.call, "sizes": order.sizes, "plan": order.plan}
+        if isinstance(order.detail, StepDetail):
+            record["schedule"] = order.detail.schedule
+        self.note(record, self._plan_text(order) if self._is_writer else "")
+
+    def note(self, record: dict[str, Any], plan_text: str) -> None:
+        """Keep a record on rank 0, or send it there.
 
         Args:
-            record: see ``Recorder.last_record``, with the "call" and the "sizes" of the step, and
-                the "schedule" if one was chosen for it.
-            plan: the digest of the step's plan.
-            plan_text: the plan; rank 0's counts.
+            record: see ``Recorder.last_record``, with the "call", "sizes" and "plan" of the step,
+                and the "schedule" if one was chosen for it.
+            plan_text: on rank 0, the plan.
         """
-        told = encode({**record, "plan": plan})
+        encoded = encode(record)
         if self._is_writer:
-            self._kept[0].add(told)
-            self._plans.setdefault(plan, plan_text)
+            self._kept[0].add(encoded)
+            self._plans.setdefault(record["plan"], plan_text)
         else:
-            self._mesh.send(0, TRACE, _RECORD, 0, told)
+            self._mesh.send(0, TRACE, _RECORD, 0, encoded)
 
     def finish(self) -> None:
         """Compare the clocks once more before a good end; waits for the other ranks.
@@ -165,10 +187,10 @@ class Tracing:
             with suppress(WaitTimeoutError):  # the user's timeout_s is even shorter
                 mesh.wait(is_over, lambda: "rank 0 to close, too", every_s=_LOOK_EVERY_S)
 
-    def write(self) -> None:
-        """Write the file on rank 0, once; what cannot be written is told and is no error.
+    def leave(self) -> None:
+        """Write the file on rank 0, once; a file that cannot be written gives a note, no error.
 
-        It is called while the error that ended a run is on its way, which must be the one told.
+        An error that ended the run may be on its way, which must be the one that is reported.
         """
         if not self._is_writer or self._is_written:
             return
@@ -185,7 +207,7 @@ class Tracing:
 
     def _recording(self) -> Recording:
         return merged(
-            [[decode(told) for told in kept] for kept in self._kept.values()],
+            [[decode(record) for record in kept] for kept in self._kept.values()],
             [(), *self._readings.values()],
             plans=self._plans,
             facts=self._all_facts(),
@@ -208,7 +230,7 @@ class Tracing:
                 lambda: peer in self._closing or not mesh.is_connected(peer),
                 lambda: f"rank {peer} to close its stage, too",
             )
-        reading = self._clocks.read(peer) if peer in self._closing else None
+        reading = self.clocks.read(peer) if peer in self._closing else None
         if reading is not None:
             self._readings[peer].append(reading)
         if mesh.is_connected(peer):

@@ -31,33 +31,13 @@ from statistics import fmean, median
 from typing import TypeVar
 
 from procpipe.plan.task import Task
+from procpipe.run.statistics import Split
 from procpipe.timeline.recording import Step
 
 K = TypeVar("K")
 
 #: The kinds that send a gradient to the partition before.
 _SENDS_UP = ("B", "I")
-
-
-@dataclass(frozen=True)
-class Split:
-    """How one stage spent one step; the last four add up to the first.
-
-    Attributes:
-        stage: which stage.
-        step_s: the step, from the first stage's beginning to the last one's end.
-        busy_s: in tasks.
-        bubble_s: idle because of the plan.
-        imbalance_s: idle because tasks take unequally long.
-        communication_s: idle because of transfers, and in what the host does between tasks.
-    """
-
-    stage: int
-    step_s: float
-    busy_s: float
-    bubble_s: float
-    imbalance_s: float
-    communication_s: float
 
 
 @dataclass(frozen=True)
@@ -153,18 +133,3 @@ def _makers(task: Task) -> list[Task]:
     if kind in _SENDS_UP:
         return [Task(sender, i, j + 1) for sender in _SENDS_UP]
     return []
-
-
-def split_table(splits: Sequence[Split]) -> str:
-    """Lay out how the stages spent a step as a text table: milliseconds and shares."""
-    names = ("busy", "bubble", "imbalance", "comm. etc.")
-    lines = ["stage" + "".join(f"{name + ' ms':>22}" for name in names) + f"{'step ms':>11}"]
-    for one in splits:
-        parts_s = (one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s)
-        cells = [f"{s * 1e3:>14.2f} {_share(s, one.step_s):>7}" for s in parts_s]
-        lines.append(f"{one.stage:>5}{''.join(cells)}{one.step_s * 1e3:>11.2f}")
-    return "\n".join(lines)
-
-
-def _share(part_s: float, whole_s: float) -> str:
-    return f"{part_s / whole_s if whole_s else 0.0:.1%}"

@@ -5,7 +5,7 @@
                       └── less the clock's offset ──┐      │
     Step(7, tasks=(Ran(0, F0@0, 0.0000003, …), …), hops=(…))
 
-A step counts only if every rank brought it to an end and told of it.
+A step counts only if every rank finished and reported it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from procpipe.plan.routes import LOSS
 from procpipe.plan.task import Task
 from procpipe.timeline.clocks import Reading, drift_ppm, offset_at
 from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
 
-#: What a rank tells of a step; see ``Trace.last_record`` and ``Recorder.last_record``.
+#: What a rank records of a step; see ``Trace.last_record`` and ``Recorder.last_record``.
 Record = dict[str, Any]
 
 #: A rank's clock readings: one or two; none for rank 0, whose clock the others are compared with.
@@ -38,11 +39,11 @@ def merged(
     """Merge what was kept of all ranks.
 
     Args:
-        records: for each rank, what it told of the steps that are kept.
+        records: for each rank, its records of the steps that are kept.
         readings: for each rank, its clock compared with rank 0's.
         plans: texts of the plans that were run.
         facts: what the stages were made with.
-        num_steps: how many steps all ranks brought to an end.
+        num_steps: how many steps all ranks finished.
         is_closed: whether the run closed its stages.
     """
     by_step: defaultdict[int, list[Record]] = defaultdict(list)
@@ -65,7 +66,7 @@ def merged(
 def merged_step(
     records: Sequence[Record], readings: Sequence[Readings], zero_ns: int | None = None
 ) -> Step:
-    """Merge what all ranks told of one step.
+    """Merge what all ranks recorded of one step.
 
     Args:
         records: by rank.
@@ -106,7 +107,7 @@ def _begins_ns(records: Sequence[Record], readings: Sequence[Readings]) -> list[
 
 
 def _hops(records: Sequence[Record], bases_ns: Sequence[int]) -> list[Hop]:
-    """Bring both ends of each message together; what names it is (kind, from, to, micro-batch)."""
+    """Bring both ends of each message together, which both call by the same ``Transfer``."""
     taken: defaultdict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
     for rank, record in enumerate(records):
         for *key, _, start_ns, end_ns in record.get("takes", ()):
@@ -119,7 +120,9 @@ def _hops(records: Sequence[Record], bases_ns: Sequence[int]) -> list[Hop]:
                 continue
             destination, *taken_s = taken[tuple(key)].pop(0)
             posted_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
-            hops.append(Hop(key[0], key[3], rank, destination, size_bytes, *posted_s, *taken_s))
+            kind, i, *_ = key
+            i = 0 if kind == LOSS else i  # the loss is of no micro-batch
+            hops.append(Hop(kind, i, rank, destination, size_bytes, *posted_s, *taken_s))
     return sorted(hops, key=lambda hop: hop.posted_s)
 
 

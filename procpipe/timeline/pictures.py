@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from procpipe.plan.simulate import Timeline
 from procpipe.plan.task import KINDS, Plan, Task
 from procpipe.timeline.palette import LOOKS
+from procpipe.words import counted
 
 # Text ---------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class _Picture:
     @property
     def title(self) -> str:
         m, n = self.plan.num_micro_batches, self.plan.num_stages
-        return f"{_counted(m, 'micro-batch')} on {_counted(n, 'stage')}, {self.idle:.1%} idle"
+        return f"{counted(m, 'micro-batch')} on {counted(n, 'stage')}, {self.idle:.1%} idle"
 
     @property
     def width(self) -> float:
@@ -231,8 +232,3 @@ def _round_step(least: float) -> float:
     """Choose the distance of ticks: the first of 1, 2, 5, 10, 20, … that is not less."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
-
-
-def _counted(count: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{'' if count == 1 else plural}"

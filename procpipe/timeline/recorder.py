@@ -1,8 +1,7 @@
 """A trace that also keeps each wait, each message and the seconds of each layer.
 
-What ``Stage(trace=…)`` puts in the place of the plain ``Trace``, and on a GPU ``schedule="auto"``
-too. The executor tells both the same, and this one remembers it until the step is over and
-``tracing.py`` sends it to rank 0.
+Used instead of the plain ``Trace`` by ``Stage(trace=…)``, and by ``schedule="auto"`` on a GPU.
+``collect.py`` sends what it has recorded of a step to rank 0.
 
 On a GPU the host's times say when a task was launched. There a CUDA event is recorded at either end
 of a task, and the host waits for the last one when the step is over: so tracing keeps the host from
@@ -20,8 +19,10 @@ import torch
 from torch import Tensor
 
 from procpipe.compute.ledger import num_bytes
+from procpipe.plan.routes import Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
-from procpipe.run.trace import Key, Trace
+from procpipe.run.messages import Order
+from procpipe.run.trace import Trace
 
 
 class Recorder(Trace):
@@ -31,50 +32,44 @@ class Recorder(Trace):
         device: the stage's device.
     """
 
-    records_messages = True
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._takes: list[list[Any]] = []
         self._sends: list[list[Any]] = []
         self._is_cuda = device.type == "cuda"
         self._marks: list[torch.cuda.Event] = []
-        self._layer, self._layer_since_ns = -1, 0
+        self._layer, self._layer_begun_ns = -1, 0
         self._passed: list[tuple[int, int]] = []
         self._layers: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
 
-    def on_layer(self, tell: Callable[[int], None]) -> Callable[[int], None]:
-        """Time layers, too; on a GPU the host's times would tell nothing."""
-        if self._is_cuda:
-            return tell
+    def on_layer(self, j: int) -> Callable[[int], None] | None:
+        """Time layers, too; not on a GPU, where the host's times would mean nothing."""
+        return None if self._is_cuda else self._enter_layer
 
-        def enter(index: int) -> None:
-            now_ns = time.perf_counter_ns()
-            if self._layer >= 0:
-                self._passed.append((self._layer, now_ns - self._layer_since_ns))
-            tell(index)
-            self._layer, self._layer_since_ns = index, time.perf_counter_ns()
+    def _enter_layer(self, index: int) -> None:
+        now_ns = time.perf_counter_ns()
+        if self._layer >= 0:
+            self._passed.append((self._layer, now_ns - self._layer_begun_ns))
+        self._layer, self._layer_begun_ns = index, now_ns
 
-        return enter
-
-    def begin(self) -> None:
-        """Start timing a step; what a step that failed left is let go."""
+    def begin_step(self, order: Order) -> None:
+        """Start timing a step; drop what a step that failed has left."""
         for recorded in (self._takes, self._sends, self._marks, self._passed, self._layers):
             recorded.clear()
         self._layer = -1
-        super().begin()
+        super().begin_step(order)
 
-    def start(self) -> int:
-        """Note that a task starts."""
+    def begin_layers(self, task: Task) -> None:
+        """Note when a task starts."""
         if self._is_cuda:
             self._mark()
-        return super().start()
+        super().begin_layers(task)
 
-    def ran(self, task: Task, start_ns: int) -> None:
+    def end_task(self, task: Task) -> None:
         """Note that a task has just ended, and the layers that it went through."""
         if self._is_cuda:
             self._mark()
-        super().ran(task, start_ns)
+        super().end_task(task)
         if task.kind in (FORWARD, RECOMPUTE):
             for index, took_ns in self._passed:
                 sums = self._layers[task.j, index]
@@ -82,22 +77,22 @@ class Recorder(Trace):
                 sums[1] += 1
         self._passed.clear()
 
-    def took(self, key: Key, tensors: Sequence[Tensor], start_ns: int) -> None:
-        """Note that a message that was waited for has just been taken."""
+    def waited(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
+        """Keep a message that was taken, and the wait for it."""
         now_ns = time.perf_counter_ns()
-        super().took(key, tensors, start_ns)
-        self._takes.append([*key, num_bytes(tensors), start_ns, now_ns])
+        super().waited(transfer, tensors, start_ns)
+        self._takes.append([*transfer, num_bytes(tensors), start_ns, now_ns])
 
-    def sent(self, key: Key, tensors: Sequence[Tensor], start_ns: int) -> None:
-        """Note that a message has just been sent."""
+    def sent(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
+        """Keep a message that was sent."""
         now_ns = time.perf_counter_ns()
-        self._sends.append([*key, num_bytes(tensors), start_ns, now_ns])
+        self._sends.append([*transfer, num_bytes(tensors), start_ns, now_ns])
 
-    def end(self) -> None:
+    def end_step(self, order: Order) -> None:
         """Add the step to the sums."""
         if self._marks:
             self._use_device_times()
-        super().end()
+        super().end_step(order)
 
     def last_record(self) -> dict[str, Any]:
         """Return the last step as plain JSON, for ``merging.py``; times since its beginning."""

@@ -3,8 +3,8 @@
     rank r   its statistics, its record of the last step  ──▶  rank 0: splits (timeline/idle.py)
              statistics with its split                    ◀──
 
-Which part of a stage's idle time is the plan's, the balance's or the messages' fault depends on
-what all stages did. So ``statistics()``, which talks to nobody, has it from the last report.
+How a stage's idle time divides depends on what all stages did. So ``statistics()``, which does not
+communicate, has the split of the last report.
 """
 
 from __future__ import annotations
@@ -13,10 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from procpipe.run.trace import StageStatistics
-from procpipe.timeline.clocks import Reading
-from procpipe.timeline.idle import Split, split
+from procpipe.run.pipeline import Pipeline
+from procpipe.run.statistics import Split, StageStatistics
+from procpipe.timeline.clocks import Clocks, Reading
+from procpipe.timeline.collect import Tracing
+from procpipe.timeline.idle import split
 from procpipe.timeline.merging import merged_step
+
+
+def report_of_all(pipeline: Pipeline) -> list[StageStatistics]:
+    """Return every stage's statistics, with their splits; all ranks call it, and wait for all."""
+    tracings = [each for each in pipeline.observers.all if isinstance(each, Tracing)]
+    clocks = tracings[0].clocks if tracings else Clocks(pipeline.wires.mesh)
+    ours = {"statistics": asdict(pipeline.statistics()), "step": pipeline.trace.last_record()}
+    of_all = pipeline.control.agree(ours, lambda values: with_splits(values, clocks.read_all()))
+    return [statistics_of(of_one) for of_one in of_all]
 
 
 def with_splits(
@@ -38,7 +49,7 @@ def with_splits(
     return of_all
 
 
-def statistics_of(told: Mapping[str, Any]) -> StageStatistics:
+def statistics_of(plain: Mapping[str, Any]) -> StageStatistics:
     """Read one stage's statistics from plain JSON."""
-    one = told["split"]
-    return StageStatistics(**{**told, "split": None if one is None else Split(**one)})
+    one = plain["split"]
+    return StageStatistics(**{**plain, "split": None if one is None else Split(**one)})

@@ -1,6 +1,6 @@
 """``schedule="auto"``: what rank 0 decides from one training step to the next.
 
-    steps      plan                                                   told afterwards by every rank
+    steps      plan                                                   every rank reports afterwards
     0, 1       a first plan with B, one with I and W                  bytes      (and warm up)
     2 … 5      the same two in turns                                  seconds
                costs ── candidates ── at most three finalists
@@ -17,8 +17,8 @@ Under a limit of memory the first plans take one micro-batch at a time and recom
 not possible. Then those micro-batches that the user wants are recomputed, or all but the last, or
 all, whatever is the fastest: to recompute costs less than to wait for room.
 
-PURE: a state machine without sockets, clocks or torch. Only rank 0 has one; the others learn of
-its plans from the orders.
+PURE: a state machine without sockets, clocks or torch. Only that of rank 0 is used; the others get
+its plans with the orders.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import RECOMPUTE, Plan
+from procpipe.run.chooser import Choice
 from procpipe.tuning.list_schedule import Rule, list_schedule, one_at_a_time
 from procpipe.tuning.search import (
     SEARCHED,
@@ -45,7 +46,7 @@ from procpipe.tuning.search import (
 )
 from procpipe.tuning.step_costs import Report, costs_of
 
-#: What ranks tell after a step.
+#: What ranks measure in a step, and report afterwards.
 NOTHING, BYTES, SECONDS, WHOLE = "", "bytes", "seconds", "whole"
 
 #: How much faster than the first plan another must be, as simulated, to be tried.
@@ -59,21 +60,6 @@ _NUM_ROUNDS = 3
 
 #: The name of the first plan under a limit.
 _ONE_AT_A_TIME = "one at a time"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the next step is.
-
-    Attributes:
-        plan: its plan.
-        schedule: the plan's name, for people.
-        tells: what every rank is to tell when the step has ended.
-    """
-
-    plan: Plan
-    schedule: str
-    tells: str = NOTHING
 
 
 class _Case(NamedTuple):
@@ -111,45 +97,6 @@ class _Contest:
         return self.finalists[medians_s.index(min(medians_s))]
 
 
-def checked_limits(
-    limits: int | Sequence[int] | None, num_stages: int, *, is_auto: bool, is_launched: bool
-) -> list[int] | None:
-    """Return the limit of each stage, from what the user gave as ``memory_limit_bytes``.
-
-    Args:
-        limits: one for every stage, or one each.
-        num_stages: how many there are.
-        is_auto: whether the schedule can keep to limits.
-        is_launched: False for a script without a launcher, whose one stage is all of them.
-
-    Raises:
-        TypeError: no int, nor ints.
-        ValueError: not positive, not one each, or not with ``schedule="auto"``.
-    """
-    if limits is None:
-        return None
-    if not is_auto:
-        raise ValueError(
-            f"memory_limit_bytes is {limits!r}, but only schedule='auto' can keep to a limit"
-        )
-    wrong = f"memory_limit_bytes is {limits!r}, but must be an int, or a sequence of one each stage"
-    if not isinstance(limits, (int, Sequence)):
-        raise TypeError(wrong)
-    found = [limits] * num_stages if isinstance(limits, int) else list(limits)
-    if any(isinstance(limit, bool) or not isinstance(limit, int) for limit in found):
-        raise TypeError(wrong)
-    if any(limit < 1 for limit in found):
-        raise ValueError(f"memory_limit_bytes is {limits!r}, but a stage holds at least 1 byte")
-    if not is_launched and not isinstance(limits, int):
-        return [sum(found)]
-    if len(found) != num_stages:
-        raise ValueError(
-            f"memory_limit_bytes has {len(found)} limits, but there are {num_stages} stages: give "
-            "one each, or one for all"
-        )
-    return found
-
-
 class AutoSchedule:
     """Measures, searches, tries and chooses.
 
@@ -169,7 +116,9 @@ class AutoSchedule:
         self._contest: _Contest | None = None
         self._asked: tuple[_Case, str] | None = None
 
-    def next(self, m: int, input_bytes: int, recompute: Collection[int], routes: Routes) -> Choice:
+    def choose(
+        self, m: int, input_bytes: int, recompute: Collection[int], routes: Routes
+    ) -> Choice:
         """Choose the plan of the next training step.
 
         Args:
@@ -188,11 +137,11 @@ class AutoSchedule:
             input_bytes = max(input_bytes, self._input_bytes)
         case = _Case(m, input_bytes, frozenset(recompute), routes)
         choice = self._choose(case)
-        self._asked = case, choice.tells
+        self._asked = case, choice.measure
         return choice
 
-    def heard(self, reports: Sequence[Report]) -> None:
-        """Take what all ranks tell of the step that has just ended.
+    def add_reports(self, reports: Sequence[Report]) -> None:
+        """Take what all ranks measured in the step that has just ended.
 
         Args:
             reports: by rank.
@@ -201,13 +150,13 @@ class AutoSchedule:
             MemoryLimitError: all is measured now, and no plan keeps the limits.
         """
         assert self._asked is not None, "reports follow a step"
-        case, tells = self._asked
-        if tells == WHOLE:
+        case, measured = self._asked
+        if measured == WHOLE:
             assert self._contest is not None, "only finalists are timed as a whole"
             self._contest.taken_s.append(max(report.step_s for report in reports))
             return
         self._input_bytes = max(self._input_bytes, case.input_bytes)
-        self._reports[tells].append(reports)
+        self._reports[measured].append(reports)
         if self._num_measured == len(_MEASURED):
             self.costs = costs_of(self._reports[BYTES], self._reports[SECONDS], case.routes)
             self._contest = _Contest(case, self._finalists(case), [])
@@ -221,10 +170,10 @@ class AutoSchedule:
             name, plan = self._first(case, in_two=False)
             return Choice(plan, name)
         if self.costs is None:
-            in_two, tells = _MEASURED[self._num_measured]
+            in_two, measure = _MEASURED[self._num_measured]
             name, plan = self._first(case, in_two=in_two)
             step = f"measuring, step {self._num_measured + 1} of {len(_MEASURED)}, {name}"
-            return Choice(plan, step, tells)
+            return Choice(plan, step, measure)
         contest = self._contest
         assert contest is not None, "whoever has costs has had them searched with"
         best = contest.winner if contest.is_over else None

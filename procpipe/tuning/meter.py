@@ -1,121 +1,123 @@
-"""Every rank's part in ``schedule="auto"``: it measures the steps that rank 0's orders ask it to.
+"""Every rank's part in ``schedule="auto"``: measures the steps that rank 0's orders name.
 
-    order.detail   {"schedule": name, "tells": "bytes" | "seconds" | "whole" | ""}
-    the step       with a look at what is saved and held, or with none but the trace's
-    afterwards     the ranks' reports ── control.agree ──> AutoSchedule.heard on rank 0
+    order.detail   StepDetail(schedule, measure="bytes" | "seconds" | "whole" | "")
+    the step       "bytes": with hooks that count what layers save; else only timed by the trace
+    afterwards     the ranks' reports ── control.agree ──> AutoSchedule.add_reports on rank 0
 
-What layers save for their backward pass is counted by hooks, which make a step slower; so that is
-done in steps whose seconds do not count. Times are those of the trace.
+The hooks make a step slower, so the seconds of such a step do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
+from procpipe.compute.partition import Partition
 from procpipe.compute.saved import SavedTensors
 from procpipe.errors import MemoryLimitError
+from procpipe.plan.routes import Transfer
 from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, Task
 from procpipe.run.control import Control
-from procpipe.run.executor import Executor
-from procpipe.run.messages import Order
-from procpipe.tuning.auto import BYTES, NOTHING
-from procpipe.tuning.step_costs import ROOTS, Report, report_of_times
+from procpipe.run.messages import Order, StepDetail
+from procpipe.run.observer import Observer
+from procpipe.run.trace import Trace
+from procpipe.tuning.auto import BYTES, NOTHING, AutoSchedule
+from procpipe.tuning.step_costs import Report, report_of_times
 
 
-class Meter:
-    """Measures this stage's steps.
+class Meter(Observer):
+    """Measures this stage's steps, and reports to rank 0.
 
     Args:
-        executor: runs them.
-
-    Attributes:
-        schedule: the name of the newest step's plan, if rank 0 told one.
+        control: the connection to the other ranks.
+        auto: rank 0's takes the reports of all ranks.
+        partitions: the local layers, by the indices of this stage's partitions.
+        trace: times the tasks; comes before this one among the observers.
     """
 
-    def __init__(self, executor: Executor) -> None:
-        self.schedule = ""
-        self._executor = executor
+    def __init__(
+        self,
+        control: Control,
+        auto: AutoSchedule,
+        partitions: Mapping[int, Partition],
+        trace: Trace,
+    ) -> None:
+        self._control = control
+        self._auto = auto
+        self._partitions = partitions
+        self._trace = trace
+        self._measure = NOTHING
+        self._hooks = ExitStack()
+        self._tensors = SavedTensors()
+        self._sizes: dict[tuple[str, int, int], int] = {}
         self._saved: dict[tuple[int, int], int] = {}  # by micro-batch and partition
         self._put_off: dict[tuple[int, int], int] = {}
 
-    @contextmanager
-    def watching(self, order: Order) -> Iterator[None]:
-        """Measure what is run within as an order asks."""
-        if order.call == "step" and order.detail:
-            self.schedule = order.detail["schedule"]
-        if _tells(order) != BYTES:
-            yield
+    def begin_step(self, order: Order) -> None:
+        """Measure what the order says."""
+        detail = order.detail
+        self._measure = detail.measure if isinstance(detail, StepDetail) else NOTHING
+        self._sizes, self._saved, self._put_off = {}, {}, {}
+
+    def begin_layers(self, task: Task) -> None:
+        """Hook what the layers of a task save."""
+        if self._measure == BYTES and task.kind in (FORWARD, RECOMPUTE):
+            self._tensors = SavedTensors()
+            self._hooks.enter_context(self._tensors.hooks())
+
+    def end_task(self, task: Task) -> None:
+        """Count what the layers have saved, or put off to W."""
+        if self._measure != BYTES:
             return
-        self._saved, self._put_off = {}, {}
-        self._executor.around, self._executor.ledger.seen = self._around, {}
-        try:
-            yield
-        finally:
-            self._executor.around = None
+        self._hooks.close()
+        kind, i, j = task
+        partition = self._partitions[j]
+        if kind in (FORWARD, RECOMPUTE):
+            # What a first forward saves is gone where there is a second; that one counts.
+            self._saved[i, j] = self._tensors.num_bytes(partition.tensors_of(i))
+        elif kind == INPUT_GRADIENT:
+            self._put_off[i, j] = partition.put_off_bytes(i)
 
-    def tell(self, order: Order, control: Control, heard: Callable[[list[Any]], Any]) -> None:
-        """Tell rank 0 what the step was measured to take, if its order asks; waits for all ranks.
+    def abandon_step(self) -> None:
+        """Remove the hooks of a task that failed."""
+        self._hooks.close()
 
-        Args:
-            order: the step's.
-            control: the line to rank 0.
-            heard: on rank 0, takes all reports and returns what stages lack of memory, if any do.
+    def held(self, sizes: Mapping[Transfer, int]) -> None:
+        """Keep the bytes of the largest message of each kind between two partitions."""
+        if self._measure == BYTES:
+            for transfer, size in sizes.items():
+                self._sizes[transfer.channel] = max(size, self._sizes.get(transfer.channel, 0))
+
+    def end_step(self, order: Order) -> None:
+        """Report to rank 0 if something was measured; then waits for all ranks.
 
         Raises:
             MemoryLimitError: no plan keeps the limits; raised on every rank.
         """
-        tells = _tells(order)
-        if tells == NOTHING:
+        if self._measure == NOTHING:
             return
-        report = self._report_of_bytes() if tells == BYTES else self._report_of_times()
-        lacks = control.agree(asdict(report), heard)
+        report = self._report_of_bytes() if self._measure == BYTES else self._report_of_times()
+        lacks = self._control.agree(asdict(report), self._add_reports)
         if lacks:
             raise MemoryLimitError(lacks)
 
+    def _add_reports(self, reports: list[Any]) -> Sequence[Sequence[int]]:
+        """Take the reports of all ranks, on rank 0; return which stages lack memory, if any do."""
+        try:
+            self._auto.add_reports([Report(**report) for report in reports])
+        except MemoryLimitError as error:
+            return error.lacks
+        return ()
+
     def _report_of_times(self) -> Report:
-        tasks = [(t.task, t.start_s, t.end_s) for t in self._executor.trace.last_step()]
-        return report_of_times(tasks, self._executor.trace.last_step_s)
+        tasks = [(timed.task, timed.start_s, timed.end_s) for timed in self._trace.last_step()]
+        return report_of_times(tasks, self._trace.last_step_s)
 
     def _report_of_bytes(self) -> Report:
-        largest: dict[tuple[str, int, int], int] = {}
-        seen, self._executor.ledger.seen = self._executor.ledger.seen, None
-        for key, size in (seen or {}).items():
-            kind, source, destination = _message(key)
-            place = kind, source, destination
-            largest[place] = max(size, largest.get(place, 0))
-        sizes = [(*place, size) for place, size in largest.items()]
         saved, put_off = (
             [(j, size) for (_, j), size in found.items()] for found in (self._saved, self._put_off)
         )
+        sizes = [(*channel, size) for channel, size in self._sizes.items()]
         return Report(sizes=sizes, saved=saved, put_off=put_off)
-
-    @contextmanager
-    def _around(self, task: Task) -> Iterator[None]:
-        kind, i, j = task
-        partition = self._executor.partitions[j]
-        if kind in (FORWARD, RECOMPUTE):
-            saved = SavedTensors()
-            with saved.hooks():
-                yield
-            # What a first forward saves is gone where there is a second; that one counts.
-            self._saved[i, j] = saved.num_bytes(partition.tensors_of(i))
-        else:
-            yield
-            if kind == INPUT_GRADIENT:
-                self._put_off[i, j] = partition.put_off_bytes(i)
-
-
-def _tells(order: Order) -> str:
-    return order.detail["tells"] if order.call == "step" and order.detail else NOTHING
-
-
-def _message(key: Sequence[Any]) -> tuple[str, int, int]:
-    """Return kind, source and destination of what the ledger has under a key."""
-    if key[0] == ROOTS:
-        _, j, _ = key
-        return ROOTS, j, j
-    kind, source, destination, _ = key
-    return kind, source, destination

@@ -36,6 +36,7 @@ from procpipe.plan.simulate import Timeline, simulate
 from procpipe.plan.task import Plan
 from procpipe.tuning.model import Link, Model
 from procpipe.tuning.search import SEARCHED, fixed_plans, least_bytes, searched
+from procpipe.words import counted
 
 #: Divides layers with these costs into so many parts: ``procpipe.balance.blocks``.
 Divide = Callable[[Sequence[float], int], list[int]]
@@ -156,8 +157,8 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
     n = question.num_devices
     if n > len(model.layers):
         raise ValueError(
-            f"{n} devices are asked for, but the model has {_counted(len(model.layers))}: ask for "
-            "at most that many, or divide the model into more layers"
+            f"{n} devices are asked for, but the model has {counted(len(model.layers), 'layer')}: "
+            "ask for at most that many, or divide the model into more layers"
         )
     if n > len(model.groups):
         (first, last), *_ = model.shared
@@ -165,7 +166,7 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
         raise ValueError(
             f"{n} devices are asked for, but layers that share a parameter or buffer, as "
             f"{names[0]!r} and {names[1]!r} do, must be in one partition, with all between: that "
-            f"makes {_counted(len(model.groups), 'partition')} at most; ask for no more, or give "
+            f"makes {counted(len(model.groups), 'partition')} at most; ask for no more, or give "
             "each layer its own"
         )
     found = [
@@ -273,12 +274,12 @@ def _of_setting(
 
 
 def _balance(
-    groups: Sequence[int], weights: Sequence[float], num_parts: int, divide: Divide
+    groups: Sequence[int], weights: Sequence[float], num_partitions: int, divide: Divide
 ) -> tuple[int, ...]:
     """Divide layers, but not those of a group."""
     layers_left, groups_left = iter(weights), iter(groups)
     of_groups = [sum(islice(layers_left, count)) for count in groups]
-    return tuple(sum(islice(groups_left, count)) for count in divide(of_groups, num_parts))
+    return tuple(sum(islice(groups_left, count)) for count in divide(of_groups, num_partitions))
 
 
 def _weights(
@@ -352,10 +353,6 @@ def _with_searched(base: Proposal, limits_bytes: Sequence[int] | None) -> Propos
     held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
     total_s = simulate(plan, costs, routes).total_s
     return replace(base, schedule=SEARCHED, plan=plan, total_s=total_s, held_bytes=held)
-
-
-def _counted(number: int, what: str = "layer") -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _simplicity(schedule: str) -> int:

@@ -144,7 +144,7 @@ def fixed_plans(
     placement, n = routes.placement, routes.num_stages
     v, rest = divmod(len(placement), n)
     for schedule in SCHEDULES.values():
-        if rest or schedule.num_parts not in (None, v):
+        if rest or schedule.partitions_per_stage not in (None, v):
             continue
         if schedule.place(len(placement), n) == placement:
             yield schedule.name, schedule.plan(m, placement, recompute)

@@ -1,4 +1,4 @@
-r"""What ranks tell of a measured step, and the costs that follow from it.
+r"""What ranks report of a measured step, and the costs that follow from it.
 
 A message's way from one stage to the next cannot be timed with two clocks that do not agree. But
 there and back it can, as each stage looks at its own clock only:
@@ -22,7 +22,7 @@ from itertools import chain
 from statistics import median
 
 from procpipe.plan.costs import Costs
-from procpipe.plan.routes import ACTIVATION, SKIP, TARGET, Routes
+from procpipe.plan.routes import ACTIVATION, ROOTS, SKIP, TARGET, Routes
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
@@ -32,13 +32,10 @@ from procpipe.plan.task import (
     Task,
 )
 
-#: The kind under which a partition's roots of a backward pass are told.
-ROOTS = "output"
-
 
 @dataclass
 class Report:
-    """What one rank tells of a step; plain JSON when taken apart.
+    """What one rank reports of a step.
 
     Attributes:
         step_s: seconds of the step.
@@ -79,10 +76,10 @@ def report_of_times(tasks: Iterable[tuple[Task, float, float]], step_s: float) -
 def costs_of(
     of_bytes: Sequence[Sequence[Report]], of_seconds: Sequence[Sequence[Report]], routes: Routes
 ) -> Costs:
-    """Make costs of what all ranks have told.
+    """Make costs of what all ranks have reported.
 
     Args:
-        of_bytes: for each step whose bytes were told, the reports of all ranks.
+        of_bytes: for each step whose bytes were measured, the reports of all ranks.
         of_seconds: the same of the steps that were timed.
         routes: of those steps.
     """

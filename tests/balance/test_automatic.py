@@ -135,3 +135,29 @@ def test_by_time_ends_in_time():
     balance_by_time(1, nn.Sequential(nn.ReLU()), torch.rand(1), timeout=0.05)
 
     assert time.monotonic() - begun >= 0.05  # and it ends
+
+
+@pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
+def test_a_model_with_gradients_is_balanced_and_keeps_them(balance_by):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model(torch.rand(1, 3)).sum().backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in before if gradient is not None]
+    options = {"timeout": 0.0} if balance_by is balance_by_time else {}
+    assert balance_by(2, model, torch.rand(1, 3), **options) == [1, 1]
+    for parameter, gradient, value in zip(model.parameters(), before, values, strict=True):
+        assert parameter.grad is gradient
+        torch.testing.assert_close(parameter.grad, value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
+def test_a_model_that_takes_and_gives_a_pair_is_balanced(balance_by):
+    class Twin(nn.Module):
+        def forward(self, pair):
+            a, b = pair
+            return a * 2, b.detach()
+
+    options = {"timeout": 0.0} if balance_by is balance_by_time else {}
+    model = nn.Sequential(Twin(), Twin())
+    pair = (torch.rand(1, requires_grad=True), torch.rand(1, requires_grad=True))
+    assert sum(balance_by(1, model, pair, **options)) == 2

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.balance.blocks import blocks, check_num_parts
+from procpipe.balance.blocks import blocks, check_num_partitions
 from procpipe.errors import BalanceError
 
 
 @pytest.mark.parametrize(
-    ("costs", "num_parts", "expected"),
+    ("costs", "num_partitions", "expected"),
     [
         ([1, 2, 3, 4, 5, 6], 2, [4, 2]),  # 10 | 11
         ([1, 2, 3, 4, 5, 6], 3, [3, 2, 1]),  # 6 | 9 | 6
@@ -29,8 +29,8 @@ from procpipe.errors import BalanceError
         ([3, 1, 2], 3, [1, 1, 1]),
     ],
 )
-def test_examples(costs, num_parts, expected):
-    assert blocks(costs, num_parts) == expected
+def test_examples(costs, num_partitions, expected):
+    assert blocks(costs, num_partitions) == expected
 
 
 def test_the_smallest_largest_part_comes_before_the_smallest_sum_of_squares():
@@ -51,19 +51,21 @@ def test_of_equals_later_parts_have_more_layers():
     assert blocks([1] * 11, 3) == [3, 4, 4]
 
 
-@pytest.mark.parametrize("num_parts", [0, -1])
-def test_non_positive_number_of_parts(num_parts):
-    with pytest.raises(BalanceError, match=f"3 layers .* into {num_parts} partitions: .*at least"):
-        blocks([1, 2, 3], num_parts)
+@pytest.mark.parametrize("num_partitions", [0, -1])
+def test_non_positive_number_of_parts(num_partitions):
+    with pytest.raises(
+        BalanceError, match=f"3 layers .* into {num_partitions} partitions: .*at least"
+    ):
+        blocks([1, 2, 3], num_partitions)
 
 
-@pytest.mark.parametrize(("num_layers", "num_parts"), [(0, 1), (1, 2), (3, 5)])
-def test_fewer_layers_than_parts(num_layers, num_parts):
-    told = f"{num_layers} layers .* into {num_parts} partitions, .* at most {num_layers}"
+@pytest.mark.parametrize(("num_layers", "num_partitions"), [(0, 1), (1, 2), (3, 5)])
+def test_fewer_layers_than_parts(num_layers, num_partitions):
+    told = f"{num_layers} layers .* into {num_partitions} partitions, .* at most {num_layers}"
     with pytest.raises(ValueError, match=told):
-        blocks([1.0] * num_layers, num_parts)
+        blocks([1.0] * num_layers, num_partitions)
     with pytest.raises(BalanceError, match=told):
-        check_num_parts(num_parts, num_layers)
+        check_num_partitions(num_partitions, num_layers)
 
 
 def test_all_costs_that_are_none_are_listed():
@@ -91,9 +93,9 @@ costs = st.one_of(
 
 @given(costs=costs, data=st.data())
 def test_like_brute_force(costs, data):
-    num_parts = data.draw(st.integers(1, len(costs)))
+    num_partitions = data.draw(st.integers(1, len(costs)))
 
-    assert blocks(costs, num_parts) == best_of_all(costs, num_parts)
+    assert blocks(costs, num_partitions) == best_of_all(costs, num_partitions)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -101,16 +103,16 @@ def test_like_brute_force_of_many_parts(seed):
     numbers = random.Random(seed)
     costs = [numbers.choice([0, 1, 1, 2, 7, numbers.random()]) for _ in range(13)]
 
-    for num_parts in range(1, 14):
-        assert blocks(costs, num_parts) == best_of_all(costs, num_parts)
+    for num_partitions in range(1, 14):
+        assert blocks(costs, num_partitions) == best_of_all(costs, num_partitions)
 
 
 @given(costs=costs, factor=st.sampled_from([2.0**-60, 0.5, 2, 2.0**70]), data=st.data())
 def test_the_unit_does_not_matter(costs, factor, data):
-    num_parts = data.draw(st.integers(1, len(costs)))
+    num_partitions = data.draw(st.integers(1, len(costs)))
     scaled: list[Any] = [Fraction(cost) * Fraction(factor) for cost in costs]
 
-    assert blocks(scaled, num_parts) == blocks(costs, num_parts)
+    assert blocks(scaled, num_partitions) == blocks(costs, num_partitions)
 
 
 @pytest.mark.slow
@@ -131,10 +133,10 @@ def test_ten_thousand_layers(kind):
         assert parts == [156] * 48 + [157] * 16
 
 
-def best_of_all(costs, num_parts):
+def best_of_all(costs, num_partitions):
     """Return the best of all divisions, by the definition."""
     exact = [Fraction(cost) for cost in costs]
-    inner = combinations(range(1, len(costs)), num_parts - 1)
+    inner = combinations(range(1, len(costs)), num_partitions - 1)
     divisions = [[0, *cuts, len(costs)] for cuts in inner]
 
     def quality(cuts):

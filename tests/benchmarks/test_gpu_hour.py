@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -274,21 +275,31 @@ def test_nothing_found_is_a_table_too():
 # -- on a GPU -------------------------------------------------------------------------------------
 
 
+#: Those of a few seconds each.
+STEPS = ("parity", "host", "trace")
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_the_whole_command(tmp_path):
     done = run_script(
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmarks.__main__ import main; "
         "sys.exit(main(sys.argv[1:]))",
-        args=["gpu", "--tiny", "--steps", "parity", "--budget-s", "80", "--folder", str(tmp_path)],
+        args=["gpu", "--tiny", "--steps", *STEPS, "--budget-s", "200", "--folder", str(tmp_path)],
+        timeout_s=220.0,
     )
 
     done.check()
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("gpu.json", "gpu.md", "gpu.txt", "logs.txt", "results.jsonl")
+        *("gpu.json", "gpu.md", "gpu.txt", "logs.txt", "results.jsonl", "trace.json")
     }
     records = read(tmp_path / "results.jsonl")
     ended = {record["name"]: record["outcome"] for record in records if record["kind"] == "end"}
-    assert ended == {"versions": "done", "parity": "done"}
-    assert sum(record["kind"] == "parity" for record in records) == 4
-    assert "parity: largest difference" in (tmp_path / "gpu.md").read_text()
+    assert ended == dict.fromkeys(("versions", *STEPS), "done")
+    kinds = Counter(record["kind"] for record in records)
+    assert {kind: kinds[kind] for kind in STEPS} == {"parity": 4, "host": 2, "trace": 2}
+    text = (tmp_path / "gpu.md").read_text()
+    assert "parity: largest difference" in text
+    for record in records:
+        assert record["kind"] not in STEPS or record["name"] in text

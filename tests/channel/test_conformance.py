@@ -16,7 +16,7 @@ from procpipe.channel.cuda_ipc import CudaIpcTransport
 from procpipe.channel.link import LinkReceiver, LinkSender
 from procpipe.channel.memory import MemoryChannel
 from procpipe.channel.mesh import Mesh, Onlooker
-from procpipe.run.transports import Choice
+from procpipe.job.transports import Choice
 from tests.channel.conformance import CASES, KINDS
 from tests.channel.simulated import Device, Process
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from procpipe.channel.gpu import Gpu
 from procpipe.channel.meta import describe
-from procpipe.run.transports import Choice
+from procpipe.job.transports import Choice
 from procpipe.tree import Flat
 from tests.channel.test_conformance import Meeting, links, stories_of
 from tests.held import happens, held, hold_for

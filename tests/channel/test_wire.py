@@ -413,3 +413,20 @@ def test_one_host_is_one_host():
     sockets, address = listen(None)
     assert address.host == host_identity()
     sockets[0].close()
+
+
+def test_silent_strangers_are_waited_for_all_at_once():
+    """Rank 0 waits for the first words of all connections together, not one after the other."""
+    sockets, address = listen(None)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(8):
+            unknown = strangers.enter_context(socket.socket(socket.AF_UNIX))
+            unknown.connect(f"\0{address.unix}")
+        start_s = time.monotonic()
+        with Acceptor(sockets, timeout_s=20.0) as acceptor:
+            connect(address).close()
+            acceptor.wait_end()
+
+            assert time.monotonic() - start_s < handshake._HANDSHAKE_TIMEOUT_S
+    for sock in sockets:
+        sock.close()

@@ -36,7 +36,7 @@ def outputs(dtype=torch.float32, size=70_000):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_first_layer_that_differs_is_told(dtype):
+def test_the_first_layer_that_differs_is_named(dtype):
     x, y, z = outputs(dtype)
     assert compare([x, y, z], [x, y, z]) is None
     assert compare([x, y, z], [x, y.roll(1), z.roll(1)]) == 0
@@ -67,7 +67,7 @@ def test_rounding_is_no_difference(dtype):
     assert compare([x, centred, mean], [x, centred, mean + eps]) is None
 
 
-def test_what_layers_make_of_rounding_is_no_difference():
+def test_amplified_rounding_is_no_difference():
     x, y, z = outputs()
     rounded = y * (1 + 1e-6)
     assert compare([x, y, z], [x, rounded, z * 1.01]) is None

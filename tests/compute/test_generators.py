@@ -136,7 +136,7 @@ def test_generators_given_to_layers_later_are_found_at_the_next_mini_batch():
     assert len(generators.sources()) == before + 1
 
 
-def test_what_has_no_state_or_is_no_generator_is_left_alone():
+def test_attributes_without_a_generators_state_are_ignored():
     layer = layer_with(
         system=random.SystemRandom(), text="x", data=[torch.Generator()] * 2000, none=None
     )

@@ -292,7 +292,7 @@ def test_modules_are_in_the_mode_of_their_first_forward():
 
 
 @pytest.mark.parametrize("mini_batch", [1, 2, 16, 128])
-def test_what_begins_to_differ_later_is_told_in_the_next_mini_batch_that_is_looked_at(mini_batch):
+def test_a_later_difference_is_found_in_the_next_compared_mini_batch(mini_batch):
     differs = False
     partition = partition_of(Do(lambda t: t * (1 + differs * is_recomputing())))
     for _ in range(mini_batch - 1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import copy
 import random
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,10 +21,12 @@ from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh, shared
 from procpipe.compute.skips import SkipPorts
 from procpipe.errors import RecomputeError
-from procpipe.run.ports import Ports
+from procpipe.plan.routes import Routes, Transfer
+from procpipe.plan.task import Task
 from procpipe.skip import pop, skippable, stash
 from procpipe.skip.layout import SkipLayout
 from procpipe.tree import Flat, joined, parted
+from tests.cases import case
 from tests.compute.sizes import Sizes
 
 
@@ -155,7 +158,9 @@ def run_in_turn(
     """Run a partition a layer forward, all in this process."""
     parts: list[dict[str, nn.Module]] = [{str(k): layer} for k, layer in enumerate(layers)]
     layout, last = SkipLayout.of(parts), len(parts) - 1
-    made = {("activation", -1, 0): Flat.of((x,))}
+    routes = Routes(len(parts), tuple(layout.keys))
+    made: dict[Transfer, Flat] = {}
+    output = Flat.of((x,))
     for j, part in enumerate(parts):
         partition = Partition(
             part,
@@ -164,36 +169,33 @@ def run_in_turn(
             is_last=j == last,
             skips=SkipPorts(layout, j),
         )
-        ports = Ports.of(j, partition, last)
-        inputs = [made[kind, source, j] for kind, source in ports.inputs]
+        task = Task("F", 0, j)
+        inputs = [made[transfer] for transfer in routes.used_by(task)] or [output]
         check_fresh(inputs)
         output = partition.forward(0, joined(inputs), keep=keep, recompute=recompute)
-        for (kind, to), flat in zip(ports.outputs, parted(output, len(ports.outputs)), strict=True):
-            made[kind, j, to] = travelled(flat) if travels else flat
-    return made["activation", last, last + 1].tensors[0]
+        makes = routes.made_by(task)
+        for transfer, flat in zip(makes, parted(output, len(makes)) if makes else [], strict=True):
+            made[transfer] = travelled(flat) if travels else flat
+    return output.tensors[0]
 
 
 @pytest.mark.parametrize("travels", [True, False], ids=["between processes", "within one"])
 @pytest.mark.parametrize(("keep", "recompute"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("name", cases())
-def test_a_change_of_shared_memory_is_right_or_told(
-    name: str, keep: bool, recompute: bool, travels: bool
+def test_a_change_of_shared_memory_is_right_or_an_error(
+    keep: bool, recompute: bool, travels: bool
 ) -> None:
-    layers, blamed = cases()[name]
-    x = torch.randn(5, 4)
-    expected = nn.Sequential(*copy.deepcopy(layers))(x.clone())
-
-    def run() -> Tensor:
-        return run_in_turn(list(layers), x, keep=keep, recompute=recompute, travels=travels)
-
-    if blamed is not None:
-        with pytest.raises(RuntimeError, match=f"^layer '{blamed}' .* in place"):
-            run()
-    elif recompute and name in CHANGES_ITS_INPUT:
-        with pytest.raises(RecomputeError, match="so recomputing it would start from the wrong"):
-            run()
-    else:
-        assert torch.equal(run(), expected)
+    for name, (layers, blamed) in cases().items():
+        x = torch.randn(5, 4)
+        expected = nn.Sequential(*copy.deepcopy(layers))(x.clone())
+        told = f"^layer '{blamed}' .* in place"
+        error: type[Exception] = RuntimeError
+        if blamed is None and recompute and name in CHANGES_ITS_INPUT:
+            told, error = "so recomputing it would start from the wrong", RecomputeError
+        elif blamed is None:
+            told = ""
+        with case(name), pytest.raises(error, match=told) if told else nullcontext():
+            found = run_in_turn(list(layers), x, keep=keep, recompute=recompute, travels=travels)
+            assert torch.equal(found, expected)
 
 
 #: What recomputation refuses of every input, whatever shares its memory.
@@ -214,7 +216,7 @@ CHANGES_ITS_INPUT = ("columns", "every other", "no view", "skip, used before")
         (lambda x: [x[0, 0], x[0, 1], x[0]], [{0}, {1}, {0, 1}]),
     ],
 )
-def test_who_shares_memory(views: Any, expected: list[set[int]]) -> None:
+def test_which_tensors_share_memory(views: Any, expected: list[set[int]]) -> None:
     found = shared(views(torch.zeros(4, 6, dtype=torch.float64)), "p")
     assert [set(names) for names in found] == [{f"p/{k}" for k in of} for of in expected] or (
         found == () and not any(expected)

@@ -83,7 +83,9 @@ def test_gradients_reach_the_input() -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", [(), (None,), (42, "text"), ((), {}), (NoChunk(torch.ones(3)),)], ids=repr
+    "inputs",
+    [(), (None,), ("text",), (("text", 3),), (42, "text"), ((), {}), (NoChunk(torch.ones(3)),)],
+    ids=repr,
 )
 def test_input_without_a_tensor_to_split(inputs: tuple[Any, ...]) -> None:
     with pytest.raises(TypeError, match=r"no tensor that could be split.*pass at least one"):
@@ -125,6 +127,8 @@ def test_types_that_hide_tensors_are_refused_not_repeated() -> None:
 
 
 def test_no_chunk_takes_a_tensor_only() -> None:
+    tensor = torch.ones(2)
+    assert NoChunk(tensor).tensor is tensor
     assert "tensor([" in repr(NoChunk(torch.ones(1)))
     with pytest.raises(TypeError, match="not a list: pass the value as it is"):
         NoChunk([torch.ones(1)])  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from torch import nn
 
 from procpipe.data.remote import Remote
 from procpipe.errors import RemoteValueError
+from tests.cases import case
 
 T = torch.ones(4, 3)
 LABELS = torch.tensor([0, 1, 2, 0])
@@ -80,19 +81,18 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
-def test_operations_give_a_remote_with_the_same_backward(
-    operation: Callable[[Any], Any],
-) -> None:
-    calls = Calls()
-    result = operation(a_remote(calls))
-    assert type(result) is Remote
-    assert result.rank == 3
-    assert result.requires_grad
-    result.backward()
-    assert calls.count == 1
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert type(operation(a_remote(calls))) is Remote
+def test_operations_give_a_remote_with_the_same_backward() -> None:
+    for name, operation in OPERATIONS.items():
+        with case(name):
+            calls = Calls()
+            result = operation(a_remote(calls))
+            assert type(result) is Remote
+            assert result.rank == 3
+            assert result.requires_grad
+            result.backward()
+            assert calls.count == 1
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert type(operation(a_remote(calls))) is Remote
 
 
 @pytest.mark.parametrize("name", ["iadd", "isub", "imul", "itruediv"])
@@ -172,14 +172,11 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
-def test_reading_a_value_names_the_rank_and_the_call_that_fetches_it(
-    read: Callable[[Any], Any],
-) -> None:
-    with pytest.raises(
-        RemoteValueError, match=r"on rank 3 \(the output of stage\(input\)\): call stage\.fetch"
-    ):
-        read(a_remote())
+def test_reading_a_value_names_the_rank_and_the_call_that_fetches_it() -> None:
+    told = r"on rank 3 \(the output of stage\(input\)\): call stage\.fetch"
+    for name, read in READS.items():
+        with case(name), pytest.raises(RemoteValueError, match=told):
+            read(a_remote())
 
 
 def test_printing_says_what_it_is() -> None:

@@ -217,3 +217,29 @@ def _call(model: nn.Sequential, inputs: tuple[Any, ...]) -> Any:
         value = layer(*value) if spread else layer(value)
         spread = False
     return value
+
+
+class Do(nn.Module):
+    """A layer from a function, with a linear map of its own before it if asked for."""
+
+    def __init__(self, function: Callable[..., Any], *, learns: bool = False):
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4) if learns else None
+
+    def forward(self, *inputs):
+        if self.linear is not None:
+            inputs = (self.linear(inputs[0]), *inputs[1:])
+        return self.function(*inputs)
+
+
+def rows(num_rows=6, num_columns=4):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(num_rows, num_columns, generator=generator, dtype=torch.float64)
+
+
+def named(**layers: nn.Module) -> nn.Sequential:
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    return model.double()

@@ -33,16 +33,16 @@ def data(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.randint(3, (size,), generator=generator)
 
 
-def check_parity(bare: Any, num_parts: int, limits: Any) -> list[str]:
+def check_parity(bare: Any, partitions_per_stage: int, limits: Any) -> list[str]:
     plain = make_model()
     for name, layer in plain.named_children():
         plain.add_module(name, DeferredBatchNorm.convert_deferred_batch_norm(layer))
     schedules = []
     with stage_of(
         bare,
-        f"{num_parts} partitions a stage",
+        f"{partitions_per_stage} partitions a stage",
         make_model(),
-        BALANCES[bare.num_ranks * num_parts],
+        BALANCES[bare.num_ranks * partitions_per_stage],
         chunks=4,
         checkpoint="except_last",
         schedule="auto",
@@ -79,12 +79,12 @@ def check_parity(bare: Any, num_parts: int, limits: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_parts", "limits"),
+    ("num_ranks", "partitions_per_stage", "limits"),
     [(2, 1, None), (2, 2, None), (3, 1, [1 << 20, 1 << 20, 1 << 20]), (2, 3, None)],
     ids=["one partition", "folded", "limited", "looped"],
 )
-def test_all_steps_are_the_plain_models(ranks, num_ranks, num_parts, limits):
-    of_all = ranks(num_ranks).run(check_parity, num_parts, limits, world=False).values()
+def test_all_steps_are_the_plain_models(ranks, num_ranks, partitions_per_stage, limits):
+    of_all = ranks(num_ranks).run(check_parity, partitions_per_stage, limits, world=False).values()
     assert all(schedules == of_all[0] for schedules in of_all), "every rank is told"
     schedules = of_all[0]
     assert [s.startswith("auto: measuring, step ") for s in schedules] == [True] * 6 + [False] * 13

@@ -391,8 +391,8 @@ def check_left_out(bare, schedule, mode):
     plain = nn.Sequential(
         nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)
     ).double()
-    num_parts = bare.num_ranks * (2 if schedule in ("zb-v", "interleaved") else 1)
-    balance = [7 - num_parts, *[1] * (num_parts - 1)]
+    num_partitions = bare.num_ranks * (2 if schedule in ("zb-v", "interleaved") else 1)
+    balance = [7 - num_partitions, *[1] * (num_partitions - 1)]
     inputs, _ = make_batch(8)
     for loss_fn in (mean_of_valid, constant_if_none_is_valid, changing_its_output):
         options: Any = {"chunks": 4, "schedule": schedule, "checkpoint": mode}

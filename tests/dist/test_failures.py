@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe import Stage, is_recomputing
+from procpipe import RemoteStageError, Stage, is_recomputing
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.job.board import Board
+from tests.dist import stages
 from tests.dist.devices import devices_of_ranks, is_on_gpus
 from tests.dist.report import Failure, Outcomes
 
@@ -804,3 +805,58 @@ def runs_ahead(world):
 
 def test_a_rank_may_run_ahead_and_wait_for_another_by_other_means(ranks):
     assert ranks(2).run(runs_ahead).values() == [None, (400, INLINE_BYTES // 4)]
+
+
+# -- failing early -------------------------------------------------------------------------------
+
+MANY = 2000
+
+
+class Counting(nn.Module):
+    """Counts its calls; waits in the second one until the last stage is about to fail."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+        self.num_calls = 0
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def forward(self, input):
+        self.num_calls += 1
+        if self.num_calls == 2:
+            self.store.wait(["failing"])
+        elif self.num_calls > 2:
+            self.store.check(["failing"])  # a round trip, so that there is time to hear of it
+        return input
+
+
+class Failing(nn.Module):
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def forward(self, input):
+        self.store.set("failing", "now")
+        raise ZeroDivisionError("on purpose")
+
+
+def calls_until_told(bare):
+    counting = Counting(bare.store)
+    model = nn.Sequential(counting, nn.Identity(), Failing(bare.store))
+    with (
+        pytest.raises((ZeroDivisionError, RemoteStageError), match="on purpose"),
+        stages.stage_of(bare, "early", model, [1, 1, 1], chunks=MANY, checkpoint="never") as stage,
+    ):
+        stage(torch.ones(MANY, 2))
+    return counting.num_calls
+
+
+@pytest.mark.only_on_cpus
+def test_a_stage_does_not_run_to_its_end_when_another_has_failed(ranks):
+    num_calls, *_ = ranks(3).run(calls_until_told, world=False).values()
+    assert 2 <= num_calls < MANY

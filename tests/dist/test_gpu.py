@@ -6,9 +6,11 @@ Each test says how many GPUs it needs. Most other tests of this folder run on GP
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
+from procpipe.job.devices import nccl_shares_gpus
 from tests.dist.devices import num_gpus
 from tests.dist.script import run_forked, run_script
 
@@ -128,6 +130,25 @@ while used_bytes() > used[0] + (64 << 20):  # the other rank may not be here yet
 print("nothing is kept")
 """
 
+#: Connects, and runs all that is sent in training: says by what.
+STEPS = """
+import torch, torch.nn.functional as F
+from torch import nn
+from procpipe import Stage
+
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+stage = Stage(
+    model, [1, 1], chunks=4, schedule="1f1b", loss_fn=F.cross_entropy, devices={devices},
+    transport="nccl",
+)
+for _ in range(2):
+    assert stage.step(torch.randn(8, 8), torch.randint(4, (8,))).isfinite()
+stage.fetch(stage(torch.randn(8, 8)))
+names = {{type(each).__name__ for each in stage._world._transports}}
+stage.close()
+print(*names)
+"""
+
 
 #: As many ranks as there are GPUs: over NCCL, but for one.
 NUM_RANKS = max(n for n in (1, 2, 4, 8) if n <= max(1, num_gpus()))
@@ -145,6 +166,25 @@ def test_parity_on_gpus(dropout: float) -> None:
 def test_parity_under_torchrun() -> None:
     done = run_script(TRAINING.format(n=2, dropout=0.5, devices=None), nproc=2).check()
     assert "parity holds" in done.stdout
+
+
+@pytest.mark.gpu(2)
+def test_no_warning_of_transfers_outside_of_a_batch() -> None:
+    """Torch's: such a transfer would connect one more communicator, or wait for others."""
+    done = run_forked(STEPS.format(devices=None), num_ranks=2).check()
+    assert done.stdout.split() == ["NcclTransport"] * 2
+    assert not re.search("unbatched|P2P", done.stderr), done
+
+
+@pytest.mark.gpu
+def test_parity_by_nccl_between_two_ranks_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    if not nccl_shares_gpus():
+        pytest.skip("NCCL takes several ranks on one GPU from 2.30 on")
+    for script in TRAINING.replace("chunks=4, ", "chunks=4, transport='nccl', "), STEPS:
+        code = script.format(n=2, dropout=0.0, devices=["cuda:0"] * 2)
+        done = run_forked(code, num_ranks=2).check()
+    assert done.stdout.split() == ["NcclTransport"] * 2
 
 
 @pytest.mark.gpu(2, every=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.dist.script import run_script
+from tests.dist.devices import is_emulated
+from tests.dist.script import run_forked, run_script
 
 #: Each process sees one GPU, or none of its own, as a launcher has it: before torch is imported.
 NARROWED = """
@@ -112,3 +115,53 @@ def test_a_gpu_that_another_process_fills(monkeypatch):
     assert "procpipe: rank 1 found " in done.stderr
     assert "MiB free on cuda:1, and holds " in done.stderr
     assert "rank 0 ends, because rank 1 failed in Stage: OutOfMemoryError" in done.stderr
+
+
+SMALLER = """
+import torch
+from torch import nn
+from procpipe import Stage
+
+assert torch.cuda.get_device_properties(1).total_memory < 100 << 20
+
+class Wide(nn.Module):
+    def forward(self, x):
+        return x.repeat(1, 1 << 21)  # 32 MiB a micro-batch
+
+first = nn.Linear(2, 2)
+{layer}
+stage = Stage(nn.Sequential(first, layer), [1, 1], chunks=4, loss_fn=torch.sum)
+stage.step(torch.randn(8, 2))
+"""
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(not is_emulated(), reason="real GPUs of one machine are seldom unequal")
+@pytest.mark.parametrize(
+    ("layer", "call", "where"),
+    [
+        (
+            "layer = nn.Linear(1 << 13, 1 << 12, bias=False)  # of 128 MiB",
+            "Stage",
+            r"rank 1 found \d+ MiB free on cuda:1, and holds \d+ MiB there \(of 64\): "
+            r"give rank 1 fewer layers",
+        ),
+        (
+            "layer = nn.Sequential(Wide(), nn.Tanh())",
+            "step()",
+            r"in stage 1 \(rank 1\), task F\d@1 \(micro-batch \d\), layer '1' \(Sequential\)\n"
+            r"procpipe: out of memory on cuda:1: stage 1 held \d+ micro-batches",
+        ),
+    ],
+    ids=["weights", "activations"],
+)
+def test_a_stage_that_does_not_fit_on_the_smaller_gpu(monkeypatch, layer, call, where):
+    monkeypatch.setenv("EMULATED_GPU_MEMORY_MIB", "8192,64")
+    done = run_forked(SMALLER.format(layer=layer), num_ranks=2)
+
+    assert done.returncode != 0
+    assert not done.left_behind
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("\ntorch.OutOfMemoryError: ") == 1
+    assert re.search(where, done.stderr), done
+    assert f"rank 0 ends, because rank 1 failed in {call}: OutOfMemoryError" in done.stderr

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.dist.devices import is_emulated
 from tests.dist.script import run_forked
 
-#: Both ranks have something to send while the other one sends.
+#: Each channel has a communicator of its own: of two stages, activations and targets go down, and
+#: gradients and losses up.
+NUM_COMMUNICATORS = 4
+
+#: Rank 0's device computes nothing until both hosts have queued a step. By then its receives have
+#: taken the room that there is, as they wait for no compute, before what they wait for can be sent.
 SCRIPT = """
+import copy
+import time
 import torch
 import torch.nn.functional as F
 from torch import nn
 from procpipe import Stage
+from tests.held import held
 
 torch.manual_seed(0)
 plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).double()
 x, y = torch.randn(16, 64).double(), torch.randn(16, 64).double()
-truth = sum(F.mse_loss(plain(a), b) / 8 for a, b in zip(x.chunk(8), y.chunk(8))).item()
-stage = Stage(plain, [1, 1], chunks=8, schedule="1f1b", loss_fn=F.mse_loss, timeout_s={timeout_s})
-for _ in range(3):
-    loss = stage.step(x, y).item()
-    assert abs(loss - truth) < 1e-12, (loss, truth)
+parts = list(zip(x.chunk(8), y.chunk(8)))
+truth = sum(F.mse_loss(plain(a), b) / 8 for a, b in parts).item()
+stage = Stage(
+    plain, [1, 1], chunks=8, schedule="1f1b", checkpoint="never", loss_fn=F.mse_loss, timeout_s=15
+)
+# What is slow in a new process.
+F.mse_loss(copy.deepcopy(plain).to(stage.device)(x.to(stage.device)), y.to(stage.device)).backward()
+with torch.no_grad():
+    stage(x)
+torch.cuda.synchronize()
+(transport,) = stage._world._transports
+assert len(transport._groups) == {num_communicators}
+with held(torch.cuda.current_stream() if stage.rank == 0 else torch.cuda.Stream()):
+    loss = stage.step(x, y)
+    time.sleep(1.0)  # for the receives to begin: nothing says when they have
+print("queued", flush=True)
+assert abs(loss.item() - truth) < 1e-12, (loss, truth)
 stage.close()
-print("trained")
+print("trained", flush=True)
 """
 
 pytestmark = [
@@ -32,20 +54,24 @@ pytestmark = [
 ]
 
 
-def test_as_many_transfers_at_once_as_channels_are_enough(monkeypatch):
-    """Two stages have four: activations and targets down, gradients and losses up."""
-    monkeypatch.setenv("EMULATED_GPU_KERNEL_SLOTS", "4")
-    done = run_forked(SCRIPT.format(timeout_s=60), num_ranks=2).check()
+def train(monkeypatch, room):
+    monkeypatch.setenv("EMULATED_GPU_KERNEL_SLOTS", str(room))
+    monkeypatch.setenv("EMULATED_GPU_STARVE_MS", "0")
+    return run_forked(SCRIPT.format(num_communicators=NUM_COMMUNICATORS), num_ranks=2)
+
+
+def test_room_for_each_communicator_is_enough(monkeypatch):
+    done = train(monkeypatch, NUM_COMMUNICATORS).check()
     assert done.stdout.count("trained") == 2
 
 
-def test_one_transfer_at_once_is_enough_or_the_stall_is_an_error(monkeypatch):
-    """If both GPUs begin to send, neither has room to receive: only time tells."""
-    monkeypatch.setenv("EMULATED_GPU_KERNEL_SLOTS", "1")
-    done = run_forked(SCRIPT.format(timeout_s=8), num_ranks=2)
+def test_without_room_to_send_the_stall_is_an_error(monkeypatch):
+    done = train(monkeypatch, 1)
+    assert done.returncode != 0
     assert not done.left_behind
-    if done.returncode == 0:
-        assert done.stdout.count("trained") == 2
-    else:
-        assert "WaitTimeoutError" in done.stderr
-        assert "has waited" in done.stderr
+    assert done.stdout.split() == ["queued"] * 2
+    # One of them may be the first, and the other one end because of that.
+    story = (
+        r"WaitTimeoutError: rank [01] has waited [\d.]+ s for its device, in transfers with ranks"
+    )
+    assert len(re.findall(story, done.stderr)) >= 2

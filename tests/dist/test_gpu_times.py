@@ -12,11 +12,11 @@ from torch import nn
 
 from procpipe import Stage
 from procpipe.balance.profile import Timer
+from procpipe.job.transports import Choice
 from procpipe.job.world import World
 from procpipe.launch.doctor import probe
 from procpipe.launch.plan import check as plan_check
 from procpipe.launch.plan import measure as plan_measure
-from procpipe.run.transports import Choice
 from procpipe.tree import Flat
 from tests.dist.devices import num_gpus
 from tests.dist.stages import world_of

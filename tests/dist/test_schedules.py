@@ -93,7 +93,7 @@ def check_parity(
     bare: Any,
     schedule: str | Callable[[int, int], Plan],
     modes: Collection[str],
-    num_parts: int = 1,
+    partitions_per_stage: int = 1,
 ) -> None:
     for mode, (chunks, size) in some_of(product(modes, ((1, 5), (2, 9), (3, 11), (8, 23)))):
         plain = make_model()
@@ -101,7 +101,7 @@ def check_parity(
             bare,
             f"{mode} {chunks}",
             plain,
-            BALANCES[bare.num_ranks * num_parts],
+            BALANCES[bare.num_ranks * partitions_per_stage],
             chunks=chunks,
             checkpoint=mode,
             schedule=schedule,
@@ -132,11 +132,13 @@ def test_one_forward_one_backward_is_the_plain_model(ranks, num_ranks):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_parts"), [(1, 4), (2, 2), (2, 3), (2, 4), (3, 2), (4, 2)]
+    ("num_ranks", "partitions_per_stage"), [(1, 4), (2, 2), (2, 3), (2, 4), (3, 2), (4, 2)]
 )
-def test_interleaved_is_the_plain_model(ranks, num_ranks, num_parts):
+def test_interleaved_is_the_plain_model(ranks, num_ranks, partitions_per_stage):
     modes = MODES if num_ranks == 2 else ["except_last"]
-    ranks(num_ranks).run(check_parity, "interleaved", modes, num_parts, world=False).values()
+    ranks(num_ranks).run(
+        check_parity, "interleaved", modes, partitions_per_stage, world=False
+    ).values()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -186,10 +188,10 @@ def test_one_forward_one_backward_holds_no_more_for_more_micro_batches(ranks):
 ROWS, WIDTHS = 3, (6, 40, 3, 17, 9, 21, 2)
 
 
-def check_predicted_memory(bare: Any, schedule: str, num_parts: int) -> None:
+def check_predicted_memory(bare: Any, schedule: str, partitions_per_stage: int) -> None:
     """What a stage holds is what is simulated: sent, handed over, skipped, kept as a root."""
     n = bare.num_ranks
-    p = n * num_parts
+    p = n * partitions_per_stage
     torch.manual_seed(1)
     far = Namespace()
     layers = [nn.Sequential(nn.Linear(WIDTHS[j], WIDTHS[j + 1])) for j in range(p)]
@@ -232,11 +234,13 @@ def check_predicted_memory(bare: Any, schedule: str, num_parts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_ranks", "num_parts"),
+    ("schedule", "num_ranks", "partitions_per_stage"),
     [("zb-h1", 3, 1), ("interleaved", 2, 3), ("interleaved", 3, 2), ("zb-v", 2, 2), ("zb-v", 3, 2)],
 )
-def test_every_schedule_holds_what_is_simulated(ranks, schedule, num_ranks, num_parts):
-    ranks(num_ranks).run(check_predicted_memory, schedule, num_parts, world=False).values()
+def test_every_schedule_holds_what_is_simulated(ranks, schedule, num_ranks, partitions_per_stage):
+    ranks(num_ranks).run(
+        check_predicted_memory, schedule, partitions_per_stage, world=False
+    ).values()
 
 
 def check_other_calls(bare: Any, schedule: str) -> None:

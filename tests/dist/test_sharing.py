@@ -20,8 +20,8 @@ def run_cases(bare: Any, mode: str, schedule: str, is_training: bool) -> list[st
     for name, case in cases().items():
         plain = nn.Sequential(*case.layers).double()
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        num_parts = bare.num_ranks * (2 if schedule == "zb-v" else 1)
-        balance = {1: [4], 2: [1, 3], 4: [1, 1, 1, 1]}[num_parts]
+        num_partitions = bare.num_ranks * (2 if schedule == "zb-v" else 1)
+        balance = {1: [4], 2: [1, 3], 4: [1, 1, 1, 1]}[num_partitions]
         stage = Stage(
             copy.deepcopy(plain),
             balance,

@@ -41,20 +41,23 @@ const char* const kTypes[] = {"int8",    "uint8",    "int32",      "uint32",
                               "int64",   "uint64",   "float16",    "float32",
                               "float64", "bfloat16", "float8e4m3", "float8e5m2"};
 const size_t kSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+const char* const kOperators[] = {"sum", "product", "maximum", "minimum", "average"};
 
 // What one side of a transfer does.
 struct Offer {
   bool sends;
   int type;
   uint64_t count;
-  bool reduces = false;  // part of an all-reduce
+  int op = -1;  // of an all-reduce
 
   bool fits(const Offer& other) const {
-    return type == other.type && count == other.count && reduces == other.reduces;
+    return type == other.type && count == other.count && op == other.op;
   }
   std::string text(int rank) const {
-    const std::string verb = reduces ? " reduces " : sends ? " sends " : " receives ";
-    return "rank " + std::to_string(rank) + verb + std::to_string(count) + " of " + kTypes[type];
+    const std::string verb = op >= 0 ? " reduces " : sends ? " sends " : " receives ";
+    const std::string what = std::to_string(count) + " of " + kTypes[type];
+    const std::string how = op >= 0 ? std::string(" by ") + kOperators[op] : "";
+    return "rank " + std::to_string(rank) + verb + what + how;
   }
 };
 
@@ -423,7 +426,7 @@ CALL ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type,
                    ncclComm_t comm, cudaStream_t stream) {
   if (op >= ncclNumOps || type > ncclBfloat16)
     return refuse({ncclInvalidUsage, "a type or an operator that is not emulated"});
-  const Offer offer{true, type, count, true}, theirs{false, type, count, true};
+  const Offer offer{true, type, count, op}, theirs{false, type, count, op};
   return issue(comm, stream, in, offer, [&](Kernel& kernel, size_t bytes) {
     auto parts = std::make_shared<std::vector<char>>(bytes * comm->size);
     for (int r = 0; r < comm->size; ++r) {

@@ -167,10 +167,13 @@ def test_only_a_store_of_the_launcher_must_be_there(monkeypatch, uses_agent_stor
         port = store.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(uses_agent_store))
         endings._check_launcher()
     if uses_agent_store:
-        with pytest.raises(ConnectionRefusedError, match=f"no launcher at 127.0.0.1:{port}"):
+        with pytest.raises(
+            ConnectionRefusedError, match=f"rank 1 finds no launcher at 127.0.0.1:{port}"
+        ):
             endings._check_launcher()
     else:
         endings._check_launcher()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from procpipe.job.devices import pci_addresses
+from procpipe.job.transports import Choice
 from procpipe.job.world import World
-from procpipe.run.transports import Choice
 
 CPU = torch.device("cpu")
 

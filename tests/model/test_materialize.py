@@ -1,18 +1,23 @@
-"""Models built on the meta device get the initial values that their layers say."""
+"""Layers on the meta device get the initial values of their constructors, for every balance."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from examples.models.amoebanet import amoebanetd
 from examples.models.gpt import gpt
 from examples.models.resnet import resnet101
 from examples.models.unet import unet
-from procpipe.model.cut import materialize
+from procpipe.model.cut import check_balance, cut
+from procpipe.model.materialize import _seeded, materialize
+from tests.model.layers import a_layer_of_every_sort
+
+CPU = torch.device("cpu")
 
 BUILDERS = {
     "unet": lambda: unet(depth=2, num_convs=3, base_channels=16),
@@ -38,3 +43,162 @@ def test_values_spread_as_in_a_model_built_with_memory(
             assert value.std().item() == pytest.approx(expected[name].std().item(), rel=0.2), name
         elif value.numel() and (expected[name] == expected[name].flatten()[0]).all():
             assert value.equal(expected[name]), name
+
+
+def materialized(balance: list[int], seed: int = 7) -> dict[str, Tensor]:
+    model = a_layer_of_every_sort("meta")
+    first_index = 0
+    for layers in cut(model, check_balance(balance, 6)):
+        materialize(layers, CPU, first_index=first_index, seed=seed)
+        first_index += len(layers)
+    return model.state_dict()
+
+
+def test_values_do_not_depend_on_the_balance() -> None:
+    expected = materialized([6])
+    assert list(expected) == list(a_layer_of_every_sort().state_dict())
+    for balance in ([1, 1, 1, 1, 1, 1], [2, 4], [5, 1]):
+        state = materialized(balance)
+        assert all(torch.equal(state[key], expected[key]) for key in expected)
+    other = materialized([6], seed=8)
+    assert not torch.equal(other["0.weight"], expected["0.weight"])
+
+
+def test_values_are_those_of_the_constructors() -> None:
+    state = materialized([6])
+    for key, built in a_layer_of_every_sort().state_dict().items():
+        assert state[key].shape == built.shape
+        if built.numel() == 0 or (built == built.flatten()[0]).all():
+            assert torch.equal(state[key], built), key  # constants, as of norms and attention
+        else:
+            assert state[key].isfinite().all()
+            assert state[key].std() < 4 * built.std() + 1
+    assert not state["5.weight"][0].any()
+
+
+def test_layers_and_seeds_draw_different_numbers() -> None:
+    def weights(seed: int) -> list[Tensor]:
+        model = nn.Sequential(*(nn.Linear(2, 2, device="meta") for _ in range(3)))
+        materialize(cut(model, (3,))[0], CPU, first_index=0, seed=seed)
+        return [model[k].get_parameter("weight") for k in range(3)]
+
+    drawn = [*weights(0), *weights(1)]
+    assert len({tuple(weight.flatten().tolist()) for weight in drawn}) == 6
+
+
+@pytest.mark.gpu(2)
+def test_on_a_gpu_it_is_that_gpus_generator_that_is_seeded() -> None:
+    device = torch.device("cuda", 1)
+    drawn = []
+    for seed in range(2):
+        torch.cuda.manual_seed_all(seed)
+        with _seeded(device, 0, 3):
+            drawn.append(torch.rand(4, device=device))
+
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(*drawn)
+
+
+def test_the_callers_generator_is_untouched() -> None:
+    before = torch.get_rng_state()
+    materialized([6])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_layers_with_memory_are_moved_and_keep_their_values() -> None:
+    layer = nn.Linear(2, 2)
+    weight = layer.weight.detach().clone()
+    materialize({"0": layer}, CPU, first_index=0, seed=0)
+    assert torch.equal(layer.weight, weight)
+    materialize({"0": layer}, torch.device("meta"), first_index=0, seed=0)
+    assert layer.weight.is_meta
+
+
+def test_tied_weights_stay_tied() -> None:
+    with torch.device("meta"):
+        embedding, head = nn.Embedding(5, 2), nn.Linear(2, 5)
+        head.weight = embedding.weight
+    materialize({"0": embedding, "1": nn.Sequential(head)}, CPU, first_index=0, seed=0)
+    assert head.weight is embedding.weight
+    assert not head.weight.isnan().any()
+
+
+def test_attributes_of_parameters_are_kept() -> None:
+    layer = nn.Linear(2, 2, device="meta")
+    layer.weight.requires_grad_(False)
+    layer.weight.no_weight_decay = True  # type: ignore[attr-defined]
+    materialize({"0": layer}, CPU, first_index=0, seed=0)
+    assert layer.weight.no_weight_decay  # type: ignore[attr-defined]
+    assert not layer.weight.requires_grad
+    assert layer.bias.requires_grad
+
+
+def test_a_recurrent_layer_runs() -> None:
+    layer = nn.LSTM(2, 3, device="meta")
+    materialize({"0": layer}, CPU, first_index=0, seed=0)
+    layer(torch.ones(4, 1, 2))[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+class Scaled(nn.Module):
+    """Owns a parameter, an integer and a boolean buffer; resets what it is told to."""
+
+    def __init__(self, reset: Callable[[Any], None] | None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(2))
+        self.register_buffer("places", torch.arange(3))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool), persistent=False)
+        if reset is not None:
+            self.reset_parameters = lambda: reset(self)
+
+
+def reset_all(module: Any) -> None:
+    module.scale.data.fill_(2.0)
+    module.places.copy_(torch.arange(3))
+    module.mask = torch.ones(3, dtype=torch.bool)
+
+
+def reset_partly(module: Any) -> None:
+    nn.init.ones_(module.scale[:1])
+
+
+def test_a_custom_layer_initialises_itself() -> None:
+    with torch.device("meta"):
+        layer = Scaled(reset_all)
+    materialize({"0": layer}, CPU, first_index=0, seed=0)
+    assert layer.scale.tolist() == [2.0, 2.0]
+    assert layer.get_buffer("places").tolist() == [0, 1, 2]
+    assert layer.get_buffer("mask").all()
+
+
+def test_the_outer_module_initialises_last() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def reset_parameters(self) -> None:
+            nn.init.zeros_(self.linear.weight)
+
+    with torch.device("meta"):
+        block = Block()
+    materialize({"0": block}, CPU, first_index=0, seed=0)
+    assert not block.linear.weight.any()
+    assert block.linear.bias.all()
+
+
+def test_what_nothing_initialises_is_named() -> None:
+    with torch.device("meta"):
+        layers: dict[str, nn.Module] = {
+            "neck": nn.Sequential(nn.Linear(1, 1), Scaled(None)),
+            "head": Scaled(reset_partly),
+        }
+    with pytest.raises(ValueError, match="nothing initialises") as caught:
+        materialize(layers, CPU, first_index=0, seed=0)
+    message = str(caught.value)
+    for name in ("neck.1.scale", "neck.1.places", "neck.1.mask"):
+        assert f"{name} (Scaled has no reset_parameters())" in message
+    for name in ("head.scale", "head.places", "head.mask"):
+        assert f"{name} (Scaled.reset_parameters() leaves it unset)" in message
+    assert "neck.0" not in message
+    assert "give the layer a reset_parameters() that sets all" in message

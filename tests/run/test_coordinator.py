@@ -15,9 +15,10 @@ from procpipe.plan.schedules.named import Schedule
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
 from procpipe.run import coordinator as coordinator_module
+from procpipe.run.chooser import FixedSchedule
 from procpipe.run.control import CONTROL, Control
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.messages import LOCAL, ROUTED, Order
+from procpipe.run.messages import LOCAL, ROUTED, BatchDetail, Order
 
 
 @pytest.fixture
@@ -204,10 +205,10 @@ def test_the_target_is_sent_if_the_order_says_so(ranks, target, is_routed):
 
 
 def test_calls_without_a_plan_carry_their_detail(ranks):
-    issued = ranks[0].issue(Order("batches", 0, detail=["tuple", 2]))
+    issued = ranks[0].issue(Order("batches", 0, detail=BatchDetail(["tuple", 2])))
 
     assert issued.plan == ""
-    assert ranks[2].follow(Order("batches", 0)).detail == ["tuple", 2]
+    assert ranks[2].follow(Order("batches", 0)).detail == BatchDetail(["tuple", 2])
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,8 @@ def test_another_call_than_rank_0s_is_refused(ranks, ours, words):
 
 def test_a_plan_that_cannot_run_is_not_issued(controls, meshes):
     broken = Plan.from_text("plan m=1 n=3\nF0@0\nF0@2\nF0@1\n")
-    coordinator = Coordinator(controls[0], 0, Routes(3), Schedule("broken", lambda *_: broken))
+    schedule = Schedule("broken", lambda *_: broken)
+    coordinator = Coordinator(controls[0], 0, Routes(3), FixedSchedule(schedule))
     heard = []
     meshes[1].on(0, CONTROL, lambda *frame: heard.append(frame))
 

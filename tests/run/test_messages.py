@@ -5,29 +5,52 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.run.messages import Order, compare_facts, decode, decode_order, encode
+from procpipe.run.messages import (
+    BatchDetail,
+    FetchDetail,
+    Order,
+    StepDetail,
+    compare_facts,
+    decode,
+    decode_order,
+    encode,
+)
 
 BOTH = (True, False)
 
 COUNTS = st.lists(st.integers(0, 10_000), max_size=5).map(tuple)
-DETAIL = st.recursive(
+PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=5,
 )
-ORDERS = st.builds(
-    Order,
-    call=st.text(),
-    stage_number=st.integers(0, 9),
-    is_training=st.booleans(),
-    is_grad_enabled=st.booleans(),
-    plan=st.text(),
-    plan_text=st.text(),
-    sizes=COUNTS,
-    shares=st.lists(st.floats(0, 1)).map(tuple),
-    recompute=COUNTS,
-    target=st.text(),
-    detail=DETAIL,
+LACKS = st.lists(st.tuples(*[st.integers(0, 9)] * 3)).map(tuple)
+DETAILS = {
+    "step": st.builds(StepDetail, st.text(), st.text(), LACKS),
+    "batches": st.builds(BatchDetail, PLAIN, st.booleans()),
+    "fetch": st.builds(FetchDetail, st.integers(0, 9)),
+}
+
+
+def orders(call, detail):
+    return st.builds(
+        Order,
+        call=st.just(call),
+        stage_number=st.integers(0, 9),
+        is_training=st.booleans(),
+        is_grad_enabled=st.booleans(),
+        plan=st.text(),
+        plan_text=st.text(),
+        sizes=COUNTS,
+        shares=st.lists(st.floats(0, 1)).map(tuple),
+        recompute=COUNTS,
+        target=st.text(),
+        detail=st.none() | detail,
+    )
+
+
+ORDERS = st.text().flatmap(lambda call: orders(call, st.none())) | st.one_of(
+    [orders(*item) for item in DETAILS.items()]
 )
 
 
@@ -36,7 +59,7 @@ def test_an_order_reads_back(order):
     assert decode_order(encode(order)) == order
 
 
-@given(DETAIL)
+@given(PLAIN)
 def test_a_plain_value_reads_back(value):
     assert decode(encode(value)) == value
 

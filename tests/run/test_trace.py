@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from typing import Any
 
 from procpipe.plan.task import Task
-from procpipe.run.trace import StageStatistics, Trace, table
-from procpipe.timeline.idle import Split
+from procpipe.run.messages import Order
+from procpipe.run.statistics import Split, StageStatistics, table
+from procpipe.run.trace import Trace
 from procpipe.timeline.reporting import statistics_of, with_splits
+
+ORDER = Order("step", 0)
+
+
+def run(observer, task):
+    observer.begin_layers(task)
+    observer.end_task(task)
 
 
 def statistics(**fields):
@@ -31,10 +38,10 @@ def statistics(**fields):
 def test_tasks_are_timed_in_order_and_summed():
     trace = Trace()
     for _ in range(2):
-        trace.begin()
+        trace.begin_step(ORDER)
         for task in (Task("F", 0, 1), Task("F", 1, 1), Task("B", 1, 1)):
-            trace.ran(task, time.perf_counter_ns())
-        trace.end()
+            run(trace, task)
+        trace.end_step(ORDER)
 
     timed = trace.last_step()
     assert [str(each.task) for each in timed] == ["F0@1", "F1@1", "B1@1"]
@@ -48,10 +55,10 @@ def test_tasks_are_timed_in_order_and_summed():
 
 def test_a_step_that_failed_counts_for_nothing():
     trace = Trace()
-    trace.begin()
-    trace.ran(Task("F", 0, 0), time.perf_counter_ns())
-    trace.begin()
-    trace.end()
+    trace.begin_step(ORDER)
+    run(trace, Task("F", 0, 0))
+    trace.begin_step(ORDER)
+    trace.end_step(ORDER)
 
     assert (trace.num_steps, trace.busy_ns, dict(trace.num_tasks)) == (1, 0, {})
     assert trace.last_step() == []

@@ -28,7 +28,7 @@ def test_a_copy_is_the_same_namespace(duplicate: Callable[[Namespace], Namespace
     assert SkipKey(again, "a") in {SkipKey(namespace, "a"): 0}
 
 
-def test_a_namespace_is_told_from_another_in_print() -> None:
+def test_the_repr_distinguishes_namespaces() -> None:
     one, other = Namespace(), Namespace()
     assert repr(one) == repr(copy.deepcopy(one)) != repr(other)
     assert repr(one).startswith("<Namespace ")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from procpipe import Stage
 from procpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from procpipe.skip.tracker import PlainTracker, tracking
 from tests.skip.layers import isolated, popper, stasher
@@ -369,3 +370,56 @@ def test_a_layer_used_twice_stashes_twice() -> None:
 def test_only_a_sequential_can_be_verified() -> None:
     with pytest.raises(TypeError, match=r"Linear is not an nn\.Sequential"):
         verify_skippables(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+@skippable(stash=["skip"])
+class Give(nn.Module):
+    def __init__(self, size=3):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def extra_repr(self):
+        return "gives"
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
+        yield stash("skip", x)
+        return self.linear(x)
+
+
+@skippable(pop=["skip"])
+class Take(nn.Module):
+    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
+        skip = yield pop("skip")
+        return x + skip
+
+
+def test_a_skippable_layer_is_the_layer_itself():
+    layer = Give(3)
+    assert type(layer) is Give
+    assert repr(layer).startswith("Give(\n  gives")
+    assert list(layer.state_dict()) == ["linear.weight", "linear.bias"]
+
+
+def test_skips_of_a_model_that_repeats_its_blocks():
+    """A block used again needs a namespace of its own, inside a nested model too."""
+    torch.manual_seed(0)
+
+    def block(namespace):
+        give: Any = Give()
+        take: Any = Take()
+        return [give.isolate(namespace), nn.Tanh(), take.isolate(namespace)]
+
+    model = nn.Sequential(
+        *block(Namespace()), nn.Sequential(*block(Namespace())), *block(Namespace())
+    ).double()
+    verify_skippables(model)
+    plain = copy.deepcopy(model)
+    stage = Stage(model, [len(model)], chunks=3, checkpoint="always")
+    x = torch.randn(5, 3, dtype=torch.float64)
+    output, expected = stage(x), torch.cat([plain(part) for part in x.chunk(3)])
+    assert torch.equal(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    for ours, theirs in zip(stage.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    stage.close()

@@ -72,7 +72,7 @@ def test_nothing_is_held_after_a_forward(
     assert [reference() for reference in stashed] == [None]
 
 
-def test_it_is_let_go_as_soon_as_it_is_popped() -> None:
+def test_a_tensor_is_released_when_it_is_popped() -> None:
     """Not at the end of the forward: a later layer finds it gone."""
     found: list[object] = []
     stashed: list[weakref.ref[Tensor]] = []

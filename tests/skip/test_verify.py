@@ -83,11 +83,11 @@ MORE = "isolate one of the pairs by a Namespace"
     ],
     ids=str,
 )  # fmt: skip
-def test_all_faults_are_told_at_once(actions: tuple[str, ...], expected: list[str]) -> None:
+def test_one_error_lists_all_faults(actions: tuple[str, ...], expected: list[str]) -> None:
     assert faults_of(*actions) == expected
 
 
-def test_pairs_of_one_name_are_told_apart_by_namespaces() -> None:
+def test_namespaces_distinguish_pairs_of_one_name() -> None:
     one, other = Namespace(), Namespace()
     verify(drawn("+a", one), drawn("-a", one), drawn("+a", other), drawn("-a", other))
     verify(drawn("+a", one), drawn("+a", other), drawn("-a", one), drawn("-a", other))
@@ -102,7 +102,7 @@ def test_a_pair_in_two_namespaces_does_not_match() -> None:
     ]
 
 
-def test_layers_are_told_by_their_names_in_the_model() -> None:
+def test_errors_name_layers_as_in_the_model() -> None:
     model = nn.Sequential()
     model.add_module("encoder", drawn("+a"))
     with pytest.raises(TypeError, match="layer 'encoder' stashes 'a', but none pops it"):
@@ -125,7 +125,7 @@ def test_a_skippable_layer_may_hold_the_module_that_pops_its_tensor() -> None:
     verify(outer)
 
 
-def test_what_one_layer_stashes_inside_twice_is_told() -> None:
+def test_two_stashes_inside_one_layer_are_an_error() -> None:
     assert faults_of(nn.Sequential(drawn("+a"), drawn("+a")), "-a") == [
         "layer '0.1' stashes 'a', which layer '0.0' stashes: isolate one of the pairs by a "
         "Namespace"

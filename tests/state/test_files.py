@@ -230,7 +230,7 @@ def test_names_that_lead_to_no_file(saved, tmp_path, name):
 
 
 @pytest.mark.parametrize("shape", [(1 << 61,), (1 << 45,), (0, 1 << 61, 1 << 61)])
-def test_sizes_for_which_there_is_no_memory(saved, tmp_path, shape):
+def test_sizes_that_do_not_fit_into_memory(saved, tmp_path, shape):
     folder = copied(saved[0], tmp_path)
     rewritten(folder, "procpipe", sizes=shape)
     with pytest.raises(SavedStateError, match=r"procpipe: (the index says|.* cannot be made)"):
@@ -455,11 +455,11 @@ def test_an_optimizers_moments_have_the_parameters_shape(tmp_path, name):
         state.load(path, model, other)
         assert is_same(other.state_dict()["state"], optimizer.state_dict()["state"])
     keys = [
-        key for key, kind in read_index(path).kinds.items() if key.startswith("optimizer.state")
+        key for key, shape in read_index(path).shapes.items() if key.startswith("optimizer.state")
     ]
     assert keys
     for key in keys:
-        if read_index(path).kinds[key] is None or key.endswith("H_diag"):
+        if read_index(path).shapes[key] is None or key.endswith("H_diag"):
             continue
         changed = edited(shutil.copytree(path, tmp_path / key), lambda m, k=key: reshape(m, k))
         fresh = OPTIMIZERS[name](model.parameters(), lr=0.01, **options)

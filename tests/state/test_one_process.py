@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from procpipe import SavedStateError, state
 from procpipe.state import generators, optimizers
 from procpipe.state.background import Saving, Target
+from procpipe.state.member import Member
 from tests.dist.script import run_forked
 from tests.dist.stages import assert_same
 
@@ -91,7 +92,7 @@ def run_epochs(loader, num_epochs, stop, done=0):
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_loader_goes_on_where_it_was(make):
+def test_a_loader_resumes_where_it_was(make):
     length = len(list(make()))
     stops = {1, length - 1, length, length + 1} if make is shuffled else {length + 1}
     for stop in sorted(stops):
@@ -285,7 +286,7 @@ def test_another_kind_of_optimizer_is_refused(tmp_path, other):
 
 
 @pytest.mark.parametrize("step", [10.0, -1, "7", torch.tensor(3)])
-def test_a_step_that_no_name_tells_of(tmp_path, step):
+def test_a_step_that_cannot_be_part_of_a_name(tmp_path, step):
     with pytest.raises(ValueError, match="but must be an int of 0 or more"):
         state.save(tmp_path, nn.Linear(1, 1), step=step)
     assert list(tmp_path.iterdir()) == []
@@ -309,7 +310,9 @@ def test_what_crashes_left_is_removed_but_not_what_is_being_written(tmp_path):
 def test_a_folder_that_gets_its_name_while_another_rank_looks_for_it(tmp_path):
     draft, final = tmp_path / "draft", tmp_path / "final"
     draft.mkdir()
-    saving = Saving(nn.Linear(1, 1), Target(None, draft, final, rank=1, num_ranks=2, keep=None))
+    saving = Saving(
+        Member.of(nn.Linear(1, 1)), Target(None, draft, final, rank=1, num_ranks=2, keep=None)
+    )
     looks = []
 
     def is_there():

@@ -327,7 +327,7 @@ def go_on_from_plain(bare, folder, truth):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_what_plain_pytorch_saved_goes_on_on_stages(ranks, truth, tmp_path):
+def test_stages_resume_what_plain_pytorch_saved(ranks, truth, tmp_path):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -433,7 +433,7 @@ def load_badly(bare, folder):
     return told
 
 
-def test_all_faults_of_all_ranks_are_told_on_each(ranks, saved):
+def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
     first, second = ranks(2).run(load_badly, str(saved / "3-adam"), world=False).values()
 
     assert first == second
@@ -612,7 +612,7 @@ def save_to_full_disk(bare, folder, full_rank, asynchronous):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at-once", "background"])
 @pytest.mark.parametrize("full_rank", [0, 1])
-def test_a_full_disk_is_told_on_every_rank(ranks, tmp_path, full_rank, asynchronous):
+def test_every_rank_reports_a_full_disk(ranks, tmp_path, full_rank, asynchronous):
     job = ranks(2).run(
         save_to_full_disk, str(tmp_path), full_rank, asynchronous, world=False, timeout_s=60
     )

@@ -7,18 +7,26 @@ import json
 import pytest
 
 from procpipe.channel.mesh import Mesh, Onlooker
+from procpipe.run.trace import Trace
 from procpipe.timeline.clocks import Clocks
 from procpipe.timeline.collect import FIRST, LAST, Kept, Tracing, claimed
 
 
 def tracing(path):
     mesh = Mesh(0, {}, timeout_s=1.0, stall_timeout_s=1.0, onlooker=Onlooker())
-    return Tracing(path, mesh, Clocks(mesh), {"balance": [1], "trace": True})
+    facts = {"balance": [1], "trace": True}
+    return Tracing(path, mesh, Clocks(mesh), facts, Trace(), lambda order: "")
 
 
 def record(step):
     tasks = [["F", 0, 0, 0, 1000]]
-    return {"step": step, "begin": step * 10_000, "end": step * 10_000 + 2000, "tasks": tasks}
+    return {
+        "step": step,
+        "begin": step * 10_000,
+        "end": step * 10_000 + 2000,
+        "tasks": tasks,
+        "plan": "abc",
+    }
 
 
 def test_the_first_and_the_last_steps_are_kept():
@@ -34,9 +42,9 @@ def test_the_first_and_the_last_steps_are_kept():
 def test_a_long_run_says_what_was_left_out(tmp_path):
     one = tracing(tmp_path / "run.json")
     for k in range(FIRST + LAST + 3):
-        one.note(record(k), "abc", "plan m=1 n=1\nF0@0\n")
+        one.note(record(k), "plan m=1 n=1\nF0@0\n")
     one.finish()
-    one.write()
+    one.leave()
     other = json.loads((tmp_path / "run.json").read_text())["otherData"]
 
     assert other["kept"] == f"steps 0 to {FIRST - 1} and {FIRST + 3} to {FIRST + LAST + 2}"
@@ -48,17 +56,17 @@ def test_a_long_run_says_what_was_left_out(tmp_path):
 
 def test_it_is_written_once_and_says_whether_the_run_closed(tmp_path):
     one = tracing(tmp_path / "run.json")
-    one.write()
+    one.leave()
     one.finish()
-    one.write()
+    one.leave()
 
     assert not json.loads((tmp_path / "run.json").read_text())["otherData"]["is_closed"]
 
 
 def test_a_file_that_cannot_be_written_is_told_and_no_error(tmp_path, capsys):
     one = tracing(tmp_path / "gone" / "run.json")
-    one.note(record(0), "abc", "")
-    one.write()
+    one.note(record(0), "")
+    one.leave()
 
     assert "procpipe: the trace was not written: FileNotFoundError" in capsys.readouterr().err
 

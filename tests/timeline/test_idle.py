@@ -9,7 +9,8 @@ from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Task
-from procpipe.timeline.idle import Split, mean_seconds, replay, split, split_table
+from procpipe.run.statistics import Split, split_table
+from procpipe.timeline.idle import mean_seconds, replay, split
 from tests.timeline.recordings import EQUAL, UNEQUAL, read_step
 
 

@@ -20,17 +20,17 @@ def records(step: int = 0, start_s: int = 10) -> list[dict[str, Any]]:
             "begin": start_s * S, "end": (start_s + 8) * S,
             "tasks": [["F", 0, 0, 0, 2 * S]],
             "sends": [
-                ["activation", 0, 1, 0, 64, 2 * S, 2 * S], ["target", 0, 2, 0, 8, 2 * S, 3 * S],
+                ["activation", 0, 0, 1, 64, 2 * S, 2 * S], ["target", 0, 0, 2, 8, 2 * S, 3 * S],
             ],
-            "takes": [["loss", 2, 0, 0, 4, 3 * S, 8 * S]],
+            "takes": [["loss", 3, 2, 0, 4, 3 * S, 8 * S]],
             "layers": [[0, 0, 3 * S, 2], [0, 1, S, 2]],
         },
         {
             "step": step, "call": "step", "plan": "abc", "sizes": [4],
             "begin": (start_s + 101) * S, "end": (start_s + 108) * S,
             "tasks": [["F", 0, 1, 2 * S, 4 * S], ["F", 0, 2, 4 * S, 6 * S]],
-            "sends": [["loss", 2, 0, 0, 4, 6 * S, 6 * S]],
-            "takes": [["activation", 0, 1, 0, 64, 0, 2 * S], ["target", 0, 2, 0, 8, 2 * S, 2 * S]],
+            "sends": [["loss", 3, 2, 0, 4, 6 * S, 6 * S]],
+            "takes": [["activation", 0, 0, 1, 64, 0, 2 * S], ["target", 0, 0, 2, 8, 2 * S, 2 * S]],
             "layers": [[1, 0, 4 * S, 1], [2, 0, S, 1], [2, 1, S, 1]],
         },
     ]  # fmt: skip
@@ -70,8 +70,8 @@ def test_the_ends_of_a_message_are_brought_together() -> None:
 
 def test_messages_between_the_same_stages_are_told_apart_by_their_partitions() -> None:
     first, second = records()
-    first["sends"] = [["activation", j, j + 1, 0, 64, j * S, j * S] for j in (0, 2)]
-    second["takes"] = [["activation", j, j + 1, 0, 64, 0, (9 - j) * S] for j in (2, 0)]
+    first["sends"] = [["activation", 0, j, j + 1, 64, j * S, j * S] for j in (0, 2)]
+    second["takes"] = [["activation", 0, j, j + 1, 64, 0, (9 - j) * S] for j in (2, 0)]
     hops = merged_step([first, second], READINGS).hops
 
     assert [(hop.posted_s, hop.taken_s) for hop in hops if hop.source == 0] == [(0, 10), (2, 8)]

@@ -9,19 +9,20 @@ from dataclasses import asdict
 import pytest
 
 from procpipe.errors import MemoryLimitError
+from procpipe.model.arguments import checked_limits
 from procpipe.plan.costs import Costs
 from procpipe.plan.placement import folded
 from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.named import AUTO, SCHEDULES
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
+from procpipe.run.chooser import Choice
 from procpipe.tuning.auto import (
     BYTES,
     NOTHING,
     SECONDS,
     WHOLE,
     AutoSchedule,
-    Choice,
-    checked_limits,
 )
 from procpipe.tuning.step_costs import Report, costs_of, report_of_times
 
@@ -54,7 +55,7 @@ def told(choice: Choice, costs: Costs, routes: Routes, slower: float = 1.0) -> l
             for task in choice.plan.tasks_of(stage)
         ]
         report = report_of_times(tasks, slower * timeline.total_s - 0.125 * stage)
-        if choice.tells == BYTES:
+        if choice.measure == BYTES:
             report = Report()
             for j, its_stage in enumerate(routes.placement):
                 if its_stage != stage:
@@ -88,10 +89,10 @@ def run(
 ) -> list[Choice]:
     choices = []
     for _ in range(num_steps):
-        choice = auto.next(m, 2, recompute, routes)
+        choice = auto.choose(m, 2, recompute, routes)
         choices.append(choice)
-        if choice.tells != NOTHING:
-            auto.heard(told(choice, costs, routes, slower(choice.schedule)))
+        if choice.measure != NOTHING:
+            auto.add_reports(told(choice, costs, routes, slower(choice.schedule)))
     return choices
 
 
@@ -99,14 +100,14 @@ def test_the_story() -> None:
     choices = run(AutoSchedule(), 17)
     first = [f"measuring, step {1 + k} of 6, {('1f1b', 'zb-h1')[k % 2]}" for k in range(6)]
     assert [choice.schedule for choice in choices[:6]] == first
-    assert [choice.tells for choice in choices[:6]] == [BYTES] * 2 + [SECONDS] * 4
+    assert [choice.measure for choice in choices[:6]] == [BYTES] * 2 + [SECONDS] * 4
     assert [choice.schedule for choice in choices[6:15]] == [
         "trying 1f1b",
         "trying searched",
         "trying zb-h1",
     ] * 3
-    assert [choice.tells for choice in choices[6:15]] == [WHOLE] * 9
-    assert [(choice.schedule, choice.tells) for choice in choices[15:]] == [
+    assert [choice.measure for choice in choices[6:15]] == [WHOLE] * 9
+    assert [(choice.schedule, choice.measure) for choice in choices[15:]] == [
         ("searched", NOTHING)
     ] * 2
     assert choices[15].plan == choices[7].plan
@@ -155,14 +156,14 @@ def test_what_is_measured_to_be_fastest_stays() -> None:
 def test_the_first_plan_stays_if_nothing_is_faster_by_the_margin() -> None:
     nothing_to_put_off = Costs((1.0,) * 2, (2.0,) * 2, (1.0,) * 2, input_gradient_s=(2.0,) * 2)
     choices = run(AutoSchedule(), 8, nothing_to_put_off)
-    assert [(choice.schedule, choice.tells) for choice in choices[6:]] == [("1f1b", NOTHING)] * 2
+    assert [(choice.schedule, choice.measure) for choice in choices[6:]] == [("1f1b", NOTHING)] * 2
 
 
 def test_another_number_of_micro_batches_is_searched_for_and_not_measured() -> None:
     auto = AutoSchedule()
     run(auto, 7)
     (other,) = run(auto, 1, m=3)  # in the middle of the finals
-    assert (other.plan.num_micro_batches, other.tells) == (3, NOTHING)
+    assert (other.plan.num_micro_batches, other.measure) == (3, NOTHING)
     assert [choice.schedule for choice in run(auto, 9)] == [
         *["trying searched", "trying zb-h1", "trying 1f1b"] * 2,
         *["trying searched", "trying zb-h1"],
@@ -173,7 +174,7 @@ def test_another_number_of_micro_batches_is_searched_for_and_not_measured() -> N
 
 def test_one_stage_has_nothing_to_measure() -> None:
     (only,) = run(AutoSchedule(), 1, Costs.uniform(1), Routes(1))
-    assert (only.schedule, only.tells) == ("1f1b", NOTHING)
+    assert (only.schedule, only.measure) == ("1f1b", NOTHING)
 
 
 def again(plan: Plan) -> set[int]:
@@ -209,9 +210,9 @@ def test_where_nothing_fits_the_switch_tells() -> None:
 def test_larger_micro_batches_are_taken_to_need_more() -> None:
     auto = AutoSchedule([120, 120])
     run(auto, 16)
-    assert auto.next(4, 2, (), ROUTES).tells == NOTHING
+    assert auto.choose(4, 2, (), ROUTES).measure == NOTHING
     with pytest.raises(MemoryLimitError, match="stage 0 needs 2"):
-        auto.next(4, 4, (), ROUTES)
+        auto.choose(4, 4, (), ROUTES)
 
 
 def test_no_costs_are_made_of_reports_of_nothing() -> None:
@@ -232,12 +233,13 @@ def test_no_costs_are_made_of_reports_of_nothing() -> None:
     ],
 )
 def test_what_is_no_limit(limits: object, is_auto: bool, error: type[Exception], told: str) -> None:
+    schedule = AUTO if is_auto else SCHEDULES["gpipe"]
     with pytest.raises(error, match=told):
-        checked_limits(limits, 2, is_auto=is_auto, is_launched=True)  # type: ignore[arg-type]
+        checked_limits(limits, 2, schedule, is_launched=True)  # type: ignore[arg-type]
 
 
 def test_limits() -> None:
-    assert checked_limits(None, 2, is_auto=False, is_launched=True) is None
-    assert checked_limits(7, 2, is_auto=True, is_launched=True) == [7, 7]
-    assert checked_limits((7, 8), 2, is_auto=True, is_launched=True) == [7, 8]
-    assert checked_limits((7, 8), 1, is_auto=True, is_launched=False) == [15]
+    assert checked_limits(None, 2, SCHEDULES["gpipe"], is_launched=True) is None
+    assert checked_limits(7, 2, AUTO, is_launched=True) == [7, 7]
+    assert checked_limits((7, 8), 2, AUTO, is_launched=True) == [7, 8]
+    assert checked_limits((7, 8), 1, AUTO, is_launched=False) == [15]

@@ -1,17 +1,15 @@
-"""``nn.MultiheadAttention``, with the weights applied by another function than ``linear``.
+"""Makes an ``nn.MultiheadAttention.forward`` that calls another function than ``F.linear``.
 
-The layer calls no other layer: functions of ``torch.nn.functional`` apply its weights, by a
-``linear`` that is a name among their globals. To change it there would change it for everybody. So
-private copies are made of the functions, which find some names elsewhere:
+The layer calls functions of ``torch.nn.functional``, which look up ``linear`` in their globals. To
+replace it there would affect all code. So private copies of the functions look up some names in
+other globals:
 
     copy of MultiheadAttention.forward          F ──> torch.nn.functional, but for (1)
     (1) copy of F.multi_head_attention_forward  linear ──> ours, and (2)
     (2) copies of F._in_projection_packed       linear ──> ours
         and F._in_projection
 
-All other names are what they are in torch at the time of a call, also where someone replaced them.
-
-Knows nothing of what the other function does, nor why.
+All other names are looked up in torch at each call, so replaced ones are used too.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ from procpipe.torch_internals import IN_PROJECTIONS, IS_TESTED
 #: ``linear(input, weight, bias)``.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-#: What calls ``linear``, (2) and (1), with the names it uses that are found elsewhere:
+#: The functions (2) and (1), with the names that their copies look up elsewhere:
 #: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py
 _ATTENTION = "multi_head_attention_forward"
 _USES = {name: {"linear"} for name in IN_PROJECTIONS} | {_ATTENTION: {"linear", *IN_PROJECTIONS}}
 
 
 def is_known() -> bool:
-    """Tell whether this torch is tested and built as drawn above, and nobody changed that."""
+    """Return whether this torch is tested, and its functions are as drawn above."""
     forward = nn.MultiheadAttention.forward
     return (
         IS_TESTED
@@ -47,13 +45,11 @@ def is_known() -> bool:
 
 
 def attention_with(linear: Linear) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return a copy of ``nn.MultiheadAttention.forward`` which applies weights by ``linear``.
+    """Return a copy of ``nn.MultiheadAttention.forward`` that calls this ``linear``.
 
-    Args:
-        linear: what to call for ``torch.nn.functional.linear``. Weight and bias are the layer's
-            parameters, or views of them.
+    It gets the layer's parameters, or views of them, as weight and bias.
     """
-    assert is_known(), "ask first"
+    assert is_known(), "check first"
     names = _Names({"linear": linear}, vars(F))
     for name in _USES:
         names[name] = _copy(getattr(F, name), names)
@@ -70,14 +66,14 @@ class _Functional:
 
 
 class _Names(dict[str, Any]):
-    """A function's globals, looked up in others where they are not in these."""
+    """A function's globals; names that are not here are looked up in others."""
 
     def __init__(self, names: dict[str, Any], others: dict[str, Any]) -> None:
         super().__init__(names)
         self._others = others
 
     def __missing__(self, name: str) -> Any:
-        return self._others[name]  # a KeyError sends Python on to the builtins
+        return self._others[name]  # after a KeyError Python looks into the builtins
 
 
 def _copy(function: Any, names: _Names) -> FunctionType:
@@ -89,7 +85,7 @@ def _copy(function: Any, names: _Names) -> FunctionType:
 
 
 def _uses(function: object, names: set[str], globals_: dict[str, Any]) -> bool:
-    """Tell whether a function is Python's, and looks names up among these globals when called."""
+    """Return whether a function is Python's, and looks names up among these globals when called."""
     return (
         isinstance(function, FunctionType)
         and function.__globals__ is globals_

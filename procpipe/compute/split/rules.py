@@ -1,8 +1,7 @@
-"""The arithmetic of the layers whose weight gradients can wait: linear layers and convolutions.
+"""Computes linear layers and convolutions: forward, input gradient and weight gradients apart.
 
-For each the forward, the gradient of its input and those of its weight and bias, apart from each
-other and bit by bit what autograd computes for the stock layer, since they call the same kernels
-on the same layouts. Knows neither autograd's graph nor when anything runs.
+The results are bit by bit those of autograd for the stock layer, since the same kernels are called
+on the same layouts.
 """
 
 from __future__ import annotations
@@ -78,14 +77,14 @@ class Convolution:
 
     @classmethod
     def of(cls, layer: _ConvolutionLayer, x: Tensor) -> tuple[Convolution, Tensor]:
-        """Return the rule of a layer and its input, padded where zeros on both sides do not do."""
+        """Return the rule of a layer and its input, padded if not by zeros on both sides."""
         padding: tuple[int, ...] = (0,) * len(layer.stride)
         if layer.padding_mode != "zeros":
             x = F.pad(x, _pads(layer), mode=layer.padding_mode)
         elif layer.padding == "same":
             # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Convolution.cpp
-            # (_convolution_same): what the end has more than the beginning is padded first.
-            totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+            # (_convolution_same): pads by one at the end first, where the total is odd.
+            totals = _same_padding(layer)
             padding = tuple(total // 2 for total in totals)
             if any(total % 2 for total in totals):
                 x = F.pad(x, [p for total in reversed(totals) for p in (0, total % 2)])
@@ -94,7 +93,7 @@ class Convolution:
         return cls(layer.stride, padding, layer.dilation, layer.groups), x
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output, ``(batch, channels, ...)``."""
+        """Return the output, ``(batch, channels, …)``."""
         convolve = _CONVOLVE[len(self.stride)]
         output: Tensor = convolve(
             x, weight, bias, self.stride, self.padding, self.dilation, self.groups
@@ -139,19 +138,22 @@ class Convolution:
 
 
 def _pads(layer: _ConvolutionLayer) -> list[int]:
-    """Return what both ends of each dimension are padded with, the last dimension first.
+    """Return the padding of both ends of each dimension, the last dimension first.
 
-    Of "same" padding the end gets what cannot be halved, as ``_ConvNd.__init__`` does:
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/conv.py
+    Of an odd "same" padding the end gets one more:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/conv.py (_ConvNd.__init__)
     """
     if layer.padding == "same":
-        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-        ends = [(total // 2, total - total // 2) for total in totals]
+        ends = [(total // 2, total - total // 2) for total in _same_padding(layer)]
     elif isinstance(layer.padding, str):  # "valid"
         ends = [(0, 0) for _ in layer.kernel_size]
     else:
         ends = [(int(pad), int(pad)) for pad in layer.padding]
     return [pad for pair in reversed(ends) for pad in pair]
+
+
+def _same_padding(layer: _ConvolutionLayer) -> list[int]:
+    return [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
 
 
 _ConvolutionLayer = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -160,7 +162,7 @@ _CONVOLVE: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor as a matrix with its last dimension as columns."""
+    """Return a tensor as a matrix whose columns are its last dimension."""
     if tensor.dim() == 2:
         return tensor
     return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.unsqueeze(0)

@@ -1,26 +1,26 @@
 """A backward pass in two tasks: gradients of the inputs now (I), of the weights later (W).
 
-The next stage down waits for the inputs' gradients only, so the others can fill what would be idle
-time. What is put off are the weights and biases of ``nn.Linear``, ``nn.Conv1d/2d/3d`` and
-``nn.MultiheadAttention``, where the time goes; all other gradients are computed in I.
+The stage before waits for the inputs' gradients only, so weight gradients can fill idle time. W
+computes those of ``nn.Linear``, ``nn.Conv1d/2d/3d`` and ``nn.MultiheadAttention``, which take most
+of the time; I computes all others.
 
     F or R   x ──(1) layer.forward = ours ──> y          (2) node: keeps x and weight
     I        gradient of x <──(2) node.backward── gradient of y
                                    └──(3) x, gradient of y ──> PutOff, all that outlives I
     W        gradients of weight and bias <──(4) PutOff.run
 
-(1) is put into the layers for the time of a split task only, so that an unsplit micro-batch runs
-the stock layers. It falls back to them wherever it cannot tell that the outcome is the same: in
-compiled or transformed code, for tensors of other classes, for weights that depend on other
-layers. Layers called through functions (``F.linear(x, layer.weight)``) are in I.
+(1) is in place during a split task only, so an unsplit micro-batch runs the stock layers. It calls
+them too where the result might differ: in compiled or transformed code, for tensors of other
+classes, for weights that depend on other layers. Layers applied by functions
+(``F.linear(x, layer.weight)``) are in I.
 
 (4) starts the engine at the weights, so that hooks run and gradients are added up as always.
 
 A task may itself run a backward pass: a layer that calls ``autograd`` in its forward, or
-``torch.utils.checkpoint`` within I, whose repeated forward therefore finds (1) too.
+``torch.utils.checkpoint`` within I, whose repeated forward also runs (1).
 
-The walk over autograd's graph that ``torch.distributed.pipelining`` splits with was no choice: it
-keeps the whole graph until W, runs custom functions twice, and fails under checkpointing.
+``torch.distributed.pipelining`` walks over autograd's graph instead. That keeps the whole graph
+until W, runs custom functions twice, and fails under checkpointing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PutOff:
     """The weight gradients of one micro-batch that wait for its task W."""
 
     def __init__(self) -> None:
-        #: The task a node was made in, and the one it runs in, are told apart by this.
+        #: Distinguishes the task in which a node was made from that in which it runs.
         self.num_tasks = 0
         self._waiting: deque[_Waiting] = deque()
 
@@ -80,10 +80,7 @@ class PutOff:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are kept; what several layers share counts once.
-
-        Of memory that others keep too, as a micro-batch does its whole mini-batch's, only the part.
-        """
+        """Bytes that are kept; what several layers share counts once, of larger memory the part."""
         parts: dict[int, dict[int, int]] = {}  # by memory and place in it
         whole: dict[int, int] = {}
         for waiting in self._waiting:
@@ -95,10 +92,10 @@ class PutOff:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Add the gradients to the parameters, and let go of what they are computed from.
+        """Add the gradients to the parameters, and release what they are computed from.
 
-        One call of a layer after the other, so that one weight's gradient is in memory at a time;
-        but those that meet in a parameter in one run, as in plain training, so that hooks run once.
+        Each call of a layer alone, so that one weight's gradient is in memory at a time; but all
+        calls that share a parameter in one run, so that its hooks run once, as in plain training.
         """
         waiting = self._waiting
         uses = Counter(id(leaf) for call, *_ in waiting for leaf in _leaves_of(call))
@@ -107,7 +104,7 @@ class PutOff:
         met: set[int] = set()
         while waiting:
             call, x, gradient, versions = waiting.popleft()
-            if versions != (x._version, gradient._version):  # as autograd looks at I
+            if versions != (x._version, gradient._version):  # autograd checks the same in I
                 raise _overwritten(call)
             pairs = _weight_gradients(call, x, gradient)
             leaves = [id(leaf) for leaf in _leaves_of(call)]
@@ -123,11 +120,9 @@ class PutOff:
 
 
 class Splitter:
-    """Lets a partition's layers put off their weight gradients while a split task runs.
+    """Makes a partition's layers put off their weight gradients while a split task runs.
 
-    Args:
-        layers: the partition's.
-        anchor: a leaf that requires a gradient and gets none.
+    ``anchor`` is a leaf that requires a gradient and gets none.
     """
 
     def __init__(self, layers: Iterable[nn.Module], anchor: Tensor) -> None:
@@ -137,7 +132,7 @@ class Splitter:
         self._found: list[tuple[nn.Module, _Forward]] | None = None
 
     def into(self, put_off: PutOff | None) -> AbstractContextManager[None]:
-        """Let what runs within put off weight gradients, as one task of a split micro-batch."""
+        """Put off weight gradients within the ``with`` block, one task of a split micro-batch."""
         return _UNSPLIT if put_off is None else self._into(put_off)
 
     @contextmanager
@@ -149,7 +144,7 @@ class Splitter:
         # A user may have put a forward of their own into a layer since.
         ours = [pair for pair in self._found if "forward" not in pair[0].__dict__]
         for layer, forward in ours:
-            layer.__dict__["forward"] = forward  # past nn.Module's, which looks for parameters
+            layer.__dict__["forward"] = forward  # past nn.Module.__setattr__ and its checks
         try:
             yield
         finally:
@@ -195,7 +190,7 @@ class Splitter:
         weight, bias = layer.weight, layer.bias
         if not _can_be_put_off(layer, weight, bias, input):
             stock = conv_forward_of(type(layer))
-            assert stock is not None, "or it were not suited"
+            assert stock is not None, "checked by _suited"
             return stock(layer, input, weight, bias)
         rule, x = Convolution.of(layer, input)
         call = _Call(rule, weight, bias)
@@ -204,10 +199,10 @@ class Splitter:
         return self._apply(call, x)
 
     def _apply(self, call: _Call, x: Tensor) -> Tensor:
-        kind = x.device.type
-        is_autocast = torch.is_autocast_enabled(kind)
+        device_type = x.device.type
+        is_autocast = torch.is_autocast_enabled(device_type)
         if is_autocast and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(kind))  # or it would be done out of sight, in forward
+            x = x.to(torch.get_autocast_dtype(device_type))  # in the graph: _Node.forward is not
         output: Tensor = _Node.apply(  # type: ignore[no-untyped-call]
             call, self._put_off, self._anchor, x, is_autocast
         )
@@ -226,8 +221,8 @@ class _Node(torch.autograd.Function):
         rule, weight, bias = call
         ctx.save_for_backward(x, weight)
         if is_autocast:
-            # Autocast remembers what it makes of a parameter, here without a graph, and would give
-            # that to unsplit micro-batches: https://github.com/pytorch/pytorch/issues/158232
+            # Autocast caches the cast of a parameter, here without a graph, and would reuse it for
+            # unsplit micro-batches: https://github.com/pytorch/pytorch/issues/158232
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         return rule.forward(x, weight, bias)
 
@@ -238,7 +233,7 @@ class _Node(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         call, put_off = ctx.call, ctx.put_off
         if ctx.made_in != put_off.num_tasks or _adds_up(ctx.anchor):
-            # Detached, since the task's graph must not live on with x.
+            # Detached, or x would keep the task's graph alive.
             put_off.add(call, x.detach(), gradient)
         of_x = None
         if ctx.needs_input_grad[3]:
@@ -247,9 +242,9 @@ class _Node(torch.autograd.Function):
 
 
 def _adds_up(anchor: Tensor) -> bool:
-    """Tell, for a backward pass that a layer runs, whether it adds to the parameters' gradients.
+    """Return whether a backward pass that a layer runs adds to the parameters' gradients.
 
-    ``backward()`` does, ``autograd.grad`` does not; the one reaches the anchor, the other does not.
+    ``backward()`` does and reaches the anchor; ``autograd.grad`` does neither.
 
     Raises:
         RuntimeError: it does, and asks for a graph of the gradients.
@@ -273,7 +268,7 @@ def _overwritten(call: _Call) -> RuntimeError:
 
 
 def _weight_gradients(call: _Call, x: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the weight and the bias, as far as they want one, with their gradients."""
+    """Return the weight, and a bias that requires one, with their gradients."""
     bias = call.bias if call.bias is not None and call.bias.requires_grad else None
     of_weight, of_bias = call.rule.weight_gradients(x, gradient, call.weight, bias)
     pairs = [(call.weight, of_weight)]
@@ -288,11 +283,11 @@ def _add(pairs: list[tuple[Tensor, Tensor]]) -> None:
         run_backward(targets, gradients)
 
 
-_CONVOLUTIONS = tuple(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if conv_forward_of(kind))
+_CONVOLUTIONS: tuple[Any, ...] = tuple(filter(conv_forward_of, (nn.Conv1d, nn.Conv2d, nn.Conv3d)))
 
 #: The methods that a rule stands for, as torch made them.
-_STOCK = {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS, nn.MultiheadAttention)}
-_STOCK_INSIDE = {None} | {conv_forward_of(kind) for kind in _CONVOLUTIONS}
+_STOCK = {layer.forward for layer in (nn.Linear, *_CONVOLUTIONS, nn.MultiheadAttention)}
+_STOCK_INSIDE = {None} | set(map(conv_forward_of, _CONVOLUTIONS))
 
 #: What an attention projects query, key and value with.
 _PACKED = ("in_proj_weight",) * 3
@@ -304,7 +299,7 @@ _UNSPLIT = nullcontext()
 
 
 def _can_be_put_off(layer: nn.Module, weight: Tensor, bias: Tensor | None, input: Tensor) -> bool:
-    """Tell whether this call has a weight gradient, and the rules give what autograd would."""
+    """Return whether this call has a weight gradient that the rules compute as autograd does."""
     if torch.compiler.is_compiling():  # first, since what follows cannot be compiled
         return False
     return (
@@ -320,7 +315,7 @@ def _can_be_put_off(layer: nn.Module, weight: Tensor, bias: Tensor | None, input
 
 
 def _is_own(layer: nn.Module, computed: Tensor) -> bool:
-    """Tell whether a weight is computed from its layer's own parameters only.
+    """Return whether a weight is computed from its layer's own parameters only.
 
     As ``torch.nn.utils.parametrize`` does. One that another layer computes needs its gradient in I.
     """
@@ -329,11 +324,11 @@ def _is_own(layer: nn.Module, computed: Tensor) -> bool:
 
 
 def _projects_alike(layer: nn.MultiheadAttention, *inputs: Tensor) -> bool:
-    """Tell whether an attention's three projections of its inputs are all put off, or none.
+    """Return whether an attention's three projections of its inputs are all put off, or none.
 
-    Or else the gradient of a parameter that they share would come in two parts.
+    Otherwise the gradient of a parameter that they share would be computed in two parts.
     """
-    own = layer._parameters  # where no computed weight is: to ask for one would compute it
+    own = layer._parameters  # holds no computed weights, which an attribute would compute
     names = _PACKED if own.get(_PACKED[0]) is not None else _SEPARATE
     weights = [weight for name in names if (weight := own.get(name)) is not None]
     if len(weights) < len(names) or "in_proj_bias" not in own:
@@ -346,13 +341,13 @@ def _projects_alike(layer: nn.MultiheadAttention, *inputs: Tensor) -> bool:
 
 
 def _leaves_of(call: _Call) -> list[Tensor]:
-    """Return the parameters that get gradients from a call, one as often as it gets a part."""
+    """Return the parameters that get gradients from a call, once for each part."""
     leaves = list(_leaves(call.weight))
     return leaves if call.bias is None else [*leaves, *_leaves(call.bias)]
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the parameters that a tensor is computed from, or itself if it is one."""
+    """Yield the parameters that a tensor is computed from; a parameter itself."""
     if tensor.is_leaf and tensor.requires_grad:
         yield tensor
     nodes, seen = [tensor.grad_fn], set()
@@ -368,13 +363,13 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules with a stock forward whose parameters no module of another kind has.
+    """Return the modules with a stock forward that share no parameter with other modules.
 
-    Such a parameter (an embedding's that is the head's too) would get its gradient in two parts.
+    A shared one (of an embedding and the head, say) would get its gradient in two parts.
     """
     modules = dict.fromkeys(module for layer in layers for module in layer.modules())
     suited = [module for module in modules if _is_stock(module)]
-    while True:  # since what shares with a module that is not suited is not suited either
+    while True:  # sharing with a module that was just left out leaves a module out too
         others = modules.keys() - set(suited)
         elsewhere = {id(p) for module in others for p in _applied_by(module)} - {id(None)}
         still = [m for m in suited if elsewhere.isdisjoint(map(id, _applied_by(m)))]
@@ -384,7 +379,7 @@ def _suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _applied_by(module: nn.Module) -> list[nn.Parameter | None]:
-    """Return the parameters that a module applies: its own, and of a part that it does not call."""
+    """Return the parameters that a module applies itself; an attention also its out_proj's."""
     parameters = list(module._parameters.values())
     if isinstance(module, nn.MultiheadAttention):
         part = module._modules.get("out_proj")
@@ -393,12 +388,12 @@ def _applied_by(module: nn.Module) -> list[nn.Parameter | None]:
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """Tell whether calling a module runs a forward that a rule is known for."""
-    kind: Any = type(module)
+    """Return whether calling a module runs a forward that a rule is known for."""
+    of: Any = type(module)
     return (
         can_split_backward()
-        and kind.forward in _STOCK
-        and conv_forward_of(kind) in _STOCK_INSIDE
-        and (kind.forward is not nn.MultiheadAttention.forward or is_known())
+        and of.forward in _STOCK
+        and conv_forward_of(of) in _STOCK_INSIDE
+        and (of.forward is not nn.MultiheadAttention.forward or is_known())
         and "forward" not in module.__dict__
     )

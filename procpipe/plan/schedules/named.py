@@ -25,15 +25,17 @@ class Schedule:
         plan: makes the plan of a whole mini-batch, forward and backward, from the number of
             micro-batches, the placement and the micro-batches to recompute.
         placement: makes the stage of each partition from the numbers of partitions and of stages.
-        num_parts: how many partitions a stage it is for; None for any number.
+        partitions_per_stage: how many partitions a stage it is for; None for any number.
         count: makes the number of partitions from that of stages, where the user does not say.
+        is_measured: whether plans are chosen by measurements instead, by ``tuning.auto``.
     """
 
     name: str
     plan: Callable[[int, tuple[int, ...], Collection[int]], Plan]
     placement: Callable[[int, int], tuple[int, ...]] = looped
-    num_parts: int | None = 1
+    partitions_per_stage: int | None = 1
     count: Callable[[int], int] = lambda num_stages: num_stages
+    is_measured: bool = False
 
     def place(self, num_partitions: int, num_stages: int) -> tuple[int, ...]:
         """Return the stage of each partition.
@@ -44,9 +46,9 @@ class Schedule:
         if num_partitions == 1:
             return (0,)
         v, rest = divmod(num_partitions, num_stages)
-        if rest or v < 1 or self.num_parts not in (None, v):
+        if rest or v < 1 or self.partitions_per_stage not in (None, v):
             wanted = {1: "one partition", 2: "two partitions"}.get(
-                self.num_parts or 0, "the same number of partitions, one or more,"
+                self.partitions_per_stage or 0, "the same number of partitions, one or more,"
             )
             raise BalanceError(
                 f"the balance makes {num_partitions} partitions for {num_stages} processes, but "
@@ -90,9 +92,9 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             "1f1b", lambda m, at, recompute: one_f_one_b(m, _num_stages(at), recompute=recompute)
         ),
-        Schedule("interleaved", _interleaved, num_parts=None, count=_twice),
+        Schedule("interleaved", _interleaved, partitions_per_stage=None, count=_twice),
         Schedule("zb-h1", _zb_h1),
-        Schedule("zb-v", _zb_v, placement=folded, num_parts=2, count=_twice),
+        Schedule("zb-v", _zb_v, placement=folded, partitions_per_stage=2, count=_twice),
     )
 }
 
@@ -107,7 +109,9 @@ def _no_plan(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> 
 
 
 #: What a user asks for by ``schedule="auto"``: a placement, for which plans are searched.
-AUTO = Schedule("auto", _no_plan, placement=_auto_placement, num_parts=None)
+AUTO = Schedule(
+    "auto", _no_plan, placement=_auto_placement, partitions_per_stage=None, is_measured=True
+)
 
 
 def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
@@ -180,4 +184,4 @@ def _written(function: Callable[[int, int], Plan]) -> Schedule:
     def count(num_stages: int) -> int:
         return planned(1, num_stages).num_partitions
 
-    return Schedule("a function", plan_at, placement, num_parts=None, count=count)
+    return Schedule("a function", plan_at, placement, partitions_per_stage=None, count=count)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from procpipe.compute.partition import Partition
 from procpipe.compute.split.rules import LINEAR
 from procpipe.tree import Flat
+from tests.cases import case
 
 CPU = torch.device("cpu")
 
@@ -163,11 +164,12 @@ BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recompu
 
 
 @FLOATS
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize("shape", [(7,), (33, 7), (0, 7), (1, 7), (5, 9, 7), (2, 3, 5, 7)])
-def test_linear_layers(shape, bias, dtype):
-    layer = nn.Linear(7, 12, bias=bias, dtype=dtype)
-    check(layer, ramp(*shape, dtype=dtype), put_off=1 + bias)
+def test_linear_layers(dtype):
+    for shape in [(7,), (33, 7), (0, 7), (1, 7), (5, 9, 7), (2, 3, 5, 7)]:
+        for bias in (True, False):
+            with case(shape, f"{bias=}"):
+                layer = nn.Linear(7, 12, bias=bias, dtype=dtype)
+                check(layer, ramp(*shape, dtype=dtype), put_off=1 + bias)
 
 
 @FLOATS
@@ -268,10 +270,12 @@ CONVOLUTIONS = {
 @FLOATS
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("wants", [True, False], ids=["", "first"])
-@pytest.mark.parametrize(("layer", "shape"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_convolutions(layer, shape, wants, dtype):
-    layer = copy.deepcopy(layer).to(dtype)
-    check(layer, ramp(*shape, dtype=dtype), put_off=1 + (layer.bias is not None), wants=wants)
+def test_convolutions(wants, dtype):
+    for name, (stock, shape) in CONVOLUTIONS.items():
+        with case(name):
+            layer = copy.deepcopy(stock).to(dtype)
+            put_off = 1 + (layer.bias is not None)
+            check(layer, ramp(*shape, dtype=dtype), put_off=put_off, wants=wants)
 
 
 @FLOATS
@@ -745,7 +749,7 @@ class Workspace(nn.Module):
         return output
 
 
-def test_an_input_that_is_overwritten_before_task_w_is_told() -> None:
+def test_overwriting_an_input_before_task_w_is_an_error() -> None:
     """Autograd looks whether it was before task I, which is over by then."""
     partition = Partition({"0": Workspace()}, torch.device("cpu"), is_first=False)
     partition.begin()

@@ -50,6 +50,11 @@ RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 exec(sys.argv[1])
 """
 
+#: How long torch's agent lets ranks end where nothing else is configured: after a failure, and in
+#: torch 2.11 after a signal. No load makes that shorter, so a run that ends in half of it did not
+#: wait for it. The grace of these tests is 1 s, which leaves 14 s to a loaded machine.
+TORCHS_GRACE_S = 30
+
 #: Grandchildren in sessions of their own.
 LEAVE_SLEEPERS = 'subprocess.Popen(["sleep", "1000"], start_new_session=True)'
 
@@ -289,7 +294,7 @@ def test_sigterm_and_ranks_that_do_not_end():
     assert ended.code == 128 + signal.SIGTERM, ended
     assert ended.left == ()
     assert "procpipe: ended by SIGTERM after " in ended.err
-    assert 1 <= took_s < 25  # the grace, and not the 30 s of torch 2.11
+    assert 1 <= took_s < TORCHS_GRACE_S / 2
 
 
 def test_restarts():
@@ -326,16 +331,16 @@ while not os.path.exists("go"):
 print("no data", file=sys.stderr)
 sys.exit(3)
 """
-    # The agent itself would give it 30 s.
     with started("-n", "2", grace_s=1, script=plain(code)) as run:
         ended = run.wait()
+        took_s = time.time() - (run.folder / "go").stat().st_mtime
 
     assert ended.code == 3, ended
     assert ended.left == ()
     assert ended.err.startswith("procpipe: rank 1 ended with exit code 3\n")
     assert "Its last words on standard error:\n  no data\n" in ended.err
-    (seconds,) = re.findall(r"Exit code 3 after ([\d.]+) s", ended.err)
-    assert float(seconds) < 25
+    assert re.search(r"Exit code 3 after [\d.]+ s", ended.err)
+    assert 1 <= took_s < TORCHS_GRACE_S / 2
 
 
 def test_the_same_exception_on_all_ranks_before_any_stage():

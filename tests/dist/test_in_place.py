@@ -1,263 +1,25 @@
-"""What the tests of torchgpipe and of PyTorch's Pipe assure their users, on several processes.
-
-docs/peer_tests.md lists each of their tests with ours; here are those that had none elsewhere.
-"""
+"""Changes in place of what a stage received: right, or an error that names the layer."""
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe import NoChunk, RecomputeError, RemoteStageError
+from procpipe import RecomputeError, RemoteStageError
 from procpipe.skip import pop, skippable, stash
 from tests.dist.stages import (
     MODES,
-    assert_same,
+    Do,
     assert_same_gradients,
+    named,
     plain_step,
+    rows,
     stage_of,
 )
-
-
-class Do(nn.Module):
-    """A layer from a function, with a linear map of its own before it if asked for."""
-
-    def __init__(self, function: Callable[..., Any], *, learns: bool = False):
-        super().__init__()
-        self.function = function
-        self.linear = nn.Linear(4, 4) if learns else None
-
-    def forward(self, *inputs):
-        if self.linear is not None:
-            inputs = (self.linear(inputs[0]), *inputs[1:])
-        return self.function(*inputs)
-
-
-def rows(num_rows=6, num_columns=4):
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(num_rows, num_columns, generator=generator, dtype=torch.float64)
-
-
-def named(**layers: nn.Module) -> nn.Sequential:
-    model = nn.Sequential()
-    for name, layer in layers.items():
-        model.add_module(name, layer)
-    return model.double()
-
-
-# -- what is recomputed --------------------------------------------------------------------------
-
-
-class Held(torch.autograd.Function):
-    """Notes which of its graphs are alive."""
-
-    @staticmethod
-    def forward(ctx, input, alive):
-        ctx.token = type("Token", (), {})()
-        alive.append(weakref.ref(ctx.token))
-        return input.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-class Holding(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.alive: list[weakref.ref[Any]] = []
-
-    def forward(self, input):
-        return Held.apply(input * self.weight, self.alive)
-
-
-def num_graphs_between(bare, chunks, num_rows):
-    """Count this stage's graphs that wait between forward and backward, by mode."""
-    found: dict[str, Any] = {}
-    for mode in MODES:
-        model = nn.Sequential(*(Holding() for _ in range(bare.num_ranks)))
-        balance = [1] * bare.num_ranks
-        with stage_of(bare, mode, model, balance, chunks=chunks, checkpoint=mode) as stage:
-            output = stage(torch.ones(num_rows, 2))
-            gc.collect()
-            layer: Any = stage[0]
-            found[mode] = sum(note() is not None for note in layer.alive)
-            output.sum().backward()
-            del output
-            gc.collect()
-            assert not any(note() for note in layer.alive), mode
-    return found
-
-
-@pytest.mark.parametrize(
-    ("chunks", "num_rows", "expected"),
-    [
-        (4, 8, {"always": 0, "except_last": 1, "never": 4}),
-        (4, 3, {"always": 0, "except_last": 1, "never": 3}),  # fewer samples than chunks
-        (1, 8, {"always": 0, "except_last": 1, "never": 1}),  # the only one is the last
-    ],
-)
-def test_the_mode_says_of_which_micro_batches_a_graph_is_kept(ranks, chunks, num_rows, expected):
-    for found in ranks(3).run(num_graphs_between, chunks, num_rows, world=False).values():
-        assert found == expected
-
-
-def grad_modes_seen(bare):
-    """Return what the layer of this stage saw of the caller's grad mode, call by call."""
-    seen: list[bool] = []
-
-    def look(input):
-        seen.append(torch.is_grad_enabled())
-        return input
-
-    model = nn.Sequential(*(Do(look, learns=True) for _ in range(bare.num_ranks)))
-    with stage_of(bare, "modes", model, [1] * bare.num_ranks, checkpoint="never") as stage:
-        with torch.no_grad():
-            assert not stage(torch.ones(2, 4)).requires_grad
-        stage.eval()
-        output = stage(torch.ones(2, 4))
-        assert output.requires_grad
-        output.sum().backward()  # in eval mode gradients are there for who wants them
-        assert all(parameter.grad is not None for parameter in stage.parameters())
-        with torch.no_grad():
-            stage(torch.ones(2, 4))
-        stage.train()
-        stage(torch.ones(2, 4)).sum().backward()
-    return seen
-
-
-def test_grad_mode_is_the_callers_on_every_stage(ranks):
-    for seen in ranks(3).run(grad_modes_seen, world=False).values():
-        assert seen == [False, True, False, True]
-
-
-# -- failing early -------------------------------------------------------------------------------
-
-MANY = 2000
-
-
-class Counting(nn.Module):
-    """Counts its calls; waits in the second one until the last stage is about to fail."""
-
-    def __init__(self, store):
-        super().__init__()
-        self.store = store
-        self.num_calls = 0
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def forward(self, input):
-        self.num_calls += 1
-        if self.num_calls == 2:
-            self.store.wait(["failing"])
-        elif self.num_calls > 2:
-            self.store.check(["failing"])  # a round trip, so that there is time to hear of it
-        return input
-
-
-class Failing(nn.Module):
-    def __init__(self, store):
-        super().__init__()
-        self.store = store
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def forward(self, input):
-        self.store.set("failing", "now")
-        raise ZeroDivisionError("on purpose")
-
-
-def calls_until_told(bare):
-    counting = Counting(bare.store)
-    model = nn.Sequential(counting, nn.Identity(), Failing(bare.store))
-    with (
-        pytest.raises((ZeroDivisionError, RemoteStageError), match="on purpose"),
-        stage_of(bare, "early", model, [1, 1, 1], chunks=MANY, checkpoint="never") as stage,
-    ):
-        stage(torch.ones(MANY, 2))
-    return counting.num_calls
-
-
-def test_a_stage_does_not_run_to_its_end_when_another_has_failed(ranks):
-    num_calls, *_ = ranks(3).run(calls_until_told, world=False).values()
-    assert 2 <= num_calls < MANY
-
-
-# -- inputs and outputs as Pipe has them ---------------------------------------------------------
-
-
-def check_pipes_values(bare, balance):
-    """Several inputs, NoChunk, plain values, and outputs that cannot be concatenated."""
-    table, x, mask = rows(4), rows(7), (rows(7) > 0)[:, 0]
-    model = named(
-        first=Do(lambda x, mask, table, scale: (x @ table * scale, mask, "name"), learns=True),
-        # One layer, however many it is made of.
-        nested=nn.Sequential(
-            Do(lambda t: (torch.tanh(t[0]), *t[1:])),
-            nn.Sequential(Do(lambda t: (t[0] * t[1][:, None], t[2], len(t[0])))),
-        ),
-        last=Do(lambda t: {"out": t[0], "name": t[1], "size": t[2], "none": None, "mean": None}),
-    )
-    assert len(model) == sum(balance)
-    inputs = (x, mask, NoChunk(table), 0.5)
-
-    def loss_fn(output, target):
-        return F.mse_loss(output["out"], target)
-
-    for mode in MODES:
-        options: Any = {"checkpoint": mode, "loss_fn": loss_fn, "chunks": 3}
-        with stage_of(bare, mode, model, balance, **options) as stage:
-            expected = plain_step(model, inputs, x, 3, loss_fn)
-            assert_same(stage.step(*inputs, target=x), expected, "loss")
-            assert_same_gradients(stage, model, mode)
-            model.zero_grad()
-            with torch.no_grad():
-                output = stage.fetch(stage(*inputs))
-                assert {k: v for k, v in output.items() if k != "out"} == {
-                    "name": ["name"] * 3,
-                    "size": [3, 3, 1],
-                    "none": None,
-                    "mean": None,
-                }
-                assert output["out"].shape == (7, 4)
-                # A batch smaller than chunks makes as many micro-batches as it has samples.
-                small = (x[:2], mask[:2], *inputs[2:])
-                assert stage.fetch(stage(*small))["size"] == [1, 1]
-                # One micro-batch's output is given as it is.
-                assert stage.fetch(stage(x[:1], mask[:1], *inputs[2:]))["size"] == 1
-
-
-@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=str)
-def test_values_of_every_kind_go_in_and_come_out_as_with_pipe(ranks, balance):
-    ranks(len(balance)).run(check_pipes_values, balance, world=False).values()
-
-
-def check_tuples_as_one_input(bare, balance):
-    """A pair, and a tuple of one, given as one input, are one argument of the first layer."""
-    pair = named(first=Do(lambda t: (t[0] * 2, t[1] + 1)), last=Do(lambda t: (t[1], t[0])))
-    single = named(first=Do(lambda t: (t[0] * 2,)), last=Do(lambda t: t))
-    a, b = rows(5), rows(5)[:, :2]
-    for name, model, value in (("pair", pair, (a, b)), ("single", single, (a,))):
-        with stage_of(bare, name, model, balance, chunks=2) as stage, torch.no_grad():
-            assert_same(stage.fetch(stage(value)), model(value), name)
-
-
-@pytest.mark.parametrize("balance", [[2], [1, 1]], ids=str)
-def test_a_tuple_is_one_input(ranks, balance):
-    ranks(len(balance)).run(check_tuples_as_one_input, balance, world=False).values()
-
-
-# -- in place ------------------------------------------------------------------------------------
 
 
 def change_whole(x):
@@ -368,7 +130,7 @@ def outcomes_of_changes(bare, mode, style):
 @pytest.mark.parametrize("style", ["step", "backward"])
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_change_of_a_checkpointed_input_is_told_with_the_layer(ranks, num_ranks, mode, style):
+def test_an_error_names_the_layer_that_changes_a_recomputed_input(ranks, num_ranks, mode, style):
     by_rank = ranks(num_ranks).run(outcomes_of_changes, mode, style, world=False).values()
     assert len(by_rank[0]) == num_ranks * 17
     for name in by_rank[0]:
@@ -444,7 +206,7 @@ def change_in_the_loss(bare, mode):
         assert_same_gradients(stage, model, mode, 1e-12)
 
 
-def test_a_change_by_the_loss_function_is_told(ranks):
+def test_an_error_names_a_loss_function_that_changes_its_input(ranks):
     ranks(2).run(change_in_the_loss, "never", world=False).values()
     for mode in ("always", "except_last"):
         errors = ranks(2).run(change_in_the_loss, mode, world=False).errors()
@@ -474,7 +236,7 @@ def outcome_of_popping_in_place(bare, mode):
     return outcome(bare, mode, model, [2, 1, 2], mode, "step")
 
 
-def test_a_change_of_a_popped_skip_tensor_is_told_with_the_layer(ranks):
+def test_an_error_names_the_layer_that_changes_a_popped_skip_tensor(ranks):
     for kind, _ in ranks(3).run(outcome_of_popping_in_place, "never", world=False).values():
         assert kind == "same"
     for mode in ("always", "except_last"):
@@ -497,7 +259,7 @@ def change_a_copy(bare):
     return found
 
 
-def test_a_change_of_a_copy_is_nobodys_business(ranks):
+def test_a_copy_may_be_changed(ranks):
     for found in ranks(2).run(change_a_copy, world=False).values():
         assert found == [("same", "")] * 3
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from procpipe.job.devices import HOW_TO_SHARE
-from procpipe.run.control import Control
 
 #: All there are.
 NAMES = ("shm", "gloo", "nccl", "cuda_ipc")
@@ -53,23 +52,6 @@ class Choice(NamedTuple):
     def between(self, a: int, b: int) -> str:
         """Return the name of the transport between two ranks."""
         return "cuda_ipc" if self.gpus[a] and self.gpus[a] == self.gpus[b] else self.name
-
-
-def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> Choice:
-    """Tell the others what this rank can use; return what all use.
-
-    Every rank calls it, and it waits for all of them.
-
-    Args:
-        control: the line to the other ranks.
-        ours: this rank's offer.
-        wanted: the transport that the user asks for, or None for the best.
-
-    Raises:
-        ValueError: on rank 0, see :func:`choose`.
-    """
-    told = control.agree(ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all], wanted))
-    return Choice(*told)
 
 
 def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from procpipe import Stage
-from procpipe.run.transports import NAMES, Choice, Offer, choose
+from procpipe.job.transports import NAMES, Choice, Offer, choose
 
 SHM = Offer(["shm", "gloo"])
 GLOO = Offer(["gloo"])

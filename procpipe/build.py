@@ -1,0 +1,264 @@
+"""From the arguments of a ``Stage`` to a connected pipeline.
+
+    Settings.checked   what the user asks for               PURE of communication
+    Cut.of             this rank's layers, out of the full model
+    connect            wires, executor, chooser, observers  every rank, in the first call
+
+Balance profiles, measured schedules and recordings are optional: what they need is imported here,
+and only where the user asks for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from procpipe.batchnorm import DeferredBatchNorm
+from procpipe.compute.partition import Partition
+from procpipe.compute.skips import SkipPorts
+from procpipe.compute.wrappers import check_not_sharded
+from procpipe.job.transports import NAMES
+from procpipe.job.world import World
+from procpipe.model.arguments import checked_limits, checked_transport
+from procpipe.model.cut import (
+    check_model,
+    check_shared_parameters,
+    cut,
+    fit_balance,
+    layer_facts,
+)
+from procpipe.model.materialize import materialize
+from procpipe.optional import needed
+from procpipe.plan.placement import partitions_of
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.named import Schedule, schedule_of
+from procpipe.plan.task import Plan
+from procpipe.run.chooser import Chooser, FixedSchedule
+from procpipe.run.coordinator import Coordinator
+from procpipe.run.executor import Executor
+from procpipe.run.observer import Observer
+from procpipe.run.pipeline import Pipeline
+from procpipe.run.statistics import table
+from procpipe.run.trace import Trace
+from procpipe.run.wiring import connect as connect_wires
+from procpipe.skip.layout import SkipLayout
+from procpipe.skip.skippable import verify_skippables
+from procpipe.version import __version__
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asks for besides model and balance, checked.
+
+    Attributes:
+        schedule: the plan of each step, or how it is found.
+        limits_bytes: the most that each stage may hold, for a measured schedule.
+        transport: the name of one, or None for the best.
+        defers_batch_norm: whether batch normalisation is replaced.
+        trace: where rank 0 writes a timeline; rank 0's counts.
+    """
+
+    schedule: Schedule
+    limits_bytes: list[int] | None
+    transport: str | None
+    defers_batch_norm: bool
+    trace: str | os.PathLike[str] | None
+
+    @classmethod
+    def checked(
+        cls,
+        world: World,
+        *,
+        schedule: str | Callable[[int, int], Plan],
+        memory_limit_bytes: int | Sequence[int] | None,
+        transport: str | None,
+        defers_batch_norm: bool,
+        trace: str | os.PathLike[str] | None,
+    ) -> Settings:
+        """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
+        chosen = schedule_of(schedule)
+        limits = checked_limits(
+            memory_limit_bytes, world.num_ranks, chosen, is_launched=world.is_launched
+        )
+        chooser_of(chosen, limits)
+        checked_transport(transport, NAMES)
+        return cls(chosen, limits, transport, bool(defers_batch_norm), trace)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The model, cut into partitions, and this rank's layers of it.
+
+    Attributes:
+        balance: number of layers in each partition.
+        placement: the stage of each partition.
+        layers: this rank's layers by partition and name, on its device.
+        elsewhere: the names of all other layers.
+        skips: which skip tensors cross partitions.
+        facts: a line about each layer of the full model.
+    """
+
+    balance: list[int]
+    placement: tuple[int, ...]
+    layers: dict[int, dict[str, nn.Module]]
+    elsewhere: set[str]
+    skips: SkipLayout
+    facts: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Sequential,
+        balance: Iterable[int] | None,
+        settings: Settings,
+        world: World,
+    ) -> Cut:
+        """Cut a checked model and bring this rank's layers to its device."""
+        schedule = settings.schedule
+        entries = fit_balance(
+            balance,
+            len(module),
+            world.num_ranks,
+            is_launched=world.is_launched,
+            partitions_per_stage=schedule.partitions_per_stage,
+        )
+        placement = schedule.place(len(entries), world.num_ranks)
+        check_shared_parameters(module, entries)
+        facts = layer_facts(module)
+        parts = cut(module, entries)
+        skips = SkipLayout.of(parts)
+        ours = {j: parts[j] for j in partitions_of(placement, world.rank)}
+        for j, layers in ours.items():
+            first_index = sum(entries[:j])
+            materialize(layers, world.device, first_index=first_index, seed=torch.initial_seed())
+            if settings.defers_batch_norm:
+                for name, layer in layers.items():
+                    layers[name] = DeferredBatchNorm.convert_deferred_batch_norm(layer)
+        elsewhere = {name for j, part in enumerate(parts) if j not in ours for name in part}
+        return cls(entries, placement, ours, elsewhere, skips, facts)
+
+
+def check(module: nn.Sequential, world: World) -> None:
+    """Check that a model can be cut, and its skip tensors match."""
+    check_model(module)
+    if world.num_ranks > 1:
+        check_not_sharded(module)
+    verify_skippables(module)
+
+
+def found_balance(
+    name: str, module: nn.Sequential, sample: Any, chunks: int, world: World, schedule: Schedule
+) -> list[int]:
+    """Find a balance by name on rank 0; every rank calls it, and waits."""
+    with needed("procpipe.balance", f"balance={name!r}"):
+        from procpipe.balance.agreed import agreed_balance
+    num_partitions = schedule.count(world.num_ranks)
+    return agreed_balance(name, module, sample, chunks, world, num_partitions)
+
+
+def claim_trace(trace: str | os.PathLike[str] | None, world: World) -> None:
+    """Check before a long run that a timeline can be written; keep its file for one stage."""
+    if trace is not None:
+        with needed("procpipe.timeline", "trace=…"):
+            from procpipe.timeline.collect import claimed
+        if world.rank == 0:
+            claimed(trace)
+
+
+def chooser_of(schedule: Schedule, limits_bytes: Sequence[int] | None) -> Chooser:
+    """Return what chooses the plan of each training step."""
+    if not schedule.is_measured:
+        return FixedSchedule(schedule)
+    with needed("procpipe.tuning", f"schedule={schedule.name!r}"):
+        from procpipe.tuning.auto import AutoSchedule
+    return AutoSchedule(limits_bytes)
+
+
+def connect(
+    world: World,
+    settings: Settings,
+    cut: Cut,
+    layers: Mapping[str, nn.Module],
+    *,
+    chunks: int,
+    checkpoint: str,
+) -> Pipeline:
+    """Connect this rank to all others; every rank calls it, and it waits for all of them.
+
+    Args:
+        world: this process's place in the job.
+        settings: what the user asks for.
+        cut: the partitions.
+        layers: this rank's layers, as they are now, by name.
+        chunks: the number of micro-batches, as the user has it now.
+        checkpoint: what is recomputed, as the user has it now.
+    """
+    facts = {
+        "procpipe": __version__,
+        "torch": torch.__version__,
+        "the number of processes": world.num_ranks,
+        "balance": cut.balance,
+        "chunks": chunks,
+        "checkpoint": checkpoint,
+        "schedule": settings.schedule.name,
+        "memory_limit_bytes": settings.limits_bytes,
+        "placement": list(cut.placement),
+        "deferred_batch_norm": settings.defers_batch_norm,
+        "the type of devices": world.device.type,
+        "transport": settings.transport,
+        "trace": settings.trace is not None,
+        "layers": cut.facts,
+    }
+    partitions = {
+        j: Partition(
+            {name: layers[name] for name in names},
+            world.device,
+            is_first=j == 0,
+            is_last=j == len(cut.balance) - 1,
+            skips=SkipPorts(cut.skips, j),
+        )
+        for j, names in cut.layers.items()
+    }
+    routes = Routes(world.num_ranks, tuple(cut.skips.keys), placement=cut.placement)
+    wires = connect_wires(world, routes, facts, settings.transport)
+    chooser = chooser_of(settings.schedule, settings.limits_bytes)
+    coordinator = Coordinator(wires.control, world.rank, routes, chooser)
+    executor = Executor(world.rank, cut.placement, partitions, wires.channels)
+    trace: Trace = Trace()
+    observers: list[Observer] = []
+    # A GPU's times are recorded on the device; the host's are when tasks were launched.
+    if settings.trace is not None or (
+        settings.schedule.is_measured and world.device.type == "cuda"
+    ):
+        with needed("procpipe.timeline", "recording the times of a device"):
+            from procpipe.timeline.recorder import Recorder
+        trace = Recorder(world.device)
+    if settings.trace is not None:
+        from procpipe.timeline.clocks import Clocks
+        from procpipe.timeline.collect import Tracing
+
+        clocks = Clocks(wires.mesh)
+        observers.append(
+            Tracing(settings.trace, wires.mesh, clocks, facts, trace, coordinator.plan_text)
+        )
+    if settings.schedule.is_measured:
+        from procpipe.tuning.auto import AutoSchedule
+        from procpipe.tuning.meter import Meter
+
+        assert isinstance(chooser, AutoSchedule), "the one that is measured for"
+        observers.append(Meter(wires.control, chooser, partitions, trace))
+    return Pipeline(world, wires, executor, coordinator, trace, observers)
+
+
+def report(pipeline: Pipeline) -> str:
+    """Return a table of what all stages did; every rank calls it, and it waits for all of them."""
+    with needed("procpipe.timeline", "report()"):
+        from procpipe.timeline.reporting import report_of_all
+    statistics = report_of_all(pipeline)
+    pipeline.split = statistics[pipeline.statistics().stage].split
+    return table(statistics)

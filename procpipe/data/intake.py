@@ -1,0 +1,119 @@
+"""Begins a mini-batch on every rank: splits it, issues its order, brings the target to its place.
+
+rank 0   input ── Ingoing.of ── order: sizes, shares, where the target is ──> every rank
+the target   goes along its route, or is on the last stage already: given there by the user, or
+delivered by ``batches``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from procpipe.compute.ledger import num_bytes
+from procpipe.data.batches import Batches
+from procpipe.data.loss import Loss
+from procpipe.data.microbatch import scatter_like
+from procpipe.data.minibatch import Ingoing, MiniBatch, on_device
+from procpipe.plan.schedules.gpipe import recomputed
+from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
+
+
+class Intake:
+    """One rank's side of beginning mini-batches.
+
+    Args:
+        order: issues an order on rank 0 and follows it elsewhere.
+        loss: the user's loss function and weight.
+        batches: knows which target the last stage has already.
+        rank: this rank.
+        output_rank: the rank of the last partition.
+        device: this stage's device.
+    """
+
+    def __init__(
+        self,
+        order: Callable[..., Order],
+        loss: Loss,
+        batches: Batches,
+        rank: int,
+        output_rank: int,
+        device: torch.device,
+    ) -> None:
+        self._order = order
+        self._loss = loss
+        self._batches = batches
+        self._rank = rank
+        self._output_rank = output_rank
+        self._device = device
+
+    def begin(
+        self,
+        call: str,
+        inputs: tuple[Any, ...],
+        target: Any,
+        *,
+        chunks: int,
+        checkpoint: str,
+        is_training: bool,
+    ) -> tuple[Order, MiniBatch, Ingoing | None]:
+        """Split the mini-batch and issue its order on rank 0; follow the order elsewhere.
+
+        Args:
+            call: "step" or "forward".
+            inputs: on rank 0, the model's inputs.
+            target: of a "step", what ``loss_fn`` gets; on rank 0, or else on the last stage.
+            chunks: on rank 0, the number of micro-batches.
+            checkpoint: on rank 0, what is recomputed.
+            is_training: whether the stage is in training mode.
+        """
+        if self._rank != 0:
+            order, ingoing = self._order(call), None
+        else:
+            ingoing = Ingoing.of(inputs, chunks, self._device)
+            keeps = is_training and torch.is_grad_enabled()
+            order = self._issue(call, ingoing, target, checkpoint, keeps=keeps)
+        return order, self._mini_batch(call, order, target, ingoing), ingoing
+
+    def _issue(
+        self, call: str, ingoing: Ingoing, target: Any, checkpoint: str, *, keeps: bool
+    ) -> Order:
+        sizes = ingoing.sizes
+        decided: dict[str, Any] = {
+            "sizes": sizes,
+            "input_bytes": num_bytes(ingoing.inputs[0].tensors),  # the first is the largest
+            "recompute": tuple(sorted(recomputed(checkpoint, len(sizes)))) if keeps else (),
+        }
+        if call == "step":
+            decided["target"] = self._way_of(target)
+            if self._loss.weight is None or decided["target"] != LOCAL:
+                parts = scatter_like(target, sizes) if self._loss.weight else None
+                decided["shares"] = self._loss.shares(parts, sizes)
+        return self._order(call, **decided)
+
+    def _way_of(self, target: Any) -> str:
+        """Return how the target of a step gets to the last stage."""
+        if target is None or self._output_rank == 0:
+            return LOCAL
+        return DELIVERED if self._batches.has_delivered(target) else ROUTED
+
+    def _mini_batch(
+        self, call: str, order: Order, target: Any, ingoing: Ingoing | None
+    ) -> MiniBatch:
+        inputs = ingoing.inputs if ingoing else None
+        if call != "step":
+            return MiniBatch(inputs, keep=order.is_grad_enabled)
+        is_sender = self._rank == 0 and order.target == ROUTED
+        is_user = self._rank == self._output_rank and order.target != ROUTED
+        if is_user and order.target == DELIVERED:
+            target = self._batches.delivered_target
+        given = None  # as the user gave it: where that is on a CPU, weighing it waits for no GPU
+        if (is_sender or is_user) and target is not None:
+            given = scatter_like(target, order.sizes)
+        shares = order.shares
+        if is_user and not shares:
+            shares = self._loss.shares(given, order.sizes)
+        targets = None if given is None else [on_device(part, self._device) for part in given]
+        return MiniBatch(inputs, targets, self._loss.of, shares, keep=order.keeps_graph)

@@ -1,0 +1,149 @@
+"""Gives layers that were built on the meta device memory and initial values.
+
+A model on the meta device has shapes but no memory. Only this stage's layers are given some; their
+values depend on a seed and on each layer's index in the full model, not on the balance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+
+def materialize(
+    layers: dict[str, nn.Module], device: torch.device, *, first_index: int, seed: int
+) -> None:
+    """Move a partition's layers to a device; allocate and initialise those on the meta device.
+
+    Memory is initialised by its module's ``reset_parameters()`` and then by that of each module
+    around it, with random numbers from ``seed`` and the layer's index (``first_index`` is that of
+    the first layer). The caller's generators are left as they were. Shared tensors stay shared; the
+    last layer that initialises one counts.
+
+    Raises:
+        ValueError: lists every parameter and buffer that nothing initialises.
+    """
+    memory: dict[Tensor, Tensor] = {}
+    places = []
+    for index, (name, layer) in enumerate(layers.items(), start=first_index):
+        modules_to_reset = _modules_on_meta(layer)
+        for place in _places_on_meta(name, layer):
+            place.allocate(device, memory)
+            places.append(place)
+        if modules_to_reset:
+            with _seeded(device, seed, index):
+                for module in modules_to_reset:
+                    _reset_function(module)()
+    unwritten = {tensor for tensor in memory.values() if _is_unwritten(tensor)}
+    faults = [place.fault for place in places if place.value in unwritten]
+    if faults:
+        raise ValueError(
+            f"the model was built on the meta device, and nothing initialises {'; '.join(faults)}: "
+            "give the layer a reset_parameters() that sets all its parameters and buffers, or "
+            "build it on the CPU"
+        )
+    for layer in layers.values():
+        layer.to(device)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter or buffer on the meta device: its module, its name there and in the model."""
+
+    owner: nn.Module
+    key: str
+    full_name: str
+
+    @property
+    def value(self) -> Tensor:
+        value = getattr(self.owner, self.key)
+        assert isinstance(value, Tensor)
+        return value
+
+    @property
+    def fault(self) -> str:
+        owner = type(self.owner).__qualname__
+        if _reset_function(self.owner) is _do_nothing:
+            return f"{self.full_name} ({owner} has no reset_parameters())"
+        return f"{self.full_name} ({owner}.reset_parameters() leaves it unset)"
+
+    def allocate(self, device: torch.device, memory: dict[Tensor, Tensor]) -> None:
+        """Replace the tensor; memory is shared where the model shares the tensor."""
+        if self.value not in memory:
+            memory[self.value] = _allocated(self.value, device)
+        # By setattr, since recurrent layers keep a second list of their weights.
+        setattr(self.owner, self.key, memory[self.value])
+
+
+def _places_on_meta(name: str, layer: nn.Module) -> list[_Place]:
+    return [
+        _Place(owner, key, ".".join(filter(None, (name, path, key))))
+        for path, owner in layer.named_modules()
+        for key, tensor in chain(owner._parameters.items(), owner._buffers.items())
+        if tensor is not None and tensor.is_meta
+    ]
+
+
+def _modules_on_meta(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules with tensors on the meta device in them or below, inner ones first."""
+    outer_first = [
+        module
+        for module in layer.modules()
+        if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+    ]
+    return outer_first[::-1]
+
+
+def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return memory for a tensor on the meta device, marked for :func:`_is_unwritten`."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        memory = torch.full_like(tensor, math.nan, device=device, requires_grad=False)
+    else:
+        memory = torch.zeros_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    memory.__dict__.update(tensor.__dict__)
+    return memory
+
+
+def _is_unwritten(memory: Tensor) -> bool:
+    if memory.is_floating_point() or memory.is_complex():
+        return bool(memory.isnan().any())
+    return memory._version == 0
+
+
+def _reset_function(module: nn.Module) -> Callable[[], None]:
+    # nn.MultiheadAttention has it under a private name.
+    for name in ("reset_parameters", "_reset_parameters"):
+        function: Callable[[], None] | None = getattr(module, name, None)
+        if function is not None:
+            return function
+    return _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int, index: int) -> Iterator[None]:
+    """Draw from generators that depend on the seed and the layer only, then put them back.
+
+    The two are hashed, as layer 1 under seed 0 must not be layer 0 under seed 1.
+    """
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    layer_seed = int.from_bytes(digest, "little")
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(layer_seed)
+        if devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(layer_seed)
+        yield

@@ -1,0 +1,28 @@
+"""One clear error where a part of procpipe is asked for that this installation has left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def needed(part: str, what: str) -> Iterator[None]:
+    """Say what needs a part of procpipe, if importing it within fails because it is not there.
+
+    Args:
+        part: a package or module, ``"procpipe.tuning"``.
+        what: what the user has asked for.
+
+    Raises:
+        ModuleNotFoundError: the part is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{error.name}.".startswith(f"{part}."):
+            raise
+        raise ModuleNotFoundError(
+            f"{what} needs {part}, which this installation of procpipe lacks: install all of it",
+            name=error.name,
+        ) from None

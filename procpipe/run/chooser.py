@@ -1,0 +1,65 @@
+"""Which plan a training step runs: always the schedule's, or one that is chosen by measurements.
+
+PURE: no sockets, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.named import Schedule
+from procpipe.plan.task import Plan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan of the next training step.
+
+    Attributes:
+        plan: the plan.
+        schedule: the plan's name, for people; "" where the schedule has only one.
+        measure: what every rank measures in the step (see ``tuning.auto``); "" for nothing.
+    """
+
+    plan: Plan
+    schedule: str = ""
+    measure: str = ""
+
+
+class Chooser(Protocol):
+    """Chooses the plan of each training step, on rank 0."""
+
+    def choose(
+        self, m: int, input_bytes: int, recompute: Collection[int], routes: Routes
+    ) -> Choice:
+        """Choose the plan of the next training step.
+
+        Args:
+            m: the number of micro-batches.
+            input_bytes: the model's input of the largest micro-batch.
+            recompute: the micro-batches that the user wants recomputed.
+            routes: where tensors go in this step.
+
+        Raises:
+            MemoryLimitError: no plan keeps to the memory allowed.
+        """
+
+
+class FixedSchedule:
+    """Chooses a schedule's plan, which depends on the number of micro-batches only."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._choices: dict[tuple[int, frozenset[int]], Choice] = {}
+
+    def choose(
+        self, m: int, input_bytes: int, recompute: Collection[int], routes: Routes
+    ) -> Choice:
+        """Return the schedule's plan."""
+        key = m, frozenset(recompute)
+        if key not in self._choices:
+            self._choices[key] = Choice(self._schedule.plan(m, routes.placement, recompute))
+        return self._choices[key]

@@ -1,0 +1,123 @@
+"""What may follow a stage's work: the board, times, a recording, the measurements of "auto".
+
+    begin_step(order)
+        begin_task(task)           its turn has come; what it takes may still be on its way
+            waited(transfer, …)    for each message that it takes from another stage
+        begin_layers(task)
+            on_layer(j)(index)     for each layer
+        end_task(task)
+        sent(transfer, …)
+    held(sizes)
+    end_step(order)                or abandon_step(), if it failed
+
+An observer overrides what it needs. Events that no observer overrides cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from procpipe.plan.routes import Transfer
+from procpipe.plan.task import Task
+from procpipe.run.messages import Order
+
+
+class Observer:
+    """Does nothing at each event; subclasses override some."""
+
+    # -- of the pipeline ------------------------------------------------------------------------
+
+    def connected(self) -> None:
+        """All ranks are connected; called on rank 0, while the others wait."""
+
+    def finish(self) -> None:
+        """The pipeline closes after a good end: all was sent, and every rank calls this."""
+
+    def leave(self) -> None:
+        """The pipeline is disconnected, after a good end or a failure; must not raise."""
+
+    # -- of a step ------------------------------------------------------------------------------
+
+    def begin_step(self, order: Order) -> None:
+        """The program of an order begins."""
+
+    def end_step(self, order: Order) -> None:
+        """The program has run to its end."""
+
+    def abandon_step(self) -> None:
+        """The program failed, perhaps within a task."""
+
+    def held(self, sizes: Mapping[Transfer, int]) -> None:
+        """The step is over; ``sizes`` are the bytes of all that it held, see ``Ledger``."""
+
+    # -- of a task ------------------------------------------------------------------------------
+
+    def begin_task(self, task: Task) -> None:
+        """It is the task's turn."""
+
+    def begin_layers(self, task: Task) -> None:
+        """The task has all that it takes, and its layers run next."""
+
+    def end_task(self, task: Task) -> None:
+        """The task's layers have run."""
+
+    def on_layer(self, j: int) -> Callable[[int], None] | None:
+        """Return what is called with each layer of partition ``j`` that is entered, -1 for none."""
+
+    # -- of a message ---------------------------------------------------------------------------
+
+    def waited(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
+        """A message was taken just now, for which the stage had waited since ``start_ns``."""
+
+    def sent(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
+        """A message was sent just now; sending it began at ``start_ns``."""
+
+
+class Observers:
+    """Several observers; for each event of tasks and messages, the methods that are overridden."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self.all = tuple(observers)
+        self.begin_task = self._overridden("begin_task")
+        self.begin_layers = self._overridden("begin_layers")
+        self.end_task = self._overridden("end_task")
+        self.held = self._overridden("held")
+        self.waited = self._overridden("waited")
+        self.sent = self._overridden("sent")
+
+    def on_layer(self, j: int) -> Callable[[int], None]:
+        """Return one function for all that is called with each layer of partition ``j``."""
+        found = [each.on_layer(j) for each in self.all]
+        hooks = [hook for hook in found if hook is not None]
+        if len(hooks) == 1:
+            return hooks[0]
+
+        def enter(index: int) -> None:
+            for hook in hooks:
+                hook(index)
+
+        return enter
+
+    @contextmanager
+    def step(self, order: Order) -> Iterator[None]:
+        """Call what begins and ends a step around it."""
+        for each in self.all:
+            each.begin_step(order)
+        try:
+            yield
+        except BaseException:
+            for each in self.all:
+                each.abandon_step()
+            raise
+        for each in self.all:
+            each.end_step(order)
+
+    def _overridden(self, name: str) -> tuple[Callable[..., Any], ...]:
+        unused = getattr(Observer, name)
+        return tuple(
+            getattr(each, name) for each in self.all if getattr(type(each), name) is not unused
+        )

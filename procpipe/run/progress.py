@@ -1,0 +1,84 @@
+"""Writes on the board of this process which step, task and layer is running, for others to read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from procpipe.compute.ledger import Ledger
+from procpipe.compute.partition import Partition
+from procpipe.job.board import Board
+from procpipe.plan.task import Task
+from procpipe.run.messages import Order
+from procpipe.run.observer import Observer
+from procpipe.run.trace import Trace
+
+#: How often the memory in use on a GPU is read, which takes as long as a task takes the host.
+_READ_DEVICE_EVERY_S = 0.5
+
+
+class Progress(Observer):
+    """Keeps a board up to date.
+
+    Args:
+        board: where to write.
+        device: the stage's device.
+        partitions: the local layers, by the indices of this stage's partitions.
+        trace: has the sums of times; comes before this one among the observers.
+        ledger: counts the bytes held.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        device: torch.device,
+        partitions: Mapping[int, Partition],
+        trace: Trace,
+        ledger: Ledger,
+    ) -> None:
+        self._board = board
+        self._device = device
+        self._trace = trace
+        self._ledger = ledger
+        self._device_read_s = 0.0
+        self._num_before: dict[int, int] = {}
+        places: list[str] = []
+        for j, partition in partitions.items():
+            self._num_before[j] = len(places)
+            places += partition.places
+        board.tell_facts({"device": str(device), "layers": places})
+
+    def begin_step(self, order: Order) -> None:
+        """Write the number of micro-batches."""
+        self._board.start_mini_batch(len(order.sizes))
+
+    def begin_task(self, task: Task) -> None:
+        """Write which task runs."""
+        self._board.start_task(task.kind, task.i)
+
+    def end_task(self, task: Task) -> None:
+        """Write that none does."""
+        self._board.end_task()
+
+    def on_layer(self, j: int) -> Callable[[int], None]:
+        """Write which layer runs, by its index among all of the stage; -1 stays -1."""
+        num_before, enter_layer = self._num_before[j], self._board.enter_layer
+        if num_before == 0:
+            return enter_layer
+        return lambda index: enter_layer(index + num_before if index >= 0 else index)
+
+    def end_step(self, order: Order) -> None:
+        """Write the sums up to now."""
+        is_done = order.call != "forward" or not order.is_grad_enabled  # else backward follows
+        self._board.end_program(
+            sum(order.sizes) if is_done else 0,
+            busy_ns=self._trace.busy_ns,
+            step_ns=self._trace.step_ns,
+            held_bytes=self._ledger.peak_bytes,
+        )
+        now_s = time.monotonic()
+        if self._device.type == "cuda" and now_s > self._device_read_s + _READ_DEVICE_EVERY_S:
+            self._device_read_s = now_s
+            self._board.tell_device_bytes(torch.cuda.memory_allocated(self._device))

@@ -1,0 +1,180 @@
+"""Connects one rank to the others: sockets, what must agree, and a channel for each route.
+
+    1  a socket to each rank                               World.connect
+    2  the same pipeline? the same model and settings?     Control.agree
+    3  which transports carry large tensors                agree_on_transports
+    4  a channel for each route of the plan, and one between any two ranks beside the plan
+
+Every rank does the same in this order, and waits for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from procpipe.channel.link import LinkReceiver, LinkSender
+from procpipe.channel.mesh import Mesh
+from procpipe.errors import BalanceError, CallMismatchError, DisagreementError
+from procpipe.job.transports import Choice, Offer, choose
+from procpipe.job.world import World
+from procpipe.plan.routes import Channel, Routes
+from procpipe.run.control import Control
+from procpipe.run.executor import Channels
+from procpipe.run.messages import compare_facts
+
+#: Values that a user's call moves beside the plan (``fetch``, the targets of ``batches``).
+VALUE = "value"
+
+#: The mesh's number of the channel beside the plan; 0 is the control plane, and the channels of the
+#: plan from one rank to another are numbered from 1.
+_VALUE_NUMBER = 63
+
+
+@dataclass
+class Wires:
+    """One rank's connections.
+
+    Attributes:
+        mesh: the sockets.
+        control: small messages between rank 0 and the others.
+        channels: of the plan.
+        values_to: channels beside the plan, by destination.
+        values_from: the same by source.
+    """
+
+    mesh: Mesh
+    control: Control
+    channels: Channels
+    values_to: dict[int, LinkSender]
+    values_from: dict[int, LinkReceiver]
+
+    def close(self) -> None:
+        """Close all channels, without waiting."""
+        self.channels.senders.clear()
+        self.channels.receivers.clear()
+        self.values_to.clear()
+        self.values_from.clear()
+
+
+def connect(
+    world: World, routes: Routes, facts: dict[str, Any], transport: str | None = None
+) -> Wires:
+    """Connect this rank to all others; every rank calls it, and it waits for all of them.
+
+    Args:
+        world: this process's place in the job.
+        routes: which partitions exchange tensors, on which stages.
+        facts: what must be the same on every rank, by name; plain JSON.
+        transport: one of ``transports.NAMES``; None for the best that every rank can use.
+
+    Raises:
+        CallMismatchError: another rank is in the first call of another pipeline.
+        DisagreementError: facts differ between ranks; raised on every rank.
+        RemoteStageError: another rank failed.
+    """
+    mesh = world.connect()
+    control = Control(mesh)
+    control.agree(world.number, _check_numbers)
+    differences = control.agree(facts, compare_facts)
+    if differences:
+        raise DisagreementError(differences)
+    channels = _open_channels(world, mesh, control, routes, transport)
+    cpu = torch.device("cpu")  # values are inside tokens
+    return Wires(
+        mesh,
+        control,
+        channels,
+        {peer: LinkSender(mesh, peer, _VALUE_NUMBER, None, cpu) for peer in mesh.peers},
+        {
+            peer: LinkReceiver(mesh, peer, _VALUE_NUMBER, None, _described(VALUE, peer))
+            for peer in mesh.peers
+        },
+    )
+
+
+def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> Choice:
+    """Return which transports all ranks use; every rank calls it, and it waits for all of them.
+
+    Args:
+        control: the connection to the other ranks.
+        ours: what this rank can use.
+        wanted: the transport that the user asks for, or None for the best.
+
+    Raises:
+        ValueError: on rank 0, see :func:`choose`.
+    """
+    chosen = control.agree(
+        ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all], wanted)
+    )
+    return Choice(*chosen)
+
+
+def _check_numbers(numbers: list[int]) -> None:
+    """Check that every rank is in the first call of the same pipeline."""
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise CallMismatchError(
+                f"rank {rank} makes the first call of its pipeline {number} while rank 0 makes "
+                f"that of pipeline {numbers[0]} (counted from 0 in the order they are made): "
+                "every rank must make the same calls in the same order"
+            )
+
+
+def _open_channels(
+    world: World, mesh: Mesh, control: Control, routes: Routes, wanted: str | None
+) -> Channels:
+    """Open this rank's ends of every channel a plan may use."""
+    numbers = _numbered(routes)
+    choice = agree_on_transports(control, world.offer(), wanted)
+    transports = world.open_transports(choice, numbers.values())
+    channels = Channels()
+    if not transports:
+        return channels
+    for channel, (source, destination, number) in numbers.items():
+        payload = channel[0]
+        if source == mesh.rank:
+            transport = transports[destination]
+            what = f"{payload} to stage {destination} (rank {destination})"
+            channels.senders[channel] = LinkSender(
+                mesh, destination, number, transport, world.device, what
+            )
+        if destination == mesh.rank:
+            channels.receivers[channel] = LinkReceiver(
+                mesh, source, number, transports[source], _described(payload, source)
+            )
+
+    def poll() -> None:
+        """Read what has come, and let go of what has arrived elsewhere."""
+        mesh.poll()
+        for sender in channels.senders.values():
+            sender.reap()
+
+    channels.poll = poll
+    return channels
+
+
+def _numbered(routes: Routes) -> dict[Channel, tuple[int, int, int]]:
+    """Return source rank, destination rank and number of each channel, alike on every rank."""
+    routes = replace(routes, target=True, loss=True)
+    numbers: dict[Channel, tuple[int, int, int]] = {}
+    used: Counter[tuple[int, int]] = Counter()
+    for channel in routes.channels():
+        _, a, b = channel
+        ranks = routes.placement[a], routes.placement[b]
+        used[ranks] += 1
+        numbers[channel] = (*ranks, used[ranks])
+    if used and max(used.values()) >= _VALUE_NUMBER:
+        (source, destination), most = used.most_common(1)[0]
+        raise BalanceError(
+            f"between ranks {source} and {destination} there would be {most} channels, for skips "
+            f"between many partitions, but there can be {_VALUE_NUMBER - 1}: use fewer partitions"
+        )
+    return numbers
+
+
+def _described(payload: str, source: int) -> str:
+    return f"{payload} from stage {source} (rank {source})"

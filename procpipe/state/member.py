@@ -1,0 +1,67 @@
+"""This rank's part in a call of all ranks; a plain module is the only rank of its job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from procpipe.run.calls import Calls
+from procpipe.stage import Stage
+
+#: ``agree(ours, combine)`` brings every rank's value, plain JSON, to rank 0, calls ``combine`` with
+#: the list of them there, and returns its result, again plain JSON, on every rank.
+Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A stage, or a plain module, among those that save or load together.
+
+    Attributes:
+        cut: how the layers are cut into stages, as plain JSON; None for a plain module.
+        calls: the calls of a stage's pipeline.
+        timeout_s: how long to wait for another rank.
+    """
+
+    module: nn.Module
+    device: torch.device
+    rank: int = 0
+    num_ranks: int = 1
+    cut: dict[str, list[int]] | None = None
+    calls: Calls | None = None
+    timeout_s: float = math.inf
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Member:
+        """Return the member that a module is."""
+        if not isinstance(module, Stage):
+            on = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+            return cls(module, on)
+        cut = {"balance": module.balance, "placement": module.placement}
+        place = module.device, module.rank, len(module.devices)
+        return cls(module, *place, cut, module._calls, module._world._timeout_s)
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[Agree]:
+        """Make a call on every rank; an exception in it on one rank ends it on all."""
+        if not isinstance(self.module, Stage):
+            yield lambda ours, combine: combine([ours])
+            return
+        with self.module._calls.together(name) as pipeline:
+            self.module._order(name)
+            yield pipeline.control.agree
+
+
+def raise_faults(headline: str, faults: list[str]) -> None:
+    """Raise the faults of all ranks, if any, as one error on every rank.
+
+    All ranks raise at the same place, so the stage can still be used.
+    """
+    if faults:
+        raise ValueError(headline + ":\n" + "\n".join(f"  - {fault}" for fault in faults))

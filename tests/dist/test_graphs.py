@@ -1,0 +1,97 @@
+"""What each checkpoint mode keeps of a micro-batch's autograd graph, and the caller's grad mode."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dist.stages import MODES, Do, stage_of
+
+
+class Held(torch.autograd.Function):
+    """Notes which of its graphs are alive."""
+
+    @staticmethod
+    def forward(ctx, input, alive):
+        ctx.token = type("Token", (), {})()
+        alive.append(weakref.ref(ctx.token))
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.alive: list[weakref.ref[Any]] = []
+
+    def forward(self, input):
+        return Held.apply(input * self.weight, self.alive)
+
+
+def num_graphs_between(bare, chunks, num_rows):
+    """Count this stage's graphs that wait between forward and backward, by mode."""
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        model = nn.Sequential(*(Holding() for _ in range(bare.num_ranks)))
+        balance = [1] * bare.num_ranks
+        with stage_of(bare, mode, model, balance, chunks=chunks, checkpoint=mode) as stage:
+            output = stage(torch.ones(num_rows, 2))
+            gc.collect()
+            layer: Any = stage[0]
+            found[mode] = sum(note() is not None for note in layer.alive)
+            output.sum().backward()
+            del output
+            gc.collect()
+            assert not any(note() for note in layer.alive), mode
+    return found
+
+
+@pytest.mark.parametrize(
+    ("chunks", "num_rows", "expected"),
+    [
+        (4, 8, {"always": 0, "except_last": 1, "never": 4}),
+        (4, 3, {"always": 0, "except_last": 1, "never": 3}),  # fewer samples than chunks
+        (1, 8, {"always": 0, "except_last": 1, "never": 1}),  # the only one is the last
+    ],
+)
+def test_the_mode_says_of_which_micro_batches_a_graph_is_kept(ranks, chunks, num_rows, expected):
+    for found in ranks(3).run(num_graphs_between, chunks, num_rows, world=False).values():
+        assert found == expected
+
+
+def grad_modes_seen(bare):
+    """Return what the layer of this stage saw of the caller's grad mode, call by call."""
+    seen: list[bool] = []
+
+    def look(input):
+        seen.append(torch.is_grad_enabled())
+        return input
+
+    model = nn.Sequential(*(Do(look, learns=True) for _ in range(bare.num_ranks)))
+    with stage_of(bare, "modes", model, [1] * bare.num_ranks, checkpoint="never") as stage:
+        with torch.no_grad():
+            assert not stage(torch.ones(2, 4)).requires_grad
+        stage.eval()
+        output = stage(torch.ones(2, 4))
+        assert output.requires_grad
+        output.sum().backward()  # in eval mode gradients are there for who wants them
+        assert all(parameter.grad is not None for parameter in stage.parameters())
+        with torch.no_grad():
+            stage(torch.ones(2, 4))
+        stage.train()
+        stage(torch.ones(2, 4)).sum().backward()
+    return seen
+
+
+def test_grad_mode_is_the_callers_on_every_stage(ranks):
+    for seen in ranks(3).run(grad_modes_seen, world=False).values():
+        assert seen == [False, True, False, True]

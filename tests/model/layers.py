@@ -1,0 +1,19 @@
+"""A model that the tests of this folder share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def a_layer_of_every_sort(device: str = "cpu") -> nn.Sequential:
+    """A layer of every sort that initialisation must manage; no forward is run through it."""
+    with torch.device(device):
+        return nn.Sequential(
+            nn.Linear(3, 4),
+            nn.ReLU(),
+            nn.Sequential(nn.Conv1d(2, 4, 1, bias=False), nn.BatchNorm1d(4)),
+            nn.TransformerEncoderLayer(8, 2, dim_feedforward=4),
+            nn.LSTM(2, 3),
+            nn.Embedding(5, 2, padding_idx=0),
+        )

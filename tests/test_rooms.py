@@ -1,0 +1,106 @@
+"""What is optional can be deleted: a GPipe step over shared memory needs none of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.dist.script import run_script
+
+ROOT = Path(__file__).parents[1]
+
+OPTIONAL = (
+    *("balance", "tuning", "timeline", "state"),
+    *("launch/run", "launch/doctor", "launch/plan", "launch/timeline"),
+    *("channel/gloo.py", "channel/nccl.py", "channel/cuda_ipc.py"),
+)
+
+#: Runs in a process that has imported torch: for each tree a fork that imports procpipe from it,
+#: and two forks of that one, which are the ranks.
+SCRIPT = """
+import os, socket, sys, traceback
+import torch, torch.distributed
+from torch import nn
+
+ASKED = {
+    "balance": {"balance": "time", "sample": torch.ones(2, 1)},
+    "tuning": {"schedule": "auto"},
+    "timeline": {"trace": "run.json"},
+}
+
+def forked(function, *args):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function(*args)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stderr.flush()
+        os._exit(code)
+    return pid
+
+def all_end_well(*pids):
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * len(pids)
+
+def run_step(rank, port):
+    import procpipe
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 1 << 16), nn.Linear(1 << 16, 1))  # too much for a token
+    options = {"transport": "shm", "loss_fn": nn.functional.mse_loss, "timeout_s": 60.0}
+    stage = procpipe.Stage(model, [1, 1], chunks=2, **options)
+    stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))
+    assert all(parameter.grad.any() for parameter in stage.parameters())
+    stage.close()
+
+def ask_for(room):
+    import procpipe
+    options = {"balance": [1]} | ASKED[room]
+    try:
+        procpipe.Stage(nn.Sequential(nn.Linear(1, 1)), **options)
+    except ModuleNotFoundError as error:
+        assert f" needs procpipe.{room}, which this installation of procpipe lacks" in str(error)
+    else:
+        raise AssertionError(f"a stage was built without {room}")
+
+def check(room, tree):
+    # An editable installation would add what the tree lacks.
+    others = (each for each in sys.meta_path if not each.__module__.startswith("__editable__"))
+    sys.meta_path[:] = others
+    sys.path.insert(0, tree)
+    import procpipe
+    assert procpipe.__file__.startswith(tree), procpipe.__file__
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    all_end_well(*(forked(run_step, rank, port) for rank in range(2)))
+    if room in ASKED:
+        all_end_well(forked(ask_for, room))
+    print(room, flush=True)
+
+for room, tree in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    all_end_well(forked(check, room, tree))
+"""
+
+
+@pytest.mark.dist
+def test_a_step_runs_without_what_is_optional(tmp_path):
+    arguments = []
+    for number, room in enumerate(OPTIONAL):
+        package = tmp_path / str(number) / "procpipe"
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "procpipe", package, ignore=ignored)
+        shutil.copytree(ROOT / "launch", package / "launch", ignore=ignored)
+        gone = package / room
+        assert gone.exists(), room
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        arguments += [room, str(package.parent)]
+
+    done = run_script(SCRIPT, args=arguments).check()
+
+    assert done.stdout.split() == [*OPTIONAL]
