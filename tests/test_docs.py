@@ -105,7 +105,7 @@ def test_replicas_whose_gradients_are_averaged_by_hand_train_as_one_model() -> N
     code = REPLICA + TRAIN_REPLICA.format(loop=loop)
     with ThreadPoolExecutor() as pool:
         jobs = [
-            pool.submit(run_script, code, nproc=2, env={**env, "REPLICA": replica})
+            pool.submit(run_forked, set_environment(env | {"REPLICA": replica}) + code, num_ranks=2)
             for replica in ("0", "1")
         ]
         lines = [job.result().check().stdout.split() for job in jobs]
@@ -118,6 +118,10 @@ def test_replicas_whose_gradients_are_averaged_by_hand_train_as_one_model() -> N
             name, *values = line.split(",")
             whole = expected[name].flatten().tolist()
             assert [float(value) for value in values] == pytest.approx(whole, rel=1e-12)
+
+
+def set_environment(env: dict[str, str]) -> str:
+    return f"import os\nos.environ |= {env}\n"
 
 
 def two_free_ports() -> int:
@@ -203,7 +207,7 @@ def test_the_recorded_program_leaves_a_timeline_that_reads_as_on_its_page(
     code = code.replace('"run.json"', repr(str(tmp_path / "run.json"))).replace(
         "range(20)", "range(3)"
     )
-    done = run_script(code, nproc=2).check()
+    done = run_forked(code, num_ranks=2).check()
     assert done.stdout.count("Split(stage=") == 2
     assert main(["timeline", "run.json"]) == 0
     told = capsys.readouterr().out

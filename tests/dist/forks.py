@@ -33,6 +33,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,9 +116,10 @@ class Forked:
 
 
 class ForkServer:
-    """The server, seen from the parent; it ends when the parent does."""
+    """The server, seen from the parent, any thread of it; it ends when the parent does."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argv = [sys.executable, "-m", "tests.dist.forks", str(theirs.fileno())]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -144,14 +146,17 @@ class ForkServer:
         """Start a process; the files are its standard input, output and error."""
         message = pickle.dumps(Start(tuple(argv), dict(env), str(cwd), tears_down))
         assert len(message) < _MAX_MESSAGE_BYTES
-        with contextlib.suppress(ConnectionError):  # no answer comes then, which is an error
-            socket.send_fds(self._requests, [message], list(files))
-        return Forked(self, self._answer())
+        with self._lock:
+            with contextlib.suppress(ConnectionError):  # no answer comes then, which is an error
+                socket.send_fds(self._requests, [message], list(files))
+            pid = self._answer()
+        return Forked(self, pid)
 
     def code_of(self, pid: int) -> int:
         """Wait for the end of a child and forget it; return its exit code."""
-        self._requests.send(pickle.dumps(pid))
-        return self._answer()
+        with self._lock:
+            self._requests.send(pickle.dumps(pid))
+            return self._answer()
 
     def close(self) -> None:
         """End the server; children run on."""

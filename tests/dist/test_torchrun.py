@@ -1,4 +1,4 @@
-"""Jobs that fail, or end well, as a user sees them: under the real torchrun."""
+"""Jobs that fail, or end well, as a user sees them: those that fail under the real torchrun."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_killed_rank():
 
 
 def test_a_rank_that_ends_early_and_well():
-    done = run_script(job(between="if RANK == ILL: sys.exit(0)"), nproc=3)
+    done = run_forked(job(between="if RANK == ILL: sys.exit(0)"), num_ranks=3)
 
     assert done.returncode == 1
     assert done.left_behind == ()
