@@ -261,7 +261,7 @@ class Stage(FixedLayers):
             if ingoing is not None:
                 ingoing.add_gradients(outcome.input_gradients)
             assert outcome.loss is not None, "every step ends with a loss on every rank"
-            return outcome.loss
+            return outcome.loss  # step 10
 
     def forward(self, *inputs: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.

@@ -32,6 +32,7 @@ COMING_FROM = TESTS.parent / "docs" / "coming_from.md"
 SCHEDULES = TESTS.parent / "docs" / "schedules.md"
 SCHEDULES_AUTO = TESTS.parent / "docs" / "schedules_auto.md"
 LAUNCHING = TESTS.parent / "docs" / "launching.md"
+ARCHITECTURE = TESTS.parent / "docs" / "architecture.md"
 PEER_TESTS = TESTS.parent / "docs" / "peer_tests.md"
 TIMELINE = TESTS.parent / "docs" / "timeline.md"
 PLANNING = TESTS.parent / "docs" / "planning.md"
@@ -314,3 +315,26 @@ def test_every_row_of_the_checklist_names_a_test_or_says_why_none() -> None:
     without = [row for row in rows if "::" not in row]
     assert len(without) == 1
     assert "`WithDevice` | none: a process has one device" in without[0]
+
+
+def test_the_reading_path_takes_an_hour() -> None:
+    rows = re.findall(r"^\| \d+ \| `(procpipe/\S+)` \|", ARCHITECTURE.read_text(), re.MULTILINE)
+    num_lines = sum(len((TESTS.parent / row).read_text().splitlines()) for row in rows)
+    assert rows[0] == "procpipe/stage.py"
+    assert len(rows) == len(set(rows)) <= 15
+    assert num_lines <= 3500
+
+
+def test_each_numbered_step_of_the_drawing_is_in_the_code() -> None:
+    drawing = ARCHITECTURE.read_text().partition("## One step")[2].partition("## A message")[0]
+    drawn = re.findall(r"^ ?(\d+) {3}", drawing, re.MULTILINE)
+    sources = (TESTS.parent / "procpipe").rglob("*.py")
+    in_code = [n for file in sources for n in re.findall(r"# step (\d+)$", file.read_text(), re.M)]
+    assert sorted(map(int, in_code)) == list(map(int, drawn)) == list(range(1, 11))
+
+
+def test_the_glossary_has_one_meaning_for_each_word() -> None:
+    words = ARCHITECTURE.read_text().partition("## Words")[2]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", words, re.MULTILINE)[1:]
+    assert 20 < len(rows) <= 41  # with the line under the heading
+    assert len({word for word, _ in rows}) == len(rows)

@@ -72,7 +72,7 @@ class Intake:
         if self._rank != 0:
             order, ingoing = self._order(call), None
         else:
-            ingoing = Ingoing.of(inputs, chunks, self._device)
+            ingoing = Ingoing.of(inputs, chunks, self._device)  # step 1
             keeps = is_training and torch.is_grad_enabled()
             order = self._issue(call, ingoing, target, checkpoint, keeps=keeps)
         return order, self._mini_batch(call, order, target, ingoing), ingoing

@@ -72,7 +72,7 @@ class Coordinator:
                 self._sent.add(order.plan)
                 order = replace(order, plan_text=self.plan_text(order))
         if self._routes.num_stages > 1:
-            self._control.tell_all(encode(order))
+            self._control.tell_all(encode(order))  # step 2
         return order
 
     def follow(self, ours: Order, meanwhile: Callable[[], None] | None = None) -> Order:
@@ -110,7 +110,7 @@ class Coordinator:
             plan, routes = self._plans[order.plan], self._routes_of(order)
             if self._rank == 0:
                 verify(plan, routes, ahead=self.ahead)
-            self._programs[key] = program(
+            self._programs[key] = program(  # step 3
                 plan, routes, self._rank, ahead=self.ahead, recompute=order.recompute
             )
         return self._programs[key]

@@ -161,6 +161,7 @@ class Executor:
             partition = self.partitions[task.j]
             self._begin_layers(task)
             if task.kind == RECOMPUTE:
+                # step 9
                 self.ledger.hold(_roots(task.i, task.j), partition.recompute(task.i))
             else:
                 partition.backward_weight(task.i)
@@ -193,7 +194,7 @@ class Executor:
                 inputs.append(message)
         check_fresh(inputs)
         self._begin_layers(task)
-        output = self.partitions[j].forward(
+        output = self.partitions[j].forward(  # step 4
             i,
             joined(inputs),
             keep=batch.keep,
@@ -210,7 +211,7 @@ class Executor:
         if is_last:
             outcome.outputs[i] = outputs[0]
             if batch.loss_of is not None:
-                self._add_loss(i, outputs[0], batch, outcome)
+                self._add_loss(i, outputs[0], batch, outcome)  # step 7
         if batch.keep:
             self._passages[i, j] = _Passage(
                 held,
@@ -248,7 +249,7 @@ class Executor:
         partition = self.partitions[j]
         run = partition.backward_input if kind == INPUT_GRADIENT else partition.backward
         self._begin_layers(task)
-        input_gradients = run(i, gradients)
+        input_gradients = run(i, gradients)  # step 8
         self._end_task(task)
         pieces = cut(input_gradients, passage.num_wanted)
         if j == 0:
@@ -330,7 +331,7 @@ class Executor:
             if message.structure == _NO_GRADIENTS and transfer.is_gradient:
                 return  # nothing requires it; the receiver knows
         start_ns = time.perf_counter_ns()
-        self._channels.senders[transfer.channel].send(message)
+        self._channels.senders[transfer.channel].send(message)  # step 5
         for hook in self._observers.sent:
             hook(transfer, message.tensors, start_ns)
 
@@ -339,7 +340,7 @@ class Executor:
         if self._is_local(transfer.source):
             return self._made.pop(transfer)
         start_ns = time.perf_counter_ns()
-        message = self._channels.receivers[transfer.channel].take()
+        message = self._channels.receivers[transfer.channel].take()  # step 6
         for hook in self._observers.waited:
             hook(transfer, message.tensors, start_ns)
         self.ledger.size(transfer, num_bytes(message.tensors))
