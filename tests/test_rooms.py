@@ -73,8 +73,6 @@ def check(room, tree):
     others = (each for each in sys.meta_path if not each.__module__.startswith("__editable__"))
     sys.meta_path[:] = others
     sys.path.insert(0, tree)
-    # Else what is deleted there would be found in this checkout.
-    sys.meta_path = [each for each in sys.meta_path if "__editable__" not in each.__module__]
     import procpipe
     assert procpipe.__file__.startswith(tree), procpipe.__file__
     with socket.socket() as probe:
