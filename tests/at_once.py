@@ -114,11 +114,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Pass over the tests of a file that another process has taken."""
-    is_ours = is_taken_here(item.path)
-    item.config.stash[NUM_RUN] = item.config.stash.get(NUM_RUN, 0) + is_ours
-    return None if is_ours else True
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests of the files that no other process has taken."""
+    if session.testsfailed or session.config.option.collectonly:
+        return None  # pytest's own says why it runs nothing
+    # One test ahead: what a test leaves set up depends on which is the next one here.
+    ours = (item for item in session.items if is_taken_here(item.path))
+    item = next(ours, None)
+    while item is not None:
+        following = next(ours, None)
+        session.config.stash[NUM_RUN] = session.config.stash.get(NUM_RUN, 0) + 1
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = following
+    return True
 
 
 def pytest_terminal_summary(

@@ -116,9 +116,9 @@ def disturb(address):
         with socket.create_connection(address) as stranger:
             stranger.sendall(words)
 
-def disturb_and_connect_to(peer, address, **options):
+def disturb_and_connect_to(peer, address, us):
     disturb(address.tcp)
-    return connect_to(peer, address, **options)
+    return connect_to(peer, address, us)
 
 def note_and_listen(host):
     listeners, address = listen(host)
