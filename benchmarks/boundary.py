@@ -1,4 +1,4 @@
-"""What crossing a boundary costs as messages grow in size, or in number of tensors.
+"""The cost of crossing a boundary as messages grow in size, or in number of tensors.
 
 Two stages of layers that do next to nothing, forward and backward, so that a step is little but
 ``2m`` messages, one after the other on each of the two ways:

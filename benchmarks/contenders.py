@@ -1,4 +1,4 @@
-"""Who takes part: each contender by name, with what it cannot do.
+"""The contenders, by name, with what each one cannot do.
 
 All are steps of one mini-batch in the same processes (see ``rounds.py``).
 """

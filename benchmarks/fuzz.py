@@ -4,7 +4,7 @@
     python -m benchmarks fuzz --seed 0 --case 17              # only that one
     python -m benchmarks fuzz --text '{"seed": …}'            # one that was made smaller
 
-A case is drawn from the seed and its number alone. One that differs, fails or hangs is told with
+A case is drawn from the seed and its number alone. One that differs, fails or hangs is printed with
 the command that repeats it, and made smaller for as long as it still fails.
 """
 

@@ -6,7 +6,7 @@ follow one another. Layers are words (see fuzz_layers.py), any of which may foll
     "gru linear* stash.0 relu_ pop.0"       * is frozen; .0 tells pairs of stash and pop apart
 
 so is a call an act with a number: ``"step:7"`` is one step with 7 samples, ``"chunks:3"`` sets the
-number of micro-batches. Knows no torch; starts nothing.
+number of micro-batches. Does not import torch; starts nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the fuzzer compares with: the plain model in one process, over the same micro-batches.
 
-Deliberately without any code of procpipe: a mini-batch is split by ``torch.chunk``, each
+Deliberately without any code of procpipe: a mini-batch is scattered by ``torch.chunk``, each
 micro-batch's loss counts by its share, and gradients add up in the schedule's order: all forward
 first, then backward in order, or in reverse as fill and drain does.
 """

@@ -1,6 +1,6 @@
 """Runs cases on the ranks of a pool: each call on the stage and on the plain model, then compared.
 
-Compared after each call are the loss, the output, every gradient, parameter and buffer of the
+After each call it compares the loss, the output, every gradient, parameter and buffer of the
 stage, the inputs' gradients, and at the end how often hooks ran. Every bit, where additions are in
 the same order and factors laid out alike (``Case.is_exact``); else to 1e-12 of the largest number
 that is compared, or 1e-10 behind norms, which divide rounding by small deviations.

@@ -1,7 +1,7 @@
 """What a task costs the host as micro-batches or processes grow in number.
 
 Layers are tiny, so that nearly all is overhead. With more processes than cores, stages take turns
-on a core and wall time tells little; the CPU time of all processes tells what the host pays:
+on a core and wall time shows little; the CPU time of all processes shows the host's cost:
 
     us a task        step time / 2m                         m: number of micro-batches
     CPU us a task    CPU time of all ranks / 2mn            n: number of processes, of stages

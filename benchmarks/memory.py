@@ -1,6 +1,6 @@
 """Peak memory of each process that trains, with every contender in processes of its own.
 
-Counted is what training adds to a process that has imported everything and holds the data: its
+It counts what training adds to a process that has imported everything and holds the data: its
 model, gradients and activations, as the kernel counts pages, without those of code.
 
     launch of one contender:   import, make data

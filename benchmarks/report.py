@@ -1,4 +1,4 @@
-"""What a part tells: tables on standard output, and the same with every raw figure in a folder.
+"""The output of a part: tables on standard output, and the same with all raw figures in a folder.
 
 build/benchmarks/<part>.txt     the tables
 build/benchmarks/<part>.json    machine, versions, options, tables and raw figures

@@ -1,4 +1,4 @@
-"""Kill random processes of a training run, and see that it ends as if nobody had.
+"""Kill random processes of a training run, and check that its result is the same.
 
     python -m benchmarks.restarts --kills 20 --nproc 2
 

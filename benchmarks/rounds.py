@@ -1,7 +1,7 @@
 """Interleaved rounds: A B C A B C …, so that a machine whose speed drifts treats all alike.
 
 All contenders run in the same processes, in turns. Timings of one run are comparable, those of two
-runs are not. So what is compared is a ratio of two contenders in the same round, and what is told
+runs are not. So what is compared is a ratio of two contenders in the same round, and what counts
 is the median of the rounds' ratios.
 
     command ── launch("benchmarks.throughput:measure_workload", 2, …) ──> torchrun

@@ -1,4 +1,4 @@
-"""Random faults in real jobs, round after round: whatever happens, all ends in time and well told.
+"""Random faults in real jobs, round after round: each must end in time with the right report.
 
     python -m benchmarks.soak --rounds 60 [--seed 0] [--max-ranks 4] [--verbose]
     python -m benchmarks.soak --repeat-correct 100
@@ -7,7 +7,7 @@ A round is one job with one fault: which, on which rank, when, with how many ran
 micro-batches is drawn from the seed and the round's number. After each round:
 
     it has ended within its time                                    else: a hang
-    exit codes, who is blamed and what is told are as they must be  else: a wrong story
+    exit codes, the rank named and the report are right             else: a wrong report
     none of its processes is alive                                  else: processes left
     /dev/shm and the job's temporary folder are as before           else: bytes, files left
 

@@ -1,4 +1,4 @@
-"""The job of one round of the soak test: trains a small model, and one rank falls ill on the way.
+"""The job of one round of the soak test: trains a small model, with a fault on one rank.
 
     torchrun … -m benchmarks.soak_job '<round>' <folder>    one round, as each of its ranks
     python -m benchmarks.soak_job --serve [--frugal]        many: one start of Python, forked ranks

@@ -1,11 +1,11 @@
-"""What happens to a job of the soak test from outside: signals to its processes, and strangers.
+"""What happens to a job of the soak test from outside: signals and unknown connections.
 
-Looks at a running job again and again, and acts when the moment has come:
+Polls a running job, and injects the fault when its time has come:
 
     stop                continues a stopped rank once the others have reported the stall
     kill at any time    kills a rank some moments after it has begun
     kill the launcher   likewise
-    strangers           connect to whatever the job listens on, and talk nonsense
+    strangers           connect to the job's ports and sockets, and send garbage
 """
 
 from __future__ import annotations

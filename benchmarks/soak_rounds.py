@@ -1,8 +1,8 @@
-"""What may happen in a round of the soak test, and what must then be told; starts nothing.
+"""The faults of a round of the soak test, and the report that must follow; starts nothing.
 
     draw(seed, number) ──> Round ──> a real job (soak.py, soak_job.py) ──> Ending ──> faults_of
 
-A round is known by seed and number alone, so a round that went wrong can be repeated.
+A round follows from seed and number alone, so a round that went wrong can be repeated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models that contenders train, each chosen for what it tells of a pipeline."""
+"""The models that contenders train, each chosen for what it shows about a pipeline."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From the arguments of a ``Stage`` to a connected pipeline.
 
-    Settings.checked   what the user asks for               PURE of communication
+    Settings.checked   what the user asks for               does not communicate
     Cut.of             this rank's layers, out of the full model
     connect            wires, executor, chooser, observers  every rank, in the first call
 
@@ -162,7 +162,7 @@ def found_balance(
 
 
 def claim_trace(trace: str | os.PathLike[str] | None, world: World) -> None:
-    """Check before a long run that a timeline can be written; keep its file for one stage."""
+    """Check before a long run that a timeline can be written; reserve its file for one stage."""
     if trace is not None:
         with needed("procpipe.timeline", "trace=…"):
             from procpipe.timeline.collect import claimed
@@ -250,7 +250,7 @@ def connect(
         from procpipe.tuning.auto import AutoSchedule
         from procpipe.tuning.meter import Meter
 
-        assert isinstance(chooser, AutoSchedule), "the one that is measured for"
+        assert isinstance(chooser, AutoSchedule), "is_measured: chooser_of made it"
         observers.append(Meter(wires.control, chooser, partitions, trace))
     return Pipeline(world, wires, executor, coordinator, trace, observers)
 

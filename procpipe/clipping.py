@@ -57,7 +57,7 @@ def clip(
 
     Args:
         by_partition: this stage's gradients, by the indices of its partitions.
-        max_norm: the largest norm that is left as it is.
+        max_norm: the largest norm that is not clipped.
         norm_type: the p of the p-norm.
         agree: brings the norms of all ranks together, see ``Control.agree``.
         device: where the returned norm is.

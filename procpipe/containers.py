@@ -36,7 +36,7 @@ USABLE = (
 #: What a defaultdict may make for a missing key.
 _FACTORIES = {cls.__name__: cls for cls in (list, dict, tuple, int, float, str, bool)}
 
-#: Plain nested tuples of str and int, the same after a way through JSON.
+#: Plain nested tuples of str and int, unchanged by a round trip through JSON.
 Form = Any
 
 

@@ -141,7 +141,7 @@ class PeerLostError(RemoteStageError):
 
 
 class WaitTimeoutError(ProcpipeError, TimeoutError):
-    """A peer did not answer in time; says who waited, how long, for what, and from whom."""
+    """A peer did not answer in time; names the waiting rank, how long, for what and which peer."""
 
 
 class StageClosedError(ProcpipeError, RuntimeError):

@@ -6,7 +6,7 @@
 
 Every rank makes the same calls. Each call goes the same way:
 
-    1  rank 0 splits the mini-batch and issues an order       Coordinator.issue
+    1  rank 0 scatters the mini-batch and issues an order     Coordinator.issue
        the others wait for it, in the same call               Coordinator.follow
     2  every rank runs its stage's program                    Executor.run
     3  the result: a loss everywhere; an output on the last
@@ -72,7 +72,7 @@ class Stage(FixedLayers):
             layers are in one partition.
         sample: on rank 0, what a balance is found from: a mini-batch's input, or
             :class:`~procpipe.balance.Inputs` of several.
-        chunks: number of micro-batches a mini-batch is split into.
+        chunks: number of micro-batches a mini-batch is scattered into.
         devices: one device a rank; by default this host's GPUs in order, or CPUs. Several ranks may
             share a GPU: ``["cuda:0", "cuda:0"]``.
         checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
@@ -89,7 +89,7 @@ class Stage(FixedLayers):
         memory_limit_bytes: the most that a stage, or each stage in order, may hold for backward
             passes: activations, messages and what layers save, not parameters, gradients and the
             optimizer's state. Only with ``schedule="auto"``, which recomputes more micro-batches
-            than ``checkpoint`` says where they would not fit else. Without a launcher one number
+            than ``checkpoint`` says if they would not fit otherwise. Without a launcher one number
             is for the whole model, and of several the sum.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
@@ -112,7 +112,7 @@ class Stage(FixedLayers):
             fails: JSON for https://ui.perfetto.dev and ``procpipe timeline``. Has the first steps
             of a run and the last; give it on every rank, rank 0's path counts. Each stage of a
             process needs a file of its own. On GPUs each step then waits for the device.
-        world: this process's place in the job; by default what the launcher says.
+        world: this process's place in the job; by default as the launcher set it.
 
     Attributes:
         balance: number of layers in each partition, a list of int.
@@ -131,7 +131,7 @@ class Stage(FixedLayers):
         ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; a
             parameter in two partitions; fewer partitions than processes; a ``trace`` without a
             folder, or that another stage of this process writes or has written.
-        IndexError: more partitions, or processes, than there are processes, or devices.
+        IndexError: more partitions than processes, or more processes than devices.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.GPipe``.
     """
@@ -185,7 +185,7 @@ class Stage(FixedLayers):
             self.balance = self._cut.balance
             self._adopt_layers(module)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
-                loss_fn.to(self.device)  # class weights, for one, belong where the output is
+                loss_fn.to(self.device)  # class weights must be on the output's device
             self._loss = Loss(loss_fn, loss_weight, check_loss)
             where = self.rank, self._output_rank, self.device
             self._batches = Batches(self._calls, self._order, *where)
@@ -349,7 +349,7 @@ class Stage(FixedLayers):
         Every rank calls it, and it waits for all of them (and, on GPUs, for the device).
 
         Args:
-            max_norm: the largest norm that is left as it is.
+            max_norm: the largest norm that is not clipped.
             norm_type: the p of the p-norm; ``inf`` is allowed.
             error_if_nonfinite: raise if the norm is not finite.
 
@@ -417,7 +417,7 @@ class Stage(FixedLayers):
     def statistics(self) -> StageStatistics:
         """Return what this stage did so far; does not communicate.
 
-        How its idle time divides takes the times of all stages: that is in ``split`` once
+        Dividing its idle time needs the times of all stages: the result is in ``split`` once
         ``report()`` has brought them together.
         """
         return self._connected("there are no statistics").statistics()
@@ -445,7 +445,7 @@ class Stage(FixedLayers):
     def report(self) -> str:
         """Return a table of what all stages did so far, on every rank, which all call it.
 
-        It also tells how each stage spent the last step: busy, and idle because of the plan
+        It also shows how each stage spent the last step: busy, and idle because of the plan
         (bubble), of unequal stages (imbalance) and of communication. ``statistics().split`` has
         the same numbers from then on.
         """
@@ -475,7 +475,7 @@ class Stage(FixedLayers):
         return self._calls.order(call, is_training=self.training, **decided)
 
     def _modes(self) -> dict[str, Any]:
-        """Return what each mini-batch is begun with, as the user has it now."""
+        """Return the user's current settings for a mini-batch."""
         chunks = checked_chunks(self.chunks) if self.rank == 0 else 1
         return {"chunks": chunks, "checkpoint": self.checkpoint, "is_training": self.training}
 

@@ -47,7 +47,7 @@ class Flat(_Parts):
     Attributes:
         tensors: detached tensors, from left to right.
         structure: everything else.
-        requires_grad: for each tensor, whether a gradient shall come back for it.
+        requires_grad: for each tensor, whether a gradient is to be sent back.
         memories: for each tensor, the names of the memories that it shares with others in the plain
             model, but not here (see ``compute.sharing``); empty if none does.
         changes: names of memories that were changed in place on the way here, and where.

@@ -1,4 +1,4 @@
-"""Breaks the code that only GPUs run, one place at a time, and shows which test notices.
+"""Breaks the code that only GPUs run, one place at a time, and shows which test fails.
 
     python -m tests.gpu_breaks              # all breaks; about half an hour
     python -m tests.gpu_breaks ipc-wait …   # some of them

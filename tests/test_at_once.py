@@ -1,4 +1,4 @@
-"""How the tests are shared out between processes, and what is told of them all."""
+"""How the tests are shared out between processes, and the summary of them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few cases of the fuzzer, the same each time; and that it would notice what it looks for."""
+"""A few cases of the fuzzer, the same each time; and that it detects what it looks for."""
 
 from __future__ import annotations
 

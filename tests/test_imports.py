@@ -1,4 +1,4 @@
-"""The law of who may import whom, read from the source files: the architecture, kept true.
+"""The rules of which part may import which, checked by reading every source file.
 
     launch  examples  benchmarks         public names; plan, timeline and tuning
                  |

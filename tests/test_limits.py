@@ -1,4 +1,4 @@
-"""The number of files that may be open: raised, and told where it is too low."""
+"""The number of files that may be open: raised, and an error where it is too low."""
 
 from __future__ import annotations
 

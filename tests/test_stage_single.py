@@ -1,4 +1,4 @@
-"""A Stage without a launcher: the whole model in one stage, and every mistake told at once."""
+"""A Stage without a launcher: the whole model in one stage, and every mistake an error at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline with a device a stage would do: simulated from what each layer costs on one.
+"""The speed of a pipeline with one device a stage, simulated from each layer's cost on one.
 
 A machine with two cores cannot show eight stages side by side. The simulator can, from seconds
 measured here one layer at a time, on one thread or GPU; transfers take no time in it.

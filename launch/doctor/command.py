@@ -8,7 +8,7 @@
 2  start as many processes as a run would, which measure the channels between them (probe.py)
 3  print all of it; the exit code is 1 if something keeps a run from working
 
-What hangs in step 2 is ended after a time limit, with all its processes.
+After a time limit, all processes of step 2 are ended.
 """
 
 from __future__ import annotations

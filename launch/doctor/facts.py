@@ -1,6 +1,6 @@
 """What ``procpipe doctor`` looks at: this host, its limits, and the Python and torch in use.
 
-Looks only; checks.py decides what is good. A driver or a name service may hang, so both are asked
+Only reads; checks.py judges. A driver or a name service may hang, so both are queried
 in processes of their own with a time limit:
 
     python -m procpipe.launch.doctor.facts     the GPUs, as JSON

@@ -5,7 +5,7 @@ The report is about the rank that failed first. A failed rank is one of these:
     recorded    it recorded an exception of its own for torch's agent; failed at that file's time
     killed      by a signal that was not the agent's; failed when it ended
     ended       with an exit code, without naming another rank; failed when it ended
-    victim      it ended because another rank failed, and names that; never the first
+    victim      it ended because another rank failed, and names that rank; never the first
 
 If there are only victims, the rank that they name left early, or is on another host. Pure, but for
 ``out_of_memory_kills``.
@@ -30,9 +30,9 @@ _REMOTE = re.compile(
     r"^(?:procpipe\.errors\.)?(?:RemoteStageError|PeerLostError): (.*)", re.MULTILINE
 )
 _RANK = re.compile(r"\brank (\d+)")
-#: The note on an exception that has its place.
+#: The note on an exception that says where it was raised.
 _NOTE = re.compile(r"^procpipe: in (stage \d+ \(rank \d+\)), (.*)$", re.MULTILINE)
-#: Times of no meaning.
+#: Durations of zero, which are left out.
 _NO_TIME = re.compile(r", (?:for|last heard of) 0\.0 s(?: ago)?$")
 
 _NUM_LAST_LINES = 12

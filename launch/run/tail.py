@@ -55,7 +55,7 @@ class Tail:
 
 
 class HeldBack:
-    """Passes text on, but holds back for ``hold_s`` what may be the last words of a process."""
+    """Passes text on, but holds back for ``hold_s`` what may be a process's final traceback."""
 
     def __init__(self, hold_s: float = _HOLD_S) -> None:
         self._hold_s = hold_s
@@ -88,7 +88,7 @@ class HeldBack:
         return kept
 
     def _num_undecided(self, data: bytes) -> int:
-        """Return the length of the unfinished last line, if it may become the start of them."""
+        """Return the length of the unfinished last line, if it may begin a traceback."""
         line = data.rpartition(b"\n")[2]
         if len(line) == len(data) and not self._is_line_start:
             return 0

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 #: The environment variable; a run that is started by a run's process adds its token to it.
 TOKEN = "PROCPIPE_RUN"
 
-#: What the launcher writes at its own regular end.
+#: What the launcher writes when it ends normally.
 _REGULAR_END = b"."
 
 #: How long the kernel may take to end killed processes.
@@ -134,7 +134,7 @@ def _carries(pid: int, token: str) -> bool:
 
 
 class Warden:
-    """The launcher's end: starts the warden process, and ends it after a regular end of the run."""
+    """Starts the warden process in the launcher, and stops it after a normal end of the run."""
 
     def __init__(self, token: str) -> None:
         with open(__file__, "rb") as file:
@@ -153,7 +153,7 @@ class Warden:
         return self._process.pid
 
     def dismiss(self) -> None:
-        """End it; it kills what is left of the run before."""
+        """Stop it; before it ends, it kills what is left of the run."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(_REGULAR_END)

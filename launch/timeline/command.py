@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(path: Path) -> Recording:
-    """Read a recording from its file; raises ``OSError``, or ``ValueError`` if it is none."""
+    """Read a recording from its file; raises ``OSError``, or ``ValueError`` if it is not one."""
     data = path.read_bytes()
     if not data.strip():
         raise ValueError("it is empty")

@@ -8,7 +8,7 @@ What the socket does not take at once is copied and sent later. What is read is 
 frame, or, by ``look_ahead``, kept for the next reading.
 
 The end of a process on this host also shows on a descriptor of it (pidfd), since its sockets stay
-open while a child that native code forked has them. One thread at a time may be in here.
+open while a child that native code forked has them. Only one thread at a time may use this.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Connection:
             self._unsent.append(memoryview(b"".join(frame))[sent:])
 
     def send_on(self) -> None:
-        """Send what waits, as far as the socket takes it."""
+        """Send queued data, as much as the socket accepts."""
         unsent = self._unsent
         try:
             while unsent:

@@ -117,7 +117,7 @@ class CudaIpcTransport:
     """
 
     needs_acknowledgement = False
-    blocks = False  # it is the stream that waits
+    blocks = False  # only the stream waits
     copies_at_once = False
     max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
     inline_bytes = 0

@@ -34,7 +34,7 @@ class GlooTransport:
     """Gloo between all ranks of a job; the constructor waits for all of them.
 
     ``host`` is the local address on which gloo listens. Its default, that of the host's name, may
-    lead to the network when all ranks are on this host, and (127.0.1.1 on Debian) not lead there
+    be a network address when all ranks are on this host, and a loopback one (127.0.1.1 on Debian)
     when they are not. The store's keys are this transport's own.
     """
 

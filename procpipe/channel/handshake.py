@@ -40,7 +40,7 @@ _WELCOME = b"+"
 #: How long a caller may take to prove itself.
 _HANDSHAKE_TIMEOUT_S = 5.0
 
-#: How long a host may take to answer; it does so in milliseconds, unless a firewall is between.
+#: How long a host may take to answer; it does so in milliseconds, unless a firewall is in between.
 _REACH_TIMEOUT_S = 20.0
 
 #: How often a wait checks whether the start has failed.

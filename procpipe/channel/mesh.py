@@ -402,7 +402,7 @@ class Mesh:
             for descriptor, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 peer = self._peer_of[descriptor]
                 if descriptor == self._connections[peer].process:
-                    self._connections[peer].drop_unsent()  # nobody will read it
+                    self._connections[peer].drop_unsent()  # the peer has ended
                 elif self._connections[peer].has_unsent:
                     self._send_on(peer)
             if time.monotonic() > deadline:
@@ -429,7 +429,7 @@ class Mesh:
         return PeerLostError(peer, f"{story}; {seen}" if seen else story)
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
-        """Fail because a peer has left, and send that to all, or they would blame this rank."""
+        """Fail because a peer has left; send that to all, so that none names this rank instead."""
         if self._failure is None:
             self._failure = PeerLostError(
                 peer,

@@ -16,7 +16,7 @@ from procpipe.tree import Flat, Structure, from_json
 
 
 class TensorMeta(NamedTuple):
-    """Shape and dtype of one tensor, and whether the receiver shall send a gradient for it."""
+    """Shape and dtype of one tensor, and whether the receiver is to send back a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Meta(NamedTuple):
 
     @property
     def requires_grad(self) -> tuple[bool, ...]:
-        """For each tensor, whether a gradient shall come back for it."""
+        """For each tensor, whether a gradient is to be sent back."""
         return tuple(tensor.requires_grad for tensor in self.tensors)
 
     @property

@@ -79,7 +79,7 @@ class NcclTransport:
     """One two-rank communicator per directed channel."""
 
     needs_acknowledgement = False
-    blocks = False  # it is the stream that waits
+    blocks = False  # only the stream waits
     copies_at_once = False
     inline_bytes = 0
     max_posted = 1  # a receive that waits for its sender occupies part of the GPU

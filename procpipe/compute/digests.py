@@ -8,7 +8,7 @@ compared: some kernels of torch give other last digits with a graph than without
 ``nn.LSTM`` in float32), or each time (``index_put_`` with ``accumulate=True`` on several threads;
 atomic additions on a GPU). So outputs count as equal if they differ by less than a small part of
 the layer's values: 1e-9 in float64, 1.2e-4 in float32, and 0.05 in shorter types, under autocast
-and on GPUs. Another dropout mask is far more.
+and on GPUs. A different dropout mask differs by far more.
 
 A digest reads every output once in float64, which takes longer than a layer that only adds, and on
 a GPU the host waits for the numbers at the end of R. So only few mini-batches are compared: 1 and
@@ -123,7 +123,7 @@ class Digests:
         total = torch.zeros(_NUM_PROJECTIONS + 1, dtype=torch.float64, device=tensor.device)
         for k, piece in enumerate(_pieces(tensor)):
             values = piece.to(torch.float64).nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
-            # Another factor for each piece, or they could change places.
+            # A different factor for each piece, so that exchanged pieces are detected.
             projected = torch.mv(vectors[: len(values)].T, values) * (1 + 0.5 * math.cos(k))
             total += torch.cat([projected, torch.dot(values, values)[None]])
         total[:-1] /= math.sqrt(tensor.numel())

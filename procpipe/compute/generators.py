@@ -27,7 +27,7 @@ from torch import nn
 #: has the position first, NumPy's last.
 _TWISTER = struct.Struct("=625I")
 
-#: Bytes that tell whether it has moved: the position and 3 words, which change whenever the
+#: Bytes that show whether it has advanced: the position and 3 words, which change whenever the
 #: position comes round to where it was.
 _NUM_LOOKED_AT = 16
 
@@ -148,7 +148,7 @@ class _Python(_Twister):
 class _NumPy(_Twister):
     """The generator behind the functions of ``numpy.random``.
 
-    It draws normal numbers by twos and keeps the second outside of the memory looked at. While it
+    It draws normal numbers in pairs and keeps the second outside of the memory looked at. While it
     holds one, the memory does not determine the state.
     """
 

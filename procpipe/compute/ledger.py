@@ -8,7 +8,7 @@ hold whatever the timing, and equals what ``plan.simulate`` predicts from sizes 
     Run F(i)                  + output            (a root of the backward pass)
     Run B(i)                  - input, - output, - gradient
 
-Counted are the tensors that travel or wait between tasks. What autograd saves inside the layers
+It counts the tensors that travel or wait between tasks. What autograd saves inside the layers
 depends on the layers, and is not counted; nor is what a backward in two tasks puts off from I to W,
 though a partition's input may be among it, which counts until I.
 """
@@ -25,8 +25,8 @@ class Ledger:
     """The bytes a stage holds, by key, in program order, with the peak since ``reset_peak``.
 
     A buffer is allowed before its size is known (``hold`` with no bytes), sized when its message
-    comes (``size``) and let go with ``release``; ``settle`` replays the events of one step once
-    every size is known. A handful of list appends a task is all this costs.
+    comes (``size``) and dropped with ``release``; ``settle`` replays the events of one step once
+    every size is known. This costs a few list appends per task.
 
     Attributes:
         peak_bytes: the most that was held since ``reset_peak``, or at all.
@@ -72,7 +72,7 @@ class Ledger:
         self._events.clear()
 
     def reset_peak(self) -> None:
-        """Forget the peak but for what is held now."""
+        """Reset the peak to what is held now."""
         self.peak_bytes = self._held_bytes
 
     def bytes_now(self) -> int:

@@ -18,7 +18,7 @@ and goes through (1), (2) and (3) in its recompute task.
 
 B may be two tasks, I and W: then ``compute.split`` has layers of (2) put off weight gradients.
 
-Does not know other partitions or the order of tasks, which the executor takes from the plan.
+Independent of other partitions and of the order of tasks, which the executor takes from the plan.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class Partition:
         self._digests.stop()
         self._buffers.after_forward()
         this.requires_grad = learned.requires_grad
-        if learned.form != _form(tensors, structure):  # it depends on the data: be careful
+        if learned.form != _form(tensors, structure):  # the output's form depends on the data
             this.requires_grad = tuple(tensor.is_floating_point() for tensor in tensors)
         detached = [tensor.detach() for tensor in tensors]
         return Flat(detached, structure, this.requires_grad).sharing(*self._sharing)

@@ -41,7 +41,7 @@ def refuse_data_parallel(what: str) -> NoReturn:
     """Raise the error that says what to do instead."""
     raise TypeError(
         f"{what}, which averages gradients over ranks or copies layers to other devices, but "
-        "each rank of a pipeline holds other layers: take the wrapper away, since step() and "
+        "each rank of a pipeline holds other layers: remove the wrapper, since step() and "
         "backward() give the gradients of the whole mini-batch on every rank. There is no data "
         "parallelism beside the pipeline yet. To train several replicas today, start one job for "
         "each and average the .grad of stage.parameters() over their equal stages before "
@@ -66,7 +66,7 @@ def check_not_sharded(module: nn.Module) -> None:
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None and mesh.size() > 1:
             raise TypeError(
-                f"parameter {name!r} is a DTensor, shared out over {mesh.size()} processes "
+                f"parameter {name!r} is a DTensor, sharded over {mesh.size()} processes "
                 "(fully_shard, distribute_tensor), but in a pipeline of several stages only one "
                 "process runs a layer: leave the layers as they are, since each stage holds no "
                 "others than its own"

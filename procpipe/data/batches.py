@@ -68,7 +68,7 @@ class Batches:
         while True:
             with self._calls.together("batches") as pipeline:
                 if loader is None:
-                    raise TypeError("batches(None) on rank 0, which is the one to read a loader")
+                    raise TypeError("batches(None) on rank 0, which reads the loader")
                 if items is None:
                     items = iter(loader() if callable(loader) else loader)
                 item = next(items, _NOTHING)
@@ -102,7 +102,7 @@ class Batches:
             yield item
 
     def has_delivered(self, target: Any) -> bool:
-        """Tell, on rank 0, whether the last stage has this target, unchanged."""
+        """Return, on rank 0, whether the last stage has this target, unchanged."""
         if target is not self.delivered_target:
             return False
         now = _contents(target)

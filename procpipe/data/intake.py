@@ -1,4 +1,4 @@
-"""Begins a mini-batch on every rank: splits it, issues its order, brings the target to its place.
+"""Begins a mini-batch on every rank: scatters it, issues its order, routes the target.
 
 rank 0   input ── Ingoing.of ── order: sizes, shares, where the target is ──> every rank
 the target   goes along its route, or is on the last stage already: given there by the user, or
@@ -59,7 +59,7 @@ class Intake:
         checkpoint: str,
         is_training: bool,
     ) -> tuple[Order, MiniBatch, Ingoing | None]:
-        """Split the mini-batch and issue its order on rank 0; follow the order elsewhere.
+        """Scatter the mini-batch and issue its order on rank 0; follow the order elsewhere.
 
         Args:
             call: "step" or "forward".
@@ -109,7 +109,7 @@ class Intake:
         is_user = self._rank == self._output_rank and order.target != ROUTED
         if is_user and order.target == DELIVERED:
             target = self._batches.delivered_target
-        given = None  # as the user gave it: where that is on a CPU, weighing it waits for no GPU
+        given = None  # on the user's device: if that is a CPU, loss_weight waits for no GPU
         if (is_sender or is_user) and target is not None:
             given = scatter_like(target, order.sizes)
         shares = order.shares

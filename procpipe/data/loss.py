@@ -92,7 +92,7 @@ class Loss:
             self._has_warned = True
             warnings.warn(
                 "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
-                "gradients are 0; this is told once",
+                "gradients are 0; this warning is given once",
                 RuntimeWarning,
                 stacklevel=5,  # the line that calls step()
             )

@@ -6,7 +6,7 @@
     micro-batches' outputs ── gather ──> the user's output, on the last stage
                  <── gradients ── of the loss computed from it
 
-Knows the user's values and micro-batches; nothing is communicated here.
+Nothing is communicated here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def input_and_target(values: tuple[Any, ...], *, is_read: bool) -> tuple[tuple[A
 
 @dataclass(frozen=True)
 class Ingoing:
-    """The inputs of a mini-batch, split.
+    """The inputs of a mini-batch, scattered.
 
     Attributes:
         sizes: samples in each micro-batch.
@@ -65,7 +65,7 @@ class Ingoing:
 
     @classmethod
     def of(cls, inputs: tuple[Any, ...], chunks: int, device: torch.device) -> Ingoing:
-        """Split positional inputs; see ``microbatch.scatter`` for what is raised."""
+        """Scatter positional inputs; see ``microbatch.scatter`` for what is raised."""
         parts, sizes = scatter(inputs, chunks)
         flats, requiring = [], []
         keeps_gradients = torch.is_grad_enabled()

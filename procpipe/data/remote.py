@@ -105,7 +105,7 @@ class Remote:
         if any(backward_pass.is_done for backward_pass in self._passes):
             raise RuntimeError(
                 f"backward() a second time for a value on rank {self._rank} ({self._what}): a "
-                "mini-batch goes backward once; add up its losses and call backward() on the sum"
+                "mini-batch has one backward pass; add up its losses and call backward() on the sum"
             )
         for backward_pass in sorted(self._passes, key=lambda each: each.number, reverse=True):
             backward_pass.run()

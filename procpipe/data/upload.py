@@ -5,7 +5,7 @@ not, but that memory must not change until the device has read it, and a user ma
 next mini-batch. So a tensor is first copied into pinned memory of torch's allocator, which reuses
 it once the device has read it:
 
-    user's tensor ── host copies ──> pinned memory ══ the device copies, in its time ══> GPU
+    user's tensor ── host copies ──> pinned memory ══ the device copies, later ══> GPU
 """
 
 from __future__ import annotations

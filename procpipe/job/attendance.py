@@ -1,6 +1,6 @@
-"""Notices the end of processes that are not connected yet; needed without a launcher.
+"""Detects the end of processes that are not connected yet; needed without a launcher.
 
-From the moment its first stage is built, each process notes who it is in rank 0's store, and
+From the moment its first stage is built, each process writes its pid into rank 0's store, and
 polls those of its host by their pidfd:
 
     process/<rank>    {"boot": …, "namespace": …, "pid": 4711, "started": 123456}

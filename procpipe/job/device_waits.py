@@ -9,7 +9,7 @@ A transfer whose peer has failed never ends. What waits for the device, for inst
                        a peer has failed: (1) raise there,│
                        (2) end all transfers ─────────────┘
 
-(1) comes first, so that Python sees no value computed after (2): the interpreter raises as soon as
+(1) comes first, so that no value made after (2) is used: the interpreter raises as soon as
 native code returns. If transfers cannot be ended, the process ends, with an error message. Without
 a failure the thread reports stalls, and raises an error after ``timeout_s``.
 """

@@ -1,7 +1,7 @@
 """How a launched process ends: with its launcher, and without a second, misleading traceback.
 
 When one rank fails, all others raise ``RemoteStageError`` with its traceback. Each of them would
-print that once more, with a traceback of its own that leads nowhere. So a rank that ends because
+print that once more, with its own traceback, which does not help. So a rank that ends because
 another failed prints one line instead, and so does one that is interrupted:
 
     procpipe: rank 0 ends, because rank 1 failed in step(): KeyError: 'boom'; it was in B3, …
@@ -163,7 +163,7 @@ def watch_threads(
         main_ended: called repeatedly with the seconds since the main thread has ended, in a
             thread of its own, while another thread keeps the process alive.
         has_failed: returns whether the job has failed; then a process whose main thread an
-            exception has ended does not live on for long.
+            exception has ended does not stay alive for long.
     """
     end = _EndAfterFailure(has_failed)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from procpipe.job.store import JobStore
 
-#: What ranks usually connect for.
+#: The usual purpose of connecting.
 FIRST_CALL = "first call"
 
 #: How long a rank that fails tries to reach the store.

@@ -3,7 +3,7 @@
     PROCPIPE_KEY_FILE    names a file that the user made, with the same content on every host
     PROCPIPE_KEY         set by ``procpipe run`` for the processes that it starts on one host
 
-Without either, rank 0 makes a key and puts it into the store, where whoever reaches the store's
+Without either, rank 0 makes a key and puts it into the store, where any client of the store's
 port can read it.
 """
 

@@ -4,7 +4,7 @@ A launcher starts the job's processes again after a failure, or when a host has 
 store may still hold what the round before left there: addresses of processes that have ended, their
 failures. Nothing in the environment names a round on all hosts: each agent of torchrun counts its
 own restarts, and a change of hosts does not count
-(https://github.com/pytorch/pytorch/issues/135712). So the processes find out themselves:
+(https://github.com/pytorch/pytorch/issues/135712). So the processes agree on it themselves:
 
     1  every rank takes its seat                seat/<rank>         a new random word
     2  rank 0 posts the words of all seats      list                again whenever a seat changes
@@ -14,7 +14,7 @@ own restarts, and a change of hosts does not count
 A process that has ended cannot confirm: a list with its word never becomes a round. A process
 whose seat another has taken belongs to a round that is over, and raises an error.
 
-A rank that cannot come leaves a note. A note that was written before this process was started is
+A rank that cannot take part leaves a note. One written before this process was started is
 of an earlier round.
 
 ``store`` is any of torch's.
@@ -84,7 +84,7 @@ def wait_until(
 def agree_on_round(
     store: KeyValues, rank: int, num_ranks: int, *, timeout_s: float, check: Callable[[], None]
 ) -> str:
-    """Return a name of this round: equal on all ranks, and different from that of earlier rounds.
+    """Return a name of this round: equal on all ranks, different from the names of earlier rounds.
 
     Every rank calls it, and it waits for all of them. The store lives as long as the job, or as
     this round. ``check`` is called while waiting; it raises if the start has failed.
@@ -156,7 +156,7 @@ class _Failure:
 
 
 class Notes:
-    """Failures of ranks that could not come, left in the store for those that wait for them.
+    """Failures of ranks that could not take part, left in the store for those that wait for them.
 
     ``outlives_rounds`` says whether a note may be of an earlier round.
     """

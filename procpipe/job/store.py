@@ -1,6 +1,6 @@
 """The job's store, as one part of the job sees it: with a prefix, and sealed by the job's key.
 
-The launcher's store, or rank 0's, is torch's and authenticates nobody: whoever reaches its port can
+The launcher's store, or rank 0's, is torch's and checks no client: whatever reaches its port can
 read and write it. Where the job has a key that is not in the store, each value is stored with a
 proof (HMAC-SHA256 over its name and itself), and a value without one is an error. Without such a
 key values are stored as they are.

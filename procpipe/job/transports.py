@@ -25,10 +25,10 @@ class Offer(NamedTuple):
 
     Attributes:
         names: the transports, the best first.
-        gpu: what tells its GPU from all others; "" on a CPU.
+        gpu: what identifies its GPU; "" on a CPU.
         sees: the ranks whose open files it may open.
-        shares_by_nccl: whether NCCL takes several ranks on its GPU.
-        may_share: whether its user has said which GPU it takes, that of another rank for instance.
+        shares_by_nccl: whether NCCL accepts several ranks on its GPU.
+        may_share: whether its user chose its GPU, perhaps that of another rank.
     """
 
     names: list[str]
@@ -62,7 +62,7 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
         wanted: the name of a transport, or None.
 
     Raises:
-        IndexError: ranks would share a GPU that nobody wanted them to share.
+        IndexError: ranks would share a GPU without having been told to.
         ValueError: ranks cannot use the one that is wanted, or none.
     """
     common = [name for name in offers[0].names if all(name in offer.names for offer in offers)]
@@ -95,7 +95,7 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
 
 
 def _check_may_share(offers: Sequence[Offer]) -> None:
-    """Check that only those ranks share a GPU that were given it."""
+    """Check that ranks share a GPU only if their user gave it to them."""
     first_on: dict[str, int] = {}
     for rank, offer in enumerate(offers):
         first = first_on.setdefault(offer.gpu or str(rank), rank)

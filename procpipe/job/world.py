@@ -236,7 +236,7 @@ class World:
             self._start.leave_note(story)
         except (RuntimeError, OSError, ValueError) as error:
             write_note(
-                f"procpipe: rank {self.rank} could not tell the others that it failed: {error}"
+                f"procpipe: rank {self.rank} could not send its failure to the others: {error}"
             )
 
     def record(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Checks those arguments of a ``Stage`` that are no layers and no balance, see ``cut.py``."""
+"""Checks the arguments of a ``Stage`` other than model and balance, which ``cut.py`` checks."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def checked_limits(
         is_launched: False for a script without a launcher, whose one stage is all of them.
 
     Raises:
-        TypeError: no int, nor ints.
-        ValueError: not positive, not one each, or not with ``schedule="auto"``.
+        TypeError: neither an int nor a sequence of ints.
+        ValueError: not positive, not one for each stage, or another schedule than ``"auto"``.
     """
     if limits is None:
         return None

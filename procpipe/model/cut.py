@@ -4,7 +4,7 @@
     balance [3, 2, 1]     └────────┬────────┘        └───┬────┘        │
     partition                      0                     1             2
 
-Knows nothing of processes: every rank computes every partition.
+Independent of processes: every rank computes every partition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers that stay as they are: what a stage refuses of ``nn.Sequential``, and why."""
+"""An ``nn.Sequential`` that cannot be changed: what a stage refuses, and why."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class FixedLayers(nn.Sequential):
             refuse_data_parallel("the Stage was given to replicate")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be copied or pickled: a copy would be no end of the connected pipeline."""
+        """Refuse to be copied or pickled: a copy would not be connected to the other ranks."""
         raise TypeError(
             "a Stage cannot be copied or pickled, as it is one end of connected processes: copy "
             "its state_dict(), whose keys are the full model's"

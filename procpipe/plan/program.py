@@ -1,8 +1,8 @@
 """From a plan to the program of each stage: what it runs, sends and receives, in order.
 
-The clock of a plan is logical and nobody waits for a cycle to end. What the cycles give is one
+The clock of a plan is logical: no stage waits for a cycle to end. What the cycles give is one
 total order that every stage shares: after cycle ``k`` comes its fence, a list of the transfers of
-all tensors made in the cycle, the same list for everybody.
+all tensors made in the cycle, the same list on every stage.
 
     cycle 0   F0@0
               ─── fence 0:  activation 0: 0->1
@@ -15,7 +15,7 @@ all tensors made in the cycle, the same list for everybody.
 that, and every other transport is when its buffers are full). Two stages that both send first, or
 that post a receive no sooner than they come to need the tensor, can then wait for each other in a
 ring. With fences they cannot. Take the first transfer, in the total order, that has not been made:
-each of its ends has done all that it has to do before, so both stand at it.
+each of its ends has done all that comes before it, so both are at this transfer.
 
 **Why receives are hoisted.** A receive that is posted no sooner than its fence leaves the sender
 waiting and the link idle while the receiver computes. So it moves up, past ``ahead`` tasks of its
@@ -24,7 +24,7 @@ own stage, and the tensor arrives while the task before its use is running:
     ahead = 0    run F0@1   receive activation 1: 0->1   send activation 0: 1->2   run F1@1
     ahead = 1    receive activation 1: 0->1   run F0@1   send activation 0: 1->2   run F1@1
 
-Posting blocks nobody, so that doing it sooner cannot make anybody wait who did not wait before:
+Posting does not block, so posting sooner makes no stage wait that did not wait before:
 the argument above still holds. It costs one more buffer, and no more than that; a receive
 further ahead would hold memory (and, on a GPU, the cores that a waiting receive occupies) for
 nothing. All receives move up by the same number of tasks, so each channel keeps its order.
@@ -179,7 +179,7 @@ def _arranged(row: Row, transfers: Iterable[tuple[int, Step]], ahead: int) -> Pr
         rank 1     the task
         rank 2     its fence, and the fences up to the stage's next task
 
-    What would be hoisted past the first task comes to stand at the start of the program.
+    A receive that would be hoisted past the first task is put at the start of the program.
     """
     if ahead < 0:
         raise ValueError(f"a receive can be posted 0 or more tasks ahead, not {ahead}")

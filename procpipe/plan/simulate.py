@@ -12,7 +12,7 @@ have arrived. Clock cycles do not delay tasks:
 Simplifications: links are never busy; a send takes its stage no time; skips and targets, which go
 straight, never arrive after the activation, so tasks wait for activations and gradients only.
 
-A task takes a microsecond or two to simulate, so that thousands of stages can be. ``memory.py``
+Simulating a task takes a microsecond or two, so thousands of stages are possible. ``memory.py``
 counts bytes.
 """
 

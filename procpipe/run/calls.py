@@ -6,10 +6,10 @@
                                                   an exception here reaches every rank
 
 A call that fails on one rank ends with an error on every rank, and no further call can be made:
-the ranks no longer know where the others are. So does a script that fails between two calls.
+the ranks are at different places then. A script that fails between two calls does the same.
 
 A script that ends leaves the pipeline: when its last thread ends (``atexit``), or when its main
-thread does and no other makes the calls, at once after an exception and else after a moment.
+thread does and no other makes the calls, at once after an exception, otherwise after a moment.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Control:
         return heard.popleft()
 
     def peek(self, peer: int) -> bytes | None:
-        """Return the next message of a connected peer if it is here, and leave it there."""
+        """Return the next message of a connected peer if it is here, without removing it."""
         if not self._mesh.is_connected(peer):  # so is none, once this rank has left
             return None
         self._mesh.poll()

@@ -13,7 +13,7 @@ one partition makes for another of the same stage stays in ``made`` until that o
 gradient that nothing requires is not sent: both ends know from the activation's metadata, and each
 leaves out its part of the transfer.
 
-Knows nothing of the user's call: it gets a ``MiniBatch`` and returns an ``Outcome``.
+Independent of the user's call: it gets a ``MiniBatch`` and returns an ``Outcome``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Executor:
         self._passages: dict[tuple[int, int], _Passage] = {}
 
     def observe(self, observers: Observers) -> None:
-        """Tell these observers of tasks, layers and messages from now on."""
+        """Call these observers for tasks, layers and messages from now on."""
         self._observers = observers
         for j, partition in self.partitions.items():
             partition.on_layer = observers.on_layer(j)

@@ -31,7 +31,7 @@ def note_where(
 
 
 def note_full_device(error: BaseException, rank: int, device: torch.device) -> None:
-    """Add a note to an exception, if a GPU had no memory for a stage's layers: who has it."""
+    """Add a note to an exception, if a GPU had no memory for a stage's layers: its free memory."""
     if device.type != "cuda" or not _is_out_of_memory(error):
         return
     free, of_all, ours = "no memory", "", 0.0
@@ -72,7 +72,7 @@ def _memory_note(stage: int, partitions: Sequence[Partition], ledger: Ledger) ->
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocator has failed; on a CPU torch says so only in words."""
+    """Return whether an allocator has failed; on a CPU only torch's message shows it."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     words = ("can't allocate memory", "CUDA error: out of memory")

@@ -1,7 +1,7 @@
-"""What may follow a stage's work: the board, times, a recording, the measurements of "auto".
+"""The interface to follow a stage's work: board, times, recording, measurements of "auto".
 
     begin_step(order)
-        begin_task(task)           its turn has come; what it takes may still be on its way
+        begin_task(task)           it begins; its inputs may not have arrived yet
             waited(transfer, …)    for each message that it takes from another stage
         begin_layers(task)
             on_layer(j)(index)     for each layer
@@ -57,7 +57,7 @@ class Observer:
     # -- of a task ------------------------------------------------------------------------------
 
     def begin_task(self, task: Task) -> None:
-        """It is the task's turn."""
+        """The task begins; its inputs may not have arrived yet."""
 
     def begin_layers(self, task: Task) -> None:
         """The task has all that it takes, and its layers run next."""

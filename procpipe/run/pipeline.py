@@ -32,7 +32,7 @@ from procpipe.run.trace import Trace
 from procpipe.run.wiring import Wires
 from procpipe.tree import Flat, map_tensors
 
-#: How often a wait looks at what wakes no socket.
+#: How often a wait checks a condition that no socket signals.
 _LOOK_EVERY_S = 0.01
 
 #: How many programs a host may have queued on its device, and how often it checks that.
@@ -77,7 +77,7 @@ class Pipeline:
         progress = Progress(world.board, world.device, executor.partitions, trace, executor.ledger)
         self.observers = Observers((trace, progress, *observers))
         executor.observe(self.observers)
-        # A rank that ran its part and left, while another still connects, would break that.
+        # Otherwise a rank could run its part and leave while another one still connects.
         self.control.agree(None, self._all_are_here)
 
     def run(self, order: Order, batch: MiniBatch) -> Outcome:

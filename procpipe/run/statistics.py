@@ -55,14 +55,14 @@ class StageStatistics:
         busy_s: seconds in tasks.
         waiting_s: seconds of waiting for messages.
         step_s: seconds in calls that ran a plan, from first to last task.
-        sent_bytes: bytes of tensors sent, by kind of channel.
-        num_messages: messages sent, by kind of channel.
+        sent_bytes: bytes of tensors sent, by payload.
+        num_messages: messages sent, by payload.
         peak_held_bytes: most bytes of tensors held between tasks (see ``compute.ledger``), since
             the last ``Stage.reset_peak_held_bytes``, if any; without what layers save for their
             backward, or put off to its second half.
         held_bytes: the same now; 0 between steps.
         split: how this stage spent the last step: busy, and idle because of the plan, of unequal
-            stages and of communication. It takes the times of all stages, so it is that of the
+            stages and of communication. It needs the times of all stages, so it is that of the
             last ``stage.report()``, which every rank calls; None before.
     """
 
@@ -87,7 +87,7 @@ class StageStatistics:
 def table(stages: Sequence[StageStatistics]) -> str:
     """Lay out the statistics of all stages as a text table, one line a stage.
 
-    Where it is known, a second table tells how each stage spent the last step.
+    Where it is known, a second table shows how each stage spent the last step.
     """
     in_two = (INPUT_GRADIENT, WEIGHT_GRADIENT)
     kinds = [k for k in KINDS if k not in in_two or any(k in s.num_tasks for s in stages)]

@@ -1,22 +1,22 @@
-"""An exception in words that other ranks can be told: bounded, whatever its class does.
+"""Describes an exception to other ranks: in a bounded text, whatever its class does.
 
-An exception of a user's may fail at saying what it is about, even by a ``SystemExit`` or a
-``KeyboardInterrupt``; neither that nor a text of megabytes may keep the others from its story.
+The ``__str__`` of a user's exception may raise, even a ``SystemExit`` or a
+``KeyboardInterrupt``; neither that nor a text of megabytes may stop the report to the others.
 """
 
 from __future__ import annotations
 
 import traceback
 
-#: Characters of an exception's text that are told in a line.
+#: The most characters of an exception's text in a line.
 _LINE_LENGTH = 200
 
-#: Characters of a story, traceback and all, that are told to other ranks.
+#: The most characters of a description, its traceback included, that are sent.
 _STORY_LENGTH = 1 << 16
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an exception says; a user's may fail at that."""
+    """Return an exception's text; the ``__str__`` of a user's may raise."""
     try:
         return str(error)
     except BaseException as another:
@@ -34,13 +34,13 @@ def story_of(error: BaseException) -> str:
     """Return an exception with its traceback, causes and notes, shortened in the middle."""
     try:
         told = "".join(traceback.format_exception(error))
-    except BaseException as another:  # what it has for notes or causes cannot be read
+    except BaseException as another:  # its notes or causes cannot be read
         told = (
             "Traceback (most recent call last):\n"
             f"{''.join(traceback.format_tb(error.__traceback__))}{in_a_line(error)}\n"
             f"(its notes and causes are not known: reading them raised {type(another).__name__})\n"
         )
-    if len(told) > _STORY_LENGTH:  # all peers are to have it before this process ends
+    if len(told) > _STORY_LENGTH:  # all peers must receive it before this process ends
         half = _STORY_LENGTH // 2
         told = f"{told[:half]}\n… {len(told) - 2 * half} characters …\n{told[-half:]}"
     return told

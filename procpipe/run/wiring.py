@@ -148,7 +148,7 @@ def _open_channels(
             )
 
     def poll() -> None:
-        """Read what has come, and let go of what has arrived elsewhere."""
+        """Read what has come, and release what has arrived elsewhere."""
         mesh.poll()
         for sender in channels.senders.values():
             sender.reap()

@@ -27,7 +27,7 @@ class Tracker(Protocol):
         """Return the tensor to one of them.
 
         Raises:
-            RuntimeError: nothing is stashed under this key, or all have had it.
+            RuntimeError: nothing is stashed under this key, or all layers have popped it.
         """
 
 

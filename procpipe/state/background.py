@@ -1,4 +1,4 @@
-"""Writes a saved state, at once or in the background, and finds out when every rank has.
+"""Writes a saved state, at once or in the background, and detects when every rank has.
 
     rank 0                                         rank r
     draft's folder                                 finds it, or raises an error
@@ -42,7 +42,7 @@ from procpipe.state.member import Member
 #: How often a thread looks at the folder: first, and at most, each time twice as long.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.2
 
-#: For how long a folder has neither its old name nor its new one before it is called removed.
+#: For how long a folder has neither its old name nor its new one before it counts as removed.
 _GONE_AFTER_S = 30.0
 
 #: The saves in the background that have not been waited for.
@@ -221,7 +221,7 @@ class Saving:
             pass  # the disk is full, say; this rank's next call reports it to the others
 
     def _raise_marked_failure(self) -> bool:
-        """Raise the failure that another rank has marked; tell whether the folder is there."""
+        """Raise the failure that another rank has marked; return whether the folder is there."""
         try:
             names = os.listdir(self._target.path)
         except FileNotFoundError:

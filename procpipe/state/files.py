@@ -46,7 +46,7 @@ _VALUES = "__0_0.distcp"
 #: An index is read as a whole; 100 bytes or so are one value.
 _MAX_INDEX_BYTES = 1 << 30
 
-#: Why a file of a name is not there: it or a folder is missing, or the name leads to none.
+#: Errors of a missing file: it or a folder is missing, or a link points nowhere.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 _ADVICE = "restore the folder from a copy, or load an older saved state"
@@ -123,7 +123,7 @@ def _plain(key: str, value: Tensor) -> Tensor:
 
 
 def merge_parts(folder: Path, names: Iterable[str]) -> None:
-    """Make one saved state of the parts in these sub-folders."""
+    """Join the parts in these sub-folders into one saved state."""
     entries: dict[str, Entry] = {}
     for name in names:
         for key, entry in read_index(folder / name).entries.items():

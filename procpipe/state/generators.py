@@ -42,7 +42,7 @@ def restore(saved: dict[str, Any], device: torch.device | None = None) -> None:
 
 
 def _checked(state: Any) -> Any:
-    """Return numpy's state: beyond its words numpy would read foreign memory."""
+    """Return numpy's state: with a position beyond its words numpy would read other memory."""
     position = state[2] if type(state) is tuple and len(state) > 2 else None
     if type(position) is not int or not 0 <= position <= _NUM_WORDS:
         raise SavedStateError(f"numpy's generator is at none of its {_NUM_WORDS} words")

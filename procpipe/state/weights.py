@@ -27,7 +27,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: By key, the shape of a tensor and its dtype, where it is known; None for any other value.
 Shapes = dict[str, "tuple[tuple[int, ...], torch.dtype | None] | None"]
 
-#: How safetensors calls dtypes; those that have another name here.
+#: The names of dtypes in safetensors, where they differ from torch's.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

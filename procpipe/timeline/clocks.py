@@ -6,7 +6,7 @@ waiting rank for its time, several times, and takes the quickest answer:
     rank 0    t0 ───ping──▶ · ◀──pong─── t1          offset = t - (t0 + t1) / 2
     rank 1                  t                        off by (t1 - t0) / 2 at most
 
-One reading at the start of a run and one at its end also tell how the clocks drift, which is
+One reading at the start of a run and one at its end also show how the clocks drift, which is
 corrected linearly in between. On one host the clock is shared; then an offset that is smaller than
 its error is taken for none.
 
@@ -57,7 +57,7 @@ class Reading(NamedTuple):
         asked_ns, at_ns, answered_ns = min(pings, key=lambda ping: ping[2] - ping[0])
         error_ns = -(-(answered_ns - asked_ns) // 2)
         offset_ns = at_ns - (asked_ns + answered_ns) // 2
-        if abs(offset_ns) <= error_ns:  # no evidence that the clocks are two
+        if abs(offset_ns) <= error_ns:  # no evidence that the clocks differ
             return cls(at_ns, 0, error_ns + abs(offset_ns))
         return cls(at_ns, offset_ns, error_ns)
 
@@ -76,7 +76,7 @@ def drift_ppm(readings: Sequence[Reading]) -> float | None:
     """Return how much faster a clock runs than rank 0's, in millionths.
 
     Returns:
-        0 if the readings differ by no more than their errors; None if there is but one.
+        0 if the readings differ by no more than their errors; None if there is only one.
     """
     first, last = readings[0], readings[-1]
     span_ns, change_ns = last.at_ns - first.at_ns, last.offset_ns - first.offset_ns

@@ -2,7 +2,7 @@
 
     every rank     after each step ── its record, as JSON ──▶  rank 0 keeps the first and the last
     connecting     rank 0 reads all clocks (clocks.py)
-    closing        each rank says so and stays a moment; rank 0 reads the clocks again and writes
+    closing        each rank sends a notice and waits; rank 0 reads the clocks again and writes
     failing        rank 0 writes what it has: all steps but the one that failed
 
 Nothing is gathered at the end, so a failure loses little and nobody waits for it. If it is rank 0
@@ -190,7 +190,7 @@ class Tracing(Observer):
     def leave(self) -> None:
         """Write the file on rank 0, once; a file that cannot be written gives a note, no error.
 
-        An error that ended the run may be on its way, which must be the one that is reported.
+        An error that ended the run may be propagating, and must be the one that is reported.
         """
         if not self._is_writer or self._is_written:
             return
@@ -225,7 +225,7 @@ class Tracing(Observer):
 
     def _finish_with(self, peer: int) -> None:
         mesh = self._mesh
-        with suppress(WaitTimeoutError):  # then its clock was read once, which is good enough
+        with suppress(WaitTimeoutError):  # then its clock was read only once
             mesh.wait(
                 lambda: peer in self._closing or not mesh.is_connected(peer),
                 lambda: f"rank {peer} to close its stage, too",

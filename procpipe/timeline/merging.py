@@ -107,7 +107,7 @@ def _begins_ns(records: Sequence[Record], readings: Sequence[Readings]) -> list[
 
 
 def _hops(records: Sequence[Record], bases_ns: Sequence[int]) -> list[Hop]:
-    """Bring both ends of each message together, which both call by the same ``Transfer``."""
+    """Match both ends of each message, which are recorded under the same ``Transfer``."""
     taken: defaultdict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
     for rank, record in enumerate(records):
         for *key, _, start_ns, end_ns in record.get("takes", ()):
@@ -121,7 +121,7 @@ def _hops(records: Sequence[Record], bases_ns: Sequence[int]) -> list[Hop]:
             destination, *taken_s = taken[tuple(key)].pop(0)
             posted_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
             kind, i, *_ = key
-            i = 0 if kind == LOSS else i  # the loss is of no micro-batch
+            i = 0 if kind == LOSS else i  # the loss belongs to no micro-batch
             hops.append(Hop(kind, i, rank, destination, size_bytes, *posted_s, *taken_s))
     return sorted(hops, key=lambda hop: hop.posted_s)
 

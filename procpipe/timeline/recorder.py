@@ -112,7 +112,7 @@ class Recorder(Trace):
     def _use_device_times(self) -> None:
         """Put the device's times of tasks in the place of the host's.
 
-        Both clocks meet where the host sees the last event: all others were so long before it.
+        The last event links both clocks: the device's times count back from it.
         """
         last = self._marks[-1]
         last.synchronize()

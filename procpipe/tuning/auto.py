@@ -8,14 +8,14 @@
     15 …       the one with the least measured time                   nothing
 
 The finalists are the first plan, the fastest as simulated and the fastest fixed schedule as
-simulated; what is not simulated to be faster than the first plan by ``MARGIN`` is none. So what
+simulated; only a plan that is simulated to be ``MARGIN`` faster than the first is one. So what
 stays has been measured to be no slower than the first plan, nor than the fixed schedule that is
 best as simulated; a fixed schedule that the simulation misjudges is not tried. Another number of
 micro-batches, later, is searched for with the same costs.
 
 Under a limit of memory the first plans take one micro-batch at a time and recompute all: less is
 not possible. Then those micro-batches that the user wants are recomputed, or all but the last, or
-all, whatever is the fastest: to recompute costs less than to wait for room.
+all, whichever is fastest: recomputing can cost less than waiting for free memory.
 
 PURE: a state machine without sockets, clocks or torch. Only that of rank 0 is used; the others get
 its plans with the orders.
@@ -63,7 +63,7 @@ _ONE_AT_A_TIME = "one at a time"
 
 
 class _Case(NamedTuple):
-    """What one plan can serve."""
+    """The settings that a plan is for."""
 
     m: int
     input_bytes: int
@@ -123,8 +123,8 @@ class AutoSchedule:
 
         Args:
             m: the number of micro-batches.
-            input_bytes: the model's input of the largest micro-batch. Where that has more than
-                those that were measured, all else is taken to have as much more.
+            input_bytes: the model's input of the largest micro-batch. If it is larger than any
+                measured one, all other sizes are assumed to grow by the same factor.
             recompute: the micro-batches that the user wants recomputed.
             routes: where tensors go in this step.
 
@@ -175,7 +175,7 @@ class AutoSchedule:
             step = f"measuring, step {self._num_measured + 1} of {len(_MEASURED)}, {name}"
             return Choice(plan, step, measure)
         contest = self._contest
-        assert contest is not None, "whoever has costs has had them searched with"
+        assert contest is not None, "a search follows as soon as there are costs"
         best = contest.winner if contest.is_over else None
         if contest.case == case:
             if best is None:
@@ -249,7 +249,7 @@ class AutoSchedule:
 
 
 def _described(candidate: Candidate, case: _Case) -> str:
-    """Name a candidate, and say so if it recomputes more than the user wants."""
+    """Name a candidate, with a remark if it recomputes more than the user asked for."""
     again = {task.i for task in candidate.plan.tasks_of(0) if task.kind == RECOMPUTE}
     if again == case.recompute:
         return candidate.name

@@ -85,7 +85,7 @@ class Meter(Observer):
         self._hooks.close()
 
     def held(self, sizes: Mapping[Transfer, int]) -> None:
-        """Keep the bytes of the largest message of each kind between two partitions."""
+        """Keep the bytes of the largest message of each payload between two partitions."""
         if self._measure == BYTES:
             for transfer, size in sizes.items():
                 self._sizes[transfer.channel] = max(size, self._sizes.get(transfer.channel, 0))

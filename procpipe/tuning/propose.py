@@ -184,7 +184,7 @@ def alone_s(model: Model, question: Question) -> float:
 
 
 def choose(proposals: Sequence[Proposal], memory_bytes: int | None) -> Proposal | None:
-    """Return the fastest that fits, or None; if equal, the leanest, then the simplest."""
+    """Return the fastest that fits, or None; if equal, with the least memory, then the simplest."""
     fitting = [proposal for proposal in proposals if proposal.fits(memory_bytes)]
     if not fitting:
         return None

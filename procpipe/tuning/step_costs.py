@@ -1,14 +1,14 @@
 r"""What ranks report of a measured step, and the costs that follow from it.
 
-A message's way from one stage to the next cannot be timed with two clocks that do not agree. But
-there and back it can, as each stage looks at its own clock only:
+A message from one stage to the next cannot be timed with two clocks that do not agree. But a
+round trip can, as each stage reads only its own clock:
 
     stage j      [F i]········ gap above ········[B i]       from the end of F to the start of B
                       \                         /
     stage j+1          [F i]·· gap below ··[B i]             from the start of F to the end of B
 
-What the gap above is longer than the gap below is the way there, the way back, and whatever the
-messages waited for a stage that was busy. The least of all micro-batches is taken, in which they
+The gap above less the gap below is the way there, the way back, and the time that the
+messages waited for a busy stage. The least over all micro-batches is used, in which they
 waited least: a pipeline's first micro-batch meets idle stages. Half of it is one way.
 
 PURE: no sockets, no torch.
@@ -41,7 +41,7 @@ class Report:
         step_s: seconds of the step.
         seconds: for a kind of task and a partition, the median of its seconds.
         gaps_s: for a partition and a micro-batch, the gaps above and below.
-        sizes: for a kind of message, its source and destination, the bytes of the largest.
+        sizes: for a payload, its source and destination, the bytes of the largest message.
         saved: for a partition, what autograd keeps inside its layers; of each micro-batch.
         put_off: for a partition, what is kept between the halves of a backward; of each one.
     """

@@ -1,4 +1,4 @@
-"""Who takes part in what, and the limit that their times are held against."""
+"""Which contender takes part in what, and the limit that their times are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a part's figures are told: tables by eye, and the files beside them."""
+"""How a part's figures are printed: tables by eye, and the files beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak test's short form, each fault once; and that it would notice what it looks for."""
+"""The soak test's short form, each fault once; and that it detects what it looks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in: the handshake between ranks that know the job's key, and strangers."""
+"""The handshake accepts ranks that know the job's key, and rejects all others."""
 
 from __future__ import annotations
 

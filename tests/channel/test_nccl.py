@@ -1,4 +1,4 @@
-"""What the NCCL transport works out before it speaks with NCCL; the rest needs GPUs."""
+"""What the NCCL transport computes before it calls NCCL; the rest needs GPUs."""
 
 from __future__ import annotations
 

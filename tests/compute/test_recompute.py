@@ -1,4 +1,4 @@
-"""Recomputation finds random numbers and autocast as the first forward did, and can be told."""
+"""Recomputation has the random numbers and autocast of the first forward; layers can detect it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splitting and putting together: equal to torch.chunk and torch.cat, and clear when refused."""
+"""Scatter and gather: equal to torch.chunk and torch.cat, with clear errors."""
 
 from __future__ import annotations
 

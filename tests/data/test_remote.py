@@ -1,4 +1,4 @@
-"""A Remote takes part in whatever loss code does, and never pretends to have a value."""
+"""A Remote takes part in any loss code, and never has a value."""
 
 from __future__ import annotations
 

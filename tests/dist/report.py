@@ -1,4 +1,4 @@
-"""What a run on several ranks tells: one outcome a rank, in plain data that travels by pickle.
+"""The result of a run on several ranks: one outcome a rank, in plain data that travels by pickle.
 
 Knows neither how the processes are started nor what they run; imports no torch.
 """

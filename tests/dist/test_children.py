@@ -1,4 +1,4 @@
-"""Processes that a rank forks: nothing of theirs is the pipeline's, and they hide no rank's end."""
+"""Processes that a rank forks: they have no part in the pipeline, and do not hide a rank's end."""
 
 from __future__ import annotations
 

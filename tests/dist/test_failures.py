@@ -1,4 +1,4 @@
-"""Bad days: whatever one rank does wrong, all ranks end, in time, with the one right story."""
+"""Failures: whatever one rank does wrong, all ranks end in time, with the same right report."""
 
 from __future__ import annotations
 

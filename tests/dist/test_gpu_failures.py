@@ -1,4 +1,4 @@
-"""Bad days with transfers under way on GPUs: all ranks end, in time, with the one right story.
+"""Failures with transfers under way on GPUs: all ranks end in time, with the same right report.
 
 On one GPU transfers go over CUDA IPC, on two and four (also) over NCCL, where a transfer whose peer
 has died never ends by itself.

@@ -1,4 +1,4 @@
-"""The harness itself: it must tell what happened on every rank, and leave nothing behind."""
+"""The harness itself: it must report what happened on every rank, and leave nothing behind."""
 
 from __future__ import annotations
 

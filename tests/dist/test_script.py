@@ -1,4 +1,4 @@
-"""Scripts in fresh processes: what they did is told, and none of their processes is left."""
+"""Scripts in fresh processes: what they did is reported, and none of their processes is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that stands still: reported once, with where all are, and unharmed when it goes on."""
+"""A rank that is stopped: reported once, with where all ranks are; the run continues after it."""
 
 from __future__ import annotations
 

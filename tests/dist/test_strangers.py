@@ -1,4 +1,4 @@
-"""Strangers connect to a job and talk: the run goes on unharmed, and nothing is unpickled."""
+"""Unknown processes connect to a job and send data: the run continues; nothing is unpickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts whose main thread ends while other threads live: who trains goes on, an end is told."""
+"""Scripts whose main thread ends while other threads live: training goes on; ends are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process behind one rank of the pool: runs one function after another until told to stop.
+"""The process behind one rank of the pool: runs one function after another until it is stopped.
 
 It is started by tests/dist/pool.py with the arguments <rank> <store's port> <file for stacks>, and
 speaks pickle with it over a pipe that is its standard input (this is test code on one machine).

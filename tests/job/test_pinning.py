@@ -1,4 +1,4 @@
-"""Who gets which cores: on made-up hosts all of it, on this one that a process is really pinned."""
+"""Which cores a process gets: on made-up hosts in full, on this one that it is really pinned."""
 
 from __future__ import annotations
 

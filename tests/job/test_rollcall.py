@@ -1,4 +1,4 @@
-"""Who takes part in a round, in a store that may hold what rounds before have left."""
+"""Which ranks take part in a round, in a store that may hold values of earlier rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed when nothing goes on: from the boards of this host's processes."""
+"""What is printed in a stall, from the boards of this host's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs: one order for everybody, and each receive posted one task ahead."""
+"""Programs: one order on all stages, and each receive posted one task ahead."""
 
 from __future__ import annotations
 

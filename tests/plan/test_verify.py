@@ -1,4 +1,4 @@
-"""Every plan we make verifies; every way of corrupting one is told, at every place."""
+"""Every plan we make verifies; every way of corrupting one is reported, at every place."""
 
 from __future__ import annotations
 

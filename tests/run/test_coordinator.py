@@ -1,4 +1,4 @@
-"""Orders of rank 0 over a real mesh: verified once, told once, followed or refused."""
+"""Orders of rank 0 over a real mesh: verified once, sent once, followed or refused."""
 
 from __future__ import annotations
 

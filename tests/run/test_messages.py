@@ -1,4 +1,4 @@
-"""What ranks say to each other reads back as it was said, and differences are whole sentences."""
+"""Messages between ranks are read back as they were written; differences are whole sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever an exception's class does, there is a story to tell of it."""
+"""Any exception can be described, whatever its class does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skippable layers in a plain ``nn.Sequential``: what they may do, and what they are told."""
+"""Skippable layers in a plain ``nn.Sequential``: what they may do, and the errors otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file: what is written is read back, viewers find their fields, and faults are told."""
+"""The file: what is written is read back, viewers find their fields, and faults are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced stage remembers of a step."""
+"""What a traced stage records of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs as text: what is written is read back, and whatever is wrong is told with its place."""
+"""Costs as text: what is written is read back, and each fault is an error that names its place."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ of the time; I computes all others.
 
     F or R   x ──(1) layer.forward = ours ──> y          (2) node: keeps x and weight
     I        gradient of x <──(2) node.backward── gradient of y
-                                   └──(3) x, gradient of y ──> PutOff, all that outlives I
+                                   └──(3) x, gradient of y ──> PutOff, all that is kept for W
     W        gradients of weight and bias <──(4) PutOff.run
 
 (1) is in place during a split task only, so an unsplit micro-batch runs the stock layers. It calls

@@ -59,4 +59,4 @@ def _needed_s(i: int, j: int, timeline: Timeline) -> float:
             return timeline.start_s(Task(kind, i, j - 1))
         except KeyError:
             continue
-    raise ValueError(f"micro-batch {i} does not go backward in partition {j - 1}")
+    raise ValueError(f"micro-batch {i} has no backward in partition {j - 1}")

@@ -1,4 +1,4 @@
-"""Halves of backward tasks that nobody needs apart become one, and nothing starts later."""
+"""Halves of backward tasks are fused where no other task then starts later."""
 
 from __future__ import annotations
 
