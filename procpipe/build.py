@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -49,6 +49,9 @@ from procpipe.run.wiring import connect as connect_wires
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.skippable import verify_skippables
 from procpipe.version import __version__
+
+if TYPE_CHECKING:
+    from procpipe.timeline.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class Settings:
             memory_limit_bytes, world.num_ranks, chosen, is_launched=world.is_launched
         )
         chooser_of(chosen, limits)
+        if chosen.is_measured and world.device.type == "cuda":
+            recorder_type()
         checked_transport(transport, NAMES)
         return cls(chosen, limits, transport, bool(defers_batch_norm), trace)
 
@@ -235,9 +240,7 @@ def connect(
     if settings.trace is not None or (
         settings.schedule.is_measured and world.device.type == "cuda"
     ):
-        with needed("procpipe.timeline", "recording the times of a device"):
-            from procpipe.timeline.recorder import Recorder
-        trace = Recorder(world.device)
+        trace = recorder_type()(world.device)
     if settings.trace is not None:
         from procpipe.timeline.clocks import Clocks
         from procpipe.timeline.collect import Tracing
@@ -255,10 +258,21 @@ def connect(
     return Pipeline(world, wires, executor, coordinator, trace, observers)
 
 
-def report(pipeline: Pipeline) -> str:
-    """Return a table of what all stages did; every rank calls it, and it waits for all of them."""
+def recorder_type() -> type[Recorder]:
+    """Return what records the times of a device."""
+    with needed("procpipe.timeline", "recording the times of a device"):
+        from procpipe.timeline.recorder import Recorder
+    return Recorder
+
+
+def reporter() -> Callable[[Pipeline], str]:
+    """Return what makes a table of all stages; every rank calls that, and it waits for all."""
     with needed("procpipe.timeline", "report()"):
         from procpipe.timeline.reporting import report_of_all
-    statistics = report_of_all(pipeline)
-    pipeline.split = statistics[pipeline.statistics().stage].split
-    return table(statistics)
+
+    def report(pipeline: Pipeline) -> str:
+        statistics = report_of_all(pipeline)
+        pipeline.split = statistics[pipeline.statistics().stage].split
+        return table(statistics)
+
+    return report

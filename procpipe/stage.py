@@ -31,8 +31,6 @@ from procpipe import build
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.clipping import clip
 from procpipe.compute.wrappers import check_not_sharded
-from procpipe.data.batches import Batches, Loader
-from procpipe.data.intake import Intake
 from procpipe.data.loss import Loss
 from procpipe.data.minibatch import Ingoing, MiniBatch, Outcome, input_and_target, join_outputs
 from procpipe.data.remote import Remote
@@ -41,8 +39,10 @@ from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.model.arguments import checked_checkpoint, checked_chunks
 from procpipe.model.fixed import FixedLayers
 from procpipe.plan.task import Plan
+from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
 from procpipe.run.faults import note_full_device
+from procpipe.run.intake import Intake
 from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.statistics import StageStatistics, TimedTask
@@ -449,9 +449,10 @@ class Stage(FixedLayers):
         (bubble), of unequal stages (imbalance) and of communication. ``statistics().split`` has
         the same numbers from then on.
         """
+        report_of = build.reporter()
         with self._calls.together("report") as pipeline:
             self._order("report")
-            report = build.report(pipeline)
+            report = report_of(pipeline)
         is_measured = self._settings.schedule.is_measured
         return f"{report}\nschedule {self.schedule}" if is_measured else report
 

@@ -106,7 +106,7 @@ def test_replicas_whose_gradients_are_averaged_by_hand_train_as_one_model() -> N
     code = REPLICA + TRAIN_REPLICA.format(loop=loop)
     with ThreadPoolExecutor() as pool:
         jobs = [
-            pool.submit(run_forked, set_environment(env | {"REPLICA": replica}) + code, num_ranks=2)
+            pool.submit(run_script, set_environment(env | {"REPLICA": replica}) + code, nproc=2)
             for replica in ("0", "1")
         ]
         lines = [job.result().check().stdout.split() for job in jobs]
@@ -208,7 +208,7 @@ def test_the_recorded_program_leaves_a_timeline_that_reads_as_on_its_page(
     code = code.replace('"run.json"', repr(str(tmp_path / "run.json"))).replace(
         "range(20)", "range(3)"
     )
-    done = run_forked(code, num_ranks=2).check()
+    done = run_forked(code, num_ranks=2, tears_down=True).check()
     assert done.stdout.count("Split(stage=") == 2
     assert main(["timeline", "run.json"]) == 0
     told = capsys.readouterr().out

@@ -59,10 +59,10 @@ MAY_IMPORT = {
     "model": {"compute", "plan", "errors"},
     "job": {"channel", "errors", "forks", "limits", "notes", "optional", "processes", "words"},
     "run": {
-        *("plan", "compute", "channel", "data", "job"),
+        *("plan", "compute", "channel", "containers", "data", "job"),
         *("errors", "forks", "notes", "signals", "tree"),
     },
-    "data": {"compute", "plan", "run", "containers", "errors", "notes", "torch_internals", "tree"},
+    "data": {"compute", "plan", "containers", "errors", "notes", "torch_internals", "tree"},
     "balance": {"compute", "data", "job", "skip", "errors", "tree"},
     "tuning": {"compute", "plan", "run", "errors", "words"},
     "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
@@ -179,8 +179,15 @@ def test_importing_procpipe_loads_nothing_optional():
 
 def at_load(tree: ast.Module) -> ast.Module:
     """Return what of a module runs when it is imported, as far as it imports."""
-    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return ast.Module([*imports], [])
+    imports: list[ast.stmt] = []
+    nodes: list[ast.AST] = [*tree.body]
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imports.append(node)
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not is_for_types and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            nodes += ast.iter_child_nodes(node)
+    return ast.Module(imports, [])
 
 
 BAD_EXAMPLES = {

@@ -46,7 +46,7 @@ def forked(function, *args):
 def all_end_well(*pids):
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * len(pids)
 
-def run_step(rank, port):
+def run_step(room, rank, port):
     import procpipe
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -56,6 +56,12 @@ def run_step(rank, port):
     stage = procpipe.Stage(model, [1, 1], chunks=2, **options)
     stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))
     assert all(parameter.grad.any() for parameter in stage.parameters())
+    if room == "timeline":
+        try:
+            stage.report()
+        except ModuleNotFoundError as error:
+            assert "report() needs procpipe.timeline" in str(error)
+        stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))  # it goes on
     stage.close()
 
 def ask_for(room):
@@ -78,7 +84,7 @@ def check(room, tree):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    all_end_well(*(forked(run_step, rank, port) for rank in range(2)))
+    all_end_well(*(forked(run_step, room, rank, port) for rank in range(2)))
     if room in ASKED:
         all_end_well(forked(ask_for, room))
     print(room, flush=True)

@@ -608,3 +608,18 @@ def test_each_micro_batch_is_recomputed_just_before_its_backward(stage_of):
         "b0: backward",
         "a0: backward",
     ]
+
+
+def test_an_input_may_be_sparse():
+    class Mixed(nn.Module):
+        def forward(self, x, adjacency):
+            return torch.sparse.mm(adjacency, x)
+
+    model = nn.Sequential(Mixed(), nn.Linear(2, 1))
+    adjacency, x = torch.eye(3).to_sparse(), torch.ones(3, 2)
+    expected = F.mse_loss(model[1](x), torch.zeros(3, 1))
+    stage = Stage(model, [2], chunks=1, checkpoint="never", loss_fn=F.mse_loss)
+
+    loss = stage.step(x, NoChunk(adjacency), target=torch.zeros(3, 1))
+
+    assert loss.item() == pytest.approx(expected.item())

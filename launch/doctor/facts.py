@@ -159,7 +159,7 @@ def _gpus() -> tuple[tuple[VisibleGpu, ...], str]:
     try:
         found = json.loads(output)
     except ValueError:
-        return (), error or "no answer"
+        return (), error or "the driver gave no answer"
     return tuple(VisibleGpu(**{**gpu, "peers": tuple(gpu["peers"])}) for gpu in found), ""
 
 

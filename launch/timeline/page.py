@@ -23,7 +23,7 @@ _PARTS = (
     ("busy_s", "busy", "in tasks, as measured"),
     ("bubble_s", "bubble", "idle because of the plan: also with equal stages and no transfers"),
     ("imbalance_s", "imbalance", "idle because stages or micro-batches take unequally long"),
-    ("communication_s", "communication and overhead", "messages, and the hosts between tasks"),
+    ("communication_s", "communication and overhead", "waits for messages; hosts between tasks"),
 )
 
 

@@ -87,4 +87,5 @@ class Ledger:
 
 def num_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of the elements of some tensors; ``None`` counts nothing."""
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    # Not nbytes, which sparse tensors do not have.
+    return sum(each.numel() * each.element_size() for each in tensors if each is not None)

@@ -46,6 +46,7 @@ class OpenTransports:
         self.transports: list[Transport] = []
         self._device_transports: list[DeviceTransport] = []
         self._device_waits: DeviceWaits | None = None
+        self.is_device_stuck = False
 
     def open(
         self, choice: Choice, channels: Iterable[tuple[int, int, int]]
@@ -116,13 +117,12 @@ class OpenTransports:
         if self._device_transports:
             self._mesh.part(_PART_TIMEOUT_S)
 
-    def close(self) -> bool:
-        """Close the transports; return False if transfers are left that could not be ended."""
-        is_free = abort_all(self._device_transports)
-        if not is_free:
+    def close(self) -> None:
+        """Close the transports; note whether transfers are left that could not be ended."""
+        self.is_device_stuck |= not abort_all(self._device_transports)
+        if self.is_device_stuck:
             keep_for_ever([*self.transports])  # close() or their destructors would block
             self.transports.clear()
         self._device_transports.clear()
         while self.transports:
             self.transports.pop().close()
-        return is_free

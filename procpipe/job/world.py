@@ -171,10 +171,10 @@ class World:
             stall_timeout_s=self._stall_timeout_s,
             reports=self._stalls,
         )
-        self._stalls.find_boards(self._mesh)
         self._opened = OpenTransports(
             self._mesh, self._start, self.device, self._stalls.pids, lambda: self.caller
         )
+        self._stalls.find_boards(self._mesh)  # fills pids
         return self._mesh
 
     def offer(self) -> Offer:
@@ -282,9 +282,10 @@ class World:
         if self._mesh is not None and self._opened is not None:
             self._opened.part()
             self._mesh.close()
-            self.is_device_stuck |= not self._opened.close()
+            self._opened.close()
+            self.is_device_stuck |= self._opened.is_device_stuck
         self._start.close()
-        self._mesh = None
+        self._mesh = self._opened = None
         self._stalls.close()
         if self.board not in _closed_boards:
             _closed_boards.append(self.board)

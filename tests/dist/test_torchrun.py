@@ -84,7 +84,7 @@ def test_a_killed_rank():
 
 
 def test_a_rank_that_ends_early_and_well():
-    done = run_forked(job(between="if RANK == ILL: sys.exit(0)"), num_ranks=3)
+    done = run_script(job(between="if RANK == ILL: sys.exit(0)"), nproc=3)
 
     assert done.returncode == 1
     assert done.left_behind == ()

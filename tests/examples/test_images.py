@@ -44,8 +44,8 @@ def test_a_unet_learns_and_shows_it_and_one_stage_prints_and_draws_the_same(tmp_
     for picture in (in_one, in_two):
         picture.parent.mkdir()
 
-    args = [*UNET_ARGS, "--picture", str(in_two)]
-    lines = lines_of(run_forked(UNET, num_ranks=2, args=args), in_two)
+    args = [*UNET_ARGS, "--balance", "9", "32", "--picture", str(in_two)]
+    lines = lines_of(run_forked(UNET, num_ranks=2, args=args, tears_down=True), in_two)
 
     losses = [float(line.split()[3]) for line in lines if line.startswith("step")]
     assert len(losses) == 3

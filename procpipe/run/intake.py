@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from procpipe.compute.ledger import num_bytes
-from procpipe.data.batches import Batches
 from procpipe.data.loss import Loss
 from procpipe.data.microbatch import scatter_like
 from procpipe.data.minibatch import Ingoing, MiniBatch, on_device
 from procpipe.plan.schedules.gpipe import recomputed
+from procpipe.run.batches import Batches
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
 
 
