@@ -182,7 +182,7 @@ class Board:
 
     # -- writing --------------------------------------------------------------------------------
 
-    def tell_facts(self, facts: dict[str, Any]) -> None:
+    def write_facts(self, facts: dict[str, Any]) -> None:
         """Write facts about this process, once, as JSON; beyond 1 MiB the longest are left out."""
         texts = {name: json.dumps(fact) for name, fact in facts.items()}
         while len(text := json.dumps({name: facts[name] for name in texts})) > _FACTS[1] - 8:
@@ -245,7 +245,7 @@ class Board:
         words[_NUM_SAMPLES] += num_samples
         words[_BUSY_NS], words[_STEP_NS], words[_HELD_BYTES] = busy_ns, step_ns, held_bytes
 
-    def tell_device_bytes(self, num_bytes: int) -> None:
+    def write_device_bytes(self, num_bytes: int) -> None:
         """Note how much memory of the device tensors take."""
         self._words[_DEVICE_BYTES] = num_bytes
 

@@ -205,13 +205,13 @@ class Calls:
             error = error_of_script()
             if error is not None and self._ended is None:
                 self.fail("the script", error)
-            self._say_goodbye(is_new=self._pipeline is None and self._ended is None)
+            self._send_goodbye(is_new=self._pipeline is None and self._ended is None)
         if self._is_victim:
             self._world.let_others_end_first()
         if self._world.is_device_stuck:
             end_at_once(f"rank {self._world.rank}")
 
-    def _say_goodbye(self, *, is_new: bool) -> None:
+    def _send_goodbye(self, *, is_new: bool) -> None:
         if is_new:
             self._world.give_up(f"rank {self._world.rank} ended its script before its first call")
         try:
@@ -250,7 +250,7 @@ class Calls:
                 if self._is_used_by_another_thread():  # it has just begun
                     self._ended = None
                 else:
-                    self._say_goodbye(is_new=self._pipeline is None)
+                    self._send_goodbye(is_new=self._pipeline is None)
 
     def _disconnect(self) -> None:
         pipeline, self._pipeline = self._pipeline, None

@@ -31,17 +31,17 @@ class Control:
             self._heard[peer] = deque()
             mesh.on(peer, CONTROL, self._listener(self._heard[peer]))
 
-    def tell_all(self, message: bytes) -> None:
+    def send_to_all(self, message: bytes) -> None:
         """Send a message from rank 0 to every other rank; never blocks."""
         assert self._mesh.rank == 0, "only rank 0 tells all"
         for peer in self._peers:
             self._mesh.send(peer, CONTROL, 0, 0, message)
 
-    def tell_coordinator(self, message: bytes) -> None:
+    def send_to_coordinator(self, message: bytes) -> None:
         """Send a message to rank 0; never blocks."""
         self._mesh.send(0, CONTROL, 0, 0, message)
 
-    def hear(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> bytes:
+    def receive(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> bytes:
         """Wait for the next message of a peer; ``what`` names it in errors.
 
         While there is none, ``meanwhile`` is called at intervals; it may raise.
@@ -75,12 +75,12 @@ class Control:
             combine: makes plain JSON of the list of all values, by rank; runs on rank 0 only.
         """
         if self._mesh.rank != 0:
-            self.tell_coordinator(encode(ours))
-            return decode(self.hear(0, "the outcome of a common call"))
+            self.send_to_coordinator(encode(ours))
+            return decode(self.receive(0, "the outcome of a common call"))
         values = [ours]
-        values += [decode(self.hear(peer, "its part in a common call")) for peer in self._peers]
+        values += [decode(self.receive(peer, "its part in a common call")) for peer in self._peers]
         outcome = encode(combine(values))
-        self.tell_all(outcome)
+        self.send_to_all(outcome)
         return decode(outcome)
 
     @staticmethod

@@ -72,7 +72,7 @@ class Coordinator:
                 self._sent.add(order.plan)
                 order = replace(order, plan_text=self.plan_text(order))
         if self._routes.num_stages > 1:
-            self._control.tell_all(encode(order))  # step 2
+            self._control.send_to_all(encode(order))  # step 2
         return order
 
     def follow(self, ours: Order, meanwhile: Callable[[], None] | None = None) -> Order:
@@ -86,7 +86,7 @@ class Coordinator:
             CallMismatchError: rank 0 is in another call, pipeline or mode.
             MemoryLimitError: rank 0 finds no plan that keeps to the memory allowed.
         """
-        order = decode_order(self._control.hear(0, f"the order for {ours.call}()", meanwhile))
+        order = decode_order(self._control.receive(0, f"the order for {ours.call}()", meanwhile))
         self._check(ours, order)
         if isinstance(order.detail, StepDetail):
             if order.detail.lacks:
@@ -139,7 +139,7 @@ class Coordinator:
                 len(order.sizes), order.input_bytes, order.recompute, routes
             )
         except MemoryLimitError as error:
-            self._control.tell_all(encode(replace(order, detail=StepDetail(lacks=error.lacks))))
+            self._control.send_to_all(encode(replace(order, detail=StepDetail(lacks=error.lacks))))
             raise
         if choice.schedule:
             self.schedule = choice.schedule

@@ -48,7 +48,7 @@ class Progress(Observer):
         for j, partition in partitions.items():
             self._num_before[j] = len(places)
             places += partition.places
-        board.tell_facts({"device": str(device), "layers": places})
+        board.write_facts({"device": str(device), "layers": places})
 
     def begin_step(self, order: Order) -> None:
         """Write the number of micro-batches."""
@@ -81,4 +81,4 @@ class Progress(Observer):
         now_s = time.monotonic()
         if self._device.type == "cuda" and now_s > self._device_read_s + _READ_DEVICE_EVERY_S:
             self._device_read_s = now_s
-            self._board.tell_device_bytes(torch.cuda.memory_allocated(self._device))
+            self._board.write_device_bytes(torch.cuda.memory_allocated(self._device))

@@ -74,13 +74,13 @@ def writer():
 
 def test_another_process_reads_what_is_written(writer):
     writer.run(
-        "board = Board.create(2, 4); board.tell_facts({'device': 'cpu', 'layers': ['a', 'b']})"
+        "board = Board.create(2, 4); board.write_facts({'device': 'cpu', 'layers': ['a', 'b']})"
     )
     board = board_of(writer)
     new = board.read()
     writer.run("board.start_call('step'); board.start_mini_batch(8)")
     in_step = board.read()
-    writer.run("board.start_task('F', 3); board.enter_layer(1); board.tell_device_bytes(5)")
+    writer.run("board.start_task('F', 3); board.enter_layer(1); board.write_device_bytes(5)")
     in_layer = board.read()
     writer.run("import time; board.start_wait('activation 3', time.monotonic_ns() - 2 * 10**9)")
     waiting = board.read()
@@ -207,7 +207,7 @@ def test_texts_that_are_too_long_are_cut_at_a_character(writer):
 def test_facts_that_are_too_long_lose_their_longest(writer):
     writer.run(
         "board = Board.create(0, 1)\n"
-        "board.tell_facts({'layers': ['ä' * 100] * 10_000, 'device': 'cpu', 'model': 'x' * 1000})"
+        "board.write_facts({'layers': ['ä' * 100] * 10_000, 'device': 'cpu', 'model': 'x' * 1000})"
     )
 
     reading = board_of(writer).read()
@@ -251,7 +251,7 @@ def test_texts_that_are_being_written_are_whole_or_missing(writer):
 
 
 def test_a_text_whose_writer_ended_in_the_middle_is_missing(writer):
-    writer.run("board = Board.create(0, 1); board.start_call('step'); board.tell_facts({'a': 1})")
+    writer.run("board = Board.create(0, 1); board.start_call('step'); board.write_facts({'a': 1})")
     writer.run("for start in (256, 1024): board._words[start // 8] = -1")
     board = board_of(writer)
 

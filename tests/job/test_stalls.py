@@ -21,7 +21,7 @@ PEER = """
 import sys
 from procpipe.job.board import Board
 board = Board.create(1, 2)
-board.tell_facts({"layers": ["layer 'a' (Linear)", "layer 'b' (Conv2d)"]})
+board.write_facts({"layers": ["layer 'a' (Linear)", "layer 'b' (Conv2d)"]})
 board.start_call("step")
 board.start_task("F", 3)
 board.enter_layer(1)

@@ -61,25 +61,25 @@ def step(sizes=(2, 2), recompute=(0,), **fields):
 
 
 def test_messages_of_rank_0_reach_all_in_order(controls):
-    controls[0].tell_all(b"first")
-    controls[0].tell_all(b"second")
+    controls[0].send_to_all(b"first")
+    controls[0].send_to_all(b"second")
 
     for control in controls[1:]:
-        assert [control.hear(0, "it"), control.hear(0, "it")] == [b"first", b"second"]
+        assert [control.receive(0, "it"), control.receive(0, "it")] == [b"first", b"second"]
 
 
 def test_messages_to_rank_0_are_told_apart(controls):
-    controls[2].tell_coordinator(b"from 2")
-    controls[1].tell_coordinator(b"from 1")
+    controls[2].send_to_coordinator(b"from 2")
+    controls[1].send_to_coordinator(b"from 1")
 
-    assert [controls[0].hear(rank, "it") for rank in (1, 2)] == [b"from 1", b"from 2"]
+    assert [controls[0].receive(rank, "it") for rank in (1, 2)] == [b"from 1", b"from 2"]
 
 
 def test_a_message_can_be_looked_at_before_it_is_heard(controls):
     assert controls[1].peek(0) is None
-    controls[0].tell_all(b"it")
+    controls[0].send_to_all(b"it")
 
-    assert [controls[1].peek(0), controls[1].peek(0), controls[1].hear(0, "it")] == [b"it"] * 3
+    assert [controls[1].peek(0), controls[1].peek(0), controls[1].receive(0, "it")] == [b"it"] * 3
     assert controls[1].peek(0) is None
 
 
@@ -101,7 +101,7 @@ def test_meanwhile_a_rank_may_look_elsewhere(controls):
             raise KeyError("seen elsewhere")
 
     with pytest.raises(KeyError):
-        controls[1].hear(0, "it", look)
+        controls[1].receive(0, "it", look)
 
 
 def test_all_agree_on_what_rank_0_makes_of_it(controls):
@@ -133,7 +133,7 @@ def test_a_rank_that_left_is_named_with_what_was_awaited(meshes, controls):
 
 def test_a_rank_that_does_not_answer_is_named(controls):
     with pytest.raises(WaitTimeoutError, match=r"rank 1 has waited 2\.0 s for the order"):
-        controls[1].hear(0, "the order")
+        controls[1].receive(0, "the order")
 
 
 def test_an_order_is_followed_as_it_was_issued(ranks):

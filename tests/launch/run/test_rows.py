@@ -41,7 +41,7 @@ def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
 
 def test_rates_are_of_the_time_between_readings():
     board, clock = Board.create(0, 1), Clock()
-    board.tell_facts({"device": "cpu", "layers": []})
+    board.write_facts({"device": "cpu", "layers": []})
     reader = RowReader(attempt_of(board), clock)
 
     assert reader.rows()[0].samples_per_s is None
@@ -73,7 +73,7 @@ def test_rates_are_of_the_last_seconds_only():
 
 def test_the_activity_of_a_stage():
     board, other = Board.create(0, 2), Board.create(1, 2)
-    board.tell_facts({"device": "cpu", "layers": ["layer 'conv' (Conv2d)"]})
+    board.write_facts({"device": "cpu", "layers": ["layer 'conv' (Conv2d)"]})
     attempt = attempt_of(board, other)
     attempt.ranks[1].has_ended, attempt.ranks[1].code = True, -9
 
@@ -96,7 +96,7 @@ def test_a_plain_line():
     reader = RowReader(attempt_of(board), clock)
     assert plain_line(reader.rows(), "0:10") == "0:10: no rank has begun its first step yet"
 
-    board.tell_facts({"device": "cpu", "layers": []})
+    board.write_facts({"device": "cpu", "layers": []})
     do_steps(board, 1, samples=10)
     reader.rows()
     clock.now_s += 1.0
@@ -111,7 +111,7 @@ def test_a_plain_line():
 def test_a_plain_line_while_a_rank_has_ended():
     boards = [Board.create(rank, 2) for rank in range(2)]
     for board in boards:
-        board.tell_facts({"device": "cpu", "layers": []})
+        board.write_facts({"device": "cpu", "layers": []})
     attempt = attempt_of(*boards)
     attempt.ranks[0].has_ended, attempt.ranks[0].code = True, 0
 
