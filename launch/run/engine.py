@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """How the agent's run ended.
 
     Attributes:
@@ -85,7 +85,7 @@ class Stopped(SignalException):
         super().__init__(f"the launcher got signal {number}", signal.Signals(number))
 
 
-def run_job(job: Job, on_attempt: OnAttempt) -> Outcome:
+def run_job(job: Job, on_attempt: OnAttempt) -> JobOutcome:
     """Run a job to its end, in the main thread; its logs' folder exists.
 
     Raises:
@@ -98,15 +98,15 @@ def run_job(job: Job, on_attempt: OnAttempt) -> Outcome:
     try:
         launch_agent(_config(job, on_attempt), sys.executable, ["-u", *job.command])
     except ChildFailedError as error:
-        return Outcome({rank: failure.exitcode for rank, failure in error.failures.items()})
+        return JobOutcome({rank: failure.exitcode for rank, failure in error.failures.items()})
     except Stopped:
         raise
     except SignalException as error:  # SIGQUIT, the one signal that the agent handles
         raise Stopped(error.sigval) from error
     except Exception as error:  # no store, no room for logs, a missing host, …
         logging.getLogger("torch.distributed.elastic").exception("the agent failed")
-        return Outcome({}, f"{type(error).__name__}: {error}")
-    return Outcome({})
+        return JobOutcome({}, f"{type(error).__name__}: {error}")
+    return JobOutcome({})
 
 
 def can_bind_numa() -> bool:

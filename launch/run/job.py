@@ -27,7 +27,7 @@ from typing import TextIO
 from rich.rule import Rule
 from rich.text import Text
 
-from procpipe.launch.run.engine import Job, Outcome, Stopped, run_job
+from procpipe.launch.run.engine import Job, JobOutcome, Stopped, run_job
 from procpipe.launch.run.failure import Failure, explain, out_of_memory_kills, short_path
 from procpipe.launch.run.ranks import Attempt, Logs, Ranks
 from procpipe.launch.run.rows import summary
@@ -56,7 +56,7 @@ def run(job: Job, token: str, view_mode: str) -> int:
     ranks = Ranks(job.grace_s)
     view = View(ranks, view_mode, f"logs in {short_path(job.folder)}")
     stopper = _Stopper(token, ranks, view, warden.pid)
-    outcome = Outcome({}, "it was stopped")
+    outcome = JobOutcome({}, "it was stopped")
     try:
         with stopper.installed():
             try:
@@ -150,7 +150,7 @@ class _Ending:
         self._print(f"procpipe: ended by {_name(number)} after {self._summary()}")
         return 128 + number
 
-    def after_failure(self, outcome: Outcome, num_oom_kills: int) -> int:
+    def after_failure(self, outcome: JobOutcome, num_oom_kills: int) -> int:
         """Write the report, also into the run's folder."""
         if outcome.error or self.attempt is None:
             failure = Failure(

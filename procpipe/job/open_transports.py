@@ -16,7 +16,7 @@ from procpipe.job.joining import Start
 from procpipe.optional import needed
 
 if TYPE_CHECKING:
-    from procpipe.job.transports import Choice
+    from procpipe.job.transports import TransportChoice
 
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.
@@ -49,7 +49,7 @@ class OpenTransports:
         self.is_device_stuck = False
 
     def open(
-        self, choice: Choice, channels: Iterable[tuple[int, int, int]]
+        self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
     ) -> dict[int, Transport]:
         """Open the transports of this rank's channels; see ``World.open_transports``."""
         by_name: dict[str, list[tuple[int, int, int]]] = {}

@@ -38,7 +38,7 @@ class Offer(NamedTuple):
     may_share: bool = True
 
 
-class Choice(NamedTuple):
+class TransportChoice(NamedTuple):
     """What was agreed; plain JSON.
 
     Attributes:
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
         return "cuda_ipc" if self.gpus[a] and self.gpus[a] == self.gpus[b] else self.name
 
 
-def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
+def choose(offers: Sequence[Offer], wanted: str | None) -> TransportChoice:
     """Return the best transports that every rank can use, or the one that the user wants; pure.
 
     Args:
@@ -91,7 +91,7 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> Choice:
         )
     for ranks in ranks_on.values():
         _check_shared(ranks, offers, wanted)
-    return Choice(wanted or common[0], gpus)
+    return TransportChoice(wanted or common[0], gpus)
 
 
 def _check_may_share(offers: Sequence[Offer]) -> None:

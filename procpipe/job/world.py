@@ -30,7 +30,7 @@ from procpipe.job.joining import FIRST_CALL, Start, announce
 from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pinning import pin_this_process
 from procpipe.job.stalls import StallReports
-from procpipe.job.transports import Choice, Offer
+from procpipe.job.transports import Offer, TransportChoice
 from procpipe.limits import naming_file_limit, raise_file_limit
 from procpipe.notes import write_note
 
@@ -187,7 +187,7 @@ class World:
         return Offer(["shm", "gloo"] if len(local_peers) == self.num_ranks - 1 else ["gloo"])
 
     def open_transports(
-        self, choice: Choice, channels: Iterable[tuple[int, int, int]]
+        self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
     ) -> dict[int, Transport]:
         """Open the transport to and from each rank with which this one has a channel.
 

@@ -19,7 +19,7 @@ import torch
 from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import BalanceError, CallMismatchError, DisagreementError
-from procpipe.job.transports import Choice, Offer, choose
+from procpipe.job.transports import Offer, TransportChoice, choose
 from procpipe.job.world import World
 from procpipe.plan.routes import Channel, Routes
 from procpipe.run.control import Control
@@ -96,7 +96,7 @@ def connect(
     )
 
 
-def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> Choice:
+def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> TransportChoice:
     """Return which transports all ranks use; every rank calls it, and it waits for all of them.
 
     Args:
@@ -110,7 +110,7 @@ def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> Ch
     chosen = control.agree(
         ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all], wanted)
     )
-    return Choice(*chosen)
+    return TransportChoice(*chosen)
 
 
 def _check_numbers(numbers: list[int]) -> None:

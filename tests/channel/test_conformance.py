@@ -16,7 +16,7 @@ from procpipe.channel.cuda_ipc import CudaIpcTransport
 from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.native_waits import WaitReports
-from procpipe.job.transports import Choice
+from procpipe.job.transports import TransportChoice
 from tests.channel.conformance import CASES, KINDS
 from tests.channel.memory import MemoryChannel
 from tests.channel.simulated import Device, Process
@@ -114,7 +114,7 @@ def run_all(world, transport_name):
     world.device = device
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
-    (transport,) = world.open_transports(Choice(transport_name, ["", ""]), routes).values()
+    (transport,) = world.open_transports(TransportChoice(transport_name, ["", ""]), routes).values()
     stories = stories_of(CASES, world, lambda: links(mesh, transport, device))
     if not any(stories.values()):
         world.drain()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from procpipe import Stage
-from procpipe.job.transports import NAMES, Choice, Offer, choose
+from procpipe.job.transports import NAMES, Offer, TransportChoice, choose
 
 SHM = Offer(["shm", "gloo"])
 GLOO = Offer(["gloo"])
@@ -90,7 +90,7 @@ def test_offers_and_choices_are_plain_json():
 
     told = json.loads(json.dumps(choose(offers, None)))
 
-    assert table(Choice(*told)) == [".cn", "c.n", "nn."]
+    assert table(TransportChoice(*told)) == [".cn", "c.n", "nn."]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from procpipe.job.devices import pci_addresses
-from procpipe.job.transports import Choice
+from procpipe.job.transports import TransportChoice
 from procpipe.job.world import World
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_without_a_launcher_the_job_is_this_process(environment):
     assert (world.rank, world.num_ranks, world.is_launched) == (0, 1, False)
     assert (world.device, world.devices) == (CPU, (CPU,))
     assert world.connect().peers == ()
-    assert world.open_transports(Choice("gloo", [""]), []) == {}
+    assert world.open_transports(TransportChoice("gloo", [""]), []) == {}
     world.give_up("nobody hears it")
     world.close()
 
