@@ -188,8 +188,8 @@ class Stage(FixedLayers):
                 loss_fn.to(self.device)  # class weights must be on the output's device
             self._loss = Loss(loss_fn, loss_weight, check_loss)
             where = self.rank, self._output_rank, self.device
-            self._batches = Batches(self._calls, self._order, *where)
-            self._intake = Intake(self._order, self._loss, self._batches, *where)
+            self._batches = Batches(self._calls, self._issue_or_follow, *where)
+            self._intake = Intake(self._issue_or_follow, self._loss, self._batches, *where)
             build.claim_trace(trace, self._world)
         except BaseException as error:
             note_full_device(error, self.rank, self.device)
@@ -329,7 +329,7 @@ class Stage(FixedLayers):
             The value, detached, on this stage's device.
         """
         with self._calls.together("fetch") as pipeline:
-            detail = self._order("fetch", detail=FetchDetail(_holder(value))).detail
+            detail = self._issue_or_follow("fetch", detail=FetchDetail(_holder(value))).detail
             assert isinstance(detail, FetchDetail), "rank 0 says where the value is"
             holder = detail.holder
             if self.rank != holder:
@@ -362,7 +362,7 @@ class Stage(FixedLayers):
         Source: ``torch.nn.utils.clip_grad_norm_``.
         """
         with self._calls.together("clip_grad_norm_") as pipeline:
-            self._order("clip_grad_norm_")
+            self._issue_or_follow("clip_grad_norm_")
             by_partition = {
                 j: [p.grad for p in part.parameters() if p.grad is not None]
                 for j, part in self._by_partition().items()
@@ -451,7 +451,7 @@ class Stage(FixedLayers):
         """
         report_of = build.reporter()
         with self._calls.together("report") as pipeline:
-            self._order("report")
+            self._issue_or_follow("report")
             report = report_of(pipeline)
         is_measured = self._settings.schedule.is_measured
         return f"{report}\nschedule {self.schedule}" if is_measured else report
@@ -472,8 +472,8 @@ class Stage(FixedLayers):
         """The stage of the last partition, which has the output and the loss."""
         return self._cut.placement[-1]
 
-    def _order(self, call: str, **decided: Any) -> Order:
-        return self._calls.order(call, is_training=self.training, **decided)
+    def _issue_or_follow(self, call: str, **decided: Any) -> Order:
+        return self._calls.issue_or_follow(call, is_training=self.training, **decided)
 
     def _modes(self) -> dict[str, Any]:
         """Return the user's current settings for a mini-batch."""
@@ -503,7 +503,7 @@ class Stage(FixedLayers):
             )
         self._open_pass = None
         with self._calls.together("backward") as pipeline:
-            order = self._order("backward", sizes=order.sizes, recompute=order.recompute)
+            order = self._issue_or_follow("backward", sizes=order.sizes, recompute=order.recompute)
             outcome = pipeline.run(order, batch)
             if ingoing is not None:
                 ingoing.add_gradients(outcome.input_gradients)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from procpipe.job.board import Board, Reading, Wait
+from procpipe.job.board import Board, BoardReading, Wait
 
 #: How often to look while processes start, afterwards, and for newer boards.
 _LOOK_FAST_S = 0.01
@@ -101,7 +101,7 @@ class Rank:
     has_ended: bool = False
     code: int | None = None
     at_s: float | None = None
-    reading: Reading | None = None
+    reading: BoardReading | None = None
     recorded: Recorded | None = None
     stderr: str = ""
     rss_bytes: int = 0
@@ -308,7 +308,7 @@ def _exit_code(descriptor: int) -> int | None:
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
-def _last_reading(rank: Rank) -> Reading | None:
+def _last_reading(rank: Rank) -> BoardReading | None:
     """Read a board; if the rank has failed or ended, as of that moment."""
     if rank.board is None:
         return None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from procpipe.job.board import Reading
+from procpipe.job.board import BoardReading
 from procpipe.job.topology import cpus_text
 from procpipe.launch.run.ranks import Attempt, Rank
 
@@ -80,7 +80,7 @@ class RowReader:
     def __init__(self, attempt: Attempt, clock: Callable[[], float] = time.monotonic) -> None:
         self._attempt = attempt
         self._clock = clock
-        self._readings: defaultdict[int, deque[tuple[float, Reading]]] = defaultdict(deque)
+        self._readings: defaultdict[int, deque[tuple[float, BoardReading]]] = defaultdict(deque)
         self._processes: dict[int, psutil.Process] = {}
 
     def rows(self) -> list[Row]:
@@ -116,7 +116,7 @@ class RowReader:
         return 0, ""
 
     def _rates(
-        self, rank: int, reading: Reading
+        self, rank: int, reading: BoardReading
     ) -> tuple[float | None, float | None, float | None]:
         """Return samples a second, and the shares of busy and bubble."""
         past = self._readings[rank]
@@ -181,7 +181,7 @@ def percent_text(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def _now(rank: Rank, reading: Reading | None) -> tuple[str, bool]:
+def _now(rank: Rank, reading: BoardReading | None) -> tuple[str, bool]:
     """Return what a stage does, in words, and whether it has done so for long."""
     if rank.has_ended:
         return ("ended" if rank.code == 0 else f"ended ({rank.code})"), False

@@ -92,7 +92,7 @@ class SkipCut:
         return [tensor for tensors in self.waiting().values() for tensor in tensors]
 
 
-class Layer:
+class LayerAlone:
     """A copied layer and one input.
 
     Attributes:
@@ -156,7 +156,7 @@ def run_each(
     module: nn.Sequential,
     inputs: Flat,
     device: torch.device,
-    measure: Callable[[Layer], T],
+    measure: Callable[[LayerAlone], T],
 ) -> list[T]:
     """Call ``measure`` with each layer in order, and return the results.
 
@@ -186,8 +186,8 @@ def run_each(
     return found
 
 
-def _alone(original: nn.Module, arguments: Flat, device: torch.device, cut: SkipCut) -> Layer:
-    return Layer(copy.deepcopy(original).to(device).train(), arguments, cut)
+def _alone(original: nn.Module, arguments: Flat, device: torch.device, cut: SkipCut) -> LayerAlone:
+    return LayerAlone(copy.deepcopy(original).to(device).train(), arguments, cut)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.balance.alone import Layer, as_flat, run_each
+from procpipe.balance.alone import LayerAlone, as_flat, run_each
 from procpipe.balance.halves import counting_put_off, noting_ends
 from procpipe.balance.profile import (
     Memories,
@@ -228,7 +228,7 @@ def _all_seconds(
     """Return each layer's median seconds of forward, backward and the backward's first half."""
     timer = Timer(device, clock)
 
-    def time_both(layer: Layer) -> tuple[float, float]:
+    def time_both(layer: LayerAlone) -> tuple[float, float]:
         for parameter in layer.module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -236,7 +236,7 @@ def _all_seconds(
         gradients = layer.output_gradients()
         return forward_s, timer.seconds(lambda: layer.backward(gradients))
 
-    def time_first_half(layer: Layer) -> float:
+    def time_first_half(layer: LayerAlone) -> float:
         entries = layer.entries()
         with noting_ends(layer.module) as ends:
             layer.forward()
@@ -267,7 +267,7 @@ class _Counts:
         self._skips: dict[Hashable, tuple[int, int, int]] = {}
         self._pops: dict[Hashable, list[tuple[int, int]]] = {}  # layer that pops it, bytes saved
 
-    def count(self, layer: Layer) -> None:
+    def count(self, layer: LayerAlone) -> None:
         """Run a layer's forward and count its bytes."""
         k = len(self.layers)
         stashes, pops = declared(layer.module)

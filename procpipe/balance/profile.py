@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.balance.alone import Layer, as_flat, run_each
+from procpipe.balance.alone import LayerAlone, as_flat, run_each
 from procpipe.tree import Flat
 
 
@@ -105,7 +105,7 @@ def layer_sizes(
     inputs = _first_micro_batch(as_flat(input), chunks)
     device = torch.device("meta") if _on_meta(module) else device_of(device, inputs.tensors)
 
-    def size(layer: Layer) -> int:
+    def size(layer: LayerAlone) -> int:
         return _num_activation_bytes(layer) + int(param_scale * _num_parameter_bytes(layer.module))
 
     return run_each(module, inputs, device, size)
@@ -127,7 +127,7 @@ class Timer:
         self._device = device
         self._clock = clock
 
-    def time(self, layer: Layer) -> float:
+    def time(self, layer: LayerAlone) -> float:
         """Return the seconds of its forward and backward."""
         forward_s = self.seconds(layer.forward)
         gradients = layer.output_gradients()
@@ -184,7 +184,7 @@ class Memories:
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
-def _num_activation_bytes(layer: Layer) -> int:
+def _num_activation_bytes(layer: LayerAlone) -> int:
     before = Memories(chain(layer.inputs, layer.module.parameters(), layer.module.buffers()))
     held = Memories(())
     with torch.autograd.graph.saved_tensors_hooks(held.add, lambda tensor: tensor):

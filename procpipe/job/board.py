@@ -78,7 +78,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Reading:
+class BoardReading:
     """What a board shows."""
 
     pid: int
@@ -269,7 +269,7 @@ class Board:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def read(self) -> Reading:
+    def read(self) -> BoardReading:
         """Read the board as it is now, or as it was when its process ended."""
         words, now_ns = self._words, time.monotonic_ns()
         facts = self._facts()
@@ -277,7 +277,7 @@ class Board:
         task = f"{chr(letter)}{words[_MICRO_BATCH]}" if 0 < letter < 128 else ""
         wait_since_ns, reported_ns = words[_WAIT_SINCE_NS], words[_REPORTED_NS]
         layers, layer = facts.get("layers", ()), words[_LAYER]
-        return Reading(
+        return BoardReading(
             pid=words[_PID],
             rank=words[_RANK],
             num_ranks=words[_NUM_RANKS],

@@ -40,7 +40,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
-from procpipe.job.board import Board, Reading
+from procpipe.job.board import Board, BoardReading
 from procpipe.job.rollcall import has_launchers_store
 from procpipe.notes import write_note
 
@@ -271,7 +271,7 @@ def _waited_for() -> str:
     return ", ".join(alive)
 
 
-def line_of(rank: int, error: BaseException, reading: Reading | None = None) -> str:
+def line_of(rank: int, error: BaseException, reading: BoardReading | None = None) -> str:
     """Return the line to print instead of a traceback; "" to print the traceback.
 
     ``reading`` says where the rank was; None leaves that out.

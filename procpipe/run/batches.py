@@ -36,7 +36,7 @@ class Batches:
 
     Args:
         calls: the pipeline's calls.
-        order: issues an order on rank 0 and follows it elsewhere.
+        issue_or_follow: issues an order on rank 0 and follows it elsewhere.
         rank: this rank.
         output_rank: the rank that runs the last partition.
         device: this stage's device.
@@ -49,7 +49,7 @@ class Batches:
     def __init__(
         self,
         calls: Calls,
-        order: Callable[..., Order],
+        issue_or_follow: Callable[..., Order],
         rank: int,
         output_rank: int,
         device: torch.device,
@@ -57,7 +57,7 @@ class Batches:
         self.delivered_target: Any = _NOTHING
         self._delivered_as: list[Any] = []
         self._calls = calls
-        self._order = order
+        self._issue_or_follow = issue_or_follow
         self._rank = rank
         self._output_rank = output_rank
         self._device = device
@@ -73,10 +73,12 @@ class Batches:
                     items = iter(loader() if callable(loader) else loader)
                 item = next(items, _NOTHING)
                 if item is _NOTHING:
-                    self._order("batches", detail=BatchDetail())
+                    self._issue_or_follow("batches", detail=BatchDetail())
                     return
                 delivered = _deliverable(item)
-                self._order("batches", detail=BatchDetail(_form_of(item), delivered is not None))
+                self._issue_or_follow(
+                    "batches", detail=BatchDetail(_form_of(item), delivered is not None)
+                )
                 if self._output_rank == 0 and delivered is not None:  # this stage will use it
                     if self._device.type != "cpu":
                         item = _with_rest_on(self._device, item, delivered)
@@ -90,7 +92,7 @@ class Batches:
         """Yield items of the form of rank 0's, on the other ranks."""
         while True:
             with self._calls.together("batches") as pipeline:
-                detail = self._order("batches").detail
+                detail = self._issue_or_follow("batches").detail
                 assert isinstance(detail, BatchDetail), "rank 0 describes each item"
                 if detail.form is None:
                     return

@@ -1,7 +1,7 @@
 """Calls that all ranks make together: connecting before the first, and ending all when one fails.
 
     with calls.together("step") as pipeline:      connects, or refuses after a failure
-        order = calls.order("step", …)            rank 0 issues, the others follow
+        order = calls.issue_or_follow("step", …)  on rank 0, on the others
         pipeline.run(order, batch)
                                                   an exception here reaches every rank
 
@@ -103,7 +103,7 @@ class Calls:
                     self.fail(f"{name}()", error)
             raise
 
-    def order(self, call: str, *, is_training: bool, **decided: Any) -> Order:
+    def issue_or_follow(self, call: str, *, is_training: bool, **decided: Any) -> Order:
         """Issue the order of a call on rank 0, and wait for it elsewhere.
 
         Args:

@@ -25,7 +25,7 @@ class Intake:
     """One rank's side of beginning mini-batches.
 
     Args:
-        order: issues an order on rank 0 and follows it elsewhere.
+        issue_or_follow: issues an order on rank 0 and follows it elsewhere.
         loss: the user's loss function and weight.
         batches: knows which target the last stage has already.
         rank: this rank.
@@ -35,14 +35,14 @@ class Intake:
 
     def __init__(
         self,
-        order: Callable[..., Order],
+        issue_or_follow: Callable[..., Order],
         loss: Loss,
         batches: Batches,
         rank: int,
         output_rank: int,
         device: torch.device,
     ) -> None:
-        self._order = order
+        self._issue_or_follow = issue_or_follow
         self._loss = loss
         self._batches = batches
         self._rank = rank
@@ -70,7 +70,7 @@ class Intake:
             is_training: whether the stage is in training mode.
         """
         if self._rank != 0:
-            order, ingoing = self._order(call), None
+            order, ingoing = self._issue_or_follow(call), None
         else:
             ingoing = Ingoing.of(inputs, chunks, self._device)  # step 1
             keeps = is_training and torch.is_grad_enabled()
@@ -91,7 +91,7 @@ class Intake:
             if self._loss.weight is None or decided["target"] != LOCAL:
                 parts = scatter_like(target, sizes) if self._loss.weight else None
                 decided["shares"] = self._loss.shares(parts, sizes)
-        return self._order(call, **decided)
+        return self._issue_or_follow(call, **decided)
 
     def _way_of(self, target: Any) -> str:
         """Return how the target of a step gets to the last stage."""

@@ -33,7 +33,7 @@ from procpipe.state.archives import read_archive, saved_copy
 from procpipe.state.folders import sync_folder
 from procpipe.state.index import (
     Chunk,
-    Entry,
+    IndexEntry,
     from_json,
     from_metadata,
     to_json,
@@ -62,7 +62,7 @@ def write_part(folder: Path, values: dict[str, Any]) -> None:
         TypeError: a value that could not be read again.
     """
     folder.mkdir()
-    entries: dict[str, Entry] = {}
+    entries: dict[str, IndexEntry] = {}
     with open(folder / _VALUES, "wb") as file:
         for key, value in values.items():
             sink = _Sink(file)
@@ -81,7 +81,7 @@ def write_part(folder: Path, values: dict[str, Any]) -> None:
                 (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (None, ())
             )
             chunk = Chunk((0,) * len(shape), shape, _VALUES, offset, sink.length, sink.crc32)
-            entries[key] = Entry(dtype, shape, (chunk,))
+            entries[key] = IndexEntry(dtype, shape, (chunk,))
         file.flush()
         os.fsync(file.fileno())
     temporary = folder / f"{INDEX}.tmp"
@@ -124,7 +124,7 @@ def _plain(key: str, value: Tensor) -> Tensor:
 
 def merge_parts(folder: Path, names: Iterable[str]) -> None:
     """Join the parts in these sub-folders into one saved state."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, IndexEntry] = {}
     for name in names:
         for key, entry in read_index(folder / name).entries.items():
             [chunk] = entry.chunks
@@ -156,7 +156,7 @@ class Index:
     """
 
     folder: Path
-    entries: dict[str, Entry]
+    entries: dict[str, IndexEntry]
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None] | None]:
@@ -281,7 +281,7 @@ def _all_of(folder: Path, name: str) -> bytes:
         return bytes(_filled(file, memoryview(bytearray(size))))
 
 
-def _check_length(entry: Entry, chunk: Chunk, file: IO[bytes]) -> None:
+def _check_length(entry: IndexEntry, chunk: Chunk, file: IO[bytes]) -> None:
     size = os.fstat(file.fileno()).st_size
     if chunk.offset + chunk.length > size:
         raise SavedStateError(
@@ -324,7 +324,7 @@ def _filled(file: IO[bytes], data: memoryview) -> memoryview:
     return data
 
 
-def _tensor(entry: Entry, chunk: Chunk, value: Any) -> Tensor:
+def _tensor(entry: IndexEntry, chunk: Chunk, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise SavedStateError(f"the file holds a {type(value).__name__}, but the index a tensor")
     if value.dtype != entry.dtype or tuple(value.shape) != chunk.sizes:

@@ -43,7 +43,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexEntry:
     """One value of a saved state; without a dtype it is no tensor, and its shape is ()."""
 
     dtype: torch.dtype | None
@@ -54,7 +54,7 @@ class Entry:
 # -- ours ----------------------------------------------------------------------------------------
 
 
-def to_json(entries: dict[str, Entry], metadata_crc32: int | None = None) -> bytes:
+def to_json(entries: dict[str, IndexEntry], metadata_crc32: int | None = None) -> bytes:
     """Return our index as a file: entries of one chunk each, and a CRC-32 of the file itself."""
     values = {
         key: [
@@ -72,7 +72,7 @@ def to_json(entries: dict[str, Entry], metadata_crc32: int | None = None) -> byt
     return _first_line(rest) + rest[1:]
 
 
-def from_json(data: bytes) -> tuple[dict[str, Entry], int | None]:
+def from_json(data: bytes) -> tuple[dict[str, IndexEntry], int | None]:
     """Return what :func:`to_json` was given.
 
     Raises:
@@ -95,7 +95,7 @@ def _first_line(rest: bytes) -> bytes:
     return b'{"crc32": "%08x",\n' % zlib.crc32(rest)
 
 
-def _entry(dtype: Any, shape: Any, file: Any, offset: Any, length: Any, crc32: Any) -> Entry:
+def _entry(dtype: Any, shape: Any, file: Any, offset: Any, length: Any, crc32: Any) -> IndexEntry:
     if (
         type(file) is not str
         or not all(map(_is_size, (offset, length, crc32, *shape)))
@@ -104,13 +104,13 @@ def _entry(dtype: Any, shape: Any, file: Any, offset: Any, length: Any, crc32: A
         raise ValueError(f"a value is at {file!r}, {offset!r}, {length!r}")
     shape = tuple(shape)
     chunk = Chunk((0,) * len(shape), shape, file, offset, length, crc32)
-    return Entry(None if dtype is None else dtypes()[dtype], shape, (chunk,))
+    return IndexEntry(None if dtype is None else dtypes()[dtype], shape, (chunk,))
 
 
 # -- torch's -------------------------------------------------------------------------------------
 
 
-def to_metadata(entries: dict[str, Entry]) -> bytes:
+def to_metadata(entries: dict[str, IndexEntry]) -> bytes:
     """Return torch's index of entries of one chunk each, the same whatever torch runs.
 
     In the form of torch 2.11 to 2.14, which later ones read too; that of 2.15 has one more field in
@@ -157,7 +157,7 @@ def _properties(dtype: torch.dtype) -> Made:
     return Made(Name(_MODULE, "TensorProperties"), (), (name, strided, False, contiguous, False))
 
 
-def from_metadata(data: bytes) -> dict[str, Entry]:
+def from_metadata(data: bytes) -> dict[str, IndexEntry]:
     """Return the entries of torch's index, of any version whose fields are known.
 
     Raises:
@@ -171,7 +171,7 @@ def from_metadata(data: bytes) -> dict[str, Entry]:
     where = dict(places)
     if len(where) < len(places):
         raise SavedStateError("it says twice where a value is")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, IndexEntry] = {}
     for key, record in _pairs(root["state_dict_metadata"]):
         if type(key) is not str or key in entries:
             raise SavedStateError(f"it has a key twice, or one that is no text: {shown(key)}")
@@ -185,9 +185,9 @@ def from_metadata(data: bytes) -> dict[str, Entry]:
 _Place = tuple[str, int, int]
 
 
-def _value(key: str, record: Any, where: dict[Any, _Place]) -> Entry:
+def _value(key: str, record: Any, where: dict[Any, _Place]) -> IndexEntry:
     if type(record) is Made and record.of.name == "BytesStorageMetadata":
-        return Entry(None, (), (_located(key, None, (), where),))
+        return IndexEntry(None, (), (_located(key, None, (), where),))
     fields = _fields(record, "TensorStorageMetadata", "properties", "size", "chunks")
     shape = _sizes(fields["size"])
     dtype = _dtype(fields["properties"])
@@ -199,7 +199,7 @@ def _value(key: str, record: Any, where: dict[Any, _Place]) -> Entry:
         boxes.append((_sizes(box["offsets"]), _sizes(box["sizes"])))
     _check_tiled(shape, boxes)
     full = [(offsets, sizes) for offsets, sizes in boxes if 0 not in sizes]
-    return Entry(dtype, shape, tuple(_located(key, *box, where) for box in full))
+    return IndexEntry(dtype, shape, tuple(_located(key, *box, where) for box in full))
 
 
 def _located(key: str, offsets: Any, sizes: tuple[int, ...], where: dict[Any, _Place]) -> Chunk:

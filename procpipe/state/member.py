@@ -54,7 +54,7 @@ class Member:
             yield lambda ours, combine: combine([ours])
             return
         with self.module._calls.together(name) as pipeline:
-            self.module._order(name)
+            self.module._issue_or_follow(name)
             yield pipeline.control.agree
 
 

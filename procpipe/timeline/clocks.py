@@ -34,7 +34,7 @@ _NUM_PINGS = 12
 _TIME = struct.Struct("<q")
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """One comparison of a rank's clock with rank 0's, in nanoseconds.
 
     Attributes:
@@ -48,7 +48,7 @@ class Reading(NamedTuple):
     error_ns: int
 
     @classmethod
-    def of(cls, pings: Sequence[tuple[int, int, int]]) -> Reading:
+    def of(cls, pings: Sequence[tuple[int, int, int]]) -> ClockReading:
         """Take the quickest of several questions.
 
         Args:
@@ -62,7 +62,7 @@ class Reading(NamedTuple):
         return cls(at_ns, offset_ns, error_ns)
 
 
-def offset_at(readings: Sequence[Reading], at_ns: int) -> int:
+def offset_at(readings: Sequence[ClockReading], at_ns: int) -> int:
     """Return how far a clock is ahead at one of its times, from one reading or two."""
     first, last = readings[0], readings[-1]
     span_ns = last.at_ns - first.at_ns
@@ -72,7 +72,7 @@ def offset_at(readings: Sequence[Reading], at_ns: int) -> int:
     return first.offset_ns + (last.offset_ns - first.offset_ns) * passed_ns // span_ns
 
 
-def drift_ppm(readings: Sequence[Reading]) -> float | None:
+def drift_ppm(readings: Sequence[ClockReading]) -> float | None:
     """Return how much faster a clock runs than rank 0's, in millionths.
 
     Returns:
@@ -101,7 +101,7 @@ class Clocks:
         for peer in mesh.peers:
             mesh.on(peer, CLOCK, partial(self._heard, peer))
 
-    def read(self, peer: int) -> Reading | None:
+    def read(self, peer: int) -> ClockReading | None:
         """Compare a rank's clock with this one's, on rank 0; the rank must be waiting.
 
         Returns:
@@ -126,9 +126,9 @@ class Clocks:
             if peer in answers:
                 at_ns, answered_ns = answers[peer]
                 pings.append((asked_ns, at_ns, answered_ns))
-        return Reading.of(pings) if pings else None
+        return ClockReading.of(pings) if pings else None
 
-    def read_all(self) -> dict[int, Reading]:
+    def read_all(self) -> dict[int, ClockReading]:
         """Compare the clocks of all other ranks, on rank 0; all must be waiting."""
         readings = {peer: self.read(peer) for peer in self._mesh.peers}
         return {peer: reading for peer, reading in readings.items() if reading is not None}

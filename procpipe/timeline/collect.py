@@ -31,7 +31,7 @@ from procpipe.run.messages import Order, StepDetail, decode, encode
 from procpipe.run.observer import Observer
 from procpipe.run.trace import Trace
 from procpipe.timeline.chrome import to_chrome
-from procpipe.timeline.clocks import Clocks, Reading
+from procpipe.timeline.clocks import ClockReading, Clocks
 from procpipe.timeline.merging import merged
 from procpipe.timeline.recording import Recording
 
@@ -126,7 +126,7 @@ class Tracing(Observer):
         self._plan_text = plan_text
         self._is_writer = mesh.rank == 0
         self._plans: dict[str, str] = {}
-        self._readings: dict[int, list[Reading]] = {peer: [] for peer in mesh.peers}
+        self._readings: dict[int, list[ClockReading]] = {peer: [] for peer in mesh.peers}
         self._kept = {rank: Kept() for rank in (0, *mesh.peers)} if self._is_writer else {}
         self._closing: set[int] = set()
         self._is_released = self._is_closed = self._is_written = False

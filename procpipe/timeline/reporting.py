@@ -15,7 +15,7 @@ from typing import Any
 
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.statistics import Split, StageStatistics
-from procpipe.timeline.clocks import Clocks, Reading
+from procpipe.timeline.clocks import ClockReading, Clocks
 from procpipe.timeline.collect import Tracing
 from procpipe.timeline.idle import split
 from procpipe.timeline.merging import merged_step
@@ -31,7 +31,7 @@ def report_of_all(pipeline: Pipeline) -> list[StageStatistics]:
 
 
 def with_splits(
-    values: Sequence[Mapping[str, Any]], clocks: Mapping[int, Reading]
+    values: Sequence[Mapping[str, Any]], clocks: Mapping[int, ClockReading]
 ) -> list[dict[str, Any]]:
     """Put into each stage's statistics how it spent the last step; plain JSON.
 

@@ -35,7 +35,7 @@ from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import RECOMPUTE, Plan
 from procpipe.run.chooser import Choice
-from procpipe.tuning.list_schedule import Rule, list_schedule, one_at_a_time
+from procpipe.tuning.list_schedule import ListRule, list_schedule, one_at_a_time
 from procpipe.tuning.search import (
     SEARCHED,
     Candidate,
@@ -198,7 +198,7 @@ class AutoSchedule:
             if name in found:
                 return name, found[name]
         equal = Costs.uniform(len(routes.placement))
-        plan = list_schedule(m, equal, routes, recompute=case.recompute, rule=Rule(in_two))
+        plan = list_schedule(m, equal, routes, recompute=case.recompute, rule=ListRule(in_two))
         assert plan is not None, "without limits there always is a plan"
         return SEARCHED, plan
 

@@ -63,7 +63,7 @@ _SAME_S = 1e-12
 
 
 @dataclass(frozen=True)
-class Rule:
+class ListRule:
     """How stages choose their next task.
 
     Attributes:
@@ -87,7 +87,7 @@ def list_schedule(
     *,
     recompute: Collection[int] = (),
     limits_bytes: Sequence[int] | None = None,
-    rule: Rule = Rule(),
+    rule: ListRule = ListRule(),
 ) -> Plan | None:
     """Plan a whole mini-batch; None if the rule yields no plan within the limits.
 
@@ -104,7 +104,7 @@ def list_schedule(
     """
     if strangers := sorted(set(recompute) - set(range(m))):
         raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
-    maker = _Maker(m, costs, routes, frozenset(recompute), limits_bytes, rule)
+    maker = _ListScheduler(m, costs, routes, frozenset(recompute), limits_bytes, rule)
     order = maker.run()
     return None if order is None else _plan(m, order, routes)
 
@@ -115,7 +115,7 @@ def one_at_a_time(
     """Plan a mini-batch whose micro-batches run one after another, which holds the least memory.
 
     (With split backward, a plan that waits for a message elsewhere may hold a little less.) The
-    arguments are those of ``list_schedule`` and ``Rule``.
+    arguments are those of ``list_schedule`` and ``ListRule``.
     """
     partitions = range(len(routes.placement))
     backward = (INPUT_GRADIENT, WEIGHT_GRADIENT) if in_two else (BACKWARD,)
@@ -131,7 +131,7 @@ def _plan(m: int, order: Sequence[Task], routes: Routes) -> Plan:
     return Plan(m, routes.num_stages, _cycles(order, routes.placement), routes.placement)
 
 
-def windows(m: int, costs: Costs, placement: Sequence[int], rule: Rule) -> list[int]:
+def windows(m: int, costs: Costs, placement: Sequence[int], rule: ListRule) -> list[int]:
     """Return each partition's window; see the module docstring."""
     p = len(placement)
     if rule.window is None:
@@ -153,7 +153,7 @@ def windows(m: int, costs: Costs, placement: Sequence[int], rule: Rule) -> list[
     return found
 
 
-def _backward_s(costs: Costs, rule: Rule) -> Sequence[float]:
+def _backward_s(costs: Costs, rule: ListRule) -> Sequence[float]:
     if not rule.in_two:
         return costs.backward_s
     halves = zip(costs.input_gradient_s, costs.weight_gradient_s, strict=True)
@@ -277,7 +277,7 @@ class _Room:
             of[i] = of.get(i, 0) + size
 
 
-class _Maker:
+class _ListScheduler:
     """One run of the list scheduling."""
 
     def __init__(
@@ -287,7 +287,7 @@ class _Maker:
         routes: Routes,
         recompute: frozenset[int],
         limits_bytes: Sequence[int] | None,
-        rule: Rule,
+        rule: ListRule,
     ) -> None:
         self._m = m
         self._rule = rule

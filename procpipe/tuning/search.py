@@ -24,7 +24,7 @@ from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.tuning.list_schedule import Rule, list_schedule, one_at_a_time
+from procpipe.tuning.list_schedule import ListRule, list_schedule, one_at_a_time
 
 #: The name of a plan that was searched.
 SEARCHED = "searched"
@@ -196,7 +196,7 @@ def _shortest_s(m: int, costs: Costs, routes: Routes, recompute: Collection[int]
     return max(start + work for start, work in zip(shortest_s, work_s, strict=True))
 
 
-def _rules(n: int, m: int) -> Iterator[tuple[bool, float, Rule]]:
+def _rules(n: int, m: int) -> Iterator[tuple[bool, float, ListRule]]:
     """Yield the rules to try: whether always to try it, the share of the limits, and the rule.
 
     Narrow windows come first, as they need less memory. A share below 1 can be faster, as forward
@@ -207,7 +207,7 @@ def _rules(n: int, m: int) -> Iterator[tuple[bool, float, Rule]]:
     for share, patience, deep_first in (*variants, (1.0, 0.0, False)):
         is_first = (share, patience, deep_first) == variants[0]
         for window, in_two in product(windows, (False, True)):
-            yield is_first, share, Rule(in_two, window, patience, deep_first)
+            yield is_first, share, ListRule(in_two, window, patience, deep_first)
 
 
 def _runs(plan: Plan, routes: Routes) -> bool:

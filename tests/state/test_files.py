@@ -21,7 +21,7 @@ from torch import nn
 from procpipe import SavedStateError, state
 from procpipe.state import generators
 from procpipe.state.files import open_inside, read_index
-from procpipe.state.index import Entry, _check_tiled, from_json, to_json
+from procpipe.state.index import IndexEntry, _check_tiled, from_json, to_json
 
 
 def make(seed=1):
@@ -254,7 +254,7 @@ def rewritten(folder, key, sizes=None, **where):
     [chunk] = entry.chunks
     if sizes is not None:
         where["sizes"] = sizes
-        entry = Entry(torch.float32, sizes, ())
+        entry = IndexEntry(torch.float32, sizes, ())
     chunk = dataclasses.replace(chunk, **where)
     entries[key] = dataclasses.replace(entry, chunks=(chunk,))
     (folder / "procpipe.json").write_bytes(to_json(entries, crc32))
@@ -612,5 +612,5 @@ def test_a_tensor_in_many_chunks_is_put_together(tmp_path):
                 torch.save(whole[i : i + 2, j : j + 2].clone(), file)
                 chunks.append(Chunk((i, j), (2, 2), "f", at, file.tell() - at))
                 at = file.tell()
-    index = Index(tmp_path, {"w": Entry(torch.float32, (4, 6), tuple(chunks[::-1]))})
+    index = Index(tmp_path, {"w": IndexEntry(torch.float32, (4, 6), tuple(chunks[::-1]))})
     assert torch.equal(index.read(["w"])["w"], whole)

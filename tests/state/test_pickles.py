@@ -26,7 +26,7 @@ import torch.distributed.checkpoint.metadata
 
 from procpipe import SavedStateError
 from procpipe.state.archives import read_archive
-from procpipe.state.index import Chunk, Entry, from_metadata, to_metadata
+from procpipe.state.index import Chunk, IndexEntry, from_metadata, to_metadata
 from procpipe.state.pickles import DICT, Made, Name, read_pickle, write_pickle
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -86,7 +86,7 @@ SUBJECTS = [
     *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.WindowsPath),
     *(torch.Size, torch.Tensor, torch.nn.Parameter, torch.device, collections.OrderedDict),
     *(torch.serialization._get_layout, torch._utils._rebuild_tensor_v2, collections.Counter),
-    *(Made, Name, Chunk, Entry, SavedStateError),
+    *(Made, Name, Chunk, IndexEntry, SavedStateError),
 ]
 
 
@@ -125,7 +125,7 @@ def saved(value):
 def an_index():
     whole = {"a.b": (torch.float32, (3, 4)), "a.c": (torch.bfloat16, ()), "d": (None, ())}
     entries = {
-        key: Entry(dtype, shape, (Chunk((0,) * len(shape), shape, "stage-0/x", 10 * k, 7),))
+        key: IndexEntry(dtype, shape, (Chunk((0,) * len(shape), shape, "stage-0/x", 10 * k, 7),))
         for k, (key, (dtype, shape)) in enumerate(whole.items())
     }
     return entries, to_metadata(entries)

@@ -11,23 +11,23 @@ import pytest
 
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.native_waits import WaitReports
-from procpipe.timeline.clocks import CLOCK, Clocks, Reading, drift_ppm, offset_at
+from procpipe.timeline.clocks import CLOCK, ClockReading, Clocks, drift_ppm, offset_at
 
 
 def test_the_quickest_answer_counts() -> None:
     # Asked at, the other's time, heard at: the second is quickest, and 1000 ahead, give or take 5.
     pings = [(0, 1400, 900), (2000, 3005, 2010), (4000, 5700, 4900)]
 
-    assert Reading.of(pings) == Reading(3005, 1000, 5)
+    assert ClockReading.of(pings) == ClockReading(3005, 1000, 5)
 
 
 def test_an_offset_within_its_error_is_none_and_the_error_says_so() -> None:
-    assert Reading.of([(100, 107, 110)]) == Reading(107, 0, 7)
-    assert Reading.of([(100, 111, 110)]) == Reading(111, 6, 5)
+    assert ClockReading.of([(100, 107, 110)]) == ClockReading(107, 0, 7)
+    assert ClockReading.of([(100, 111, 110)]) == ClockReading(111, 6, 5)
 
 
 def test_a_drift_is_corrected_linearly_between_two_readings() -> None:
-    readings = [Reading(1_000, 500, 5), Reading(11_000, 600, 5)]
+    readings = [ClockReading(1_000, 500, 5), ClockReading(11_000, 600, 5)]
 
     assert [offset_at(readings, t) for t in (0, 1_000, 6_000, 11_000, 20_000)] == [
         500, 500, 550, 600, 600,
@@ -35,7 +35,7 @@ def test_a_drift_is_corrected_linearly_between_two_readings() -> None:
     assert drift_ppm(readings) == 10_000
     assert offset_at(readings[:1], 6_000) == 500
     assert drift_ppm(readings[:1]) is None
-    assert drift_ppm([readings[0], Reading(11_000, 510, 5)]) == 0
+    assert drift_ppm([readings[0], ClockReading(11_000, 510, 5)]) == 0
 
 
 @pytest.fixture

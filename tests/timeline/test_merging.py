@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from procpipe.plan.task import Task
-from procpipe.timeline.clocks import Reading
+from procpipe.timeline.clocks import ClockReading
 from procpipe.timeline.merging import merged, merged_step
 from procpipe.timeline.recording import Clock, Hop, Ran
 
@@ -36,7 +36,7 @@ def records(step: int = 0, start_s: int = 10) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-READINGS = [[], [Reading(100 * S, 100 * S, 2_000)]]
+READINGS = [[], [ClockReading(100 * S, 100 * S, 2_000)]]
 
 
 def recording(of_rank_0, of_rank_1, **fields):

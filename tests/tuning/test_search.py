@@ -15,7 +15,7 @@ from procpipe.plan.schedules.zero_bubble import zb_h1
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.tuning.list_schedule import Rule, list_schedule, one_at_a_time, windows
+from procpipe.tuning.list_schedule import ListRule, list_schedule, one_at_a_time, windows
 from procpipe.tuning.search import SEARCHED, Candidate, candidates, least_bytes, searched
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
@@ -37,7 +37,7 @@ def without_search(found: list[Candidate]) -> list[Candidate]:
 
 def test_a_stage_that_takes_twice_as_long_is_never_left_without_work() -> None:
     costs = Costs((1.0, 2.0), (2.0, 4.0), (0.0, 0.0), input_gradient_s=(1.0, 2.0))
-    plan = made(3, costs, Routes(2), rule=Rule(in_two=True, window=None))
+    plan = made(3, costs, Routes(2), rule=ListRule(in_two=True, window=None))
     assert grid(plan) == read("""
         F0  --
         F1  F0
@@ -71,12 +71,12 @@ def test_one_micro_batch_at_a_time() -> None:
 
 def test_a_window_is_what_comes_while_the_first_goes_there_and_back() -> None:
     uniform = Costs.uniform(4)
-    assert windows(9, uniform, looped(4, 4), Rule()) == [4, 3, 2, 1]  # as in 1F1B
-    assert windows(9, uniform, looped(4, 4), Rule(window=-2)) == [2, 1, 1, 1]
-    assert windows(3, uniform, looped(4, 4), Rule(window=1)) == [3, 3, 3, 2]
-    assert windows(9, uniform, looped(4, 4), Rule(window=None)) == [9, 9, 9, 9]
+    assert windows(9, uniform, looped(4, 4), ListRule()) == [4, 3, 2, 1]  # as in 1F1B
+    assert windows(9, uniform, looped(4, 4), ListRule(window=-2)) == [2, 1, 1, 1]
+    assert windows(3, uniform, looped(4, 4), ListRule(window=1)) == [3, 3, 3, 2]
+    assert windows(9, uniform, looped(4, 4), ListRule(window=None)) == [9, 9, 9, 9]
     far = Costs.uniform(2, transfer_s=1.5)  # F 1, hop 1.5, F and B 3, hop 1.5: 7 of a period of 3
-    assert windows(9, far, looped(2, 2), Rule()) == [3, 1]
+    assert windows(9, far, looped(2, 2), ListRule()) == [3, 1]
 
 
 def test_the_memory_of_a_limit_is_used_and_no_more() -> None:
@@ -94,7 +94,7 @@ def test_the_memory_of_a_limit_is_used_and_no_more() -> None:
 @for_each(("m", "n"), SIZES)
 def test_equal_tasks_reach_the_published_bounds(m: int, n: int) -> None:
     routes, costs = Routes(n), Costs.uniform(n, forward_s=1.0, backward_s=2.0)
-    whole = made(m, costs, routes, rule=Rule())
+    whole = made(m, costs, routes, rule=ListRule())
     assert simulate(whole, costs).total_s == 3 * (m + n - 1)  # GPipe, 1F1B: (m+n-1)(F+B)
     found = searched(m, costs, routes)
     assert found is not None
@@ -185,7 +185,7 @@ def cases(draw: st.DrawFn) -> tuple[int, Costs, Routes, set[int]]:
 
 
 RULES = st.builds(
-    Rule,
+    ListRule,
     in_two=st.booleans(),
     window=st.sampled_from([None, -9, -1, 0, 2]),
     patience=st.sampled_from([0.0, 0.7]),
@@ -196,7 +196,7 @@ RULES = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), rule=RULES, share=st.floats(0.0, 1.0))
 def test_limits_are_kept_and_what_can_fit_does(
-    case: tuple[int, Costs, Routes, set[int]], rule: Rule, share: float
+    case: tuple[int, Costs, Routes, set[int]], rule: ListRule, share: float
 ) -> None:
     m, costs, routes, again = case
 
@@ -240,7 +240,7 @@ def test_all_that_a_task_sends_to_a_stage_must_find_room_there() -> None:
         saved_bytes=(2, 0),
         put_off_bytes=(1, 0),
     )
-    routes, rule = Routes(2, ((0, 1),)), Rule(in_two=True, window=None)
+    routes, rule = Routes(2, ((0, 1),)), ListRule(in_two=True, window=None)
     plan = made(2, costs, routes, rule=rule, limits_bytes=[7, 9])
     assert peak_bytes(plan, costs, routes, 0) == 7
     less = list_schedule(2, costs, routes, rule=rule, limits_bytes=[6, 9])
