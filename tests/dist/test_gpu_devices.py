@@ -138,24 +138,28 @@ stage.step(torch.randn(8, 2))
 @pytest.mark.gpu(2)
 @pytest.mark.skipif(not is_emulated(), reason="real GPUs of one machine are seldom unequal")
 @pytest.mark.parametrize(
-    ("layer", "call", "where"),
+    ("layer", "call", "lines"),
     [
         (
             "layer = nn.Linear(1 << 13, 1 << 12, bias=False)  # of 128 MiB",
             "Stage",
-            r"rank 1 found \d+ MiB free on cuda:1, and holds \d+ MiB there \(of 64\): "
-            r"give rank 1 fewer layers",
+            [
+                r"rank 1 found \d+ MiB free on cuda:1, and holds \d+ MiB there \(of 64\): "
+                r"give rank 1 fewer layers"
+            ],
         ),
         (
             "layer = nn.Sequential(Wide(), nn.Tanh())",
             "step()",
-            r"in stage 1 \(rank 1\), task F\d@1 \(micro-batch \d\), layer '1' \(Sequential\)\n"
-            r"procpipe: out of memory on cuda:1: stage 1 held \d+ micro-batches",
+            [
+                r"in stage 1 \(rank 1\), task F\d@1 \(micro-batch \d\), layer '1' \(Sequential\)",
+                r"procpipe: out of memory on cuda:1: stage 1 held \d+ micro-batches",
+            ],
         ),
     ],
     ids=["weights", "activations"],
 )
-def test_a_stage_that_does_not_fit_on_the_smaller_gpu(monkeypatch, layer, call, where):
+def test_a_stage_that_does_not_fit_on_the_smaller_gpu(monkeypatch, layer, call, lines):
     monkeypatch.setenv("EMULATED_GPU_MEMORY_MIB", "8192,64")
     done = run_forked(SMALLER.format(layer=layer), num_ranks=2)
 
@@ -163,5 +167,6 @@ def test_a_stage_that_does_not_fit_on_the_smaller_gpu(monkeypatch, layer, call, 
     assert not done.left_behind
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count("\ntorch.OutOfMemoryError: ") == 1
-    assert re.search(where, done.stderr), done
+    for line in lines:  # between which there may be one of the other rank
+        assert re.search(line, done.stderr), f"{line}\n{done.stderr}"
     assert f"rank 0 ends, because rank 1 failed in {call}: OutOfMemoryError" in done.stderr
