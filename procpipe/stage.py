@@ -532,14 +532,18 @@ class Stage(FixedLayers):
     def _connect(self) -> Pipeline:
         if self._world.num_ranks > 1:
             check_not_sharded(self)
-        return build.connect(
-            self._world,
-            self._settings,
-            self._cut,
-            dict(self.named_children()),
-            chunks=self.chunks,
-            checkpoint=self.checkpoint,
-        )
+        try:
+            return build.connect(
+                self._world,
+                self._settings,
+                self._cut,
+                dict(self.named_children()),
+                chunks=self.chunks,
+                checkpoint=self.checkpoint,
+            )
+        except RuntimeError as error:
+            note_full_device(error, self.rank, self.device)
+            raise
 
 
 def _holder(value: Any) -> int:

@@ -138,9 +138,10 @@ stage.step(torch.randn(8, 2))
 @pytest.mark.gpu(2)
 @pytest.mark.skipif(not is_emulated(), reason="real GPUs of one machine are seldom unequal")
 @pytest.mark.parametrize(
-    ("layer", "call", "lines"),
+    ("mib", "layer", "call", "lines"),
     [
         (
+            64,
             "layer = nn.Linear(1 << 13, 1 << 12, bias=False)  # of 128 MiB",
             "Stage",
             [
@@ -149,6 +150,7 @@ stage.step(torch.randn(8, 2))
             ],
         ),
         (
+            64,
             "layer = nn.Sequential(Wide(), nn.Tanh())",
             "step()",
             [
@@ -156,11 +158,21 @@ stage.step(torch.randn(8, 2))
                 r"procpipe: out of memory on cuda:1: stage 1 held \d+ micro-batches",
             ],
         ),
+        (
+            1,
+            "layer = nn.Tanh()",
+            "step()",
+            [r"rank 1 found \d MiB free on cuda:1, and holds 0 MiB there \(of 1\): give rank 1 "],
+        ),
     ],
-    ids=["weights", "activations"],
+    ids=["weights", "activations", "connections"],
 )
-def test_a_stage_that_does_not_fit_on_the_smaller_gpu(monkeypatch, layer, call, lines):
-    monkeypatch.setenv("EMULATED_GPU_MEMORY_MIB", "8192,64")
+def test_a_stage_that_does_not_fit_on_the_smaller_gpu(
+    monkeypatch, tmp_path, mib, layer, call, lines
+):
+    monkeypatch.setenv("EMULATED_GPU_MEMORY_MIB", f"8192,{mib}")
+    # GPUs of its own: other processes of this run may hold that much.
+    monkeypatch.setenv("EMULATED_GPU_FOLDER", str(tmp_path))
     done = run_forked(SMALLER.format(layer=layer), num_ranks=2)
 
     assert done.returncode != 0
