@@ -188,7 +188,7 @@ def children_of(value: Any) -> list[Any]:
 
 
 def from_json(decoded: Any) -> Structure:
-    """Return the structure that was written as JSON (which knows lists, but no tuples)."""
+    """Return the structure that was written as JSON (which has lists, but no tuples)."""
     if decoded == TENSOR:
         return TENSOR
     letter, content = decoded

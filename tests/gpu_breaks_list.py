@@ -490,7 +490,7 @@ BREAKS = [
     ),
     Break(
         "watch-none",
-        "nobody watches a host that waits for its device",
+        "the wait of a host for its device is not interrupted",
         "procpipe/job/device_waits.py",
         "        self._thread.start()\n",
         "",

@@ -293,7 +293,7 @@ def _check_sockets(facts: Facts) -> Iterator[Verdict]:
 
 
 def _names_an_interface(text: str, interfaces: Sequence[str]) -> bool:
-    """Tell whether an interface is named; NCCL takes beginnings too, =names and ^exceptions."""
+    """Return whether an interface is named; NCCL accepts prefixes, =names and ^exclusions."""
     names = [name.removeprefix("=").partition(":")[0] for name in text.split(",") if name]
     if not names or text.startswith("^"):
         return True

@@ -114,7 +114,7 @@ def load(named: Named) -> Subject:
 
 
 def stand_in_loss(output: Any, target: Any = None) -> Tensor:
-    """Return the mean of squares of all outputs, for users who have named no loss."""
+    """Return the mean of squares of all outputs, where no loss is named."""
     del target
     squares = [t.square().mean() for t in _tensors(output) if t.is_floating_point()]
     if not squares:

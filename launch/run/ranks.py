@@ -285,7 +285,7 @@ def _children() -> list[int]:
 
 
 def _error_file_of(pid: int) -> str:
-    """Return where a process is to record an exception; it tells the ranks apart."""
+    """Return the file in which a process is to record an exception: one for each rank."""
     with contextlib.suppress(psutil.Error):
         return str(psutil.Process(pid).environ().get("TORCHELASTIC_ERROR_FILE", ""))
     return ""

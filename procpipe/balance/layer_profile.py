@@ -31,9 +31,7 @@ from procpipe.balance.halves import counting_put_off, noting_ends
 from procpipe.balance.profile import (
     Memories,
     Timer,
-    check_model,
-    check_not_meta,
-    device_of,
+    checked,
     leaves,
 )
 from procpipe.skip.skippable import declared
@@ -154,10 +152,7 @@ def profile_layers(
             stage (:class:`~procpipe.errors.BoundaryError`).
         ValueError: the model, the sample or ``device`` is meta, which computes nothing.
     """
-    check_model(module)
-    inputs = as_flat(sample)
-    device = device_of(device, inputs.tensors)
-    check_not_meta(module, inputs.tensors, device)
+    inputs, device = checked(module, sample, device)
     whole = module
     if loss_fn is not None:
         target = map_tensors(lambda tensor: tensor.to(device), target)

@@ -48,10 +48,7 @@ def layer_times(
             stage (:class:`~procpipe.errors.BoundaryError`).
         ValueError: the model, the sample or ``device`` is meta, which computes nothing.
     """
-    check_model(module)
-    inputs = as_flat(sample)
-    device = device_of(device, inputs.tensors)
-    check_not_meta(module, inputs.tensors, device)
+    inputs, device = checked(module, sample, device)
     timer = Timer(device, clock)
 
     begun = clock()
@@ -109,6 +106,17 @@ def layer_sizes(
         return _num_activation_bytes(layer) + int(param_scale * _num_parameter_bytes(layer.module))
 
     return run_each(module, inputs, device, size)
+
+
+def checked(
+    module: nn.Sequential, sample: Any, device: torch.device | str | None
+) -> tuple[Flat, torch.device]:
+    """Check what is to be timed; return the model's inputs, and the device to run on."""
+    check_model(module)
+    inputs = as_flat(sample)
+    found = device_of(device, inputs.tensors)
+    check_not_meta(module, inputs.tensors, found)
+    return inputs, found
 
 
 def check_model(module: nn.Module) -> None:

@@ -288,10 +288,10 @@ class CudaIpcTransport:
 
     # -- slots of peers, to receive from --------------------------------------------------------
 
-    def _open(self, peer: int, told: Note) -> _OpenedSlot:
+    def _open(self, peer: int, note: Note) -> _OpenedSlot:
         if peer not in self._flags_of:
-            self._flags_of[peer] = _Flags.open(self._pids[peer], told.descriptor)
-        return _OpenedSlot(told.number, self._gpu.open(told.handle), self._flags_of[peer])
+            self._flags_of[peer] = _Flags.open(self._pids[peer], note.descriptor)
+        return _OpenedSlot(note.number, self._gpu.open(note.handle), self._flags_of[peer])
 
     def _close_unused(self) -> None:
         """Close dropped slots whose copies are done; the others with a later message."""

@@ -55,7 +55,7 @@ class TransportChoice(NamedTuple):
 
 
 def choose(offers: Sequence[Offer], wanted: str | None) -> TransportChoice:
-    """Return the best transports that every rank can use, or the one that the user wants; pure.
+    """Return the best transports that every rank can use, or the one that was asked for; pure.
 
     Args:
         offers: each rank's.

@@ -52,7 +52,7 @@ NOTHING, BYTES, SECONDS, WHOLE = "", "bytes", "seconds", "whole"
 #: How much faster than the first plan another must be, as simulated, to be tried.
 MARGIN = 0.02
 
-#: The steps that are measured: whether backward is in two, and what is told afterwards.
+#: The steps that are measured: whether backward is in two, and what is reported afterwards.
 _MEASURED = ((False, BYTES), (True, BYTES), *((False, SECONDS), (True, SECONDS)) * 2)
 
 #: How often each finalist runs.

@@ -179,6 +179,6 @@ def test_a_stage_that_does_not_fit_on_the_smaller_gpu(
     assert not done.left_behind
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count("\ntorch.OutOfMemoryError: ") == 1
-    for line in lines:  # between which there may be one of the other rank
+    for line in lines:
         assert re.search(line, done.stderr), f"{line}\n{done.stderr}"
     assert f"rank 0 ends, because rank 1 failed in {call}: OutOfMemoryError" in done.stderr
