@@ -21,18 +21,19 @@ from torch import nn
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.partition import Partition
 from procpipe.compute.skips import SkipPorts
+from procpipe.compute.tied import Copy, TiedParameters
 from procpipe.compute.wrappers import check_not_sharded
 from procpipe.job.transports import NAMES
 from procpipe.job.world import World
 from procpipe.model.arguments import checked_limits, checked_transport
 from procpipe.model.cut import (
     check_model,
-    check_shared_parameters,
     cut,
     fit_balance,
     layer_facts,
 )
 from procpipe.model.materialize import materialize
+from procpipe.model.ties import Tie, find_ties
 from procpipe.optional import needed
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
@@ -105,6 +106,7 @@ class Cut:
         layers: this rank's layers by partition and name, on its device.
         elsewhere: the names of all other layers.
         skips: which skip tensors cross partitions.
+        ties: the parameters and buffers that several partitions use.
         facts: a line about each layer of the full model.
     """
 
@@ -113,6 +115,7 @@ class Cut:
     layers: dict[int, dict[str, nn.Module]]
     elsewhere: set[str]
     skips: SkipLayout
+    ties: list[Tie]
     facts: list[str]
 
     @classmethod
@@ -133,19 +136,20 @@ class Cut:
             partitions_per_stage=schedule.partitions_per_stage,
         )
         placement = schedule.place(len(entries), world.num_ranks)
-        check_shared_parameters(module, entries)
         facts = layer_facts(module)
         parts = cut(module, entries)
         skips = SkipLayout.of(parts)
+        ties = find_ties(parts)
         ours = {j: parts[j] for j in partitions_of(placement, world.rank)}
-        for j, layers in ours.items():
-            first_index = sum(entries[:j])
-            materialize(layers, world.device, first_index=first_index, seed=torch.initial_seed())
-            if settings.defers_batch_norm:
+        all_layers = {name: layer for part in parts for name, layer in part.items()}
+        names = [name for part in ours.values() for name in part]
+        materialize(all_layers, names, world.device, seed=torch.initial_seed())
+        if settings.defers_batch_norm:
+            for layers in ours.values():
                 for name, layer in layers.items():
                     layers[name] = DeferredBatchNorm.convert_deferred_batch_norm(layer)
         elsewhere = {name for j, part in enumerate(parts) if j not in ours for name in part}
-        return cls(entries, placement, ours, elsewhere, skips, facts)
+        return cls(entries, placement, ours, elsewhere, skips, ties, facts)
 
 
 def check(module: nn.Sequential, world: World) -> None:
@@ -229,11 +233,18 @@ def connect(
         )
         for j, names in cut.layers.items()
     }
-    routes = Routes(world.num_ranks, tuple(cut.skips.keys), placement=cut.placement)
+    parameters = [tie for tie in cut.ties if tie.is_parameter]
+    routes = Routes(
+        world.num_ranks,
+        tuple(cut.skips.keys),
+        placement=cut.placement,
+        ties=tuple(dict.fromkeys(tie.partitions for tie in parameters)),
+    )
     wires = connect_wires(world, routes, facts, settings.transport)
+    tied = TiedParameters(world.rank, copies_of(parameters, cut.placement, world.rank, layers))
     chooser = chooser_of(settings.schedule, settings.limits_bytes)
     coordinator = Coordinator(wires.control, world.rank, routes, chooser)
-    executor = Executor(world.rank, cut.placement, partitions, wires.channels)
+    executor = Executor(world.rank, cut.placement, partitions, wires.channels, tied)
     trace: Trace = Trace()
     observers: list[Observer] = []
     # A GPU's times are recorded on the device; the host's are when tasks were launched.
@@ -256,6 +267,23 @@ def connect(
         assert isinstance(chooser, AutoSchedule), "is_measured: chooser_of made it"
         observers.append(Meter(wires.control, chooser, partitions, trace))
     return Pipeline(world, wires, executor, coordinator, trace, observers)
+
+
+def copies_of(
+    ties: Iterable[Tie], placement: Sequence[int], stage: int, layers: Mapping[str, nn.Module]
+) -> list[Copy]:
+    """Return a stage's copies of tensors that other stages have, too; in the order of the ties."""
+    copies = []
+    for tie in ties:
+        stages = tuple(sorted({placement[j] for j in tie.partitions}))
+        here = [name for j, name in tie.names.items() if placement[j] == stage]
+        if here and len(stages) > 1:
+            layer, _, path = here[0].partition(".")
+            module, _, key = path.rpartition(".")
+            owner = layers[layer].get_submodule(module) if path else None
+            assert owner is not None, "a layer is a module, so its tensors have longer names"
+            copies.append(Copy(tie.name, stages, owner, key))
+    return copies
 
 
 def recorder_type() -> type[Recorder]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 
 from torch import Tensor, nn
 
@@ -112,31 +112,6 @@ def fit_balance(
         f"balance like {_even(num_layers, num_ranks)}"
     )
     raise IndexError(told) if len(parts) > num_ranks else BalanceError(told)
-
-
-def check_shared_parameters(module: nn.Sequential, balance: Sequence[int]) -> None:
-    """Check that no parameter or buffer is used in two partitions.
-
-    Raises:
-        ValueError: lists every one that is, by its names in both.
-    """
-    users: dict[Tensor, tuple[str, int]] = {}
-    faults = []
-    for j, layers in enumerate(cut(module, balance)):
-        for name, layer in layers.items():
-            for tensor_name, tensor in chain(
-                layer.named_parameters(name), layer.named_buffers(name)
-            ):
-                other_name, other_j = users.setdefault(tensor, (tensor_name, j))
-                if other_j != j:
-                    faults.append(
-                        f"{other_name} in partition {other_j} is {tensor_name} in partition {j}"
-                    )
-    if faults:
-        raise ValueError(
-            f"a parameter or buffer is shared by two partitions: {'; '.join(faults)}: choose a "
-            "balance that puts its users into one partition, or give each its own"
-        )
 
 
 def cut(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Module]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -18,29 +18,39 @@ from torch import Tensor, nn
 
 
 def materialize(
-    layers: dict[str, nn.Module], device: torch.device, *, first_index: int, seed: int
+    layers: Mapping[str, nn.Module], ours: Collection[str], device: torch.device, *, seed: int
 ) -> None:
-    """Move a partition's layers to a device; allocate and initialise those on the meta device.
+    """Move some layers of a model to a device; allocate and initialise those on the meta device.
 
     Memory is initialised by its module's ``reset_parameters()`` and then by that of each module
-    around it, with random numbers from ``seed`` and the layer's index (``first_index`` is that of
-    the first layer). The caller's generators are left as they were. Shared tensors stay shared; the
-    last layer that initialises one counts.
+    around it, with random numbers from ``seed`` and the layer's index. The caller's generators are
+    left as they were. Shared tensors stay shared, and the last layer that initialises one counts:
+    a layer of another stage that shares one with ours is initialised too, and let go of.
+
+    Args:
+        layers: all layers of the model by name, in order.
+        ours: the names of those that stay here.
+        device: where they are to be.
+        seed: the same on all ranks.
 
     Raises:
         ValueError: lists every parameter and buffer that nothing initialises.
     """
     memory: dict[Tensor, Tensor] = {}
     places = []
-    for index, (name, layer) in enumerate(layers.items(), start=first_index):
-        modules_to_reset = _modules_on_meta(layer)
-        for place in _places_on_meta(name, layer):
-            place.allocate(device, memory)
-            places.append(place)
-        if modules_to_reset:
-            with _seeded(device, seed, index):
-                for module in modules_to_reset:
-                    _reset_function(module)()
+    shared = {place.value for name in ours for place in _places_on_meta(name, layers[name])}
+    for index, (name, layer) in enumerate(layers.items()):
+        of_layer = _places_on_meta(name, layer)
+        if name in ours:
+            _initialise(layer, of_layer, memory, device, seed, index)
+            places += of_layer
+        elif not shared.isdisjoint(place.value for place in of_layer):
+            before = [place.value for place in of_layer]
+            _initialise(layer, of_layer, memory, device, seed, index)
+            for place, value in zip(of_layer, before, strict=True):
+                setattr(place.owner, place.key, value)
+                if value not in shared:
+                    memory.pop(value, None)
     unwritten = {tensor for tensor in memory.values() if _is_unwritten(tensor)}
     faults = [place.fault for place in places if place.value in unwritten]
     if faults:
@@ -49,8 +59,25 @@ def materialize(
             "give the layer a reset_parameters() that sets all its parameters and buffers, or "
             "build it on the CPU"
         )
-    for layer in layers.values():
-        layer.to(device)
+    for name in ours:
+        layers[name].to(device)
+
+
+def _initialise(
+    layer: nn.Module,
+    places: Sequence[_Place],
+    memory: dict[Tensor, Tensor],
+    device: torch.device,
+    seed: int,
+    index: int,
+) -> None:
+    modules_to_reset = _modules_on_meta(layer)
+    for place in places:
+        place.allocate(device, memory)
+    if modules_to_reset:
+        with _seeded(device, seed, index):
+            for module in modules_to_reset:
+                _reset_function(module)()
 
 
 @dataclass(frozen=True)

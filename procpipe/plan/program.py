@@ -32,6 +32,7 @@ nothing. All receives move up by the same number of tasks, so each channel keeps
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -78,7 +79,8 @@ class Send:
 class Receive:
     """From here on a buffer may be posted for this message; does not wait for it.
 
-    The message is taken when the task that needs it runs; the loss, at the end of the program.
+    The message is taken when the task that needs it runs; the loss and the gradients of tied
+    parameters, at the end of the program.
     """
 
     transfer: Transfer
@@ -95,14 +97,24 @@ _Fenced = tuple[int, Transfer]
 
 
 def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
-    """List the transfers after each cycle: by the stage that sends, then as its task sends them."""
+    """List the transfers after each cycle: by the stage that sends, then as its task sends them.
+
+    Those of tied parameters come last.
+    """
+    tied: defaultdict[int, list[Transfer]] = defaultdict(list)
+    for stage in range(plan.num_stages):
+        for k, _, transfer in routes.tied_gradients(plan, stage):
+            tied[k].append(transfer)
     return [
-        tuple(
-            transfer
-            for task in sorted(cycle, key=lambda task: plan.placement[task.j])
-            for transfer in routes.leaving(task, plan)
+        (
+            *(
+                transfer
+                for task in sorted(cycle, key=lambda task: plan.placement[task.j])
+                for transfer in routes.leaving(task, plan)
+            ),
+            *tied[k],
         )
-        for cycle in plan.cycles
+        for k, cycle in enumerate(plan.cycles)
     ]
 
 
@@ -121,13 +133,16 @@ def program(
         recompute: the micro-batches that a later plan recomputes, if this one has no backward.
     """
     makers = sorted([stage, *routes.sources(stage)])
-    touching = [
+    leaving = [
         (k, transfer)
         for maker in makers
         for k, task in plan.row(maker)
         for transfer in routes.leaving(task, plan)
-        if stage in routes.stages_of(transfer)
     ]
+    leaving += [
+        (k, transfer) for maker in makers for k, _, transfer in routes.tied_gradients(plan, maker)
+    ]
+    touching = [fenced for fenced in leaving if stage in routes.stages_of(fenced[1])]
     touching.sort(key=lambda fenced: fenced[0])  # stable: within a fence by maker, as in fences()
     steps = _arranged(plan.row(stage), _divided(stage, touching, routes), ahead)
     tasks = {step.task for step in steps if isinstance(step, Run)}

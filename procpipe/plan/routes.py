@@ -9,6 +9,8 @@
 
           ◀───────── loss, to every other stage ──────── F(last)@2
 
+          B(last)@0 ◀── gradient of what both use ──▶ B(last)@2
+
 A tensor goes straight from the partition that makes it to the partition that uses it. All tensors
 of one hop are one transfer: skip tensors from ``a`` to ``b`` travel together. Two partitions of one
 stage hand tensors over without a transfer. ``program.py`` orders the transfers.
@@ -17,13 +19,13 @@ stage hand tensors over without a transfer. ``program.py`` orders the transfers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from procpipe.plan.placement import partitions_of
-from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, Plan, Task
+from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, Task
 
 ACTIVATION = "activation"
 GRADIENT = "gradient"
@@ -31,6 +33,7 @@ SKIP = "skip"
 SKIP_GRADIENT = "skip gradient"
 TARGET = "target"
 LOSS = "loss"
+TIED_GRADIENT = "tied gradient"
 
 #: Not a message: names the bytes of a partition's output that are kept for backward.
 ROOTS = "output"
@@ -43,12 +46,14 @@ class Transfer(NamedTuple):
     """One message from one partition to another.
 
     Attributes:
-        payload: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET`` or ``LOSS``.
-        i: the micro-batch. The loss of a mini-batch has the number of the micro-batch that
-            completes it.
+        payload: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET``, ``LOSS`` or
+            ``TIED_GRADIENT``.
+        i: the micro-batch. The loss of a mini-batch, and the gradients of tied parameters, have the
+            number of the micro-batch that completes them.
         source: the partition whose stage sends it.
-        destination: the partition whose stage receives it. The loss goes to the first partition
-            of each other stage.
+        destination: the partition whose stage receives it. What goes from one stage to another,
+            not between partitions, is of the first partition of each: the gradients of tied
+            parameters; and the loss goes to the first partition of each other stage.
     """
 
     payload: str
@@ -71,7 +76,12 @@ class Transfer(NamedTuple):
 
     @property
     def makers(self) -> tuple[Task, ...]:
-        """The tasks that can make what is sent; a plan has one of them."""
+        """The tasks that can make what is sent; a plan has one of them.
+
+        For gradients of tied parameters none: see :meth:`Routes.tied_gradients`.
+        """
+        if self.payload == TIED_GRADIENT:
+            return ()
         if self.is_gradient:
             return Task(BACKWARD, self.i, self.source), Task(INPUT_GRADIENT, self.i, self.source)
         return (Task(FORWARD, self.i, self.source),)
@@ -87,6 +97,7 @@ class Routes:
             used in partition ``b``.
         target: whether the target goes from stage 0 to the last partition's stage.
         loss: whether the last partition's stage sends the loss to every other.
+        ties: sets of partitions, ascending: each uses a parameter in common.
         placement: the stage of each partition; one partition a stage if left out.
 
     Raises:
@@ -98,6 +109,7 @@ class Routes:
     target: bool = False
     loss: bool = False
     placement: tuple[int, ...] = ()
+    ties: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", self.placement or tuple(range(self.num_stages)))
@@ -154,6 +166,18 @@ class Routes:
             return up + [Transfer(SKIP_GRADIENT, i, b, j) for b in self.skips_from(j)]
         return []
 
+    def tied_gradients(self, plan: Plan, stage: int) -> Iterator[tuple[int, Task, Transfer]]:
+        """Yield what a stage sends of the gradients of tied parameters: cycle, task, transfer.
+
+        The task is the last that adds to them on this stage, after which they are sent.
+        """
+        for other, shared in self._tied_with.get(stage, {}).items():
+            for k, task in reversed(plan.row(stage)):
+                if task.j in shared and task.kind in (BACKWARD, WEIGHT_GRADIENT):
+                    source, destination = map(self._first_partitions.__getitem__, (stage, other))
+                    yield k, task, Transfer(TIED_GRADIENT, task.i, source, destination)
+                    break
+
     def skips_from(self, partition: int) -> tuple[int, ...]:
         """List the partitions that use skip tensors made in this one."""
         return self._skips_from.get(partition, ())
@@ -172,7 +196,8 @@ class Routes:
                 sources.add(0)
         if self.loss:
             sources.add(last)
-        return sorted({self.placement[j] for j in sources if 0 <= j <= last} - {stage})
+        stages = {self.placement[j] for j in sources if 0 <= j <= last}
+        return sorted((stages | self._tied_with.get(stage, {}).keys()) - {stage})
 
     def channels(self) -> list[Channel]:
         """List every channel between two stages that a plan may use."""
@@ -184,6 +209,9 @@ class Routes:
         aside = [(TARGET, 0, last)] if self.target else []
         if self.loss:
             aside += [(LOSS, last, first) for first in self._first_partitions]
+        firsts = self._first_partitions
+        for stage, others in self._tied_with.items():
+            aside += [(TIED_GRADIENT, firsts[stage], firsts[other]) for other in others]
         return [
             (payload, a, b)
             for payload, a, b in (*forward, *back, *aside)
@@ -206,6 +234,17 @@ class Routes:
     @cached_property
     def _first_partitions(self) -> tuple[int, ...]:
         return tuple(self.placement.index(stage) for stage in range(self.num_stages))
+
+    @cached_property
+    def _tied_with(self) -> dict[int, dict[int, set[int]]]:
+        """For each stage, by each other stage, its partitions that share a parameter with it."""
+        found: dict[int, dict[int, set[int]]] = {}
+        for tie in self.ties:
+            for j in tie:
+                for other in {self.placement[k] for k in tie} - {self.placement[j]}:
+                    of_stage = found.setdefault(self.placement[j], {})
+                    of_stage.setdefault(other, set()).add(j)
+        return {stage: dict(sorted(found[stage].items())) for stage in sorted(found)}
 
     @cached_property
     def _skips_from(self) -> Mapping[int, tuple[int, ...]]:

@@ -189,7 +189,7 @@ def _program_faults(plan: Plan, routes: Routes, programs: Sequence[Program]) -> 
         yield from _run_faults(stage, program, plan.tasks_of(stage))
         yield from _differences(stage, "send", out[stage], _transfers(program, Send))
         yield from _differences(stage, "receive", into[stage], _transfers(program, Receive))
-        yield from _place_faults(stage, program, routes)
+        yield from _place_faults(stage, program, plan, routes)
     yield from _channel_faults(programs)
 
 
@@ -216,7 +216,7 @@ def _differences(
             yield f"stage {stage} would {verb} '{thing}' {real[thing]} times, not {right[thing]}"
 
 
-def _place_faults(stage: int, program: Program, routes: Routes) -> Iterator[str]:
+def _place_faults(stage: int, program: Program, plan: Plan, routes: Routes) -> Iterator[str]:
     """Find sends before the task that makes the tensor, and receives after the one that uses it."""
     place = {step: index for index, step in reversed([*enumerate(program)])}  # the first place
     for step, index in place.items():
@@ -228,6 +228,9 @@ def _place_faults(stage: int, program: Program, routes: Routes) -> Iterator[str]
             for transfer in routes.needed(step.task):
                 if index < place.get(Receive(transfer), -1):
                     yield f"stage {stage} posts '{transfer}' only after {step.task}, which needs it"
+    for _, task, transfer in routes.tied_gradients(plan, stage):
+        if place.get(Send(transfer), len(place)) < place.get(Run(task), -1):
+            yield f"stage {stage} sends '{transfer}' before {task} has added to it"
 
 
 def _channel_faults(programs: Sequence[Program]) -> Iterator[str]:

@@ -7,6 +7,7 @@
     Run(B i)            take gradients                 ─> partition.backward ─> made[…]
     Run(I i), Run(W i)  the same in two                ─> partition.backward_input, …_weight
     Send(transfer)      made[…] ─> channel
+    at the end          take the loss, and add up the gradients of tied parameters
 
 A message is known by its ``Transfer`` everywhere: in the program, in ``made``, in the ledger. What
 one partition makes for another of the same stage stays in ``made`` until that one takes it. A
@@ -30,10 +31,19 @@ from procpipe.channel.link import Receiver, Sender
 from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
+from procpipe.compute.tied import TiedParameters
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.plan.program import Program, Run, Send
-from procpipe.plan.routes import ACTIVATION, LOSS, ROOTS, TARGET, Channel, Transfer
+from procpipe.plan.routes import (
+    ACTIVATION,
+    LOSS,
+    ROOTS,
+    TARGET,
+    TIED_GRADIENT,
+    Channel,
+    Transfer,
+)
 from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Task
 from procpipe.run.faults import note_where
 from procpipe.run.observer import Observers
@@ -75,6 +85,7 @@ class Executor:
         placement: the stage of each partition.
         partitions: the local layers, by the indices of this stage's partitions.
         channels: this stage's ends of all channels.
+        tied: the parameters that this stage shares with others.
         ledger: counts what the stage holds.
     """
 
@@ -84,9 +95,11 @@ class Executor:
         placement: Sequence[int],
         partitions: Mapping[int, Partition],
         channels: Channels,
+        tied: TiedParameters | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         self.partitions = dict(partitions)
+        self.tied = tied or TiedParameters(stage, [])
         self.ledger = ledger or Ledger()
         self.current_task: Task | None = None
         self._observers = Observers()
@@ -119,7 +132,7 @@ class Executor:
             Exception: whatever a layer raised, with a note that says where in the pipeline.
         """
         outcome = Outcome()
-        loss: Transfer | None = None
+        at_end: list[Transfer] = []
         try:
             for step in program:
                 if isinstance(step, Run):
@@ -129,16 +142,16 @@ class Executor:
                     self._send(step.transfer, outcome)
                 else:
                     transfer = step.transfer
-                    if transfer.payload == LOSS:
-                        loss = transfer
+                    if transfer.payload in (LOSS, TIED_GRADIENT):
+                        at_end.append(transfer)
                     self._channels.receivers[transfer.channel].expect()
                     self.ledger.hold(transfer)
-            if loss is not None:
-                (outcome.loss,) = self._take(loss).tensors
-                self.ledger.size(loss, 0)
+            self._take_at_end(at_end, outcome)
         except RemoteStageError:
+            self.tied.abandon()
             raise
         except BaseException as error:
+            self.tied.abandon()
             if self.current_task is not None:
                 note_where(error, self.current_task, self._stage, self.partitions, self.ledger)
             raise
@@ -146,6 +159,22 @@ class Executor:
             hook(self.ledger.sizes)
         self.ledger.settle()
         return outcome
+
+    def _take_at_end(self, transfers: Sequence[Transfer], outcome: Outcome) -> None:
+        """Take what no task of this stage needs."""
+        tied: dict[int, Sequence[Tensor | None]] = {}
+        for transfer in transfers:
+            message = self._take(transfer)
+            if transfer.payload == LOSS:
+                (outcome.loss,) = message.tensors
+                self.ledger.size(transfer, 0)
+            else:
+                tied[self._placement[transfer.source]] = message.value
+        if tied:
+            self.tied.add_up(tied)
+        for transfer in transfers:
+            if transfer.payload == TIED_GRADIENT:
+                self.ledger.release(transfer)
 
     # -- tasks ----------------------------------------------------------------------------------
 
@@ -244,6 +273,7 @@ class Executor:
     def _backward(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
         task = step.task
         kind, i, j = task
+        self.tied.begin()
         passage = self._passages.pop((i, j))
         gradients = self._output_gradients(step, passage, batch, outcome)
         partition = self.partitions[j]
@@ -326,6 +356,9 @@ class Executor:
         if transfer.payload == LOSS:
             assert outcome.loss is not None, "the stage of the last partition has the loss"
             message = Flat([outcome.loss], TENSOR, (False,))
+        elif transfer.payload == TIED_GRADIENT:
+            other = self._placement[transfer.destination]
+            message = _message_of(self.tied.gradients_for(other))
         else:
             message = self._made.pop(transfer)
             if message.structure == _NO_GRADIENTS and transfer.is_gradient:

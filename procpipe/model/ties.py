@@ -1,0 +1,59 @@
+"""Parameters and buffers that layers of several partitions use.
+
+    embedding ─ block ─ block ─ output layer       balance [2, 2]
+        └──────── one weight ────────┘             tied between partitions 0 and 1
+
+Partitions of one process use the tensor itself; each other process has a copy. Independent of
+processes: every rank finds the same ties, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter or buffer that layers of several partitions use.
+
+    Attributes:
+        names: its first name in each partition that uses it, by partition; names are those in the
+            full model.
+        is_parameter: whether it is a parameter.
+    """
+
+    names: dict[int, str]
+    is_parameter: bool
+
+    @property
+    def partitions(self) -> tuple[int, ...]:
+        """The partitions that use it, ascending."""
+        return tuple(self.names)
+
+    @property
+    def name(self) -> str:
+        """Its first name in the full model, under which plain PyTorch lists it."""
+        return next(iter(self.names.values()))
+
+    def __str__(self) -> str:
+        users = [f"{name} in partition {j}" for j, name in self.names.items()]
+        return f"{', '.join(users[:-1])} and {users[-1]}"
+
+
+def find_ties(parts: Sequence[dict[str, nn.Module]]) -> list[Tie]:
+    """Find all ties between partitions, in the order of their first names in the model."""
+    found: dict[Tensor, tuple[dict[int, str], bool]] = {}
+    for j, layers in enumerate(parts):
+        for name, tensor in _named_tensors(layers):
+            names, _ = found.setdefault(tensor, ({}, isinstance(tensor, nn.Parameter)))
+            names.setdefault(j, name)
+    return [Tie(names, is_parameter) for names, is_parameter in found.values() if len(names) > 1]
+
+
+def _named_tensors(layers: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for name, layer in layers.items():
+        yield from chain(layer.named_parameters(name), layer.named_buffers(name))
