@@ -21,7 +21,7 @@ from torch import nn
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.partition import Partition
 from procpipe.compute.skips import SkipPorts
-from procpipe.compute.tied import Copy, TiedParameters
+from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import check_not_sharded
 from procpipe.job.transports import NAMES
 from procpipe.job.world import World
@@ -193,7 +193,9 @@ def connect(
     settings: Settings,
     cut: Cut,
     layers: Mapping[str, nn.Module],
+    tied: Tied,
     *,
+    checks_tied: bool,
     chunks: int,
     checkpoint: str,
 ) -> Pipeline:
@@ -204,6 +206,8 @@ def connect(
         settings: what the user asks for.
         cut: the partitions.
         layers: this rank's layers, as they are now, by name.
+        tied: this rank's copies of what several stages use.
+        checks_tied: whether the copies are compared before each training call.
         chunks: the number of micro-batches, as the user has it now.
         checkpoint: what is recomputed, as the user has it now.
     """
@@ -214,6 +218,7 @@ def connect(
         "balance": cut.balance,
         "chunks": chunks,
         "checkpoint": checkpoint,
+        "check_tied": checks_tied,
         "schedule": settings.schedule.name,
         "memory_limit_bytes": settings.limits_bytes,
         "placement": list(cut.placement),
@@ -233,15 +238,13 @@ def connect(
         )
         for j, names in cut.layers.items()
     }
-    parameters = [tie for tie in cut.ties if tie.is_parameter]
     routes = Routes(
         world.num_ranks,
         tuple(cut.skips.keys),
         placement=cut.placement,
-        ties=tuple(dict.fromkeys(tie.partitions for tie in parameters)),
+        ties=tuple(dict.fromkeys(tie.partitions for tie in cut.ties if tie.is_parameter)),
     )
     wires = connect_wires(world, routes, facts, settings.transport)
-    tied = TiedParameters(world.rank, copies_of(parameters, cut.placement, world.rank, layers))
     chooser = chooser_of(settings.schedule, settings.limits_bytes)
     coordinator = Coordinator(wires.control, world.rank, routes, chooser)
     executor = Executor(world.rank, cut.placement, partitions, wires.channels, tied)
@@ -266,24 +269,24 @@ def connect(
 
         assert isinstance(chooser, AutoSchedule), "is_measured: chooser_of made it"
         observers.append(Meter(wires.control, chooser, partitions, trace))
-    return Pipeline(world, wires, executor, coordinator, trace, observers)
+    pipeline = Pipeline(world, wires, executor, coordinator, trace, observers)
+    tied.make_equal(pipeline.send_value, pipeline.take_value)
+    return pipeline
 
 
-def copies_of(
-    ties: Iterable[Tie], placement: Sequence[int], stage: int, layers: Mapping[str, nn.Module]
-) -> list[Copy]:
+def tied_of(cut: Cut, stage: int) -> Tied:
     """Return a stage's copies of tensors that other stages have, too; in the order of the ties."""
-    copies = []
-    for tie in ties:
-        stages = tuple(sorted({placement[j] for j in tie.partitions}))
-        here = [name for j, name in tie.names.items() if placement[j] == stage]
+    copies: dict[bool, list[Copy]] = {True: [], False: []}
+    for tie in cut.ties:
+        stages = tuple(sorted({cut.placement[j] for j in tie.partitions}))
+        here = [(j, name) for j, name in tie.names.items() if cut.placement[j] == stage]
         if here and len(stages) > 1:
-            layer, _, path = here[0].partition(".")
+            j, name = here[0]
+            layer, _, path = name.partition(".")
             module, _, key = path.rpartition(".")
-            owner = layers[layer].get_submodule(module) if path else None
-            assert owner is not None, "a layer is a module, so its tensors have longer names"
-            copies.append(Copy(tie.name, stages, owner, key))
-    return copies
+            owner = cut.layers[j][layer].get_submodule(module)
+            copies[tie.is_parameter].append(Copy(tie.name, stages, owner, key))
+    return Tied(stage, copies[True], copies[False])
 
 
 def recorder_type() -> type[Recorder]:

@@ -7,6 +7,7 @@ norms of its own parameters, by partition; in the model's order they are what on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def as_tensor(norm: Norm) -> Tensor:
 
 def clip(
     by_partition: Mapping[int, Sequence[Tensor]],
+    copies: Sequence[Tensor],
     max_norm: float,
     norm_type: float,
     agree: Agree,
@@ -57,6 +59,7 @@ def clip(
 
     Args:
         by_partition: this stage's gradients, by the indices of its partitions.
+        copies: gradients that another stage has, too, and counts.
         max_norm: the largest norm that is not clipped.
         norm_type: the p of the p-norm.
         agree: brings the norms of all ranks together, see ``Control.agree``.
@@ -71,7 +74,7 @@ def clip(
             "look for the layer that makes it so, or leave error_if_nonfinite off"
         )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in (each for of_partition in by_partition.values() for each in of_partition):
+    for gradient in chain(*by_partition.values(), copies):
         gradient.mul_(coefficient.to(gradient.device))
     return norm
 

@@ -63,9 +63,11 @@ class Stage(FixedLayers):
     connects the processes.
 
     Args:
-        module: the full model, a flat ``nn.Sequential``. If it was built on the meta device, only
-            this stage's layers get memory; they are initialised by their ``reset_parameters()``,
-            with values that no balance changes.
+        module: the full model, a flat ``nn.Sequential``. Layers of different stages may share
+            parameters (an embedding and an output layer): each stage has a copy, with the same
+            value and, after each call, the same gradient, that of the plain model. If the model was
+            built on the meta device, only this stage's layers get memory; they are initialised by
+            their ``reset_parameters()``, with values that no balance changes.
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
             (then every rank waits for rank 0 here). Without a launcher it is checked, but all
@@ -101,6 +103,10 @@ class Stage(FixedLayers):
             and a warning says so once.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
+        check_tied: compare the copies of parameters and buffers that several stages use before each
+            training call, and raise ``RuntimeError`` on every rank if they differ, which reads all
+            of them each time. They can differ if stages use different optimizers or options for
+            them, or write into them. Give it on every rank.
         transport: what carries large tensors: ``"shm"`` (CPUs of one host, the default there),
             ``"gloo"`` (CPUs, several hosts), ``"nccl"`` (different GPUs; shared ones too
             from NCCL 2.30 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``) or ``"cuda_ipc"`` (all stages
@@ -128,9 +134,9 @@ class Stage(FixedLayers):
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
             that are not stashed and popped in pairs, or of another package; data parallelism around
             a layer.
-        ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; a
-            parameter in two partitions; fewer partitions than processes; a ``trace`` without a
-            folder, or that another stage of this process writes or has written.
+        ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; fewer
+            partitions than processes; a ``trace`` without a folder, or that another stage of this
+            process writes or has written.
         IndexError: more partitions than processes, or more processes than devices.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.GPipe``.
@@ -151,6 +157,7 @@ class Stage(FixedLayers):
         loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: Callable[[Any], float] | None = None,
         check_loss: bool = False,
+        check_tied: bool = False,
         transport: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
@@ -184,6 +191,8 @@ class Stage(FixedLayers):
             self._cut = build.Cut.of(module, balance, self._settings, self._world)
             self.balance = self._cut.balance
             self._adopt_layers(module)
+            self._tied = build.tied_of(self._cut, self.rank)
+            self._checks_tied = bool(check_tied)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
                 loss_fn.to(self.device)  # class weights must be on the output's device
             self._loss = Loss(loss_fn, loss_weight, check_loss)
@@ -363,12 +372,10 @@ class Stage(FixedLayers):
         """
         with self._calls.together("clip_grad_norm_") as pipeline:
             self._issue_or_follow("clip_grad_norm_")
-            by_partition = {
-                j: [p.grad for p in part.parameters() if p.grad is not None]
-                for j, part in self._by_partition().items()
-            }
+            by_partition, copies = self._gradients()
             return clip(
                 by_partition,
+                copies,
                 max_norm,
                 norm_type,
                 pipeline.control.agree,
@@ -483,6 +490,8 @@ class Stage(FixedLayers):
     def _run_mini_batch(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> Outcome:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
+        if self._checks_tied and order.keeps_graph:
+            pipeline.check_copies()
         pipeline.executor.begin()
         for layer in self._deferred:
             layer.begin()
@@ -529,6 +538,22 @@ class Stage(FixedLayers):
             for j, layers in self._cut.layers.items()
         }
 
+    def _gradients(self) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
+        """Return the gradients by partition; and those of parameters that another stage counts."""
+        by_partition: dict[int, list[Tensor]] = {}
+        copies: list[Tensor] = []
+        seen: set[Tensor] = set()
+        for j, part in self._by_partition().items():
+            found = by_partition[j] = []
+            for parameter in part.parameters():
+                if parameter.grad is None or parameter in seen:
+                    continue
+                seen.add(parameter)
+                tied = self._tied.name_of(parameter)
+                is_counted = tied is None or tied[1] == self.rank
+                (found if is_counted else copies).append(parameter.grad)
+        return by_partition, copies
+
     def _connect(self) -> Pipeline:
         if self._world.num_ranks > 1:
             check_not_sharded(self)
@@ -538,6 +563,8 @@ class Stage(FixedLayers):
                 self._settings,
                 self._cut,
                 dict(self.named_children()),
+                self._tied,
+                checks_tied=self._checks_tied,
                 chunks=self.chunks,
                 checkpoint=self.checkpoint,
             )

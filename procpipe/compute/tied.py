@@ -13,10 +13,12 @@ So equal optimizers keep the copies equal. Partitions of one stage use the tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -42,33 +44,93 @@ class Copy:
         return getattr(self.owner, self.key)
 
 
-class TiedParameters:
-    """This stage's copies of parameters, in an order that all stages share."""
+class Tied:
+    """This stage's copies of parameters and buffers, in an order that all stages share.
 
-    def __init__(self, stage: int, copies: Sequence[Copy]) -> None:
+    Args:
+        stage: this stage.
+        parameters: its copies of parameters.
+        buffers: its copies of buffers, which no layer may change.
+    """
+
+    def __init__(
+        self, stage: int, parameters: Sequence[Copy] = (), buffers: Sequence[Copy] = ()
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self._buffers = tuple(buffers)
         self._stage = stage
-        self._copies = copies
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_open = False
+
+    def name_of(self, parameter: Tensor) -> tuple[str, int] | None:
+        """Return the first name in the full model of a tied parameter, and the stage of that."""
+        for copy in self.parameters:
+            if copy.tensor is parameter:
+                return copy.name, copy.stages[0]
+        return None
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def make_equal(
+        self, send: Callable[[int, list[Tensor]], None], take: Callable[[int], list[Tensor]]
+    ) -> None:
+        """Give all copies the values of the first stage that has one; all stages call it."""
+        copies = self.parameters + self._buffers
+        others = sorted({stage for copy in copies for stage in copy.stages} - {self._stage})
+        for other in others:
+            theirs = [copy for copy in copies if copy.stages[0] == other]
+            if theirs:  # of a stage before this one
+                with torch.no_grad():
+                    for copy, value in zip(theirs, take(other), strict=True):
+                        copy.tensor.copy_(value)
+        for other in others:
+            ours = [c for c in copies if c.stages[0] == self._stage and other in c.stages]
+            if ours:
+                send(other, [copy.tensor for copy in ours])
+
+    def digests(self) -> dict[str, str]:
+        """Return a hash of each copy's bits by name, so that copies can be compared."""
+        return {copy.name: _hash_of(copy.tensor) for copy in self.parameters + self._buffers}
+
+    def versions(self) -> list[tuple[Tensor, int]]:
+        """Return the buffers and how often each was changed, for :meth:`check_unchanged`."""
+        return [(copy.tensor, copy.tensor._version) for copy in self._buffers]
+
+    def check_unchanged(self, before: list[tuple[Tensor, int]]) -> None:
+        """Check that no layer has changed a buffer.
+
+        Raises:
+            RuntimeError: one has, so that the copies differ.
+        """
+        for copy, (tensor, version) in zip(self._buffers, before, strict=True):
+            if copy.tensor is not tensor or tensor._version != version:
+                stages = " and ".join(map(str, copy.stages))
+                raise RuntimeError(
+                    f"a layer on stage {self._stage} has changed the buffer {copy.name}, of which "
+                    f"stages {stages} each have a copy, so that the copies differ: choose a "
+                    "balance that puts the layers that use it on one stage, or give each its own"
+                )
+
+    # -- gradients ------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Set aside the gradients of earlier calls, once a call."""
         if self._is_open:
             return
         self._is_open = True
-        for copy in self._copies:
+        for copy in self.parameters:
             parameter = copy.tensor
             self._set_aside.append((parameter, parameter.grad))
             parameter.grad = None
 
     def gradients_for(self, stage: int) -> list[Tensor | None]:
         """Return what this stage contributes to the parameters that another has, too."""
-        return [copy.tensor.grad for copy in self._copies if stage in copy.stages]
+        return [copy.tensor.grad for copy in self.parameters if stage in copy.stages]
 
     def add_up(self, received: Mapping[int, Sequence[Tensor | None]]) -> None:
         """Set the sums as gradients; ``received`` has what each other stage contributes."""
         others = {stage: iter(gradients) for stage, gradients in received.items()}
-        sums = [self._sum_of(copy, others) for copy in self._copies]
+        sums = [self._sum_of(copy, others) for copy in self.parameters]
         for (parameter, before), total in zip(self._set_aside, sums, strict=True):
             if before is not None and total is not None:
                 total = before.add_(total)
@@ -99,3 +161,20 @@ class TiedParameters:
                 total = total.add_(part) if is_fresh else total + part
                 is_fresh = True
         return total if is_fresh or total is own or total is None else total.clone()
+
+
+def compare(of_stages: Sequence[Mapping[str, str]]) -> list[str]:
+    """Describe copies that differ, given each stage's :meth:`Tied.digests`."""
+    first: dict[str, tuple[int, str]] = {}
+    faults = []
+    for stage, digests in enumerate(of_stages):
+        for name, digest in digests.items():
+            first_stage, expected = first.setdefault(name, (stage, digest))
+            if digest != expected:
+                faults.append(f"{name} on stages {first_stage} and {stage}")
+    return faults
+
+
+def _hash_of(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()

@@ -31,7 +31,7 @@ from procpipe.channel.link import Receiver, Sender
 from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
-from procpipe.compute.tied import TiedParameters
+from procpipe.compute.tied import Tied
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.plan.program import Program, Run, Send
@@ -85,7 +85,7 @@ class Executor:
         placement: the stage of each partition.
         partitions: the local layers, by the indices of this stage's partitions.
         channels: this stage's ends of all channels.
-        tied: the parameters that this stage shares with others.
+        tied: the parameters and buffers that this stage shares with others.
         ledger: counts what the stage holds.
     """
 
@@ -95,11 +95,11 @@ class Executor:
         placement: Sequence[int],
         partitions: Mapping[int, Partition],
         channels: Channels,
-        tied: TiedParameters | None = None,
+        tied: Tied | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         self.partitions = dict(partitions)
-        self.tied = tied or TiedParameters(stage, [])
+        self.tied = tied or Tied(stage)
         self.ledger = ledger or Ledger()
         self.current_task: Task | None = None
         self._observers = Observers()
@@ -133,6 +133,7 @@ class Executor:
         """
         outcome = Outcome()
         at_end: list[Transfer] = []
+        buffers = self.tied.versions()
         try:
             for step in program:
                 if isinstance(step, Run):
@@ -147,6 +148,7 @@ class Executor:
                     self._channels.receivers[transfer.channel].expect()
                     self.ledger.hold(transfer)
             self._take_at_end(at_end, outcome)
+            self.tied.check_unchanged(buffers)
         except RemoteStageError:
             self.tied.abandon()
             raise

@@ -46,7 +46,14 @@ class Names:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._of = {parameter: name for name, parameter in module.named_parameters()}
-        stand_in = module._stand_in if isinstance(module, Stage) else ()
+        self._saved_elsewhere: set[str] = set()
+        stand_in: Sequence[Tensor] = ()
+        if isinstance(module, Stage):
+            stand_in = module._stand_in
+            for copy in module._tied.parameters:
+                self._of[copy.tensor] = copy.name
+                if copy.stages[0] != module.rank:
+                    self._saved_elsewhere.add(copy.name)
         seen: set[Tensor] = set()
         for parameter in (p for o in optimizers for g in o.param_groups for p in g["params"]):
             if parameter not in self._of and not any(parameter is one for one in stand_in):
@@ -66,6 +73,10 @@ class Names:
         """Return the names of a group's parameters; None for a stage's stand-in."""
         return [self._of.get(parameter) for parameter in group["params"]]
 
+    def is_saved_here(self, name: str | None) -> bool:
+        """Return whether this process saves a parameter's state: that of the first stage does."""
+        return name is not None and name not in self._saved_elsewhere
+
 
 def values_of(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return all state and options by key; tensors are the optimizer's own."""
@@ -74,7 +85,7 @@ def values_of(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         packed = optimizer.state_dict()
         for group, numbered in zip(optimizer.param_groups, packed["param_groups"], strict=True):
             for number, name in zip(numbered["params"], names.in_group(group), strict=True):
-                if name is None:
+                if not names.is_saved_here(name):
                     continue
                 found |= _flat(f"{_STATE}.{name}", packed["state"].get(number, {}))
                 found |= {

@@ -1,0 +1,310 @@
+"""Layers of several stages that share parameters train as in the plain model.
+
+Truth is the plain model in float64, where the layers do share them. Stages add up a gradient in
+another order than autograd, so it may differ in its last digits.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from procpipe import RemoteStageError, Stage, state
+from tests.dist.devices import some_of
+from tests.dist.stages import MODES, assert_same, plain_backward, plain_step, stage_of, world_of
+
+pytestmark = pytest.mark.on_gpus
+
+TOLERANCE = 1e-12
+
+BALANCES = {
+    "gpipe": {1: [7], 2: [3, 4], 3: [1, 4, 2], 4: [1, 2, 3, 1]},
+    "1f1b": {1: [7], 2: [6, 1], 3: [2, 2, 3], 4: [2, 2, 2, 1]},
+    "zb-h1": {1: [7], 2: [1, 6], 3: [1, 5, 1], 4: [1, 2, 3, 1]},
+    "interleaved": {1: [7], 2: [1, 2, 3, 1], 3: [1, 1, 1, 1, 2, 1], 4: [1, 6]},
+    "zb-v": {1: [7], 2: [1, 2, 3, 1], 3: [1, 1, 1, 1, 2, 1]},
+}
+
+#: Which layers use the embedding's matrix.
+USERS = {"two": [0, 6], "three": [0, 3, 6], "inside and outside": [2, 3, 6], "neighbours": [4, 5]}
+
+
+class Mix(nn.Module):
+    """Multiplies by a square matrix, perhaps another layer's, and by one of its own."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.own = nn.Linear(6, 6)
+        self.inner = nn.Module()
+        self.inner.weight = matrix
+
+    def forward(self, input):
+        return torch.tanh(self.own(input @ self.inner.weight))
+
+
+def make_model(users="two", device="cpu", seed=1):
+    """Make seven layers: those of ``users`` share a matrix."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        matrices = [nn.Parameter(torch.randn(6, 6)) for _ in range(7)]
+        for k in USERS[users]:
+            matrices[k] = matrices[USERS[users][0]]
+        return nn.Sequential(*map(Mix, matrices)).double()
+
+
+def make_batch(size=11, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    input, target = torch.randn(2, size, 6, generator=generator, dtype=torch.float64)
+    return input, target
+
+
+def assert_same_gradients(stage, plain, what):
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    for name, parameter in stage.named_parameters():
+        assert_same(parameter.grad, expected[name].grad, f"{what} gradient of {name}", TOLERANCE)
+
+
+def assert_same_values(stage, plain, what):
+    expected = plain.state_dict()
+    for key, value in stage.state_dict().items():
+        assert_same(value, expected[key], f"{what} {key}", TOLERANCE)
+
+
+def train(bare, schedule, users, mode, num_steps=3):
+    """Clip and step, with two mini-batches accumulated each time."""
+    plain = make_model(users)
+    balance = BALANCES[schedule][bare.num_ranks]
+    options = {"chunks": 4, "checkpoint": mode, "schedule": schedule, "loss_fn": F.mse_loss}
+    name = f"{schedule} {users} {mode}"
+    with stage_of(bare, name, plain, balance, check_tied=True, **options) as stage:
+        plain.to(bare.device)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (stage, plain)]
+        for step in range(num_steps):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=step < 2)
+            for seed in (step, step + 9):
+                input, target = (part.to(bare.device) for part in make_batch(seed=seed))
+                expected = plain_step(plain, (input,), target, 4, F.mse_loss)
+                data = (input, target) if bare.rank == 0 else ()
+                assert_same(stage.step(*data), expected, "loss", TOLERANCE)
+                assert_same_gradients(stage, plain, f"step {step}")
+            norm = stage.clip_grad_norm_(0.5)
+            assert_same(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5), "norm", TOLERANCE)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_same_values(stage, plain, f"step {step}")
+        return stage.statistics().num_messages.get("tied gradient", 0)
+
+
+def check_training(bare, schedule):
+    for users, mode in some_of(product(USERS, MODES)):
+        num_messages = train(bare, schedule, users, mode)
+        # Each step once, however many micro-batches there are.
+        assert num_messages % 6 == 0
+        assert num_messages <= 6 * (len(USERS[users]) - 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks"),
+    [(s, n) for s in BALANCES for n in BALANCES[s] if s != "interleaved" or n < 4],
+)
+def test_training_is_the_plain_models(ranks, schedule, num_ranks):
+    ranks(num_ranks).run(check_training, schedule, world=False).values()
+
+
+def check_own_loss(bare):
+    def loss_of(output):
+        return (output**2).sum()
+
+    for users, mode in some_of(product(USERS, MODES)):
+        plain = make_model(users)
+        balance = BALANCES["gpipe"][bare.num_ranks]
+        with stage_of(bare, f"{users} {mode}", plain, balance, chunks=3, checkpoint=mode) as stage:
+            plain.to(bare.device)
+            for _ in range(2):  # gradients add up
+                input, _ = make_batch()
+                plain_backward(plain, (input.to(bare.device),), 3, loss_of)
+                loss_of(stage(input.to(bare.device))).backward()
+                assert_same_gradients(stage, plain, "own loss")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_losses_of_the_users_own(ranks, num_ranks):
+    ranks(num_ranks).run(check_own_loss, world=False).values()
+
+
+def check_frozen(bare):
+    for users, layers in USERS.items():
+        plain = make_model(users)
+        plain[layers[0]].inner.weight.requires_grad_(False)
+        with stage_of(
+            bare, users, plain, BALANCES["1f1b"][bare.num_ranks], chunks=2, loss_fn=F.mse_loss
+        ) as stage:
+            plain.to(bare.device)
+            for free in (False, True, False):
+                for module in (stage, plain):
+                    module.zero_grad()
+                    for name, parameter in module.named_parameters(remove_duplicate=False):
+                        if name.endswith("inner.weight") and int(name[0]) in layers:
+                            parameter.requires_grad_(free)
+                input, target = (part.to(bare.device) for part in make_batch())
+                plain_step(plain, (input,), target, 2, F.mse_loss)
+                stage.step(input, target)
+                assert_same_gradients(stage, plain, f"free {free}")
+
+
+def test_frozen_and_set_free_between_steps(ranks):
+    ranks(3).run(check_frozen, world=False).values()
+
+
+def check_equal_from_the_start(bare):
+    """Also if ranks build other models, and on the meta device, with the values of one stage."""
+    balance = [1, 4, 2]
+    options = {"chunks": 2, "loss_fn": F.mse_loss, "check_tied": True}
+    for users in USERS:
+        different = make_model(users, seed=bare.rank)
+        with stage_of(bare, f"seeds {users}", different, balance, **options) as stage:
+            stage.step(*make_batch())
+        torch.manual_seed(5)
+        alone = Stage(make_on_meta(users), [7])
+        torch.manual_seed(5)
+        stage = Stage(
+            make_on_meta(users), balance, world=world_of(bare, f"meta {users}"), **options
+        )
+        expected = alone.state_dict()
+        for key, value in stage.state_dict().items():  # before anything is sent
+            assert_same(value.cpu(), expected[key], f"{users} {key}")
+        stage.step(*make_batch())
+        stage.close()
+
+
+def make_on_meta(users):
+    model = make_model(users, device="meta")
+    for layer in model:
+        layer.__class__ = Resetting
+    return model
+
+
+class Resetting(Mix):
+    def reset_parameters(self):
+        nn.init.normal_(self.inner.weight)
+
+
+def test_copies_are_equal_from_the_start(ranks):
+    ranks(3).run(check_equal_from_the_start, world=False).values()
+
+
+def check_differences(bare):
+    model = make_model()
+    stage = Stage(
+        model, [3, 4], world=world_of(bare, "differ"), loss_fn=F.mse_loss, check_tied=True
+    )
+    stage.step(*make_batch())
+    if bare.rank == 1:
+        with torch.no_grad():
+            stage.get_parameter("6.inner.weight").add_(1e-15)
+    with pytest.raises(RuntimeError, match=r"copies of one tensor differ: 0\.inner\.weight on sta"):
+        stage.step(*make_batch())
+
+
+def test_copies_that_differ_are_found(ranks):
+    ranks(2).run(check_differences, world=False).values()
+
+
+class Scaled(nn.Module):
+    """Uses a buffer, and may change it."""
+
+    def __init__(self, buffer, changes=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.register_buffer("scale", buffer)
+        self.changes = changes
+
+    def forward(self, input):
+        if self.changes:
+            self.scale.mul_(2.0)
+        return input * self.scale * self.weight
+
+
+def for_ever(call, *arguments):
+    while True:  # until the failure of another rank has come
+        call(*arguments)
+
+
+def check_buffers(bare):
+    for changes in (False, True):
+        buffer = torch.full((6,), 2.0, dtype=torch.float64)
+        plain = nn.Sequential(Scaled(buffer), nn.Linear(6, 6).double(), Scaled(buffer, changes))
+        stage = Stage(
+            copy.deepcopy(plain),
+            [1, 1, 1],
+            world=world_of(bare, f"buffer {changes}"),
+            loss_fn=F.mse_loss,
+        )
+        if changes:
+            error = RuntimeError if bare.rank == 2 else RemoteStageError
+            with pytest.raises(error, match=r"has changed the buffer 0\.scale, of which stages 0"):
+                for_ever(stage.step, *make_batch())
+        else:
+            input, target = make_batch()
+            expected = plain_step(plain, (input,), target, 1, F.mse_loss)
+            assert_same(stage.step(input, target).cpu(), expected, "loss", TOLERANCE)
+            stage.close()
+
+
+def test_a_shared_buffer_is_copied_and_may_not_change(ranks):
+    ranks(3).run(check_buffers, world=False).values()
+
+
+# -- saved state ---------------------------------------------------------------------------------
+
+
+def advance(module, optimizer, seed):
+    optimizer.zero_grad()
+    input, target = make_batch(seed=seed)
+    if isinstance(module, Stage):
+        module.step(input, target)
+    else:
+        plain_step(module, (input,), target, 1, F.mse_loss)
+    optimizer.step()
+
+
+def save_on(bare, folder):
+    plain = make_model("three")
+    balance = BALANCES["gpipe"][bare.num_ranks]
+    with stage_of(bare, "save", plain, balance, loss_fn=F.mse_loss) as stage:
+        optimizer = torch.optim.AdamW(stage.parameters(), lr=0.05)
+        advance(stage, optimizer, 1)
+        state.save(folder, stage, optimizer)
+
+
+def load_on(bare, folder):
+    plain = make_model("three")
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    advance(plain, reference, 1)
+    advance(plain, reference, 2)
+    balance = BALANCES["gpipe"][bare.num_ranks]
+    with stage_of(bare, "load", make_model("three", seed=7), balance, loss_fn=F.mse_loss) as stage:
+        optimizer = torch.optim.AdamW(stage.parameters(), lr=0.7)
+        state.load(folder, stage, optimizer)
+        advance(stage, optimizer, 2)
+        expected = plain.state_dict()
+        for key, value in stage.state_dict().items():
+            assert_same(value.cpu(), expected[key], key, TOLERANCE)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_saved_state_is_that_of_the_plain_model(ranks, tmp_path, num_ranks):
+    ranks(num_ranks).run(save_on, str(tmp_path), world=False).values()
+    for other in (1, 3, 4):
+        ranks(other).run(load_on, str(tmp_path), world=False).values()
+    # As plain PyTorch has it: all names of a weight, and the optimizer's state once.
+    plain = make_model("three")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.7)
+    state.load(tmp_path, plain, optimizer)
+    assert len(optimizer.state) == len(list(plain.parameters()))
