@@ -1,8 +1,8 @@
 """The layers that the fuzzer's words stand for; any of them may follow any other.
 
-What a layer returns may be anything that can travel: views, tuples, dicts, integers, ``None``. The
-next begins by folding that into one tensor ``(batch, time, 8)`` again, in which everything that
-was returned has a part. All is float64, and no output depends on random numbers.
+A layer may return anything that can be sent: views, tuples, dicts, integers, ``None``. The next
+layer first folds that into one tensor ``(batch, time, 8)``, to which every returned value
+contributes. All is float64, and no output depends on random numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["TIME", "WIDTH", "build", "fold"]
 
 WIDTH, TIME, NUM_CLASSES = 8, 6, 3
 
-#: What returns memory of its own that autograd has not saved, so that the next may change it.
+#: Layers that return new memory that autograd has not saved: the next layer may change it.
 SAFE = ("affine", "conv", "layernorm")
 
 
@@ -180,9 +180,9 @@ class Counting(Layer):
 
 
 class Drawing(Layer):
-    """Draws random numbers, which have to be those of the first forward when it is recomputed.
+    """Draws random numbers; a recomputation has to draw those of the first forward.
 
-    They have no part in the output, as the plain model draws others.
+    The output does not depend on them, as the plain model draws other numbers.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def _linear() -> nn.Linear:
 
 
 def _across(module: nn.Module, x: Tensor) -> Tensor:
-    """Apply what wants ``(batch, channels, time)``."""
+    """Apply a module that takes ``(batch, channels, time)``."""
     result: Tensor = module(x.transpose(1, 2)).transpose(1, 2)
     return result
 
@@ -217,10 +217,10 @@ def _linked(function: Callable[[nn.Module, Tensor], Any]) -> Callable[[], Layer]
 
 
 def _seeded_dropout(layer: nn.Module, x: Tensor) -> Tensor:
-    """Drop by a mask that follows from the input, and so is the plain model's too."""
+    """Drop by a mask computed from the input, so that the plain model has the same mask."""
     with torch.random.fork_rng([]):
         torch.manual_seed(int(x.detach().abs().sum() * 1e4) % 2**31)
-        mask = torch.rand(x.shape) > 0.3  # in the same order, whatever the memory's
+        mask = torch.rand(x.shape) > 0.3  # ordered by index, whatever the strides of x
     return x * mask if layer.training else x
 
 
@@ -308,7 +308,7 @@ STASHED: tuple[Callable[[Any, Tensor], Tensor | None], ...] = (
 
 
 def _leaves(value: Any) -> list[Any]:
-    """List the tensors and numbers of a nested value, but what is marked as unused."""
+    """List the tensors and numbers of a nested value, without those under "unused"."""
     if isinstance(value, dict):
         return [leaf for key in value if key != "unused" for leaf in _leaves(value[key])]
     if isinstance(value, (tuple, list)):
@@ -317,7 +317,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _skip(case: Case, word: str, namespaces: dict[str, Namespace]) -> nn.Module:
-    """Make a layer that stashes or pops, or a plain one where a case has not the whole pair."""
+    """Make a layer that stashes or pops, or a plain layer if the case has only half the pair."""
     name, _, number = word.partition(".")
     words = [written.rstrip("*") for written in case.words]
     num_pops = words.count(f"pop.{number}")
@@ -334,7 +334,7 @@ def _skip(case: Case, word: str, namespaces: dict[str, Namespace]) -> nn.Module:
 
 
 def _tie(layer: nn.Module, candidates: list[nn.Module]) -> None:
-    """Give a layer the weight of the last plain one of its partition, if there is any."""
+    """Give a layer the weight of the last plain layer of its partition, if there is one."""
     for other in reversed(candidates):
         if isinstance(other, Layer) and type(getattr(other, "f", None)) is nn.Linear:
             layer.f.weight = other.f.weight  # type: ignore[union-attr]

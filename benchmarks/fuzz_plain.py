@@ -1,8 +1,8 @@
 """What the fuzzer compares with: the plain model in one process, over the same micro-batches.
 
-Deliberately without any code of procpipe: a mini-batch is scattered by ``torch.chunk``, each
-micro-batch's loss counts by its share, and gradients add up in the schedule's order: all forward
-first, then backward in order, or in reverse as fill and drain does.
+It uses no code of procpipe: a mini-batch is scattered by ``torch.chunk``, each micro-batch's loss
+counts by its share, and gradients add up in the schedule's order: all forward first, then backward
+in order, or in reverse as fill and drain does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Batch:
         target: Any = None
         if case.loss == "classes":
             target = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
-            target[0] = 1  # so that something weighs
+            target[0] = 1  # so that not all weights are 0
         elif case.loss != "none":
             target = randn(num_samples, NUM_CLASSES)
         if case.loss == "nested":
@@ -86,9 +86,9 @@ class Plain:
 
     def step(self, batch: Batch, chunks: int) -> Tensor:
         """Do what ``stage.step`` does."""
-        keeps = self.model.training and torch.is_grad_enabled()
+        has_grad = self.model.training and torch.is_grad_enabled()
         parts = batch.parts(chunks)
-        with torch.set_grad_enabled(keeps):
+        with torch.set_grad_enabled(has_grad):
             outputs = self._forward(parts)
             losses = [
                 self._loss_fn(output) if target is None else self._loss_fn(output, target)
@@ -136,9 +136,11 @@ class Plain:
         if loss.requires_grad:
             loss.backward()
         for of_micro_batch in reversed(pairs):
-            wanting = [(root, leaf.grad) for root, leaf in of_micro_batch if leaf.grad is not None]
-            if wanting:
-                roots, gradients = zip(*wanting, strict=True)
+            pairs_back = [
+                (root, leaf.grad) for root, leaf in of_micro_batch if leaf.grad is not None
+            ]
+            if pairs_back:
+                roots, gradients = zip(*pairs_back, strict=True)
                 torch.autograd.backward(roots, gradients)
         return _mapped(lambda tensor: tensor.detach(), output), loss.detach()
 
@@ -187,7 +189,7 @@ class Plain:
             norm.register_forward_pre_hook(lambda norm, args: seen[norm].append(args[0].detach()))
             for norm in norms
         ]
-        # Each forward updates copies, since autograd may need what it has seen.
+        # Each forward updates copies, since autograd may have saved the buffers.
         buffers = [dict(norm.named_buffers()) for norm in norms]
         for norm, of_norm in zip(norms, buffers, strict=True):
             _set_buffers(norm, {name: buffer.clone() for name, buffer in of_norm.items()})
@@ -206,7 +208,7 @@ def loss_fn_of(case: Case) -> Callable[..., Tensor]:
         if target is None:
             loss = scores.square().mean()
         elif case.loss == "classes":
-            # Those of class 0 weigh nothing, so where there are no others the loss is NaN.
+            # Class 0 weighs nothing, so the loss is NaN where all are of class 0.
             loss = F.cross_entropy(scores, target, ignore_index=0 if case.is_weighted else -100)
         elif case.loss == "nested":
             scale = target["scale"]
@@ -242,7 +244,7 @@ def loss_weight_of(case: Case) -> Callable[[Tensor], float] | None:
 
 @torch.no_grad()
 def _update(norm: nn.BatchNorm1d, x: Tensor) -> None:
-    """Update running statistics as ``nn.BatchNorm1d`` does that sees the whole mini-batch."""
+    """Update running statistics as ``nn.BatchNorm1d`` does for a whole mini-batch."""
     assert norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
     factor = norm.momentum if norm.momentum is not None else 1 / norm.num_batches_tracked.item()

@@ -65,7 +65,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """All that one part tells.
+    """The results of one part.
 
     Attributes:
         part: its name, also of its files.
@@ -105,14 +105,14 @@ def publish(report: Report, folder: Path) -> None:
     print(f"\n{text}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     folder.joinpath(f"{report.part}.txt").write_text(text)
-    told = {
+    content = {
         "part": report.part,
         "machine": machine(),
         "options": report.options,
         "tables": [asdict(table) for table in report.tables],
         "figures": report.figures,
     }
-    folder.joinpath(f"{report.part}.json").write_text(json.dumps(told, indent=1) + "\n")
+    folder.joinpath(f"{report.part}.json").write_text(json.dumps(content, indent=1) + "\n")
     if report.draw is not None:
         _plot(report.draw, folder / f"{report.part}.png")
     print(f"(also in {folder}/{report.part}.*)", flush=True)

@@ -9,7 +9,7 @@ model n times as large. Measured on two stages that run side by side:
                              of a boundary's size, between layers that do nothing; less host_s
 
 and then, for n stages and m micro-batches, ``procpipe.plan.simulate`` of fill and drain. The same
-costs predict other runs of this machine, which are measured to see how right they are.
+costs predict other runs of this machine, which are measured to check the predictions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NUM_STAGES = 2
 #: Micro-batches of the run that gives the costs, and of those that are predicted.
 _M_OF_COSTS, _MS_OF_CHECK = 12, (2, 4, 12)
 
-#: Proving more takes minutes.
+#: Proving a plan of more tasks takes minutes.
 _MAX_PROOF_TASKS = 1 << 16
 
 #: The number of micro-batches for n stages, by what is written in the table.
@@ -60,8 +60,8 @@ class Measured:
     Attributes:
         forward_s: a forward task of one stage.
         backward_s: a backward task of one stage.
-        host_s: what the host does for a task beside it; in both of the above.
-        transfer_s: from the end of both until the next stage has what it made.
+        host_s: the host's work for a task besides the task; in both of the above.
+        transfer_s: from the end of a task until the next stage has its result.
     """
 
     forward_s: float
@@ -81,14 +81,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What n stages do with m micro-batches; seconds that it took to find out.
+    """The simulated step of n stages and m micro-batches; seconds that the simulation took.
 
     Attributes:
         m: number of micro-batches.
         n: number of stages.
         step_s: seconds a step.
         throughput: work done in a second, relative to one stage with the same micro-batches.
-        bubble: share of its time that a stage rests.
+        bubble: share of its time that a stage is idle.
         simulate_s: seconds of making and simulating the plan.
         verify_s: seconds of making the plan and proving that it runs; None if not tried.
     """
@@ -125,12 +125,12 @@ def run(options: argparse.Namespace) -> Report:
         "runs": found,
         "curves": {name: [asdict(point) for point in curve] for name, curve in curves.items()},
     }
-    told = vars(options) | {"out": str(options.out)}
-    return Report("scaling", tables, figures, told, lambda figure: _draw(figure, curves))
+    settings = vars(options) | {"out": str(options.out)}
+    return Report("scaling", tables, figures, settings, lambda figure: _draw(figure, curves))
 
 
 def predict(measured: Measured, m: int, n: int) -> Prediction:
-    """Simulate n stages, and prove their plan where that does not take minutes."""
+    """Simulate n stages, and prove their plan unless that takes minutes."""
     costs = measured.costs(n)
     start_s = time.perf_counter()
     timeline = simulate(gpipe(m, n), costs)

@@ -1,13 +1,13 @@
 """What the steps measure on every rank; each function records what it finds.
 
-    versions               what is there
+    versions               of libraries, GPUs and the host
     parity                 largest differences to the plain model, in float64
     against_one_process    parity, and a step's time beside one process
     host                   cost of a task, how far the host is ahead, synchronisations
     messages               latency and bandwidth, by size
     trace                  a timeline of all stages, and where its time went
 
-In all but the first every rank calls, with ``devices`` one a rank, and waits for the others.
+Every rank calls all but the first, with ``devices`` one a rank, and waits for the others.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def _differences(
 
 
 def _count_waits(step: Step) -> int:
-    """Count how often the host waits for the device in one step, as far as torch knows."""
+    """Count how often the host waits for the device in one step, as torch counts it."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -356,7 +356,7 @@ def _where(devices: Sequence[str], transport: str | None) -> str:
 
 
 def _nccl_version() -> str:
-    """Ask the library that is loaded; torch knows the one that it was compiled with."""
+    """Return the loaded library's version; torch's is that of the build."""
     version = ctypes.c_int(0)
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"

@@ -75,8 +75,8 @@ def test_nobody_outlives_torchruns_agent(soak, capsys):
 @pytest.mark.dist
 def test_a_hang_is_noticed_and_ended(capsys):
     soak = Soak(0.2, False, "python -m benchmarks.soak --seed 4")  # nothing is done by then
-    this = a_round(7, ("none", ""))
-    soak.run(7, this)
+    round_ = a_round(7, ("none", ""))
+    soak.run(7, round_)
     soak.close()
 
     assert soak.sums["hangs"] == 1
@@ -98,15 +98,15 @@ def test_a_round_is_known_by_seed_and_number():
 
     assert rounds == [draw(1, number, max_ranks=4) for number in range(2000)]
     assert rounds[:10] != [draw(2, number, max_ranks=4) for number in range(10)]
-    assert {(this.act, this.where) for this in rounds} == set(FAULTS)
-    assert {this.num_ranks for this in rounds} == {2, 3, 4}
-    assert {(this.num_ranks, this.origin) for this in rounds if this.act == "kill"} == {
+    assert {(round_.act, round_.where) for round_ in rounds} == set(FAULTS)
+    assert {round_.num_ranks for round_ in rounds} == {2, 3, 4}
+    assert {(round_.num_ranks, round_.origin) for round_ in rounds if round_.act == "kill"} == {
         (n, rank) for n in (2, 3, 4) for rank in range(n)
     }
-    for this in rounds:
-        assert this.origin != this.actor
-        assert 0 <= this.step < this.num_steps - 1
-        assert this.launcher != FORK or this.act not in NEED_LAUNCHER
+    for round_ in rounds:
+        assert round_.origin != round_.actor
+        assert 0 <= round_.step < round_.num_steps - 1
+        assert round_.launcher != FORK or round_.act not in NEED_LAUNCHER
 
 
 # -- verdicts ------------------------------------------------------------------------------------
@@ -115,15 +115,17 @@ def test_a_round_is_known_by_seed_and_number():
 @pytest.fixture
 def raised() -> Round:
     """A layer of rank 1 of 3 raises."""
-    this = draw(SEED, 0, max_ranks=2, launchers=(FORK,), faults=(("raise", "forward"),))
-    return dataclasses.replace(this, num_ranks=3, origin=1)
+    round_ = draw(SEED, 0, max_ranks=2, launchers=(FORK,), faults=(("raise", "forward"),))
+    return dataclasses.replace(round_, num_ranks=3, origin=1)
 
 
 STORY = """Traceback (most recent call last):
-IllError: ill in forward
-procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer 'l2' (IllLayer)
+InjectedError: fault in forward
+procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer 'l2' (FaultyLayer)
 """
-VICTIM = "procpipe: rank {} ends, because rank 1 failed in step(): IllError: ill in forward\n"
+VICTIM = (
+    "procpipe: rank {} ends, because rank 1 failed in step(): InjectedError: fault in forward\n"
+)
 
 
 OUTPUTS = (VICTIM.format(0), STORY, VICTIM.format(2))
@@ -143,7 +145,7 @@ def test_a_right_ending_is_right(raised):
         (ending(codes=(1, 1, 0)), "exit code 0 of rank 2"),
         (ending(outputs=("", "", "")), "0 tracebacks, not 1"),
         (ending(outputs=(STORY, STORY, "")), "2 tracebacks, not 1"),
-        (ending(outputs=(STORY, "", "")), "'IllError: ill in forward' is not told"),
+        (ending(outputs=(STORY, "", "")), "'InjectedError: fault in forward' is not printed"),
         (
             ending(outputs=("procpipe: rank 0 ends, because rank 2 failed", STORY, "")),
             "rank 2 is blamed",
@@ -155,36 +157,36 @@ def test_a_wrong_story_is_noticed(raised, wrong, told):
 
 
 def test_whom_torchrun_blames_is_noticed(raised):
-    this = dataclasses.replace(raised, launcher=TORCHRUN)
+    round_ = dataclasses.replace(raised, launcher=TORCHRUN)
     report = "Root Cause (first observed failure):\n[0]:\n  rank      : {} (local_rank: 0)\n"
 
-    assert faults_of(this, ending((1,), launcher=report.format(1))) == []
-    assert faults_of(this, ending((1,), launcher=report.format(2))) == ["torchrun blames rank 2"]
-    assert faults_of(this, ending((1,))) == ["torchrun names no rank"]
-    assert "exit code 0 of a job that must fail" in faults_of(this, ending((0,)))
+    assert faults_of(round_, ending((1,), launcher=report.format(1))) == []
+    assert faults_of(round_, ending((1,), launcher=report.format(2))) == ["torchrun blames rank 2"]
+    assert faults_of(round_, ending((1,))) == ["torchrun names no rank"]
+    assert "exit code 0 of a job that must fail" in faults_of(round_, ending((0,)))
 
 
 def test_whom_procpipe_run_blames_is_noticed(raised):
-    this = dataclasses.replace(raised, launcher="procpipe run")
+    round_ = dataclasses.replace(raised, launcher="procpipe run")
     report = (
         "procpipe: rank 0 ends, because rank 1 failed\nprocpipe: stage {0} (rank {0}) failed in …"
     )
 
-    assert faults_of(this, ending((1,), launcher=report.format(1))) == []
-    assert faults_of(this, ending((1,), launcher=report.format(2))) == [
+    assert faults_of(round_, ending((1,), launcher=report.format(1))) == []
+    assert faults_of(round_, ending((1,), launcher=report.format(2))) == [
         "procpipe run blames rank 2"
     ]
 
 
 def test_a_job_that_must_end_well_may_not_complain(raised):
-    this = dataclasses.replace(raised, act="none")
+    round_ = dataclasses.replace(raised, act="none")
     quiet = ("", "", "")
 
-    assert expected_of(this).is_well
-    assert faults_of(this, ending((0, 0, 0), quiet)) == []
-    assert faults_of(this, ending((0, -6, 0), quiet)) != []
-    assert faults_of(this, ending((0, 0, 0), ("", "procpipe: rank 1 left early", ""))) != []
-    assert faults_of(this, ending((0, 0, 0), (STORY, "", ""))) == ["1 tracebacks, not 0"]
+    assert expected_of(round_).is_well
+    assert faults_of(round_, ending((0, 0, 0), quiet)) == []
+    assert faults_of(round_, ending((0, -6, 0), quiet)) != []
+    assert faults_of(round_, ending((0, 0, 0), ("", "procpipe: rank 1 left early", ""))) != []
+    assert faults_of(round_, ending((0, 0, 0), (STORY, "", ""))) == ["1 tracebacks, not 0"]
 
 
 def test_a_fault_that_never_came_is_not_survived(soak, raised):

@@ -1,4 +1,4 @@
-"""Starts ``procpipe run`` as a user would, on a terminal or not, and looks at what comes.
+"""Starts ``procpipe run`` as a user would, on a terminal or not, and reads its output.
 
     with started("-n", "2", script=CODE, on_terminal=True) as run:
         run.wait_for("step 3")
@@ -6,8 +6,8 @@
         ended = run.wait()
 
 The terminal is a real pseudo-terminal, which the launcher controls: Ctrl-C comes as a signal. All
-processes have a token in their environment; ``wait`` says which were alive when the launcher ended,
-and nothing outlives the ``with`` block.
+processes have a token in their environment; ``wait`` lists those that were alive when the launcher
+ended, and all of them end with the ``with`` block.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ class Started:
         self.readers: list[threading.Thread] = []
 
     def read_from(self, name: str, descriptor: int) -> None:
-        """Gather what comes from a descriptor."""
+        """Collect all output from a descriptor."""
 
-        def gather() -> None:
+        def collect() -> None:
             with contextlib.suppress(OSError):  # the end of a terminal
                 while data := os.read(descriptor, 1 << 16):
                     self.texts[name] += data
             os.close(descriptor)
 
-        self.readers.append(threading.Thread(target=gather, daemon=True))
+        self.readers.append(threading.Thread(target=collect, daemon=True))
         self.readers[-1].start()
 
     def text(self, name: str = "out") -> str:
@@ -95,7 +95,7 @@ class Started:
         return self.texts[name].decode(errors="replace")
 
     def wait_until(self, look: Callable[[], Any], what: str) -> Any:
-        """Look until there is something, and return it."""
+        """Wait until there is a value, and return it."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while True:
             has_ended = self.process.poll() is not None
@@ -135,7 +135,7 @@ class Started:
         os.write(self.terminal, key.encode())
 
     def wait(self, end_timeout_s: float = 0.0) -> Ended:
-        """Wait for the launcher's end, and a while for that of all others."""
+        """Wait for the launcher's end, and then a while for all other processes."""
         try:
             code = self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -176,7 +176,7 @@ def started(
         options: of ``procpipe run``.
         script: the code of the script, and its arguments.
         on_terminal: whether both outputs are a terminal of 30 lines of 120 characters.
-        grace_s: how long ranks may take to end when they are told to.
+        grace_s: how long ranks may take to end after SIGTERM.
     """
     token = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="procpipe-launch-") as name:
