@@ -1,4 +1,4 @@
-"""The soak test's short form, each fault once; and that it detects what it looks for."""
+"""The soak test's short form: each fault once; and each kind of wrong ending is detected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def soak():
 
 @pytest.fixture(scope="module")
 def shared_soak():
-    """Keeps the Python that forks."""
+    """A soak test for the whole module, which keeps its fork server."""
     made = Soak(TIME_LIMIT_S, False, "python -m benchmarks.soak")
     yield made
     made.close()
@@ -65,7 +65,7 @@ def test_each_fault_once(shared_soak, capsys, number, fault):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_nobody_outlives_torchruns_agent(soak, capsys):
+def test_no_process_outlives_torchruns_agent(soak, capsys):
     soak.run(0, a_round(0, ("kill the launcher", "")))
 
     assert soak.sums["faults survived"] == 1, capsys.readouterr()
@@ -73,16 +73,16 @@ def test_nobody_outlives_torchruns_agent(soak, capsys):
 
 
 @pytest.mark.dist
-def test_a_hang_is_noticed_and_ended(capsys):
-    soak = Soak(0.2, False, "python -m benchmarks.soak --seed 4")  # nothing is done by then
+def test_a_hang_is_detected_and_ended(capsys):
+    soak = Soak(0.2, False, "python -m benchmarks.soak --seed 4")  # too short for any round
     round_ = a_round(7, ("none", ""))
     soak.run(7, round_)
     soak.close()
 
     assert soak.sums["hangs"] == 1
-    told = capsys.readouterr().out
-    assert "round 7 went wrong: none; " in told
-    assert "repeat it with: python -m benchmarks.soak --seed 4 --first 7 --rounds 1" in told
+    printed = capsys.readouterr().out
+    assert "round 7 went wrong: none; " in printed
+    assert "repeat it with: python -m benchmarks.soak --seed 4 --first 7 --rounds 1" in printed
 
 
 def a_round(number, fault):
@@ -93,7 +93,7 @@ def a_round(number, fault):
 # -- rounds --------------------------------------------------------------------------------------
 
 
-def test_a_round_is_known_by_seed_and_number():
+def test_a_round_depends_on_seed_and_number_only():
     rounds = [draw(1, number, max_ranks=4) for number in range(2000)]
 
     assert rounds == [draw(1, number, max_ranks=4) for number in range(2000)]
@@ -119,7 +119,7 @@ def raised() -> Round:
     return dataclasses.replace(round_, num_ranks=3, origin=1)
 
 
-STORY = """Traceback (most recent call last):
+REPORT = """Traceback (most recent call last):
 InjectedError: fault in forward
 procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer 'l2' (FaultyLayer)
 """
@@ -128,35 +128,35 @@ VICTIM = (
 )
 
 
-OUTPUTS = (VICTIM.format(0), STORY, VICTIM.format(2))
+OUTPUTS = (VICTIM.format(0), REPORT, VICTIM.format(2))
 
 
 def ending(codes=(1, 1, 1), outputs=OUTPUTS, launcher=""):
     return Ending(codes, outputs, launcher, 1.0, 0.1, (), 0, (), 0)
 
 
-def test_a_right_ending_is_right(raised):
+def test_an_expected_ending_has_no_faults(raised):
     assert faults_of(raised, ending()) == []
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "fault"),
     [
         (ending(codes=(1, 1, 0)), "exit code 0 of rank 2"),
         (ending(outputs=("", "", "")), "0 tracebacks, not 1"),
-        (ending(outputs=(STORY, STORY, "")), "2 tracebacks, not 1"),
-        (ending(outputs=(STORY, "", "")), "'InjectedError: fault in forward' is not printed"),
+        (ending(outputs=(REPORT, REPORT, "")), "2 tracebacks, not 1"),
+        (ending(outputs=(REPORT, "", "")), "'InjectedError: fault in forward' is not printed"),
         (
-            ending(outputs=("procpipe: rank 0 ends, because rank 2 failed", STORY, "")),
+            ending(outputs=("procpipe: rank 0 ends, because rank 2 failed", REPORT, "")),
             "rank 2 is blamed",
         ),
     ],
 )
-def test_a_wrong_story_is_noticed(raised, wrong, told):
-    assert told in faults_of(raised, wrong)
+def test_a_wrong_report_is_detected(raised, wrong, fault):
+    assert fault in faults_of(raised, wrong)
 
 
-def test_whom_torchrun_blames_is_noticed(raised):
+def test_the_rank_that_torchrun_names_is_checked(raised):
     round_ = dataclasses.replace(raised, launcher=TORCHRUN)
     report = "Root Cause (first observed failure):\n[0]:\n  rank      : {} (local_rank: 0)\n"
 
@@ -166,7 +166,7 @@ def test_whom_torchrun_blames_is_noticed(raised):
     assert "exit code 0 of a job that must fail" in faults_of(round_, ending((0,)))
 
 
-def test_whom_procpipe_run_blames_is_noticed(raised):
+def test_the_rank_that_procpipe_run_names_is_checked(raised):
     round_ = dataclasses.replace(raised, launcher="procpipe run")
     report = (
         "procpipe: rank 0 ends, because rank 1 failed\nprocpipe: stage {0} (rank {0}) failed in …"
@@ -178,7 +178,7 @@ def test_whom_procpipe_run_blames_is_noticed(raised):
     ]
 
 
-def test_a_job_that_must_end_well_may_not_complain(raised):
+def test_a_job_that_must_end_well_may_not_report_a_failure(raised):
     round_ = dataclasses.replace(raised, act="none")
     quiet = ("", "", "")
 
@@ -186,10 +186,10 @@ def test_a_job_that_must_end_well_may_not_complain(raised):
     assert faults_of(round_, ending((0, 0, 0), quiet)) == []
     assert faults_of(round_, ending((0, -6, 0), quiet)) != []
     assert faults_of(round_, ending((0, 0, 0), ("", "procpipe: rank 1 left early", ""))) != []
-    assert faults_of(round_, ending((0, 0, 0), (STORY, "", ""))) == ["1 tracebacks, not 0"]
+    assert faults_of(round_, ending((0, 0, 0), (REPORT, "", ""))) == ["1 tracebacks, not 0"]
 
 
-def test_a_fault_that_never_came_is_not_survived(soak, raised):
+def test_a_fault_that_never_happened_is_not_counted(soak, raised):
     quiet, strangers = ("", "", ""), dataclasses.replace(raised, act="strangers")
     assert soak._judge(strangers, ending((0, 0, 0), quiet)) == ["no stranger came"]
     came = dataclasses.replace(ending((0, 0, 0), quiet), num_acts=2)
@@ -201,7 +201,7 @@ def test_a_fault_that_never_came_is_not_survived(soak, raised):
     assert soak.sums["faults survived"] == 1
 
 
-def test_what_is_left_is_counted(soak, raised, capsys):
+def test_processes_memory_and_files_that_are_left_are_counted(soak, raised, capsys):
     left = dataclasses.replace(ending(), left=("python x",), shared_bytes=7, files=("tmp",))
 
     assert soak._judge(raised, left) == [

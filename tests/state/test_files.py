@@ -50,7 +50,7 @@ def is_same(ours, theirs):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Give a saved state, with checksums, and what is in it."""
+    """Return a saved state, with checksums, and its values."""
     model, optimizer = make()
     extra: dict[str, Any] = {"more": [torch.arange(5), ("text", 1.5)]}
     path = state.save(tmp_path_factory.mktemp("saved"), model, optimizer, extra=extra).path
@@ -127,8 +127,8 @@ def fuzz(path, expected, folder, *, num_rounds, extra):
         try:
             found = load(copied, extra)
         except ValueError as error:
-            told = str(error)
-            assert str(copied) in told, (what, told)
+            message = str(error)
+            assert str(copied) in message, (what, message)
             counts["refused"] += 1
         else:
             result = "right" if is_same(found, expected) else "wrong"
@@ -137,7 +137,7 @@ def fuzz(path, expected, folder, *, num_rounds, extra):
     return counts
 
 
-def test_every_change_is_seen(saved, tmp_path):
+def test_every_change_of_a_file_is_detected(saved, tmp_path):
     counts = fuzz(saved[0], saved[1], tmp_path, num_rounds=60, extra=True)
 
     assert counts["wrong"] == 0
@@ -151,7 +151,7 @@ def test_without_checksums_a_change_is_an_error_or_harmless_or_in_a_value(plain,
     assert counts["refused"] > 10
 
 
-def test_each_bit_of_a_weight(saved, tmp_path):
+def test_a_changed_bit_of_a_weight_is_detected(saved, tmp_path):
     path = copied(saved[0], tmp_path)
     [chunk] = read_index(path).entries["model.0.weight"].chunks
     file = path / chunk.file
@@ -182,7 +182,7 @@ def test_a_state_without_checksums_loads(saved, plain, tmp_path):
 
 
 def edited(path, change):
-    """Change torch's index, as somebody may who wants to."""
+    """Change torch's index, as an attacker might."""
     with open(path / ".metadata", "rb") as file:
         metadata = pickle.load(file)
     change(metadata)
@@ -202,7 +202,7 @@ def move_to(name):
 @pytest.mark.parametrize(
     "name", ["../state/{}", "x/../../other/{}", "/etc/passwd", "", ".", "a\0b"]
 )
-def test_files_outside_of_the_folder(plain, tmp_path, name):
+def test_files_outside_of_the_folder_are_refused(plain, tmp_path, name):
     copied(plain[0], tmp_path / "state")
     path = edited(shutil.move(tmp_path / "state/copy", tmp_path / "other"), move_to(name))
     (path / "x").mkdir()
@@ -210,7 +210,7 @@ def test_files_outside_of_the_folder(plain, tmp_path, name):
         load(path, extra=False)
 
 
-def test_files_outside_of_the_folder_in_our_index(saved, tmp_path):
+def test_files_outside_of_the_folder_in_procpipes_index_are_refused(saved, tmp_path):
     path = copied(saved[0], tmp_path)
     shutil.move(path / "stage-0", tmp_path / "elsewhere")
     text = (path / "procpipe.json").read_text().replace("stage-0/", "../elsewhere/")
@@ -221,7 +221,7 @@ def test_files_outside_of_the_folder_in_our_index(saved, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["\ud800", "x" * 5000, "stage-0/__0_0.distcp/x", "loop"])
-def test_names_that_lead_to_no_file(saved, tmp_path, name):
+def test_names_of_no_file_are_refused(saved, tmp_path, name):
     folder = copied(saved[0], tmp_path)
     os.symlink("loop", folder / "loop")
     rewritten(folder, "model.0.weight", file=name)
@@ -230,14 +230,14 @@ def test_names_that_lead_to_no_file(saved, tmp_path, name):
 
 
 @pytest.mark.parametrize("shape", [(1 << 61,), (1 << 45,), (0, 1 << 61, 1 << 61)])
-def test_sizes_that_do_not_fit_into_memory(saved, tmp_path, shape):
+def test_sizes_that_do_not_fit_into_memory_are_refused(saved, tmp_path, shape):
     folder = copied(saved[0], tmp_path)
     rewritten(folder, "procpipe", sizes=shape)
     with pytest.raises(SavedStateError, match=r"procpipe: (the index says|.* cannot be made)"):
         load(folder)
 
 
-def test_a_part_of_what_has_no_parts(saved, tmp_path):
+def test_a_part_of_a_value_without_parts_is_refused(saved, tmp_path):
     folder = copied(saved[0], tmp_path)
     entries, crc32 = from_json((folder / "procpipe.json").read_bytes())
     key = "optimizer.state.0.weight.exp_avg"
@@ -260,7 +260,7 @@ def rewritten(folder, key, sizes=None, **where):
     (folder / "procpipe.json").write_bytes(to_json(entries, crc32))
 
 
-def test_links(plain, tmp_path):
+def test_links_are_followed_inside_of_the_folder_only(plain, tmp_path):
     path = copied(plain[0], tmp_path)
     shutil.move(path / "__0_0.distcp", path / "moved")
     (path / "__0_0.distcp").symlink_to("moved")
@@ -285,7 +285,7 @@ def test_a_fifo_does_not_hang(saved, tmp_path, name):
 
 
 @pytest.mark.timeout(30)
-def test_weights_of_another_kind_of_file(tmp_path):
+def test_weights_in_files_of_other_kinds_are_refused(tmp_path):
     for name in ("a.pt", "a.safetensors", "a.json"):
         os.mkfifo(tmp_path / name)
         with pytest.raises(SavedStateError, match=f"{tmp_path / name} is no regular file"):
@@ -368,7 +368,7 @@ def of_another_version(metadata):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (without_chunks, r"model.0.weight: its 0 chunks do not cover a tensor of \(4, 3\) exactly"),
         (half_a_chunk, r"its 1 chunks do not cover .*: they leave some of it out \(6 of 12 elem"),
@@ -384,14 +384,14 @@ def of_another_version(metadata):
         (of_another_version, r"\.metadata: it is of version '2.0.0'"),
     ],
 )
-def test_an_index_that_contradicts_itself(plain, tmp_path, change, told):
+def test_an_index_that_contradicts_itself_is_refused(plain, tmp_path, change, expected):
     path = edited(copied(plain[0], tmp_path), change)
-    with pytest.raises(ValueError, match=told) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         load(path, extra=False)
     assert str(path) in str(caught.value)
 
 
-def test_what_the_file_holds_is_of_another_dtype(tmp_path):
+def test_a_file_with_another_dtype_than_its_index_is_refused(tmp_path):
     model = nn.Linear(2, 2)
     path = state.save(tmp_path, model).path
     (path / "procpipe.json").unlink()
@@ -404,7 +404,7 @@ def test_what_the_file_holds_is_of_another_dtype(tmp_path):
         state.load_weights(path, model)
 
 
-def test_another_dtype_than_the_models(tmp_path):
+def test_another_dtype_than_the_models_is_refused_or_converted(tmp_path):
     model = nn.Linear(2, 2)
     state.save(tmp_path, model)
     with pytest.raises(ValueError, match=r"weight has dtype torch.float64 but torch.float32 there"):
@@ -434,7 +434,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizers_moments_have_the_parameters_shape(tmp_path, name):
-    """Each of torch's own is loaded; and no tensor of any is loaded with another shape."""
+    """Each of torch's optimizers is loaded; no tensor of their state is loaded with another shape."""
     options: dict[str, Any] = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9}}.get(name, {})
     options |= {"Adam": {"amsgrad": True}}.get(name, {})
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 1, bias=False))
@@ -499,7 +499,7 @@ def test_an_optimizer_may_hold_none_or_a_number_where_a_tensor_is_loaded(tmp_pat
 
 
 @pytest.mark.parametrize("position", [-1, 625, 1 << 40, None])
-def test_a_position_at_which_numpy_would_read_foreign_memory(position):
+def test_a_position_at_which_numpy_would_read_foreign_memory_is_refused(position):
     numpy = pytest.importorskip("numpy")
     before = numpy.random.get_state()[2]
     found = generators.states()
@@ -519,7 +519,7 @@ def reshape(metadata, key):
     chunk.sizes = entry.size = torch.Size([7])
 
 
-def test_what_could_not_be_read_again_is_not_saved(tmp_path):
+def test_values_that_could_not_be_loaded_are_not_saved(tmp_path):
     class Odd(nn.Linear):
         def get_extra_state(self):
             return {"path": Path("x")}
@@ -587,7 +587,7 @@ def test_chunks_cover_a_tensor_exactly_once():
 
 
 @pytest.mark.timeout(20)
-def test_many_chunks():
+def test_many_chunks_are_checked_quickly():
     boxes = [((3 * k, 5 * j), (3, 5)) for k in range(200) for j in range(200)]
     assert covers((600, 1000), boxes)
     assert not covers((600, 1000), [*boxes[:777], *boxes[778:]])
@@ -600,7 +600,7 @@ def test_many_chunks():
 
 
 def test_a_tensor_in_many_chunks_is_put_together(tmp_path):
-    """As it is of a job that had a part of it on every rank."""
+    """As saved by a job that had a part of the tensor on every rank."""
     from procpipe.state.files import Index
     from procpipe.state.index import Chunk
 
