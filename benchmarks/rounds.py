@@ -1,6 +1,6 @@
 """Interleaved rounds: A B C A B C …, so that a drift in the machine's speed affects all alike.
 
-All contenders run in the same processes, in turns. Timings of one run are comparable, others of two
+All contenders run in the same processes, in turns. Timings of one run are comparable, those of two
 runs are not. So contenders are compared by their ratio in the same round, and the result is the
 median of the rounds' ratios.
 

@@ -340,14 +340,8 @@ def main() -> int:
 
 def _command(options: argparse.Namespace) -> str:
     """Return the command that repeats a round, without its number."""
-    words = [
-        "--seed",
-        options.seed,
-        "--max-ranks",
-        options.max_ranks,
-        "--launchers",
-        *options.launchers,
-    ]
+    words = ["--seed", options.seed, "--max-ranks", options.max_ranks]
+    words += ["--launchers", *options.launchers]
     words += ["--acts", *options.acts] if options.acts else []
     return shlex.join(["python", "-m", "benchmarks.soak", *map(str, words)])
 

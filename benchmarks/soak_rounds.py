@@ -165,7 +165,7 @@ def draw(
         launchers = tuple(launcher for launcher in launchers if launcher != FORK) or (TORCHRUN,)
     needs_step = where == "loss" or act == "nan"
     chunks = chance.randint(1, 4)
-    samples = chance.choice([4, 2048])  # inside control messages, or 128 KiB by the transport
+    samples = chance.choice([4, 2048])  # inside tokens, or 128 KiB by the transport
     transport = chance.choice(["shm", "gloo"])
     if act == "few files":
         chunks, samples, transport = FEW_FILES_CHUNKS, 2048, "shm"

@@ -1,4 +1,4 @@
-"""The code in the documentation is run as it stands there, and what it names exists."""
+"""The code in the documentation runs, and the names in it exist."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def set_environment(env: dict[str, str]) -> str:
 
 
 def two_free_ports() -> int:
-    """Return a port that is free, as is the next."""
+    """Return the first of two free ports in a row."""
     for port in range(20000 + os.getpid() % 5000 * 2, 32000, 2):
         with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as next_one:
             one.bind(("127.0.0.1", port))
@@ -137,7 +137,7 @@ def two_free_ports() -> int:
 
 # -- docs/coming_from.md -------------------------------------------------------------------------
 
-#: Those that need nothing of the peers are whole programs.
+#: The programs that use procpipe; they need nothing of the peers.
 PROGRAMS = [block for block in python_blocks(COMING_FROM) if "from procpipe import" in block]
 
 
@@ -148,7 +148,7 @@ def test_each_peer_has_a_program_before_and_after() -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("program", PROGRAMS, ids=["torchgpipe", "Pipe", "pipelining"])
-def test_the_programs_of_those_who_come_print_the_same_on_any_number_of_stages(
+def test_the_programs_print_the_same_on_any_number_of_stages(
     program: str,
 ) -> None:
     alone, together = (run_forked(program, num_ranks=n).check() for n in (None, 2))
@@ -186,7 +186,7 @@ def test_every_public_name_of_pytorchs_pipelining_is_in_the_table() -> None:
     assert not missing
 
 
-def test_the_table_says_in_which_release_of_torch_a_name_appeared() -> None:
+def test_the_table_has_the_release_of_torch_in_which_a_name_appeared() -> None:
     marked = re.findall(r"`(?:\w+\.)?(\w+)` \(2\.(\d+)\)", table_of_pytorchs_pipelining())
     assert len(marked) > 10
     release = release_of(torch.__version__)
@@ -200,7 +200,7 @@ def test_the_table_says_in_which_release_of_torch_a_name_appeared() -> None:
 
 
 @pytest.mark.dist
-def test_the_recorded_program_leaves_a_timeline_that_reads_as_on_its_page(
+def test_the_timeline_of_the_recorded_program_has_the_tables_of_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -211,13 +211,17 @@ def test_the_recorded_program_leaves_a_timeline_that_reads_as_on_its_page(
     done = run_forked(code, num_ranks=2, tears_down=True).check()
     assert done.stdout.count("Split(stage=") == 2
     assert main(["timeline", "run.json"]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     (shown,) = re.findall(r"```text\n(.*?)```", TIMELINE.read_text(), re.DOTALL)
-    table, shown_table = (re.sub(r"[\d.]+", "0", text).split("\n\n")[:2] for text in (told, shown))
+    table, shown_table = (
+        re.sub(r"[\d.]+", "0", text).split("\n\n")[:2] for text in (printed, shown)
+    )
     assert [line.split() for line in table] == [line.split() for line in shown_table]
-    assert told.endswith("\nrun.html\n")
-    # The report's table is the page's; only the clocks were read once more.
-    ours, theirs = (re.findall(r"^ +[01] .*%.*$", text, re.M)[-2:] for text in (done.stdout, told))
+    assert printed.endswith("\nrun.html\n")
+    # The report has the table of the page; only the clocks were read again.
+    ours, theirs = (
+        re.findall(r"^ +[01] .*%.*$", text, re.M)[-2:] for text in (done.stdout, printed)
+    )
     assert [line.split()[:2] for line in ours] == [line.split()[:2] for line in theirs]
 
 
@@ -245,7 +249,7 @@ def test_the_grids_of_the_page_are_those_of_the_schedules() -> None:
 # -- docs/schedules_auto.md ----------------------------------------------------------------------
 
 
-def test_the_search_finds_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_search_prints_what_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = python_blocks(SCHEDULES_AUTO)
     (printed,) = re.findall(r"```text\n(.*?)```", SCHEDULES_AUTO.read_text(), re.DOTALL)
     exec(program, {})
@@ -308,7 +312,7 @@ def test_every_test_of_the_checklist_exists() -> None:
     assert not missing
 
 
-def test_every_row_of_the_checklist_names_a_test_or_says_why_none() -> None:
+def test_every_row_of_the_checklist_names_a_test_or_a_reason() -> None:
     rows = [line for line in PEER_TESTS.read_text().splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not re.match(r"\| (torchgpipe's|documented)", row)]
     assert len(rows) > 100

@@ -171,9 +171,9 @@ def test_the_mini_batches_that_are_compared():
     for number in range(1, 1100):
         digests.begin()
         if number % 2:  # nothing is recomputed in even ones
-            digests_of_runs = [digests.start() is not None for _ in range(3)]
-            assert len(set(digests_of_runs)) == 1
-            if digests_of_runs[0]:
+            is_compared = [digests.start() is not None for _ in range(3)]
+            assert len(set(is_compared)) == 1
+            if is_compared[0]:
                 seen.append((number + 1) // 2)
     assert seen == [1, 2, 16, 128]
     digests.begin()
@@ -183,7 +183,7 @@ def test_the_mini_batches_that_are_compared():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_digests_have_no_graph_and_do_not_depend_on_settings(autocast):
     x = torch.randn(50, 3, requires_grad=True)
-    digests_of_runs = []
+    results = []
     default = torch.get_default_dtype()
     for dtype, enabled in itertools.product((torch.float32, torch.float64), (False, autocast)):
         torch.set_default_dtype(dtype)
@@ -198,5 +198,5 @@ def test_digests_have_no_graph_and_do_not_depend_on_settings(autocast):
         numbers = look[0][1][0].numbers
         assert numbers is not None
         assert not numbers.requires_grad
-        digests_of_runs.append(numbers.tolist())
-    assert all(numbers == digests_of_runs[0] for numbers in digests_of_runs)
+        results.append(numbers.tolist())
+    assert all(numbers == results[0] for numbers in results)

@@ -187,15 +187,15 @@ def test_a_change_of_shared_memory_is_right_or_an_error(
     for name, (layers, named) in cases().items():
         x = torch.randn(5, 4)
         expected = nn.Sequential(*copy.deepcopy(layers))(x.clone())
-        expected_error = f"^layer '{named}' .* in place"
+        pattern = f"^layer '{named}' .* in place"
         error: type[Exception] = RuntimeError
         if named is None and recompute and name in CHANGES_ITS_INPUT:
-            expected_error, error = "so recomputing it would start from the wrong", RecomputeError
+            pattern, error = "so recomputing it would start from the wrong", RecomputeError
         elif named is None:
-            expected_error = ""
+            pattern = ""
         with (
             case(name),
-            pytest.raises(error, match=expected_error) if expected_error else nullcontext(),
+            pytest.raises(error, match=pattern) if pattern else nullcontext(),
         ):
             found = run_in_turn(list(layers), x, keep=keep, recompute=recompute, is_sent=is_sent)
             assert torch.equal(found, expected)

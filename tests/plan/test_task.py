@@ -92,7 +92,7 @@ def test_a_plan_lists_the_tasks_of_a_stage() -> None:
     assert list(Plan(1, 3, ((Task("F", 0, 0),),)).row(2)) == []
 
 
-def test_a_plan_knows_its_passes_and_the_end_of_forward() -> None:
+def test_a_plan_has_its_passes_and_the_end_of_forward() -> None:
     whole, forward, backward = gpipe(3, 2), forward_plan(3, 2), backward_plan(3, 2)
     assert [p.has_forward for p in (whole, forward, backward)] == [True, True, False]
     assert [p.has_backward for p in (whole, forward, backward)] == [True, False, True]

@@ -38,7 +38,7 @@ def popper(*names: str) -> nn.Module:
 
 
 def drawn(actions: str, namespace: Namespace | None = None) -> nn.Module:
-    """Return a layer that declares the likes of ``+a -b``, for checks that run no forward.
+    """Return a layer that declares actions such as ``+a -b``, for checks that run no forward.
 
     It stashes ``a`` and pops ``b``; ``+c*2`` is popped by two layers.
     """

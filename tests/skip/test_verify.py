@@ -14,7 +14,7 @@ from tests.skip.layers import drawn
 
 
 def verify(*layers: str | nn.Module) -> None:
-    verify_skippables(nn.Sequential(*(drawn(it) if isinstance(it, str) else it for it in layers)))
+    verify_skippables(nn.Sequential(*(drawn(x) if isinstance(x, str) else x for x in layers)))
 
 
 def faults_of(*layers: str | nn.Module) -> list[str]:
@@ -42,7 +42,7 @@ def faults_of(*layers: str | nn.Module) -> list[str]:
     ],
     ids=" | ".join,
 )
-def test_pairs_that_match(actions: tuple[str, ...]) -> None:
+def test_matching_pairs_are_accepted(actions: tuple[str, ...]) -> None:
     verify(*actions)
 
 

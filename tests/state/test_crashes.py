@@ -150,8 +150,8 @@ def test_a_process_is_killed_at_every_change_of_the_folder():
     assert done.stdout.startswith("survived ")
 
 
-#: Rank; the call and its number that kills it; whether in the background. Each rank calls fsync for
-#: its values (1), their index (2), its folder (3); rank 0 then for the whole index (4). Each renames
+#: Rank; the call and its number that kills it; whether in the background. Each calls fsync for its
+#: values (1), their index (2), its folder (3); rank 0 then for the whole index (4). Each renames
 #: its index (1); rank 0 then the whole folder (2).
 CASES = [
     (0, "fsync", 1, False),

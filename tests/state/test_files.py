@@ -434,7 +434,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizers_moments_have_the_parameters_shape(tmp_path, name):
-    """Each of torch's optimizers is loaded; no tensor of their state is loaded with another shape."""
+    """All of torch's optimizers are loaded; no tensor of their state with another shape."""
     options: dict[str, Any] = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9}}.get(name, {})
     options |= {"Adam": {"amsgrad": True}}.get(name, {})
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 1, bias=False))

@@ -657,9 +657,7 @@ def load_own_weights(bare, folder):
     for name in ("plain.pt", "exported", "saved"):
         with stage_of(bare, f"{name}{bare.num_ranks}", big_model(), balance) as stage:
             stage.report()
-            state.load_weights(
-                f"{folder}/warm/{name}", nn.Linear(1, 1)
-            )  # imports what loading needs
+            state.load_weights(f"{folder}/warm/{name}", nn.Linear(1, 1))  # for its imports
             peaks[name] = peak_bytes(lambda n=name, s=stage: state.load_weights(f"{folder}/{n}", s))
             torch.manual_seed(1)
             expected = big_model("cpu").state_dict()

@@ -32,7 +32,7 @@ def without_search(found: list[Candidate]) -> list[Candidate]:
     return [candidate for candidate in found if candidate.name != SEARCHED]
 
 
-# -- small plans --------------------------------------------------------------------------------------
+# -- small plans ---------------------------------------------------------------------------------
 
 
 def test_a_stage_that_takes_twice_as_long_is_never_idle() -> None:
@@ -149,7 +149,7 @@ def test_more_memory_is_never_slower() -> None:
     assert num_fixed[0] == 0 < num_fixed[-1]
 
 
-# -- random costs ------------------------------------------------------------------------------------
+# -- random costs --------------------------------------------------------------------------------
 
 
 @st.composite

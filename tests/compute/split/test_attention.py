@@ -210,7 +210,7 @@ def test_a_default_device_changes_nothing():
         check(Do(to_itself, Attention(8, 2)), ramp(5, 3, 8), put_off=4)
 
 
-# -- parameters used more than once ------------------------------------------------------------------------
+# -- parameters used more than once --------------------------------------------------------------
 
 
 def parts_of_gradients(forward, *modules: nn.Module) -> dict[str, int]:
@@ -331,7 +331,7 @@ def test_task_w_handles_one_layer_after_the_other():
     assert events == output + inputs + output + inputs
 
 
-# -- attention that is not changed ----------------------------------------------------------------
+# -- attention that is not changed ---------------------------------------------------------------
 
 
 def test_an_attention_with_its_own_forward_is_not_put_off():

@@ -597,7 +597,7 @@ def test_a_layer_may_be_called_with_its_parameters_name(linear):
     check(Do(lambda layer, x: layer(input=x) + layer.forward(x), linear), ramp(3, 6), put_off=2)
 
 
-# -- layers that are not changed ------------------------------------------------------------------
+# -- layers that are not changed -----------------------------------------------------------------
 
 
 def test_a_layer_whose_forward_was_replaced(linear):

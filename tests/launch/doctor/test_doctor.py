@@ -329,7 +329,7 @@ def test_the_probe_measures_every_pair(ranks):
         assert 1e6 < pair["up_bytes_per_s"] < 1e12
 
 
-# -- how it is printed ------------------------------------------------------------------------------
+# -- how it is printed ---------------------------------------------------------------------------
 
 CHECKS = [
     Check("torch", Status.OK, "2.13"),
@@ -378,7 +378,7 @@ def test_with_fewer_gpus_than_processes_nothing_is_measured(capsys):
     assert lines[-1].endswith("-> procpipe doctor -n 1 measures")
 
 
-# -- this host ------------------------------------------------------------------------------------
+# -- this host -----------------------------------------------------------------------------------
 
 
 @pytest.mark.dist
@@ -387,14 +387,14 @@ def test_the_doctor_examines_this_host(capsys):
 
     report = json.loads(capsys.readouterr().out)
     by_name = {check["name"]: check for check in report["checks"]}
-    assert by_name["start"]["status"] == "ok", by_name["start"]["report"]
-    assert by_name["start"]["report"].startswith("2 processes started, connected and ended in ")
+    assert by_name["start"]["status"] == "ok", by_name["start"]["told"]
+    assert by_name["start"]["told"].startswith("2 processes started, connected and ended in ")
     assert [pair["lower"] for pair in report["pairs"]] == [0]
     assert report["is_good"] == (code == 0)
     assert {"Python", "torch", "GPUs", "cores", "memory", "open files", "sockets"} <= set(by_name)
     if places_of_host(2)[0].cpus:
         assert (
-            "of its own" in by_name["cores"]["report"] or "CPU time" in by_name["cores"]["report"]
+            "of its own" in by_name["cores"]["told"] or "CPU time" in by_name["cores"]["told"]
         )
 
 

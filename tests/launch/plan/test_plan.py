@@ -112,8 +112,8 @@ def test_a_plan_is_made_from_saved_costs(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_little_memory_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
-    # Parameters and gradients take 2 MB, a micro-batch 3 MB: there is room for one. A fixed schedule
-    # holds more, unless all are recomputed.
+    # Parameters and gradients take 2 MB, a micro-batch 3 MB: there is room for one. Fixed schedules
+    # hold more, unless all are recomputed.
     words = ("--costs", "costs.json", "-n", "2", "--optimizer", "none", "--chunks", "8")
 
     assert plan(*words, "--memory", "5.5MB") == 0

@@ -191,7 +191,7 @@ def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
         assert not job.survivors()
 
 
-# -- hosts that are lost and return ----------------------------------------------------------------------
+# -- hosts that are lost and return --------------------------------------------------------------
 
 #: Rank 0's loader, and so every rank's, ends when the test writes the file.
 ELASTIC = """

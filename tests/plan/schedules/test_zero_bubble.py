@@ -109,7 +109,7 @@ def test_the_bubble_of_zb_h1(m: int, n: int, halves_s: tuple[float, float, float
 
 @for_each(("m", "n"), SIZES)
 def test_zb_v_is_idle_only_until_its_first_micro_batch(m: int, n: int) -> None:
-    """Six tasks a micro-batch and stage; with few micro-batches, the path of the last one counts."""
+    """Six tasks a micro-batch and stage; with few micro-batches, the path of the last counts."""
     total_s = simulate(zb_v(m, n), Costs.uniform(2 * n, forward_s=1.0, backward_s=2.0)).total_s
     least_s = max(6 * m + n - 1, 4 * n + 2 + 4 * (m - 1))
     if m >= 2 * n - 1 or m == 1:
