@@ -3,7 +3,7 @@
 A case says which layers in which partitions, on how many ranks, with which options, and which calls
 follow one another. Layers are words (see fuzz_layers.py), any of which may follow any other:
 
-    "gru linear* stash.0 relu_ pop.0"       * is frozen; .0 tells pairs of stash and pop apart
+    "gru linear* stash.0 relu_ pop.0"       * is frozen; .0 is the number of a pair of stash and pop
 
 A call is an act with a number: ``"step:7"`` is one step with 7 samples, ``"chunks:3"`` sets the
 number of micro-batches. Does not import torch; starts nothing.

@@ -180,7 +180,7 @@ class Plain:
 
     @contextmanager
     def _deferring(self) -> Iterator[None]:
-        """Update running statistics once, by the whole mini-batch, if the case says so."""
+        """Update running statistics once, by the whole mini-batch, if the case defers it."""
         norms = [module for module in self.model.modules() if isinstance(module, nn.BatchNorm1d)]
         if not self._case.is_deferred or not self.model.training:
             norms = []

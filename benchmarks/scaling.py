@@ -37,10 +37,10 @@ from procpipe.plan.verify import verify
 
 _WORKLOAD = "transformer"
 
-#: Of the launch that gives the costs.
+#: Stages of the launch in which the costs are measured.
 _NUM_STAGES = 2
 
-#: Micro-batches of the run that gives the costs, and of those that are predicted.
+#: Micro-batches of the run in which the costs are measured, and of the predicted runs.
 _M_OF_COSTS, _MS_OF_CHECK = 12, (2, 4, 12)
 
 #: Proving a plan of more tasks takes minutes.

@@ -59,8 +59,8 @@ TIME_LIMIT_S = 90.0
 #: How long processes may take to vanish after the launcher has ended.
 VANISH_TIMEOUT_S = 5.0
 
-#: Seconds between two looks at the job of a round.
-_LOOK_EVERY_S = 0.05
+#: Seconds between two checks of the job of a round.
+_CHECK_EVERY_S = 0.05
 
 _TOKEN = "PROCPIPE_SOAK"
 
@@ -223,8 +223,8 @@ class Soak:
         codes = None
         with Outsider(round_, folder, job.launcher_pid) as outsider:
             while codes is None and time.monotonic() < start_s + self._time_limit_s:
-                codes = job.wait_codes(_LOOK_EVERY_S)
-                outsider.look()
+                codes = job.wait_codes(_CHECK_EVERY_S)
+                outsider.poll()
         end_s = time.monotonic()
         left = _wait_vanished(job)
         if codes is None:
@@ -347,10 +347,10 @@ def _command(options: argparse.Namespace) -> str:
 
 
 def _wait_vanished(job: Job | ForkServer) -> tuple[str, ...]:
-    """Give the rest of a job time to end, kill what does not, and return its command lines."""
+    """Wait for the rest of a job, kill what does not end, and return its command lines."""
     deadline_s = time.monotonic() + VANISH_TIMEOUT_S
     while (left := job.processes()) and time.monotonic() < deadline_s:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_CHECK_EVERY_S)
     commands = []
     for process in left:
         with contextlib.suppress(psutil.Error):

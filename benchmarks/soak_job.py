@@ -35,7 +35,7 @@ from procpipe import Stage, is_recomputing
 WIDTH = 8
 
 #: Seconds between two checks whether another rank waits or has ended.
-_LOOK_EVERY_S = 0.01
+_CHECK_EVERY_S = 0.01
 
 #: How long a thread or child that outlives its rank waits for the other ranks to end.
 _LINGER_S = 15.0
@@ -105,7 +105,7 @@ class Fault:
         while num_asleep < 5 and time.monotonic() < deadline_s:
             is_asleep = psutil.Process(pid).status() == psutil.STATUS_SLEEPING
             num_asleep = num_asleep + 1 if is_asleep else 0
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_CHECK_EVERY_S)
         note(self._folder / "struck")
         os.kill(pid, signal.SIGKILL)
 
@@ -133,7 +133,7 @@ class Fault:
         deadline_s = time.monotonic() + _LINGER_S
         others = [rank for rank in range(self._round.num_ranks) if rank != self._rank]
         while time.monotonic() < deadline_s and not all(map(self._has_ended, others)):
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_CHECK_EVERY_S)
 
     def _has_ended(self, rank: int) -> bool:
         with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):

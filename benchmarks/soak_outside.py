@@ -73,8 +73,8 @@ class Outsider:
         for stranger in self._strangers:
             stranger.close()
 
-    def look(self) -> None:
-        """Act if it is time."""
+    def poll(self) -> None:
+        """Make the fault happen if it is due."""
         act = self._round.act
         if act == "stop":
             self._continue_stopped()

@@ -303,8 +303,8 @@ def faults_of(round_: Round, ending: Ending) -> list[str]:
     source = output if expected.reporter is None else ending.outputs[expected.reporter]
     faults += [f"{word!r} is not printed" for word in expected.words if word not in source]
     if expected.named is not None:
-        blamed = {int(rank) for rank in re.findall(r"because rank (\d+)", output)}
-        faults += [f"rank {rank} is blamed" for rank in blamed - {expected.named}]
+        named_ranks = {int(rank) for rank in re.findall(r"because rank (\d+)", output)}
+        faults += [f"rank {rank} is named" for rank in named_ranks - {expected.named}]
         if round_.launcher == PROCPIPE_RUN or (
             round_.launcher == TORCHRUN and expected.is_root_cause
         ):
@@ -341,4 +341,4 @@ def _faults_of_report(launcher: str, named: int, text: str) -> list[str]:
         found = re.findall(r"^procpipe: (?:stage \d+ \()?rank (\d+)(?! ends, because)", text, re.M)
     if not found:
         return [f"{launcher} names no rank"]
-    return [f"{launcher} blames rank {rank}" for rank in found if int(rank) != named]
+    return [f"{launcher} names rank {rank}" for rank in found if int(rank) != named]

@@ -19,7 +19,7 @@
      errors  containers  tree            leaves: for all (the last two for all but plan)
      torch_internals  torch_versions     leaves: likewise for all but plan
      forks  signals  notes  limits       leaves: what processes share, report and open
-         processes  optional             leaves: what /proc says; what this installation lacks
+         processes  optional             leaves: what is in /proc; what this installation lacks
                words                     leaf: lists in English
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.

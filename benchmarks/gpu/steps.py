@@ -70,7 +70,7 @@ class Step:
 def steps_for(
     num_gpus: int, *, is_tiny: bool = False, shares_by_nccl: bool = False, why_no_tests: str = ""
 ) -> list[Step]:
-    """Return the steps in their order; those that the machine cannot do say why.
+    """Return the steps in their order; those that the machine cannot run have a reason.
 
     Args:
         num_gpus: GPUs that torch can use.

@@ -1,7 +1,7 @@
 """Lays out what a run has found: tables for the terminal, and text for the documentation. Pure.
 
 A finding belongs to the table of its kind: its name is the row, its cells are the columns. Later
-findings of the same step and name add cells. Every title of a run on an emulated GPU says so.
+findings of the same step and name add cells. Every title of a run on an emulated GPU is marked.
 """
 
 from __future__ import annotations

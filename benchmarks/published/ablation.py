@@ -98,7 +98,7 @@ def measure_variants(
 
     Returns:
         By variant: ``times``, seconds a step; ``loss``; and ``stages``, of each stage ``busy``,
-        its share of time in tasks; ``memory_bytes``, on CPUs of tensors that travel or wait;
+        its share of time in tasks; ``memory_bytes``, on CPUs of tensors that are sent or held;
         ``sent_bytes`` a step; and ``tasks``, the timeline of one more step.
     """
     make = _published if full else _waiting

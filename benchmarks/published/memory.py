@@ -204,7 +204,7 @@ def measure(
 
     Returns:
         Of each stage, on rank 0: ``parameters``, a number; ``bytes``, by how much its memory grew;
-        ``held_bytes``, the most in tensors that travel or wait between tasks.
+        ``held_bytes``, the most in tensors that are sent or held between tasks.
     """
     experiment: Experiment = importlib.import_module(f"benchmarks.published.{part}").EXPERIMENT
     of_setting = Setting(**setting)

@@ -12,7 +12,7 @@ With a component off:
     beside      each end of a transfer waits until it is over (``_WaitingSender`` and
                 ``_WaitingReceiver``), at the fence of the cycle that made the tensor: as there is
                 one order of transfers for all stages, no stage waits for ever
-    direct      each layer hands the skip tensors under way on to the next (``carrying``)
+    direct      each layer passes the skip tensors on to the next (``carrying``)
 """
 
 from __future__ import annotations

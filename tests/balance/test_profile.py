@@ -336,10 +336,10 @@ def test_each_layer_is_copied_alone(measure):
             Counted.num_copies += 1
             copied.append(Counted.num_copies)
             new = Counted(2, 2)
-            weakref.finalize(new, forget)
+            weakref.finalize(new, count_down)
             return new
 
-    def forget():
+    def count_down():
         Counted.num_copies -= 1
 
     measure(nn.Sequential(*(Counted(2, 2) for _ in range(4))), torch.rand(1, 2))

@@ -148,7 +148,7 @@ def test_an_expected_ending_has_no_faults(raised):
         (ending(outputs=(REPORT, "", "")), "'InjectedError: fault in forward' is not printed"),
         (
             ending(outputs=("procpipe: rank 0 ends, because rank 2 failed", REPORT, "")),
-            "rank 2 is blamed",
+            "rank 2 is named",
         ),
     ],
 )
@@ -161,7 +161,7 @@ def test_the_rank_that_torchrun_names_is_checked(raised):
     report = "Root Cause (first observed failure):\n[0]:\n  rank      : {} (local_rank: 0)\n"
 
     assert faults_of(round_, ending((1,), launcher=report.format(1))) == []
-    assert faults_of(round_, ending((1,), launcher=report.format(2))) == ["torchrun blames rank 2"]
+    assert faults_of(round_, ending((1,), launcher=report.format(2))) == ["torchrun names rank 2"]
     assert faults_of(round_, ending((1,))) == ["torchrun names no rank"]
     assert "exit code 0 of a job that must fail" in faults_of(round_, ending((0,)))
 
@@ -174,7 +174,7 @@ def test_the_rank_that_procpipe_run_names_is_checked(raised):
 
     assert faults_of(round_, ending((1,), launcher=report.format(1))) == []
     assert faults_of(round_, ending((1,), launcher=report.format(2))) == [
-        "procpipe run blames rank 2"
+        "procpipe run names rank 2"
     ]
 
 

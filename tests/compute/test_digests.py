@@ -190,12 +190,12 @@ def test_digests_have_no_graph_and_do_not_depend_on_settings(autocast):
         try:
             with torch.autocast("cpu", enabled=enabled), torch.device("meta"):
                 digests = Digests()
-                look = digests.start()
+                digest = digests.start()
                 digests.add(0, x * 2)
         finally:
             torch.set_default_dtype(default)
-        assert look is not None
-        numbers = look[0][1][0].numbers
+        assert digest is not None
+        numbers = digest[0][1][0].numbers
         assert numbers is not None
         assert not numbers.requires_grad
         results.append(numbers.tolist())

@@ -41,10 +41,10 @@ def partition_of(*layers: Any, is_first: bool = False) -> Partition:
     return Partition(named, CPU, is_first=is_first)
 
 
-def received(value: Any, wants: bool = True) -> Flat:
+def received(value: Any, requires_grad: bool = True) -> Flat:
     """Return a value as received from the stage before."""
     tensors, structure, _ = Flat.of(value)
-    flags = tuple(wants and tensor.is_floating_point() for tensor in tensors)
+    flags = tuple(requires_grad and tensor.is_floating_point() for tensor in tensors)
     return Flat([tensor.clone() for tensor in tensors], structure, flags)
 
 
@@ -55,8 +55,8 @@ def run(partition, inputs, gradient=1.0, recompute=False, i=0):
         partition.recompute(i)
     given = [
         torch.full_like(tensor, gradient)
-        for tensor, wants in zip(output.tensors, output.requires_grad, strict=True)
-        if wants
+        for tensor, requires_grad in zip(output.tensors, output.requires_grad, strict=True)
+        if requires_grad
     ]
     return output, partition.backward(i, given)
 
@@ -157,7 +157,7 @@ def test_recomputation_returns_the_bytes_of_its_roots():
     partition.forward(0, received(torch.randn(5, 3).double()), keep=True, recompute=True)
     assert partition.recompute(0) == 5 * 4 * 8
     frozen = partition_of(nn.Linear(3, 4).requires_grad_(False))
-    frozen.forward(0, received(torch.randn(5, 3), wants=False), keep=True, recompute=True)
+    frozen.forward(0, received(torch.randn(5, 3), requires_grad=False), keep=True, recompute=True)
     assert frozen.recompute(0) == 0
     assert frozen.backward(0, []) == []
 
@@ -175,11 +175,11 @@ def test_a_layer_may_change_what_it_receives_in_place(recompute):
         assert inputs.tensors[0].tolist() == [-1.0, 2.0]
 
 
-@pytest.mark.parametrize("wants", [True, False])
-def test_a_change_in_place_of_the_partitions_input_is_an_error(wants):
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_change_in_place_of_the_partitions_input_is_an_error(requires_grad):
     partition = partition_of({"view": Do(lambda t: t[:]), "add": Do(lambda t: t.add_(1))})
     with pytest.raises(RecomputeError, match=r"layer 'add' \(Do\) changed its partition's input"):
-        partition.forward(0, received(torch.ones(2), wants), keep=True, recompute=True)
+        partition.forward(0, received(torch.ones(2), requires_grad), keep=True, recompute=True)
     assert partition.where() == "layer 'add' (Do)"
 
 
@@ -380,11 +380,13 @@ def test_a_failing_layer_is_named():
 def test_freezing_and_unfreezing_takes_effect_at_the_next_mini_batch():
     layer = nn.Linear(2, 2)
     partition = partition_of(layer)
-    for wants in (True, False, True):
-        layer.requires_grad_(wants)
+    for requires_grad in (True, False, True):
+        layer.requires_grad_(requires_grad)
         partition.begin()
-        inputs = received(torch.ones(2, 2), wants=False)
-        assert partition.forward(0, inputs, keep=True, recompute=True).requires_grad == (wants,)
+        inputs = received(torch.ones(2, 2), requires_grad=False)
+        assert partition.forward(0, inputs, keep=True, recompute=True).requires_grad == (
+            requires_grad,
+        )
 
 
 # -- changes from outside, and outputs that cannot be sent ----------------------------------------

@@ -99,7 +99,7 @@ def test_each_level_passes_on_its_own_skip_tensor() -> None:
 
 
 def test_gradients_reach_the_encoder_through_the_skips_alone() -> None:
-    """With the bottleneck's output detached, encode1 still gets gradients by the skip of level 1."""
+    """With the bottleneck's output detached, encode1 gets gradients by the skip of level 1."""
     model = small()
     model.get_submodule("bottleneck_0_conv").register_forward_hook(
         lambda _, __, output: output.detach()

@@ -94,12 +94,12 @@ class Started:
     def raw(self, name: str = "out") -> str:
         return self.texts[name].decode(errors="replace")
 
-    def wait_until(self, look: Callable[[], Any], what: str) -> Any:
+    def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
         """Wait until there is a value, and return it."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while True:
             has_ended = self.process.poll() is not None
-            found = look()
+            found = condition()
             if found:
                 return found
             assert not has_ended, f"the run ended before {what}\n{self}"
@@ -118,7 +118,7 @@ class Started:
     def rank(self, number: int) -> psutil.Process:
         """Find the process of a rank."""
 
-        def look() -> list[psutil.Process]:
+        def find() -> list[psutil.Process]:
             found = []
             for process in self.processes():
                 with contextlib.suppress(psutil.Error):
@@ -128,7 +128,7 @@ class Started:
                         found.append(process)
             return found
 
-        return self.wait_until(look, f"process of rank {number}")[0]
+        return self.wait_until(find, f"process of rank {number}")[0]
 
     def press(self, key: str) -> None:
         assert self.terminal is not None

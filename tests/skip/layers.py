@@ -55,6 +55,6 @@ def drawn(actions: str, namespace: Namespace | None = None) -> nn.Module:
 
 
 def isolated(layer: nn.Module, namespace: Namespace, **options: Any) -> nn.Module:
-    """Isolate a layer; type checkers do not know what a class decorator adds."""
+    """Isolate a layer; type checkers do not see what a class decorator adds."""
     layer.isolate(namespace, **options)  # type: ignore[operator]
     return layer

@@ -248,7 +248,7 @@ def test_a_part_of_a_value_without_parts_is_refused(saved, tmp_path):
 
 
 def rewritten(folder, key, sizes=None, **where):
-    """Change where our index says that a value is; or make it a tensor of other sizes."""
+    """Change the place of a value in procpipe's index; or make it a tensor of other sizes."""
     entries, crc32 = from_json((folder / "procpipe.json").read_bytes())
     entry = entries[key]
     [chunk] = entry.chunks

@@ -107,9 +107,9 @@ def test_a_loader_resumes_where_it_was(make):
         generators.restore(drawn)
         rest, _ = run_epochs(loader, 3 - epoch, stop=None)
         assert len(rest) == 3 * length - stop
-        for (one, noise), (other, other_noise) in zip(rest, whole[stop:], strict=True):
-            assert torch.equal(one, other)
-            assert torch.equal(noise, other_noise)
+        for (ours, noise), (theirs, their_noise) in zip(rest, whole[stop:], strict=True):
+            assert torch.equal(ours, theirs)
+            assert torch.equal(noise, their_noise)
 
 
 def test_mini_batches_before_the_position_are_not_read_again():

@@ -202,7 +202,7 @@ def test_frozen_parameters(frozen, put_off, forward):
 def test_the_fast_path_of_a_frozen_attention():
     attention = Attention(8, 2, batch_first=True).eval().requires_grad_(False)
     model = nn.Sequential(Do(to_itself, attention), nn.Linear(8, 8))
-    check(model, ramp(3, 5, 8), put_off=2, wants=False)
+    check(model, ramp(3, 5, 8), put_off=2, requires_grad=False)
 
 
 def test_a_default_device_changes_nothing():

@@ -125,13 +125,13 @@ def check(
     x: Tensor,
     *,
     put_off: int,
-    wants: bool = True,
+    requires_grad: bool = True,
     recompute: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Check that two steps of three micro-batches, one unsplit, equal plain training."""
     model = model if isinstance(model, nn.Sequential) else nn.Sequential(model)
-    x = x.requires_grad_(wants)
+    x = x.requires_grad_(requires_grad)
     xs = [x, x + 0.25, x - 0.125]
     plain, split = copy.deepcopy(model), copy.deepcopy(model)
     for _ in range(2):
@@ -173,15 +173,15 @@ def test_linear_layers(dtype):
 
 
 @FLOATS
-@pytest.mark.parametrize("wants", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias")])
-def test_frozen_parameters_and_inputs(frozen, wants, dtype):
+def test_frozen_parameters_and_inputs(frozen, requires_grad, dtype):
     layer = nn.Linear(7, 12, dtype=dtype)
     for name in frozen:
         getattr(layer, name).requires_grad_(False)
     model = nn.Sequential(layer, nn.Tanh(), nn.Linear(12, 3, dtype=dtype))
     expected = 2 + (0 if "weight" in frozen else 2 - len(frozen))
-    check(model, ramp(9, 7, dtype=dtype), put_off=expected, wants=wants)
+    check(model, ramp(9, 7, dtype=dtype), put_off=expected, requires_grad=requires_grad)
 
 
 @FLOATS
@@ -269,13 +269,13 @@ CONVOLUTIONS = {
 
 @FLOATS
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("wants", [True, False], ids=["", "first"])
-def test_convolutions(wants, dtype):
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["", "first"])
+def test_convolutions(requires_grad, dtype):
     for name, (stock, shape) in CONVOLUTIONS.items():
         with case(name):
             layer = copy.deepcopy(stock).to(dtype)
             put_off = 1 + (layer.bias is not None)
-            check(layer, ramp(*shape, dtype=dtype), put_off=put_off, wants=wants)
+            check(layer, ramp(*shape, dtype=dtype), put_off=put_off, requires_grad=requires_grad)
 
 
 @FLOATS

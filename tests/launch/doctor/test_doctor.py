@@ -393,9 +393,7 @@ def test_the_doctor_examines_this_host(capsys):
     assert report["is_good"] == (code == 0)
     assert {"Python", "torch", "GPUs", "cores", "memory", "open files", "sockets"} <= set(by_name)
     if places_of_host(2)[0].cpus:
-        assert (
-            "of its own" in by_name["cores"]["told"] or "CPU time" in by_name["cores"]["told"]
-        )
+        assert "of its own" in by_name["cores"]["told"] or "CPU time" in by_name["cores"]["told"]
 
 
 # -- limits --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tests.launch.started import started
 
 pytestmark = pytest.mark.dist
 
-#: A job in which a layer of stage 1 does something in the second step.
+#: A job in which a layer of stage 1 executes given code in the second step.
 TRAINING = """
 import os, subprocess, sys, time
 import torch, torch.nn.functional as F

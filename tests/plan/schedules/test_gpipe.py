@@ -125,14 +125,14 @@ def test_a_plan_is_forward_and_then_backward(m: int, n: int) -> None:
 @for_each(("m", "n"), SIZES)
 def test_cycles_by_index_are_those_of_the_iteration(m: int, n: int) -> None:
     plan = gpipe(m, n, recompute={0})
-    walk = list(plan.cycles)
-    assert len(plan.cycles) == len(walk)
-    assert [plan.cycles[k] for k in range(len(walk))] == walk
-    assert plan.cycles[-1] == walk[-1]
-    assert plan.cycles[1:-1:2] == tuple(walk[1:-1:2])
+    cycles = list(plan.cycles)
+    assert len(plan.cycles) == len(cycles)
+    assert [plan.cycles[k] for k in range(len(cycles))] == cycles
+    assert plan.cycles[-1] == cycles[-1]
+    assert plan.cycles[1:-1:2] == tuple(cycles[1:-1:2])
     with pytest.raises(IndexError):
-        plan.cycles[len(walk)]
-    kept = Plan(m, n, tuple(walk))
+        plan.cycles[len(cycles)]
+    kept = Plan(m, n, tuple(cycles))
     assert all(list(kept.row(j)) == list(plan.row(j)) for j in range(n))
 
 
