@@ -205,7 +205,7 @@ class Fan(nn.Module):
 
 
 class Join(nn.Module):
-    """Joins tensors, which pipelines hand over as one tuple or one by one."""
+    """Joins tensors, which pipelines pass as one tuple or as several arguments."""
 
     def forward(self, *parts: Any) -> Tensor:
         """Join."""

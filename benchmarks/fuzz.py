@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> Report:
             for number, story in zip(numbers, stories, strict=True):
                 if story is not None:
                     failed.append(number)
-                    _print_failure(pool, options, number, cases[number], story)
+                    _report(pool, options, number, cases[number], story)
             if failed and options.stop:
                 break
     finally:
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def judge(pool: Pool, cases: list[Case]) -> list[str | None]:
-    """Run cases of one number of ranks; return what was wrong with each, None if nothing.
+    """Run cases with the same number of ranks; return the fault of each, or None.
 
     The cases of a run that hangs, or in which a process dies, are run again one by one.
     """
@@ -140,9 +140,7 @@ def _death(outcomes: Outcomes) -> str:
     return "\n".join(str(outcome) for outcome in outcomes if outcome.error is not None)
 
 
-def _print_failure(
-    pool: Pool, options: argparse.Namespace, number: int, case: Case, story: str
-) -> None:
+def _report(pool: Pool, options: argparse.Namespace, number: int, case: Case, story: str) -> None:
     print(f"\ncase {number} fails: {case}\n{story}")
     if options.text is None:
         print(f"repeat it with: python -m benchmarks fuzz --seed {options.seed} --case {number}")

@@ -160,12 +160,12 @@ class Case:
         return not words & INEXACT and not has_two_uses
 
     def to_text(self) -> str:
-        """Write it as one line, which ``from_text`` reads."""
+        """Write the case as one line, which ``from_text`` reads."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Case:
-        """Read what ``to_text`` has written."""
+        """Read a case that ``to_text`` has written."""
         read = json.loads(text)
         return cls(**read | {key: tuple(read[key]) for key in ("balance", "calls")})
 

@@ -30,15 +30,15 @@ SAFE = ("affine", "conv", "layernorm")
 
 
 def fold(value: Any) -> Tensor:
-    """Make one tensor ``(batch, time, WIDTH)`` of what a layer has returned."""
+    """Make one tensor ``(batch, time, WIDTH)`` of the values that a layer has returned."""
     if isinstance(value, tuple) and isinstance(value[0], str):  # "transposed"
         return fold(value[1].transpose(1, 2))
-    x, *others = _leaves(value)
-    for k, other in enumerate(others, 1):
-        if isinstance(other, Tensor):
-            places = torch.linspace(0.5, 1.5, other.numel())  # so that order matters
-            other = (other.double().flatten() * places).sum() / (other.numel() + 1)
-        x = x + other * 0.3 / k
+    x, *leaves = _leaves(value)
+    for k, leaf in enumerate(leaves, 1):
+        if isinstance(leaf, Tensor):
+            places = torch.linspace(0.5, 1.5, leaf.numel())  # so that order matters
+            leaf = (leaf.double().flatten() * places).sum() / (leaf.numel() + 1)
+        x = x + leaf * 0.3 / k
     folded: Tensor = x if x.shape[-1] == WIDTH else x[..., :WIDTH]
     return folded
 
@@ -138,7 +138,7 @@ _scaled: Callable[..., tuple[Tensor, Tensor]] = Scale.apply
 
 
 class Pop(nn.Module):
-    """Adds what was stashed under its name, whatever it is; ``_skip`` makes it skippable."""
+    """Adds the value that was stashed under its name; ``_skip`` makes it skippable."""
 
     def forward(self, value: Any) -> Generator[Any, Any, Any]:
         skip = yield pop("skip")
@@ -146,7 +146,7 @@ class Pop(nn.Module):
 
 
 class Stash(nn.Module):
-    """Stashes something made of its input, which it passes on."""
+    """Stashes a value computed from its input, and passes its input on."""
 
     def __init__(self, kind: int) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def _seeded_dropout(layer: nn.Module, x: Tensor) -> Tensor:
     """Drop by a mask computed from the input, so that the plain model has the same mask."""
     with torch.random.fork_rng([]):
         torch.manual_seed(int(x.detach().abs().sum() * 1e4) % 2**31)
-        mask = torch.rand(x.shape) > 0.3  # ordered by index, whatever the strides of x
+        mask = torch.rand(x.shape) > 0.3  # ordered by index, not by the strides of x
     return x * mask if layer.training else x
 
 
@@ -335,7 +335,7 @@ def _skip(case: Case, word: str, namespaces: dict[str, Namespace]) -> nn.Module:
 
 def _tie(layer: nn.Module, candidates: list[nn.Module]) -> None:
     """Give a layer the weight of the last plain layer of its partition, if there is one."""
-    for other in reversed(candidates):
-        if isinstance(other, Layer) and type(getattr(other, "f", None)) is nn.Linear:
-            layer.f.weight = other.f.weight  # type: ignore[union-attr]
+    for candidate in reversed(candidates):
+        if isinstance(candidate, Layer) and type(getattr(candidate, "f", None)) is nn.Linear:
+            layer.f.weight = candidate.f.weight  # type: ignore[union-attr]
             return

@@ -24,7 +24,7 @@ from procpipe import NoChunk
 
 @dataclass(frozen=True)
 class Batch:
-    """A mini-batch: what a stage is given, and how it is split.
+    """A mini-batch: a stage's arguments, and how they are split.
 
     Attributes:
         inputs: positional inputs; a tensor that is not split is in ``NoChunk``.
@@ -98,7 +98,7 @@ class Plain:
             weighted = [
                 loss * share
                 if share
-                else 0 * _scores(output, self._case).sum()  # whatever that loss is
+                else 0 * _scores(output, self._case).sum()  # even if that loss is NaN
                 for output, loss, share in zip(outputs, losses, shares, strict=True)
             ]
         for loss in reversed(weighted) if self._case.schedule == "gpipe" else weighted:
@@ -136,11 +136,9 @@ class Plain:
         if loss.requires_grad:
             loss.backward()
         for of_micro_batch in reversed(pairs):
-            pairs_back = [
-                (root, leaf.grad) for root, leaf in of_micro_batch if leaf.grad is not None
-            ]
-            if pairs_back:
-                roots, gradients = zip(*pairs_back, strict=True)
+            ready = [(root, leaf.grad) for root, leaf in of_micro_batch if leaf.grad is not None]
+            if ready:
+                roots, gradients = zip(*ready, strict=True)
                 torch.autograd.backward(roots, gradients)
         return _mapped(lambda tensor: tensor.detach(), output), loss.detach()
 
@@ -149,10 +147,10 @@ class Plain:
             return [self._run(inputs) for inputs, _, _ in parts]
 
     def _run(self, inputs: tuple[Any, ...]) -> Any:
-        first, *others = self.model
+        first, *rest = self.model
         # A first layer that changes its input in place must not change the mini-batch.
         value = first(*_mapped(lambda tensor: tensor.clone(), inputs))
-        for layer in others:
+        for layer in rest:
             value = layer(value)
         return value
 

@@ -28,12 +28,12 @@ from tests.dist.worker import BareWorld
 #: Parts of the largest number compared, where not every bit is equal: in general; behind norms.
 TOLERANCE, TOLERANCE_OF_NORMS = 1e-12, 1e-10
 
-#: Smaller numbers count as this: a gradient through two norms may be nothing but rounding.
+#: Smaller numbers count as this: a gradient through two norms may be rounding only.
 FLOOR = 1e-2
 
 
 def run_cases(bare: BareWorld, cases: Iterable[Case]) -> list[str | None]:
-    """Run cases one after another on each rank; return what was wrong with each, or None.
+    """Run cases one after another on each rank; return the fault of each, or None.
 
     The story is empty if another rank failed.
     """

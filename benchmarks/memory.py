@@ -39,7 +39,7 @@ _BY_MICRO_BATCH = "one process, by micro-batches"
 _ONE_STAGE = "procpipe always, one stage"
 _PIPELINE = "procpipe always"
 
-#: Each runs in processes of its own: those of one process, and those of a process a stage.
+#: Contenders with one process, and contenders with a process a stage; each in its own processes.
 _OF_ONE = (_WHOLE, _BY_MICRO_BATCH, _ONE_STAGE, "torchgpipe always", "torchgpipe never")
 _OF_ALL = (
     *("procpipe always", "procpipe except_last", "procpipe never", "procpipe never, 1F1B"),
@@ -127,16 +127,16 @@ def _smallest_alone(uses: Mapping[str, list[Use]]) -> str:
 
 
 def tabulate(job: Job, uses: Mapping[str, list[Use]], absent: Mapping[str, str]) -> Table:
-    """Lay out what each contender adds to each of its processes."""
+    """Lay out the memory that each contender adds to each of its processes."""
     n, alone = job.num_stages, [_largest(uses[name]) for name in (_WHOLE, _BY_MICRO_BATCH)]
     rows: list[list[Any]] = []
     for name, ranks in uses.items():
-        each = [use.added / _MIB for use in ranks]
+        mib = [use.added / _MIB for use in ranks]
         shared = sum(use.shared for use in ranks) / _MIB
         held = max((use.held for use in ranks if use.held is not None), default=None)
-        rows.append([name, *each, *([None] * (n - len(each)))])
-        rows[-1] += [sum(each) - shared / 2, shared / 2, None if held is None else held / _MIB]
-        rows[-1] += [_largest(ranks) / one for one in alone]
+        rows.append([name, *mib, *([None] * (n - len(mib)))])
+        rows[-1] += [sum(mib) - shared / 2, shared / 2, None if held is None else held / _MIB]
+        rows[-1] += [_largest(ranks) / bytes_alone for bytes_alone in alone]
     return Table(
         f"memory that training adds to each process, MiB at the peak of a step: "
         f"{job.workload.name}, {job.workload.sizes}; {n} stages, m = {job.num_micro_batches}",
@@ -274,7 +274,7 @@ def _why_not(name: str, job: Job) -> str | None:
 
 
 def _memory() -> dict[str, int]:
-    """Return what the kernel counts for this process, in bytes, after freed memory is returned."""
+    """Return the kernel's counts for this process, in bytes, after freed memory is returned."""
     _give_back()
     status = Path("/proc/self/status").read_text()
     return {name: int(kib) << 10 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", status)}

@@ -30,7 +30,7 @@ class Table:
         headings: a name and a unit for each column; the first column is text.
         rows: a cell for each column.
         formats: how to write the numbers of each column but the first, as ``format`` takes it.
-        notes: lines under the table: what a figure means, what was left out and why.
+        notes: lines under the table: the meaning of figures, and why contenders were not run.
     """
 
     title: str
@@ -71,7 +71,7 @@ class Report:
         part: its name, also of its files.
         tables: what is printed.
         figures: raw figures, plain JSON.
-        options: what it was run with, plain JSON.
+        options: its options, plain JSON.
         draw: draws the plot on a new matplotlib figure.
     """
 

@@ -265,13 +265,13 @@ def main() -> None:
                 Path(place, "fewer"), args.nproc, options, seed=args.seed, expected=expected
             )
     print(f"{'':28}  kills  differences  largest      s  left  resumed after steps")
-    for name, one in outcomes.items():
-        steps = " ".join(map(str, one.resumed_at))
+    for name, end in outcomes.items():
+        steps = " ".join(map(str, end.resumed_at))
         print(
-            f"{name:28}  {one.num_kills:5}  {len(one.differences):11}  {one.largest:7.1g}"
-            f"  {one.duration_s:5.0f}  {one.num_left:4}  {steps}"
+            f"{name:28}  {end.num_kills:5}  {len(end.differences):11}  {end.largest:7.1g}"
+            f"  {end.duration_s:5.0f}  {end.num_left:4}  {steps}"
         )
-    sys.exit(any(one.differences or one.num_left for one in outcomes.values()))
+    sys.exit(any(end.differences or end.num_left for end in outcomes.values()))
 
 
 if __name__ == "__main__":

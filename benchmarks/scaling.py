@@ -3,7 +3,7 @@
 Weak scaling: each stage has one transformer layer and a machine of its own, so n stages train a
 model n times as large. Measured on two stages that run side by side:
 
-    host_s                   what is neither task nor waiting: mostly, the copy that is sent
+    host_s                   time of neither tasks nor waiting: mostly copying messages
     forward_s, backward_s    tasks of stage.last_step(), each with host_s
     transfer_s               half of what two stages add to a step of one message down and one up,
                              of a boundary's size, between layers that do nothing; less host_s
@@ -46,7 +46,7 @@ _M_OF_COSTS, _MS_OF_CHECK = 12, (2, 4, 12)
 #: Proving a plan of more tasks takes minutes.
 _MAX_PROOF_TASKS = 1 << 16
 
-#: The number of micro-batches for n stages, by what is written in the table.
+#: The number of micro-batches for n stages, by its text in the table.
 _NUM_MICRO_BATCHES: dict[str, Callable[[int], int]] = {
     "m = 4n": lambda n: 4 * n,
     "m = 32": lambda n: 32,
@@ -146,7 +146,7 @@ def predict(measured: Measured, m: int, n: int) -> Prediction:
 
 
 def tabulate_costs(measured: Mapping[int, Measured]) -> Table:
-    """Lay out what was measured, by number of stages."""
+    """Lay out the measured costs, by number of stages."""
     layer = WORKLOADS[_WORKLOAD].sizes.replace("8 layers", "1 layer a stage")
     rows: list[list[Any]] = [
         [what, *(vars(of_n)[name] * 1e3 for of_n in measured.values())]
@@ -188,7 +188,7 @@ def tabulate_check(measured: Mapping[int, Measured], runs: Mapping[int, Times]) 
 
 
 def tabulate_curve(name: str, curve: Sequence[Prediction]) -> Table:
-    """Lay out what is predicted."""
+    """Lay out the predictions."""
     rows = [
         [
             *(str(point.n), point.m, point.step_s, point.throughput, point.throughput / point.n),
@@ -232,7 +232,7 @@ def measure_runs(rounds: int) -> dict[str, Any]:
         stage.close()
     ranks: list[Any] = [None] * n
     dist.all_gather_object(ranks, ours)
-    forward_s, backward_s, host_s = (statistics.fmean(each) for each in zip(*ranks, strict=True))
+    forward_s, backward_s, host_s = (statistics.fmean(s) for s in zip(*ranks, strict=True))
     hop_s = _hop_s(_boundary_kib(), rounds) if n == _NUM_STAGES else 0.0
     transfer_s = max(0.0, hop_s - host_s)
     measured = Measured(forward_s + host_s, backward_s + host_s, host_s, transfer_s)

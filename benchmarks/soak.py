@@ -11,7 +11,7 @@ micro-batches is drawn from the seed and the round's number. After each round:
     none of its processes is alive                                  else: processes left
     /dev/shm and the job's temporary folder are as before           else: bytes, files left
 
-Prints the sums, and for each round that went wrong what was wrong and the command that repeats
+Prints the sums, and for each round that went wrong its faults and the command that repeats
 it. The exit code is 1 if any round did.
 """
 

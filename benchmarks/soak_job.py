@@ -47,7 +47,7 @@ _MUTE_S = 1.2
 _WAIT_TIMEOUT_S = 30.0
 
 
-class InjectedError(Exception):
+class FaultError(Exception):
     """Raised by faulty user code."""
 
 
@@ -95,7 +95,7 @@ class Fault:
         acts.get(self._round.act, lambda: None)()
 
     def _raise(self) -> None:
-        raise InjectedError(f"fault in {self._round.where}")
+        raise FaultError(f"fault in {self._round.where}")
 
     def _kill_the_waiting(self) -> None:
         """Kill another rank once it sleeps, which it does when it waits for this one."""
@@ -131,8 +131,8 @@ class Fault:
     def _outlive_others(self) -> None:
         """Wait until the scripts of the other ranks have ended, for some time at most."""
         deadline_s = time.monotonic() + _LINGER_S
-        others = [rank for rank in range(self._round.num_ranks) if rank != self._rank]
-        while time.monotonic() < deadline_s and not all(map(self._has_ended, others)):
+        other_ranks = [rank for rank in range(self._round.num_ranks) if rank != self._rank]
+        while time.monotonic() < deadline_s and not all(map(self._has_ended, other_ranks)):
             time.sleep(_CHECK_EVERY_S)
 
     def _has_ended(self, rank: int) -> bool:
@@ -278,7 +278,7 @@ def call(stage: Stage, round_: Round, rank: int, step: int, input: Any, target: 
     if is_faulty and round_.act == "another call":
         stage.clip_grad_norm_(1.0)
     elif is_faulty and round_.act == "catch":
-        with contextlib.suppress(InjectedError):
+        with contextlib.suppress(FaultError):
             stage.step(input, target)
     if round_.method == "step" or round_.act == "catch":
         return stage.step(input, target).item()

@@ -4,7 +4,7 @@ Polls a running job, and injects the fault when its time has come:
 
     stop                continues a stopped rank once the others have reported the stall
     kill at any time    kills a rank some moments after it has begun
-    kill the launcher   likewise
+    kill the launcher   kills it some moments after a rank has begun
     strangers           connect to the job's ports and sockets, and send garbage
 """
 

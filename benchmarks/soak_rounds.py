@@ -125,9 +125,9 @@ class Round:
     def __str__(self) -> str:
         where = f" in {self.where}" if self.where else ""
         size = f"large ({self.transport})" if self.samples > 100 else "small"
-        who = f" on rank {self.origin}, step {self.step}" if self.act != "none" else ""
+        place = f" on rank {self.origin}, step {self.step}" if self.act != "none" else ""
         return (
-            f"{self.act}{where}{who}; {self.num_ranks} ranks by {self.launcher}, {self.method}, "
+            f"{self.act}{where}{place}; {self.num_ranks} ranks by {self.launcher}, {self.method}, "
             f"{self.chunks} {size} micro-batches, recompute {self.checkpoint}"
         )
 
@@ -160,7 +160,7 @@ def draw(
         origin = num_ranks - 1
     layer = chance.randrange(2)
     if act.startswith("other") and origin == num_ranks - 1:
-        layer = 0  # so that another layer gets what it returns
+        layer = 0  # so that another layer gets its output
     if act in NEED_LAUNCHER:
         launchers = tuple(launcher for launcher in launchers if launcher != FORK) or (TORCHRUN,)
     needs_step = where == "loss" or act == "nan"
@@ -247,8 +247,8 @@ def expected_of(round_: Round) -> Expected:
         return Expected(False, last, last, ("NonFiniteLossError", "the loss is nan"), 1)
     words = {
         "allocate": ("out of memory on cpu", f"stage {origin} held "),
-        "catch": ("StageClosedError", f"InjectedError: fault in {round_.where}"),
-    }.get(round_.act, (f"InjectedError: fault in {round_.where}",))
+        "catch": ("StageClosedError", f"FaultError: fault in {round_.where}"),
+    }.get(round_.act, (f"FaultError: fault in {round_.where}",))
     if act == "raise" and round_.where in ("forward", "recompute", "backward", "loss"):
         words += (f"in stage {origin} (rank {origin}), task ",)
     return Expected(False, origin, origin, words, 1)
@@ -283,7 +283,7 @@ class Ending:
 
 
 def faults_of(round_: Round, ending: Ending) -> list[str]:
-    """Return what was wrong with the report of a round that has ended; [] if nothing was."""
+    """Return the faults in the report of a round that has ended."""
     expected = expected_of(round_)
     if round_.act == "kill the launcher":
         return []  # no process is left to report; that none is left is checked elsewhere

@@ -309,7 +309,7 @@ def test_gradients_of_an_input_through_a_stage(checkpoint):
         output = stage(ours)
         output.square().sum().backward()
         norm(theirs)
-        # The gradient is that of micro-batches that are each normalised by themselves.
+        # Each micro-batch is normalised by itself, so its gradient is, too.
         plain = nn.BatchNorm2d(3).double()
         torch.cat([plain(part) for part in theirs.chunk(4)]).square().sum().backward()
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)

@@ -72,7 +72,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class ModelOutput(collections.OrderedDict):
-    """Like that of Hugging Face: each field that is not None is an item, too."""
+    """Like Hugging Face's class: each field that is not None is an item, too."""
 
     loss: Any = None
     logits: Any = None

@@ -128,9 +128,9 @@ def set_environment(env: dict[str, str]) -> str:
 def two_free_ports() -> int:
     """Return the first of two free ports in a row."""
     for port in range(20000 + os.getpid() % 5000 * 2, 32000, 2):
-        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as next_one:
-            one.bind(("127.0.0.1", port))
-            next_one.bind(("127.0.0.1", port + 1))
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
             return port
     raise AssertionError("no two ports are free")
 
@@ -211,17 +211,13 @@ def test_the_timeline_of_the_recorded_program_has_the_tables_of_its_page(
     done = run_forked(code, num_ranks=2, tears_down=True).check()
     assert done.stdout.count("Split(stage=") == 2
     assert main(["timeline", "run.json"]) == 0
-    printed = capsys.readouterr().out
+    out = capsys.readouterr().out
     (shown,) = re.findall(r"```text\n(.*?)```", TIMELINE.read_text(), re.DOTALL)
-    table, shown_table = (
-        re.sub(r"[\d.]+", "0", text).split("\n\n")[:2] for text in (printed, shown)
-    )
+    table, shown_table = (re.sub(r"[\d.]+", "0", text).split("\n\n")[:2] for text in (out, shown))
     assert [line.split() for line in table] == [line.split() for line in shown_table]
-    assert printed.endswith("\nrun.html\n")
+    assert out.endswith("\nrun.html\n")
     # The report has the table of the page; only the clocks were read again.
-    ours, theirs = (
-        re.findall(r"^ +[01] .*%.*$", text, re.M)[-2:] for text in (done.stdout, printed)
-    )
+    ours, theirs = (re.findall(r"^ +[01] .*%.*$", text, re.M)[-2:] for text in (done.stdout, out))
     assert [line.split()[:2] for line in ours] == [line.split()[:2] for line in theirs]
 
 
@@ -243,7 +239,7 @@ def test_the_grids_of_the_page_are_those_of_the_schedules() -> None:
         drawn = [line[4 + column :][:40].rstrip() for line in page.splitlines()]
         for line in render_text(plan).splitlines()[1:]:
             words = line.split()
-            assert words in [each.split() for each in drawn], line
+            assert words in [row.split() for row in drawn], line
 
 
 # -- docs/schedules_auto.md ----------------------------------------------------------------------

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def import_procpipe_beside(torch_version: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Import procpipe in a process whose torch has nothing but a version."""
+    """Import procpipe in a process whose torch has only a version."""
     (folder / "torch.py").write_text(f"__version__ = {torch_version!r}\n")
     code = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]; import procpipe"
     return subprocess.run(

@@ -25,14 +25,7 @@ def test_a_size_has_the_unit_that_suits_it(num_bytes: int, expected: str) -> Non
 
 
 def test_a_count_has_its_noun_in_the_right_number() -> None:
-    counts = [
-        (0, "layer"),
-        (1, "stage"),
-        (2, "stage"),
-        (1, "process"),
-        (2, "process"),
-        (3, "batch"),
-    ]
-    assert [counted(number, noun) for number, noun in counts] == [
+    cases = [(0, "layer"), (1, "stage"), (2, "stage"), (1, "process"), (2, "process"), (3, "batch")]
+    assert [counted(number, noun) for number, noun in cases] == [
         *("0 layers", "1 stage", "2 stages", "1 process", "2 processes", "3 batches")
     ]

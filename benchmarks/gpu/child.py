@@ -1,4 +1,4 @@
-"""What every rank of a step runs: calls one function, which records what it finds.
+"""The script of every rank of a step: calls one function, which records its findings.
 
 When the step's time is over, it writes the stacks of all its threads and ends, even if it is
 blocked and even if the process that started it is gone.

@@ -53,7 +53,7 @@ def gpt(
     """Measure steps and peaks; every rank calls it.
 
     Args:
-        record: takes what is found.
+        record: records a finding.
         devices: one a rank.
         transport: procpipe's.
         sizes: words, blocks, width, heads and context of the model.

@@ -102,7 +102,7 @@ class _Run:
         self._is_tiny = is_tiny or is_emulated
         self._is_nccl_given = nccl is not None
         self._with_nccl = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-        if nccl and not is_emulated:  # which has an NCCL of its own
+        if nccl and not is_emulated:  # an emulated GPU has its own NCCL
             self._with_nccl["LD_PRELOAD"] = _before(str(nccl.resolve()), "LD_PRELOAD")
         append(self._results, {"kind": "run", "emulated": is_emulated})
 
@@ -194,7 +194,7 @@ def _report(folder: Path) -> int:
     folder.joinpath("gpu.json").write_text(json.dumps(written, indent=1) + "\n")
     print(f"(also in {folder}: gpu.txt, gpu.md, gpu.json, results.jsonl, logs.txt)", flush=True)
     outcomes = {r["name"]: r.get("outcome", "") for r in records if r["kind"] in ("begin", "end")}
-    return 0 if all(each.startswith(("done", "not run")) for each in outcomes.values()) else 1
+    return 0 if all(text.startswith(("done", "not run")) for text in outcomes.values()) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""What the steps measure on every rank; each function records what it finds.
+"""The measurements of the steps on every rank; each function records its findings.
 
     versions               of libraries, GPUs and the host
     parity                 largest differences to the plain model, in float64
@@ -49,7 +49,7 @@ def versions(record: Recorder, **_: Any) -> None:
     gpus = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
     if not gpus:
         raise RuntimeError("torch finds no CUDA device: see nvidia-smi, and torch.version.cuda")
-    both = [(k, other) for k in range(len(gpus)) for other in range(len(gpus)) if other != k]
+    both = [(k, peer) for k in range(len(gpus)) for peer in range(len(gpus)) if peer != k]
     apart = [pair for pair in both if not torch.cuda.can_device_access_peer(*pair)]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     machine = {
@@ -83,7 +83,7 @@ def parity(
     """Compare outputs, losses, gradients and buffers with the plain model's on the same GPU.
 
     Args:
-        record: takes what is found.
+        record: records a finding.
         devices: one a rank.
         transport: procpipe's.
         pairs: schedules and checkpoint modes.
@@ -137,7 +137,7 @@ def against_one_process(
 
 
 def host(record: Recorder, devices: Sequence[str], transport: str | None, **sizes: int) -> None:
-    """Measure what a task costs the host, how far it runs ahead, and how often it waits."""
+    """Measure the host's cost of a task, how far the host runs ahead, and how often it waits."""
     m = 16
     stage, step, _ = _blocks(devices, transport, width=16, rows=4, num_micro_batches=m)
     times = measure({"tiny": _synchronised(step)}, num_rounds=5, num_steps=5)["tiny"]

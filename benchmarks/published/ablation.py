@@ -130,7 +130,7 @@ def _waiting(name: str, task_s: float, mib: int, m: int) -> tuple[Stage, Step]:
 
 
 def _published(name: str, task_s: float, mib: int, m: int) -> tuple[Stage, Step]:
-    """Make a stage of the published experiment, whatever the sizes given."""
+    """Make a stage of the published experiment, which ignores the given sizes."""
     stage = SwitchedStage(
         unet(5, 5, 64),
         [34, 76, 70, 61],
@@ -153,14 +153,14 @@ def _published(name: str, task_s: float, mib: int, m: int) -> tuple[Stage, Step]
 
 
 def _figures_of(stage: Stage) -> dict[str, Any]:
-    statistics = stage.statistics()
-    memory_bytes = statistics.peak_held_bytes
+    counts = stage.statistics()
+    memory_bytes = counts.peak_held_bytes
     if stage.device.type == "cuda":
         memory_bytes = torch.cuda.max_memory_reserved(stage.device)
     return {
-        "busy": 1.0 - statistics.bubble,
+        "busy": 1.0 - counts.bubble,
         "memory_bytes": memory_bytes,
-        "sent_bytes": sum(statistics.sent_bytes.values()) // statistics.num_steps,
+        "sent_bytes": sum(counts.sent_bytes.values()) // counts.num_steps,
         "tasks": [(str(t.task), t.start_s, t.end_s) for t in stage.last_step()],
     }
 
@@ -169,7 +169,7 @@ def _figures_of(stage: Stage) -> dict[str, Any]:
 
 
 def tabulate(figures: Figures, options: argparse.Namespace) -> Table:
-    """Lay out each variant beside what was published of it."""
+    """Lay out each variant beside its published figures."""
     first = figures[next(iter(VARIANTS))]["times"]
     rows: list[list[Cell]] = []
     for name, published in zip_longest(figures, ABLATION):

@@ -58,7 +58,7 @@ class Experiment:
 
     Attributes:
         part: the name of its module.
-        model: the model's name, with those of its sizes.
+        model: the name of the model and of its sizes.
         build: builds it from a setting's size.
         target: ``(batch_size, image_size) -> target``.
         loss_fn: ``(output, target) -> 0-dim loss``.
@@ -70,7 +70,7 @@ class Experiment:
         small_sizes: of the model in each setting, for two cores.
         small_batch_size: samples in a mini-batch, for two cores.
         small_image_size: height and width of the images, for two cores.
-        figures: what was published of each setting.
+        figures: the published figures of each setting.
     """
 
     part: str
@@ -284,7 +284,7 @@ def _resident_bytes(name: str) -> int:
 def tabulate(
     experiment: Experiment, rows: Sequence[Row], batch_size: int, image_size: int
 ) -> list[Table]:
-    """Lay out what was measured here, and what the published size takes and took."""
+    """Lay out the measurements, and the counted and published memory of the published sizes."""
     published = f"{experiment.part}, published: {experiment.model}, {experiment.batch_size} images"
     return [
         _measured_table(

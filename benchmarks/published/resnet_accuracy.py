@@ -144,7 +144,7 @@ def measure_seed(
 
     Returns:
         On every rank: ``errors``, by way the top-1 error in percent; ``difference``, the largest
-        between a number in the pipeline's state and the same in that of *pieces*.
+        difference of a number in the pipeline's state from the state of *pieces*.
     """
     training = _Training(data, build, seed, epochs, batch_size, m)
     rank = dist.get_rank()
@@ -269,7 +269,7 @@ def tabulate(figures: list[dict[str, Any]], sizes: dict[str, Any]) -> Table:
     rows: list[list[Cell]] = []
     for way, words in _WORDS.items():
         errors = [figure["errors"][way] for figure in figures]
-        gaps = [error - other for error, other in zip(errors, whole, strict=True)]
+        gaps = [error - base for error, base in zip(errors, whole, strict=True)]
         rows.append([words, _spread(errors), None if way == WHOLE else _spread(gaps, "+")])
         rows[-1].append(_written(beside.get(way)))
     model = "ResNet-101" if sizes["full"] else "ResNet of 4 bottleneck blocks"

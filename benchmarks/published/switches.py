@@ -158,7 +158,7 @@ class _WaitingReceiver:
 
 # -- direct ---------------------------------------------------------------------------------------
 
-_ORIGINAL = "__wrapped__"  # the forward that yields, beneath the one that @skippable makes of it
+_ORIGINAL = "__wrapped__"  # the generator that @skippable has wrapped
 
 
 def carrying(model: nn.Sequential) -> nn.Sequential:

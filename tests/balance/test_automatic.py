@@ -22,7 +22,7 @@ class Busy(nn.Module):
 
 
 class Expand(nn.Module):
-    """Holds so many copies of its input until backward."""
+    """Holds ``num_copies`` copies of its input until backward."""
 
     def __init__(self, num_copies):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A profile for planning, compared with what is counted by hand."""
+"""A profile for planning, compared with counts by hand."""
 
 from __future__ import annotations
 

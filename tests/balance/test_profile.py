@@ -57,7 +57,7 @@ class Delay(torch.autograd.Function):
 class Calling(nn.Module):
     """Applies a function, by default one that passes the first input on."""
 
-    def __init__(self, function=lambda x, *others: x, seen=None):
+    def __init__(self, function=lambda x, *rest: x, seen=None):
         super().__init__()
         self.function = function
         self.seen = Seen() if seen is None else seen
@@ -149,9 +149,9 @@ def test_sizes_are_those_of_saved_tensors_and_outputs():
 
     sizes = layer_sizes(model, torch.rand(8, 10), param_scale=0)
 
-    one = float32(8, 20)
-    assert sizes[:4] == [one, one, 3 * one, 0]
-    assert sizes[4] in (one + one // 4, 2 * one)
+    tensor_bytes = float32(8, 20)
+    assert sizes[:4] == [tensor_bytes, tensor_bytes, 3 * tensor_bytes, 0]
+    assert sizes[4] in (tensor_bytes + tensor_bytes // 4, 2 * tensor_bytes)
     assert sizes[5] == 0
 
 

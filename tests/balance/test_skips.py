@@ -32,7 +32,7 @@ class StashNone(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Changes what it pops, in place."""
+    """Changes the popped tensor in place."""
 
     def forward(self, x):
         skip = yield pop("skip")
@@ -54,12 +54,12 @@ def model():
 
 def test_a_model_with_skips_is_profiled():
     sample = torch.rand(4, 8)
-    one = FLOAT32 * 4 * 8
+    tensor_bytes = FLOAT32 * 4 * 8
 
     assert len(layer_times(model(), sample, timeout=0)) == 6
     sizes = layer_sizes(model(), sample, param_scale=0)
-    # Stash makes exp(x), saved and stashed, and its sine. Pop saves what it gets; its own output.
-    assert sizes == [one, 2 * one, 0, one, 0, one]
+    # Stash makes exp(x), saved and stashed, and its sine. Pop saves its inputs; its own output.
+    assert sizes == [tensor_bytes, 2 * tensor_bytes, 0, tensor_bytes, 0, tensor_bytes]
     assert sum(balance_by_time(3, model(), sample, timeout=0)) == 6
     assert balance_by_size(2, model(), sample, param_scale=0) == [2, 4]
 

@@ -120,12 +120,10 @@ def raised() -> Round:
 
 
 REPORT = """Traceback (most recent call last):
-InjectedError: fault in forward
+FaultError: fault in forward
 procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer 'l2' (FaultyLayer)
 """
-VICTIM = (
-    "procpipe: rank {} ends, because rank 1 failed in step(): InjectedError: fault in forward\n"
-)
+VICTIM = "procpipe: rank {} ends, because rank 1 failed in step(): FaultError: fault in forward\n"
 
 
 OUTPUTS = (VICTIM.format(0), REPORT, VICTIM.format(2))
@@ -145,7 +143,7 @@ def test_an_expected_ending_has_no_faults(raised):
         (ending(codes=(1, 1, 0)), "exit code 0 of rank 2"),
         (ending(outputs=("", "", "")), "0 tracebacks, not 1"),
         (ending(outputs=(REPORT, REPORT, "")), "2 tracebacks, not 1"),
-        (ending(outputs=(REPORT, "", "")), "'InjectedError: fault in forward' is not printed"),
+        (ending(outputs=(REPORT, "", "")), "'FaultError: fault in forward' is not printed"),
         (
             ending(outputs=("procpipe: rank 0 ends, because rank 2 failed", REPORT, "")),
             "rank 2 is named",

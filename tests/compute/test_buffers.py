@@ -60,15 +60,15 @@ def test_recomputation_repeats_and_leaves_buffers_unchanged(how, start):
 
 
 def test_only_buffers_that_change_are_copied_after_the_first_forward():
-    layer, other = Counter(), Counter(how="never")
-    buffers = Buffers({"a": layer, "b": nn.Sequential(other)})
+    layer, constant = Counter(), Counter(how="never")
+    buffers = Buffers({"a": layer, "b": nn.Sequential(constant)})
     _, first = forward(buffers, layer)
     _, second = forward(buffers, layer)
     assert set(first) == {
         (layer, "count"),
         (layer, "steady"),
-        (other, "count"),
-        (other, "steady"),
+        (constant, "count"),
+        (constant, "steady"),
     }
     assert set(second) == {(layer, "count")}
 

@@ -61,7 +61,7 @@ def test_rounding_is_no_difference(dtype):
     noise = 1 + eps * torch.randn(y.shape, dtype=torch.float64)
     rounded = (y.double() * noise).to(dtype)
     assert compare([x, y, z], [x, rounded, z]) is None
-    # The mean is nothing but rounding.
+    # The mean is rounding only.
     centred = y - y.mean()
     mean = centred.mean()
     assert compare([x, centred, mean], [x, centred, mean + eps]) is None
@@ -91,9 +91,9 @@ def test_another_order_of_layers_is_a_difference():
 
 def test_one_changed_element_of_many_is_detected():
     x, y, _ = outputs()
-    other = y.clone()
-    other[60_000] += 1
-    assert compare([x, y], [x, other]) == 0
+    changed = y.clone()
+    changed[60_000] += 1
+    assert compare([x, y], [x, changed]) == 0
 
 
 def test_values_that_are_not_finite_are_compared_too():
@@ -149,18 +149,18 @@ def test_no_copy_is_made_of_a_large_tensor(tensor):
 
 def test_strides_are_no_difference():
     x = torch.randn(20, 300, 50, 2, generator=torch.Generator().manual_seed(1))
-    other = torch.empty(2, 50, 300, 20).permute(3, 2, 1, 0).copy_(x)
-    assert compare([x], [other]) is None
-    other[-1, -1, -1, -1] += 1
-    assert compare([x], [other]) == -1
+    strided = torch.empty(2, 50, 300, 20).permute(3, 2, 1, 0).copy_(x)
+    assert compare([x], [strided]) is None
+    strided[-1, -1, -1, -1] += 1
+    assert compare([x], [strided]) == -1
 
 
 def test_integers_are_compared():
     x = torch.arange(100_000)
-    other = x.clone()
-    other[5] += 1
+    changed = x.clone()
+    changed[5] += 1
     assert compare([x, x], [x, x.clone()]) is None
-    assert compare([x, x], [x, other]) == 0
+    assert compare([x, x], [x, changed]) == 0
     flags = torch.rand(1000) > 0.5
     assert compare([x * 0, flags], [x * 0, ~flags]) == 0
 

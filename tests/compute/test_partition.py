@@ -380,13 +380,11 @@ def test_a_failing_layer_is_named():
 def test_freezing_and_unfreezing_takes_effect_at_the_next_mini_batch():
     layer = nn.Linear(2, 2)
     partition = partition_of(layer)
-    for requires_grad in (True, False, True):
-        layer.requires_grad_(requires_grad)
+    for flags in ((True,), (False,), (True,)):
+        layer.requires_grad_(*flags)
         partition.begin()
         inputs = received(torch.ones(2, 2), requires_grad=False)
-        assert partition.forward(0, inputs, keep=True, recompute=True).requires_grad == (
-            requires_grad,
-        )
+        assert partition.forward(0, inputs, keep=True, recompute=True).requires_grad == flags
 
 
 # -- changes from outside, and outputs that cannot be sent ----------------------------------------
@@ -456,9 +454,7 @@ def test_a_tensor_of_another_class_is_not_sent():
         output = Partition(layers, CPU, is_first=False).forward(
             0, received(torch.randn(2, 3)), keep=False, recompute=False
         )
-    assert not is_plain(
-        output.tensors[0]
-    )  # as in the plain model, since this partition is the last
+    assert not is_plain(output.tensors[0])  # as in the plain model: the partition is the last
     partition = Partition(layers, CPU, is_first=False, is_last=False)
     with pytest.raises(BoundaryError, match=r"^layer '1' \(Do\) returned.*\.Marked of"):
         partition.forward(0, received(torch.randn(2, 3)), keep=False, recompute=False)

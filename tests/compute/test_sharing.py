@@ -44,7 +44,7 @@ class Do(nn.Module):
 
 @skippable(stash=["t"])
 class StashT(nn.Module):
-    """Stashes what it returns."""
+    """Stashes its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class StashU(nn.Module):
 
 
 class Pop(nn.Module):
-    """Adds what it pops, perhaps changed in place."""
+    """Adds the popped tensor, which it may change in place."""
 
     def __init__(self, name: str, change: bool = False) -> None:
         super().__init__()
@@ -187,16 +187,13 @@ def test_a_change_of_shared_memory_is_right_or_an_error(
     for name, (layers, named) in cases().items():
         x = torch.randn(5, 4)
         expected = nn.Sequential(*copy.deepcopy(layers))(x.clone())
-        pattern = f"^layer '{named}' .* in place"
+        text = f"^layer '{named}' .* in place"
         error: type[Exception] = RuntimeError
         if named is None and recompute and name in CHANGES_ITS_INPUT:
-            pattern, error = "so recomputing it would start from the wrong", RecomputeError
+            text, error = "so recomputing it would start from the wrong", RecomputeError
         elif named is None:
-            pattern = ""
-        with (
-            case(name),
-            pytest.raises(error, match=pattern) if pattern else nullcontext(),
-        ):
+            text = ""
+        with case(name), pytest.raises(error, match=text) if text else nullcontext():
             found = run_in_turn(list(layers), x, keep=keep, recompute=recompute, is_sent=is_sent)
             assert torch.equal(found, expected)
 

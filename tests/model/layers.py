@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-def model_of_every_kind_of_layer(device: str = "cpu") -> nn.Sequential:
+def model_of_many_layers(device: str = "cpu") -> nn.Sequential:
     """Return a model with every kind of layer to initialise; it runs no forward."""
     with torch.device(device):
         return nn.Sequential(

@@ -17,13 +17,13 @@ from procpipe.model.cut import (
     cut,
     layer_facts,
 )
-from tests.model.layers import model_of_every_kind_of_layer
+from tests.model.layers import model_of_many_layers
 
 
 def test_only_a_sequential_is_a_model() -> None:
     with pytest.raises(TypeError, match=r"a Linear: pass an nn\.Sequential"):
         check_model(nn.Linear(1, 1))
-    check_model(model_of_every_kind_of_layer())
+    check_model(model_of_many_layers())
 
 
 def test_an_empty_model_is_legal() -> None:
@@ -33,11 +33,11 @@ def test_an_empty_model_is_legal() -> None:
 
 
 def test_duplicate_children_are_all_named() -> None:
-    same, other = nn.Linear(1, 1), nn.ReLU()
+    linear, relu = nn.Linear(1, 1), nn.ReLU()
     with pytest.raises(
         ValueError, match=r"duplicate children: .*'0' and '2' are one Linear; .*'1' and '4' are one"
     ):
-        check_model(nn.Sequential(same, other, same, nn.ReLU(), other))
+        check_model(nn.Sequential(linear, relu, linear, nn.ReLU(), relu))
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,7 @@ def test_shared_parameters_are_all_named() -> None:
 
 
 def test_layer_facts_do_not_depend_on_the_device() -> None:
-    assert layer_facts(model_of_every_kind_of_layer("meta")) == layer_facts(
-        model_of_every_kind_of_layer()
-    )
+    assert layer_facts(model_of_many_layers("meta")) == layer_facts(model_of_many_layers())
     model = nn.Sequential(nn.Linear(300, 4), nn.ReLU(), nn.Sequential(nn.Linear(2, 1)))
     assert layer_facts(model) == [
         "0: Linear, 1,204 parameters",

@@ -43,9 +43,7 @@ def test_the_text_of_a_plan_is_one_line_a_cycle() -> None:
     n=st.integers(1, 99),
     cycles=st.lists(st.lists(TASKS, max_size=4).map(tuple), max_size=5).map(tuple),
 )
-def test_any_plan_is_read_back_from_its_text(
-    m: int, n: int, cycles: tuple[tuple[Task, ...]]
-) -> None:
+def test_any_plan_is_read_from_its_text(m: int, n: int, cycles: tuple[tuple[Task, ...]]) -> None:
     plan = Plan(m, n, cycles)
     again = Plan.from_text(plan.to_text())
     assert (again.num_micro_batches, again.num_stages, again.cycles) == (m, n, cycles)

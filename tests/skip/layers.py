@@ -24,7 +24,7 @@ def stasher(*names: str, times: int = 1) -> nn.Module:
 
 
 def popper(*names: str) -> nn.Module:
-    """Return a layer that adds to its input what it pops under each name."""
+    """Return a layer that adds the tensor popped under each name to its input."""
 
     @skippable(pop=names)
     class Pop(nn.Module):

@@ -65,7 +65,7 @@ class OurLayerTheirPop(nn.Module):
     ],
 )
 def test_skippables_of_torchgpipe_are_refused_before_anything_runs(layers, message):
-    first, second = (each() if isinstance(each, type) else each for each in layers)
+    first, second = (layer() if isinstance(layer, type) else layer for layer in layers)
     with pytest.raises(TypeError) as info:
         Stage(nn.Sequential(first, nn.Sequential(second)), [2])
     assert message in str(info.value)

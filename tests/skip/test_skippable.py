@@ -1,4 +1,4 @@
-"""Skippable layers in a plain ``nn.Sequential``: what they may do, and the errors otherwise."""
+"""Skippable layers in a plain ``nn.Sequential``: allowed actions, and errors."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_gradients_come_back_from_every_layer_that_pops() -> None:
     assert x.grad.item() == 4
 
 
-# -- what a forward may not do --------------------------------------------------------------------
+# -- errors of a forward --------------------------------------------------------------------
 
 
 def faulty(forward: Callable[..., Any], *, stash: Any = (), pop: Any = ()) -> nn.Module:
@@ -266,18 +266,18 @@ def test_isolate_only_some_names(only: Any) -> None:
 
 
 def test_isolate_some_names_here_and_others_there() -> None:
-    one, other = Namespace(), Namespace()
-    layer = isolated(isolated(stasher("a", "b"), one, only=["a"]), other, only=["b"])
+    first, second = Namespace(), Namespace()
+    layer = isolated(isolated(stasher("a", "b"), first, only=["a"]), second, only=["b"])
     verify_skippables(
-        nn.Sequential(layer, isolated(popper("a"), one), isolated(popper("b"), other))
+        nn.Sequential(layer, isolated(popper("a"), first), isolated(popper("b"), second))
     )
 
 
 def test_the_latest_namespace_of_a_name_counts() -> None:
-    one, other = Namespace(), Namespace()
-    layer = isolated(isolated(stasher("a", "b"), other), one, only=["a"])
+    first, second = Namespace(), Namespace()
+    layer = isolated(isolated(stasher("a", "b"), second), first, only=["a"])
     verify_skippables(
-        nn.Sequential(layer, isolated(popper("a"), one), isolated(popper("b"), other))
+        nn.Sequential(layer, isolated(popper("a"), first), isolated(popper("b"), second))
     )
 
 
@@ -289,12 +289,12 @@ def test_isolating_an_unknown_name_is_an_error() -> None:
 
 
 def test_isolating_one_layer_does_not_change_others_of_its_class() -> None:
-    one, other = Namespace(), Namespace()
+    first, second = Namespace(), Namespace()
     layer = stasher("a")
     alone, apart = type(layer)(), type(layer)()
-    isolated(layer, one)
-    isolated(apart, other)
-    poppers = [popper("a"), isolated(popper("a"), one), isolated(popper("a"), other)]
+    isolated(layer, first)
+    isolated(apart, second)
+    poppers = [popper("a"), isolated(popper("a"), first), isolated(popper("a"), second)]
     verify_skippables(nn.Sequential(layer, alone, apart, *poppers))
 
 
@@ -328,9 +328,7 @@ def test_names_in_a_state_dict_have_no_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["copy", "pickle"],
+    "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
 )
 def test_a_copy_of_isolated_layers_matches_in_itself(
     duplicate: Callable[[nn.Sequential], nn.Sequential],

@@ -85,9 +85,7 @@ def test_a_tensor_is_released_when_it_is_popped() -> None:
 
 
 def test_a_failed_forward_does_not_affect_the_next_one(tracker: PlainTracker) -> None:
-    failing, working = (
-        nn.Sequential(stasher("a"), layer, popper("a")) for layer in (Fail(), nn.ReLU())
-    )
+    failing, working = (nn.Sequential(stasher("a"), f, popper("a")) for f in (Fail(), nn.ReLU()))
     with pytest.raises(ArithmeticError, match="on purpose"):
         failing(torch.tensor([100.0]))
     assert working(torch.tensor([1.0])).tolist() == [3]

@@ -93,7 +93,7 @@ def copied(path, tmp_path):
 
 
 def damaged(draw, files):
-    """Change one of the files somehow; return what was done."""
+    """Make a random change to one of the files; return the change."""
     file = draw.choice(files)
     data = bytearray(file.read_bytes())
     at = draw.randrange(len(data))
@@ -264,7 +264,7 @@ def test_links_are_followed_inside_of_the_folder_only(plain, tmp_path):
     path = copied(plain[0], tmp_path)
     shutil.move(path / "__0_0.distcp", path / "moved")
     (path / "__0_0.distcp").symlink_to("moved")
-    assert is_same(load(path, extra=False), plain[1])  # inside of it
+    assert is_same(load(path, extra=False), plain[1])  # inside of the folder
     shutil.move(path / "moved", tmp_path / "moved")
     (path / "__0_0.distcp").unlink()
     (path / "__0_0.distcp").symlink_to(tmp_path / "moved")
@@ -356,11 +356,11 @@ def nowhere(metadata):
 
 
 def of_another_key(metadata):
-    """Swap the places of two values, of which one is larger."""
+    """Swap the places of two values, of which first is larger."""
     places = {index.fqn: index for index in metadata.storage_data}
-    one, other = places[WEIGHT], places["model.2.weight"]
+    first, second = places[WEIGHT], places["model.2.weight"]
     data = metadata.storage_data
-    data[one], data[other] = data[other], data[one]
+    data[first], data[second] = data[second], data[first]
 
 
 def of_another_version(metadata):
@@ -410,12 +410,12 @@ def test_another_dtype_than_the_models_is_refused_or_converted(tmp_path):
     with pytest.raises(ValueError, match=r"weight has dtype torch.float64 but torch.float32 there"):
         state.load(tmp_path, nn.Linear(2, 2).double())
     for load_into in (
-        lambda other: state.load(tmp_path, other, strict=False),
-        lambda other: state.load_weights(tmp_path, other),
+        lambda target: state.load(tmp_path, target, strict=False),
+        lambda target: state.load_weights(tmp_path, target),
     ):
-        other = nn.Linear(2, 2).double()
-        load_into(other)
-        assert torch.equal(other.weight, model.weight.double())
+        target = nn.Linear(2, 2).double()
+        load_into(target)
+        assert torch.equal(target.weight, model.weight.double())
     module = nn.Module()
     module.register_buffer("weight", torch.zeros(2, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"weight has dtype torch.int32 but torch.float32 there"):
@@ -450,10 +450,10 @@ def test_an_optimizers_moments_have_the_parameters_shape(tmp_path, name):
         optimizer.step(loss)
     path = state.save(tmp_path, model, optimizer).path
     (path / "procpipe.json").unlink()
-    other = OPTIMIZERS[name](model.parameters(), lr=0.01, **options)
+    loaded = OPTIMIZERS[name](model.parameters(), lr=0.01, **options)
     for _ in range(2):  # without a state, and with one
-        state.load(path, model, other)
-        assert is_same(other.state_dict()["state"], optimizer.state_dict()["state"])
+        state.load(path, model, loaded)
+        assert is_same(loaded.state_dict()["state"], optimizer.state_dict()["state"])
     keys = [
         key for key, shape in read_index(path).shapes.items() if key.startswith("optimizer.state")
     ]
@@ -479,9 +479,9 @@ def test_complex_state_is_not_made_real(tmp_path, part):
     state_of = optimizer.state[model.weight]
     state_of[part] = state_of[part].to(torch.complex64)
     state.save(tmp_path, model, optimizer)
-    other = torch.optim.AdamW(model.parameters())
+    loaded = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=rf"{part} has dtype torch.complex64, but must have"):
-        state.load(tmp_path, model, other, strict=False)
+        state.load(tmp_path, model, loaded, strict=False)
 
 
 def test_an_optimizer_may_hold_none_or_a_number_where_a_tensor_is_loaded(tmp_path):
@@ -492,10 +492,10 @@ def test_an_optimizer_may_hold_none_or_a_number_where_a_tensor_is_loaded(tmp_pat
     state.save(tmp_path, model, optimizer)
     buffer = optimizer.state[model.weight]["momentum_buffer"]
     for held in (None, 1):
-        other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        other.state[model.weight]["momentum_buffer"] = held
-        state.load(tmp_path, model, other)
-        assert torch.equal(other.state[model.weight]["momentum_buffer"], buffer)
+        loaded = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loaded.state[model.weight]["momentum_buffer"] = held
+        state.load(tmp_path, model, loaded)
+        assert torch.equal(loaded.state[model.weight]["momentum_buffer"], buffer)
 
 
 @pytest.mark.parametrize("position", [-1, 625, 1 << 40, None])

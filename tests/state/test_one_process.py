@@ -117,11 +117,11 @@ def test_mini_batches_before_the_position_are_not_read_again():
     items = iter(loader)
     next(items), next(items)
     data = Noisy()
-    other = state.Resumable(DataLoader(data, batch_size=3, shuffle=True))
-    other.load_state_dict(loader.state_dict())
+    resumed = state.Resumable(DataLoader(data, batch_size=3, shuffle=True))
+    resumed.load_state_dict(loader.state_dict())
 
-    assert other.state_dict() == loader.state_dict() | {"now": []}
-    assert len(list(other)) == 2
+    assert resumed.state_dict() == loader.state_dict() | {"now": []}
+    assert len(list(resumed)) == 2
     assert data.num_read == 10 - 2 * 3
 
 
@@ -145,10 +145,10 @@ def test_a_position_in_another_loader_is_refused():
         ValueError, match="after 4 mini-batches of an epoch, but now the loader end"
     ):
         list(short)
-    other = state.Resumable(with_generator())
-    other.load_state_dict(loader.state_dict())
+    different = state.Resumable(with_generator())
+    different.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"saved with 0 torch.Generators in it, but it has 1 now"):
-        list(other)
+        list(different)
 
 
 def test_an_older_loop_over_the_same_loader_fails():
@@ -273,15 +273,15 @@ def test_the_newest_are_kept_whatever_their_step(tmp_path):
         state.save(tmp_path, model, keep=0)
 
 
-@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_another_kind_of_optimizer_is_refused(tmp_path, other):
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_another_kind_of_optimizer_is_refused(tmp_path, kind):
     model = nn.Linear(2, 2)
     state.save(tmp_path, model, torch.optim.AdamW(model.parameters()))
 
     with pytest.raises(
-        ValueError, match=rf"another kind of optimizer than {other.__name__}: it has"
+        ValueError, match=rf"another kind of optimizer than {kind.__name__}: it has"
     ):
-        state.load(tmp_path, model, other(model.parameters(), lr=0.1))
+        state.load(tmp_path, model, kind(model.parameters(), lr=0.1))
     state.load(tmp_path, model, torch.optim.Adam(model.parameters()))  # its options are the same
 
 
@@ -409,17 +409,17 @@ def test_the_extra_state_of_a_module_is_saved(tmp_path):
             self.count = state["count"]
 
     model: Any
-    other: Any
-    model, other = (
+    loaded: Any
+    model, loaded = (
         nn.Sequential(nn.Linear(1, 1), Counting()),
         nn.Sequential(nn.Linear(1, 1), Counting()),
     )
     model[1].count = 5
     state.save(tmp_path, model)
-    state.load(tmp_path, other)
+    state.load(tmp_path, loaded)
 
-    assert other[1].count == 5
-    assert torch.equal(other[0].weight, model[0].weight)
+    assert loaded[1].count == 5
+    assert torch.equal(loaded[0].weight, model[0].weight)
 
 
 # -- weights -------------------------------------------------------------------------------------
@@ -437,14 +437,14 @@ def test_weights_are_loaded_from_every_kind_of_file(tmp_path):
     assert names(tmp_path / "exported") == ["model.safetensors"]
 
     for name in ("plain.pt", "x.safetensors", "exported", "saved", "saved/000001"):
-        other: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Tied())
+        loaded: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Tied())
         with torch.no_grad():
-            for parameter in other.parameters():
+            for parameter in loaded.parameters():
                 parameter.zero_()
-        state.load_weights(tmp_path / name, other)
-        for key, value in other.state_dict().items():
+        state.load_weights(tmp_path / name, loaded)
+        for key, value in loaded.state_dict().items():
             assert torch.equal(value, expected[key]), (name, key)
-        assert other[2].a.weight is other[2].b.weight
+        assert loaded[2].a.weight is loaded[2].b.weight
 
 
 def test_weights_that_cannot_be_loaded_are_refused(tmp_path):

@@ -97,9 +97,8 @@ def test_more_micro_batches_than_samples_are_not_advised() -> None:
     step = measured(8, 4)
     few = Step(**{**vars(step), "sizes": (1,) * 8})
 
-    assert not any(
-        "micro-batches:" in advice for advice in advice_on(few, facts={"balance": [1] * 4})
-    )
+    advice = advice_on(few, facts={"balance": [1] * 4})
+    assert not any("micro-batches:" in sentence for sentence in advice)
 
 
 def test_1f1b_is_advised_as_it_holds_fewer_micro_batches() -> None:

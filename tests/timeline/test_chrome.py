@@ -81,13 +81,13 @@ def test_an_arrow_connects_each_send_with_its_arrival() -> None:
 
 
 def test_plans_options_and_steps_are_in_other_data() -> None:
-    other = to_chrome(recorded())["otherData"]
+    data = to_chrome(recorded())["otherData"]
 
-    assert other["plans"] == {"abc": "plan m=2 n=2\n"}
-    assert (other["balance"], other["chunks"], other["schedule"]) == ([2, 3], 2, "gpipe")
-    assert other["kept"] == "steps 3 and 7"
-    assert other["clock_error_s"] == 2e-6
-    assert other["steps"][0]["ends_us"] == [10_000_000, 7_500_000]
+    assert data["plans"] == {"abc": "plan m=2 n=2\n"}
+    assert (data["balance"], data["chunks"], data["schedule"]) == ([2, 3], 2, "gpipe")
+    assert data["kept"] == "steps 3 and 7"
+    assert data["clock_error_s"] == 2e-6
+    assert data["steps"][0]["ends_us"] == [10_000_000, 7_500_000]
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_step_is_found_by_its_number_and_the_last_that_trained_without() -> No
 
 def test_similar_steps_have_the_same_sizes_and_exclude_the_slow_first_one() -> None:
     steps = [read_step(EQUAL, number=k) for k in range(3)]
-    other = read_step(EQUAL, number=3, sizes=(4, 4))
-    recording = recording_of(*steps, other)
+    different = read_step(EQUAL, number=3, sizes=(4, 4))
+    recording = recording_of(*steps, different)
 
     assert recording.like(steps[2]) == steps[1:]
-    assert recording.like(other) == [other]
+    assert recording.like(different) == [different]
     assert recording_of(steps[0]).like(steps[0]) == steps[:1]

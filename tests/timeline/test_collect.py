@@ -46,12 +46,12 @@ def test_the_file_of_a_long_run_names_the_kept_steps(tmp_path):
         recording.note(record(k), "plan m=1 n=1\nF0@0\n")
     recording.finish()
     recording.leave()
-    other = json.loads((tmp_path / "run.json").read_text())["otherData"]
+    data = json.loads((tmp_path / "run.json").read_text())["otherData"]
 
-    assert other["kept"] == f"steps 0 to {FIRST - 1} and {FIRST + 3} to {FIRST + LAST + 2}"
-    assert (other["num_steps"], other["is_closed"]) == (FIRST + LAST + 3, True)
-    assert other["plans"] == {"abc": "plan m=1 n=1\nF0@0\n"}
-    assert "trace" not in other
+    assert data["kept"] == f"steps 0 to {FIRST - 1} and {FIRST + 3} to {FIRST + LAST + 2}"
+    assert (data["num_steps"], data["is_closed"]) == (FIRST + LAST + 3, True)
+    assert data["plans"] == {"abc": "plan m=1 n=1\nF0@0\n"}
+    assert "trace" not in data
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 

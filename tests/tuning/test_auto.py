@@ -232,9 +232,7 @@ def test_costs_of_empty_reports_are_zero() -> None:
         ([5], True, ValueError, "has 1 limits, but there are 2 stages"),
     ],
 )
-def test_wrong_limits_are_refused(
-    limits: object, is_auto: bool, error: type[Exception], message: str
-) -> None:
+def test_wrong_limits(limits: object, is_auto: bool, error: type[Exception], message: str) -> None:
     schedule = AUTO if is_auto else SCHEDULES["gpipe"]
     with pytest.raises(error, match=message):
         checked_limits(limits, 2, schedule, is_launched=True)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Costs as text: what is written is read back, and each fault is an error that names its place."""
+"""Costs as text: written costs are read back, and each fault is an error with its place."""
 
 from __future__ import annotations
 

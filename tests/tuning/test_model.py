@@ -38,7 +38,7 @@ def test_a_partition_costs_the_sum_of_its_layers() -> None:
     assert costs.input_gradient_s == (15, 70)  # half where it was not measured
     assert costs.weight_gradient_s == (15, 50)
     assert costs.transfer_s == (2.5,)  # 0.5 s, and 200 bytes at 100 a second
-    assert costs.output_bytes == (200, 4)  # that of the loss, which is a last layer
+    assert costs.output_bytes == (200, 4)  # the loss is a last layer
     assert (costs.input_bytes, costs.target_bytes) == (7, 5)
     assert costs.put_off_bytes == (7, 0)
 
@@ -78,14 +78,14 @@ def test_a_value_that_no_layer_keeps_is_not_counted() -> None:
 
 
 def test_values_in_the_same_memory_count_once() -> None:
-    # Linear -> ReLU(inplace) -> Linear: what the ReLU keeps and what the second Linear keeps.
+    # Linear -> ReLU(inplace) -> Linear: the ReLU and the second Linear keep the same memory.
     linear = layer(kept_input_bytes=(10.0,))
     relu = layer(kept_output_bytes=(10.0,), is_in_place=True)
 
     assert saved([3], linear, relu, linear) == (10,)
-    # A partition that begins with the ReLU has it in the memory of its input …
+    # A partition that begins with the ReLU has its output in the memory of the input;
     assert saved([1, 2], linear, relu, linear) == (0, 0)
-    # … and one that ends with it, in that of its output.
+    # in a partition that ends with the ReLU it is the partition's output.
     assert saved([2, 1], linear, relu, linear) == (0, 0)
 
 

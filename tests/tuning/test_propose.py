@@ -78,7 +78,7 @@ def test_two_partitions_a_device_need_two_layers_a_device() -> None:
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
-    # Stage 0 of gpipe holds 4 micro-batches, that of 1F1B 2; each has 2 layers that keep 100 bytes.
+    # Stage 0 holds 4 micro-batches with gpipe, 2 with 1F1B; each has 2 layers that keep 100 bytes.
     question = Question(2, 4, memory_bytes=None, chunks=(4,))
     proposals = propose(model(1, 1, kept=100), question, divide)
     gpipe, one_f_one_b = of(proposals, "gpipe"), of(proposals, "1f1b")
@@ -135,7 +135,7 @@ def test_room_for_one_micro_batch_is_used_by_a_searched_plan() -> None:
 
 
 def test_layers_are_moved_if_memory_is_short() -> None:
-    # By seconds the last layer has a device of its own, by bytes the first has.
+    # By seconds the last layer gets its own device, by bytes the first layer.
     layers = tuple(
         Layer(name, (seconds,), (seconds,), (1.0,), parameter_bytes=size, trained_bytes=size)
         for name, seconds, size in (("a", 1.0, 500), ("b", 1.0, 500), ("c", 2.0, 100))

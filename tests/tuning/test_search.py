@@ -101,7 +101,7 @@ def test_equal_tasks_reach_the_published_bounds(m: int, n: int) -> None:
     total_s = simulate(found, costs).total_s
     if m >= 2 * n - 1:  # zero bubble: no stage is idle after its first micro-batch
         assert total_s == 3 * m + n - 1
-    if m >= n:  # ZB-H1: m(F+I+W) + (n-1)(F+I-W), but for what two stages cannot put off
+    if m >= n:  # ZB-H1: m(F+I+W) + (n-1)(F+I-W), except what two stages cannot put off
         assert total_s <= max(3 * m + n - 1, simulate(zb_h1(m, n), costs).total_s)
 
 

@@ -164,12 +164,11 @@ def test_dropout(forward, recompute):
     gradients = []
     for run in (in_plain_training, in_tasks):
         torch.manual_seed(3)
-        trained = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         kwargs = {} if run is in_plain_training else {"recompute": recompute, "num_split": 2}
         xs = [ramp(5, 3, 8).requires_grad_(), ramp(5, 3, 8).requires_grad_()]
-        gradients.append(
-            run(trained, xs, nullcontext, **kwargs) + [p.grad for p in trained.parameters()]
-        )
+        gradients.append(run(copied, xs, nullcontext, **kwargs))
+        gradients[-1] += [p.grad for p in copied.parameters()]
     assert all(map(equal, *gradients))
 
 
@@ -270,16 +269,16 @@ def test_a_weight_that_another_layer_computes():
 
 @pytest.mark.parametrize("name", ["in_proj_weight", "out_proj.weight"])
 def test_weights_shared_with_another_layer(name):
-    def forward(attention, other, x):
-        return to_itself(attention, x) + other(x)[..., :8]
+    def forward(attention, layer, x):
+        return to_itself(attention, x) + layer(x)[..., :8]
 
     attention = Attention(8, 2)
     for kind, put_off in ((nn.Linear, 5), (Own, 0)):
         weight = attention.get_parameter(name)
-        other = kind(8, len(weight))
-        other.weight = weight
-        assert set(parts_of_gradients(forward, copy.deepcopy(attention), other).values()) <= {1}
-        check(Do(forward, attention, other), ramp(5, 3, 8), put_off=put_off)
+        layer = kind(8, len(weight))
+        layer.weight = weight
+        assert set(parts_of_gradients(forward, copy.deepcopy(attention), layer).values()) <= {1}
+        check(Do(forward, attention, layer), ramp(5, 3, 8), put_off=put_off)
 
 
 def test_parameters_shared_with_a_layer_that_is_not_put_off_are_not_put_off():
@@ -296,9 +295,7 @@ def test_parameters_shared_with_a_layer_that_is_not_put_off_are_not_put_off():
 
 def test_computed_weights():
     attention = Attention(8, 2)
-    parametrizations.spectral_norm(
-        attention.out_proj
-    )  # a different result each time it is computed
+    parametrizations.spectral_norm(attention.out_proj)  # it changes at each computation
     check(Do(to_itself, attention), ramp(5, 3, 8), put_off=4)
     parametrizations.spectral_norm(attention, "in_proj_weight")
     check(Do(to_itself, attention), ramp(5, 3, 8), put_off=0)
@@ -360,8 +357,8 @@ def test_with_another_implementation_in_torch_nothing_is_put_off(name, monkeypat
         return torchs(*args, **kwargs)
 
     without_names = FunctionType(otherwise.__code__, vars(F), closure=otherwise.__closure__)
-    for other in (elsewhere, without_names):
-        monkeypatch.setattr(F, name, other)
+    for implementation in (elsewhere, without_names):
+        monkeypatch.setattr(F, name, implementation)
         check(Do(to_itself, Attention(8, 2)), ramp(5, 3, 8), put_off=0)
     monkeypatch.delattr(F, name)
     assert not is_known()

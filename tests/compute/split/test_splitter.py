@@ -307,12 +307,11 @@ def test_dropout(recompute):
     gradients = []
     for run in (in_plain_training, in_tasks):
         torch.manual_seed(3)
-        trained = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         kwargs = {} if run is in_plain_training else {"recompute": recompute, "num_split": 2}
         xs = [ramp(4, 6).requires_grad_(), ramp(4, 6).requires_grad_()]
-        gradients.append(
-            run(trained, xs, nullcontext, **kwargs) + [p.grad for p in trained.parameters()]
-        )
+        gradients.append(run(copied, xs, nullcontext, **kwargs))
+        gradients[-1] += [p.grad for p in copied.parameters()]
     assert all(map(equal, *gradients))
 
 

@@ -231,7 +231,7 @@ BAD = [
 
 def test_each_fault_is_found_with_advice():
     for changes, what, found, advice in BAD:
-        (fault,) = [one for one in check_host(replace(GOOD, **changes)) if one.status != "ok"]
+        (fault,) = [check for check in check_host(replace(GOOD, **changes)) if check.status != "ok"]
 
         assert f"{fault.name}: {fault.status}" == what, changes
         assert found in fault.found, changes

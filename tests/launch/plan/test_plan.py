@@ -134,12 +134,10 @@ def test_if_nothing_fits_the_least_memory_is_printed_and_fits(
     words = ("--costs", "costs.json", "-n", "2", "--optimizer", "none", "--chunks", "8")
 
     assert plan(*words, "--memory", "2MB") == 1
-    printed = capsys.readouterr().out
-    found = re.search(
-        r"nothing fits into 1\.91 MiB: the least is 4\.77 MiB \((\d+) bytes\)", printed
-    )
-    assert found, printed
-    assert "    stage = Stage(model, balance=[1, 1], chunks=8, " in printed
+    text = capsys.readouterr().out
+    found = re.search(r"nothing fits into 1\.91 MiB: the least is 4\.77 MiB \((\d+) bytes\)", text)
+    assert found, text
+    assert "    stage = Stage(model, balance=[1, 1], chunks=8, " in text
     least = int(found[1])
 
     assert plan(*words, "--memory", f"{least}B") == 0

@@ -41,7 +41,7 @@ class Host:
     """A place to start processes at.
 
     Attributes:
-        address: what the other hosts reach it by.
+        address: its address for the other hosts.
         enter: the words before a command that run it there.
         environment: variables that its processes need.
     """
@@ -98,7 +98,7 @@ def _remove(names: Sequence[str]) -> None:
 
 
 class Process:
-    """One command on a host, with what it and its children write."""
+    """One command on a host, with all its output and its children's."""
 
     def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
         self.popen = popen

@@ -164,9 +164,7 @@ def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
         agents = start_two(hosts, job, MEET_STRANGERS, port=free_port())
         job.wait_until(lambda: len(reports(*agents)) == 3)
         ranks = {report["rank"]: report for report in reports(*agents)}
-        host_of = {
-            report["rank"]: number for number in (0, 1) for report in reports(agents[number])
-        }
+        host_of = {report["rank"]: host for host in (0, 1) for report in reports(agents[host])}
         (victim,) = reports(agents[0])
         killed_s = time.monotonic()
         os.kill(victim["pid"], signal.SIGKILL)
@@ -217,9 +215,7 @@ def test_training_continues_without_a_lost_host_and_with_it_after_its_return(mon
     options = {"nnodes": "1:2", "port": free_port(), "conf": SOON, "max_restarts": 3}
 
     def reports_of(size, *agents):
-        return [
-            report for report in reports(*agents) if report["size"] == size and "loss" in report
-        ]
+        return [r for r in reports(*agents) if r["size"] == size and "loss" in r]
 
     with loopback_addresses(2) as hosts, Job() as job:
         first, lost = start_two(hosts, job, ELASTIC, nproc=(1, 1), **options)

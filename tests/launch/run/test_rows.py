@@ -72,9 +72,9 @@ def test_rates_are_of_the_last_seconds_only():
 
 
 def test_a_row_shows_the_activity_of_a_stage():
-    board, other = Board.create(0, 2), Board.create(1, 2)
+    board, ended_board = Board.create(0, 2), Board.create(1, 2)
     board.write_facts({"device": "cpu", "layers": ["layer 'conv' (Conv2d)"]})
-    attempt = attempt_of(board, other)
+    attempt = attempt_of(board, ended_board)
     attempt.ranks[1].has_ended, attempt.ranks[1].code = True, -9
 
     def now():

@@ -209,7 +209,7 @@ def test_a_killed_rank_is_named_with_what_the_others_did():
             return is_waiting and second and second.num_steps == 1 and second.layer
 
         run.wait_until(is_stuck, "wait for stage 1")
-        run.wait_for("no progress", "err")  # the launcher has seen the boards by then
+        run.wait_for("no progress", "err")  # then the launcher has read the boards
         ranks[1].send_signal(signal.SIGKILL)
         ended = run.wait()
 

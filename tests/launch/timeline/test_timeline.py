@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch):
 
 
 class Page(HTMLParser):
-    """What a page shows: the cells of its table, its items, and the titles of its drawings."""
+    """The contents of a page: the cells of its table, its items, the titles of its drawings."""
 
     def __init__(self, html):
         super().__init__()

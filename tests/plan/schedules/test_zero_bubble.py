@@ -1,4 +1,4 @@
-"""Zero bubble: the figures, what is left of the bubble, and 1F1B's memory."""
+"""Zero bubble: the figures, the rest of the bubble, and 1F1B's memory."""
 
 from __future__ import annotations
 
