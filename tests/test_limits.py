@@ -60,6 +60,6 @@ def test_an_error_of_the_system_names_its_limit_and_what_needs_the_file(number, 
 def test_other_errors_are_unchanged():
     with pytest.raises(FileNotFoundError), limits.naming_file_limit("a pipe"):
         raise FileNotFoundError(errno.ENOENT, "gone")
-    error = FileLimitError("error before")
-    with pytest.raises(FileLimitError, match="error before"), limits.naming_file_limit("a pipe"):
+    error = FileLimitError("raised before")
+    with pytest.raises(FileLimitError, match="raised before"), limits.naming_file_limit("a pipe"):
         raise error

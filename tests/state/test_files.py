@@ -356,7 +356,7 @@ def nowhere(metadata):
 
 
 def of_another_key(metadata):
-    """Swap the places of two values, of which first is larger."""
+    """Swap the places of two values, of which one is larger."""
     places = {index.fqn: index for index in metadata.storage_data}
     first, second = places[WEIGHT], places["model.2.weight"]
     data = metadata.storage_data
