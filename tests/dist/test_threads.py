@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.script import LEARNS_LATE, run_forked
+from tests.dist.script import REPORTED_LATE, run_forked
 
 #: How long after the end of rank 1's main thread rank 0 may go on without being told.
 TOLD_WITHIN_S = 5.0
@@ -51,8 +51,8 @@ SCRIPT = """
     ],
 )
 def test_the_end_is_told_while_a_thread_lives(how, num_steps, story):
-    if how == "exit" and LEARNS_LATE:
-        pytest.skip(LEARNS_LATE)
+    if how == "exit" and REPORTED_LATE:
+        pytest.skip(REPORTED_LATE)
     done = run_forked(SCRIPT, num_ranks=2, args=[how, str(num_steps)])
 
     assert done.returncode == 1
