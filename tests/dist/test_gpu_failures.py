@@ -1,7 +1,7 @@
-"""Failures with transfers under way on GPUs: all ranks end in time, with the same right report.
+"""Failures during transfers on GPUs: all ranks end in time, with the same correct report.
 
-On one GPU transfers go over CUDA IPC, on two and four (also) over NCCL, where a transfer whose peer
-has died never ends by itself.
+On one GPU transfers use CUDA IPC, on two and four also NCCL, where a transfer whose peer has died
+never ends by itself.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CHUNKS = 4
 
 
 class Long(nn.Module):
-    """Keeps the device busy for much longer than the host; acts as its second micro-batch ends.
+    """Keeps the device busy for much longer than the host; acts after its second micro-batch.
 
-    So, as it acts, the device has not yet begun to send what the layers before have made.
+    At that time the device has not yet begun to send the outputs of earlier layers.
     """
 
     def __init__(self, act: Any = None) -> None:
@@ -134,7 +134,7 @@ def test_a_rank_is_killed_as_it_connects(ranks: Any) -> None:
 
 
 def ends_transfers_of_a_busy_device(bare: Any) -> bool:
-    """Abort a communicator of which torch frees the memory when the device has done its compute."""
+    """Abort a communicator whose memory torch frees when the device has ended its compute."""
     has_computed = threading.Event()
     group = types.SimpleNamespace(abort=has_computed.wait)
     transport = nccl.NcclTransport(bare.rank, bare.device)
@@ -170,7 +170,7 @@ import os
 
 n, origin = int(os.environ["WORLD_SIZE"]), {origin}
 model = nn.Sequential(*(Long(terminate if j == origin else None) for j in range(n)))
-devices = ["cuda:0"] * n if torch.cuda.device_count() == 1 else None  # that may be shared
+devices = ["cuda:0"] * n if torch.cuda.device_count() == 1 else None
 stage = Stage(model, [1] * n, chunks=CHUNKS, loss_fn=reads_each_loss, devices=devices)
 data = torch.ones(WIDTH * CHUNKS, WIDTH), torch.zeros(WIDTH * CHUNKS, WIDTH)
 for _ in range(3):

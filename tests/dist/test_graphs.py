@@ -63,7 +63,7 @@ def num_graphs_between(bare, chunks, num_rows):
         (1, 8, {"always": 0, "except_last": 1, "never": 1}),  # the only one is the last
     ],
 )
-def test_the_mode_says_of_which_micro_batches_a_graph_is_kept(ranks, chunks, num_rows, expected):
+def test_how_many_graphs_each_checkpoint_mode_keeps(ranks, chunks, num_rows, expected):
     for found in ranks(3).run(num_graphs_between, chunks, num_rows, world=False).values():
         assert found == expected
 

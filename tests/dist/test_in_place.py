@@ -144,7 +144,7 @@ def test_an_error_names_the_layer_that_changes_a_recomputed_input(ranks, num_ran
 
 @pytest.mark.parametrize("style", ["step", "backward"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_change_where_nothing_is_recomputed_is_as_in_the_plain_model(ranks, num_ranks, style):
+def test_changes_without_recomputation_equal_the_plain_model(ranks, num_ranks, style):
     by_rank = ranks(num_ranks).run(outcomes_of_changes, "never", style, world=False).values()
     for name in by_rank[0]:
         for found in by_rank:

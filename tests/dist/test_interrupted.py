@@ -89,7 +89,7 @@ def boom_in_a_storm(most):
 
 
 @pytest.mark.parametrize("most", [1, 2, 20])
-def test_handlers_raise_while_a_failure_is_told(ranks, most):
+def test_handlers_raise_while_a_failure_is_reported(ranks, most):
     victim, origin = ranks(2).run(fails, boom_in_a_storm, most)
 
     assert origin.value in ("BoomError", "WokenError"), str(origin)
@@ -104,7 +104,7 @@ def throw(kind):
 
 
 @pytest.mark.parametrize("kind", [EvilError, EvilOutOfMemoryError])
-def test_an_error_that_ends_the_script_when_it_is_read(ranks, kind):
+def test_an_error_whose_str_raises_system_exit(ranks, kind):
     victim, origin = ranks(2).run(fails, throw, kind)
 
     assert origin.value == "caught", str(origin)

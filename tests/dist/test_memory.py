@@ -253,7 +253,7 @@ def test_the_prediction_of_a_small_case():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_the_peak_is_what_the_simulation_says(ranks, num_ranks):
+def test_the_peak_equals_the_simulation(ranks, num_ranks):
     by_rank = ranks(num_ranks).run(peaks, STYLES, (1, 2, 3, 8), world=False).values()
 
     for style, mode, m in by_rank[0]:
@@ -274,12 +274,12 @@ def test_memory_is_flat_over_many_steps(ranks, mode):
 @pytest.mark.parametrize("width", [4, 5000], ids=["inside tokens", "behind tokens"])
 @pytest.mark.only_on_cpus  # as above
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_outlives_its_mini_batch(ranks, mode, width):
+def test_no_tensor_outlives_its_mini_batch(ranks, mode, width):
     for alive in ranks(2).run(alive_after, mode, width, world=False).values():
         assert alive == [0] * 8
 
 
-def test_what_was_sent_is_let_go_of_when_it_has_arrived(ranks):
+def test_sent_tensors_are_freed_when_they_have_arrived(ranks):
     """Not with the next message: of the last ones that would be a whole backward pass later.
 
     Stage 0 recomputes its last micro-batch before it waits for a gradient, so an output may still
@@ -292,7 +292,7 @@ def test_what_was_sent_is_let_go_of_when_it_has_arrived(ranks):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_waits_for_its_backward_pass_is_held(ranks, mode):
+def test_bytes_held_between_forward_and_backward(ranks, mode):
     # Inputs of 240 and 1600 bytes and outputs of 1600 and 120, of both micro-batches; outputs
     # only of those that are not recomputed.
     num_outputs = {"always": 0, "except_last": 1, "never": 2}[mode]

@@ -768,13 +768,13 @@ def test_model_parallelism(ranks):
     ranks(4).run(check_model_parallelism, world=False).values()
 
 
-def test_what_a_layer_sees_of_its_phase(ranks):
+def test_is_checkpointing_and_is_recomputing_in_a_layer(ranks):
     for seen in ranks(2).run(seen_in, [1, 1], phase, CALLS, world=False).values():
         assert seen == EXPECTED_PHASES
 
 
 @pytest.mark.parametrize("balance", [[1], [1, 1]], ids=str)
-def test_recomputation_is_under_the_autocast_of_its_forward(ranks, balance):
+def test_recomputation_uses_the_autocast_of_its_forward(ranks, balance):
     calls = (train_under_autocast, train_and_go_backward_outside, train_plainly_under_disabled)
     under, outside = ("torch.bfloat16", True), ("torch.float32", False)
     num_seen = {"always": 6, "except_last": 5, "never": 3}
@@ -792,13 +792,13 @@ def test_gradients_under_autocast(ranks, balance):
 
 
 @pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 3]], ids=str)
-def test_random_layers_are_repeated_whatever_they_draw_from(ranks, balance):
+def test_random_layers_are_repeated_with_any_generator(ranks, balance):
     ranks(len(balance)).run(check_random_layers, balance, world=False).values()
 
 
 @pytest.mark.parametrize("layer", [Hidden, DrawsFromClass, DrawsFromSystem, MakesGenerator])
 @pytest.mark.parametrize(("where", "rank"), [(0, 0), (1, 0), (2, 1), (3, 1), ("loss", 1)], ids=str)
-def test_a_layer_that_is_not_repeated_is_named(ranks, layer, where, rank):
+def test_a_layer_whose_recomputation_differs_is_named(ranks, layer, where, rank):
     outcomes = ranks(2).run(train_with_hidden, layer, where, world=False)
     place = "loss_fn" if where == "loss" else rf"layer '{where}' \({layer.__name__}\)"
     errors = outcomes.errors()
@@ -810,7 +810,7 @@ def test_a_layer_that_is_not_repeated_is_named(ranks, layer, where, rank):
 
 
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)
-def test_layers_frozen_and_set_free_between_steps(ranks, balance):
+def test_layers_frozen_and_unfrozen_between_steps(ranks, balance):
     ranks(len(balance)).run(check_unfreezing, balance, world=False).values()
 
 
@@ -819,7 +819,7 @@ def test_clipping_over_all_stages(ranks, balance):
     ranks(len(balance)).run(check_clipping, balance, world=False).values()
 
 
-def test_clipping_in_the_order_of_the_model_though_stages_run_parts_of_it_in_turn(ranks):
+def test_clipping_with_interleaved_partitions(ranks):
     ranks(2).run(check_clipping, [1, 1, 2, 1], "interleaved", world=False).values()
 
 

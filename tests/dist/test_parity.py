@@ -215,7 +215,7 @@ def losses_of_training(bare, balance):
         return losses
 
 
-def test_the_plain_model_can_be_told_apart():
+def test_the_comparison_can_fail():
     """The comparison itself can fail: other micro-batches give other bits."""
     plain, other = make_model(), make_model()
     inputs, target = make_batch(9, 2)

@@ -155,7 +155,7 @@ def test_a_world_of_procpipe_is_built_and_closed(ranks):
         assert ranks(2).run(whoami, "rank").values() == ["rank 0 of 2.", "rank 1 of 2."]
 
 
-def test_an_exception_is_told_with_type_bases_notes_and_causes(ranks):
+def test_an_exception_is_reported_with_type_bases_notes_and_causes(ranks):
     outcomes = ranks(2).run(raise_on, 1, world=False)
 
     assert outcomes[0].value == "fine"
@@ -170,7 +170,7 @@ def test_an_exception_is_told_with_type_bases_notes_and_causes(ranks):
     assert "in raise_on" in error.traceback
 
 
-def test_values_and_errors_refuse_the_other_ending(ranks):
+def test_values_and_errors_raise_for_unexpected_outcomes(ranks):
     outcomes = ranks(2).run(raise_on, 1, world=False)
 
     with pytest.raises(RanksFailedError, match=r"rank\(s\) \[1\] failed(.|\n)*in raise_on"):
@@ -186,7 +186,7 @@ def test_warnings_are_errors(ranks):
     assert error.type == "DeprecationWarning"
 
 
-def test_what_a_rank_writes_is_kept_apart_for_each_run(ranks):
+def test_output_is_kept_separately_for_each_run(ranks):
     (outcome,) = ranks(1).run(write, world=False)
 
     assert outcome.output.splitlines() == ["to stdout", "to stderr"]
@@ -205,7 +205,7 @@ def test_a_pool_has_a_limit(ranks):
         ranks(5)
 
 
-def test_a_killed_rank_is_told_and_the_pool_is_renewed(ranks):
+def test_a_killed_rank_is_reported_and_the_pool_is_replaced(ranks):
     before = ranks(2).run(pid, world=False).values()
 
     outcomes = ranks(2).run(die_on, 1, signal.SIGKILL, world=False)
@@ -218,14 +218,14 @@ def test_a_killed_rank_is_told_and_the_pool_is_renewed(ranks):
     assert not any(map(psutil.pid_exists, before))
 
 
-def test_a_crash_tells_its_stack(ranks):
+def test_a_crash_is_reported_with_its_stack(ranks):
     (error,) = ranks(1).run(die_on, 0, signal.SIGSEGV, world=False).errors()
 
     assert error.text == "the process of rank 0 was ended by SIGSEGV"
     assert "in die_on" in error.traceback
 
 
-def test_an_exit_code_and_last_words_are_told(ranks):
+def test_an_exit_code_and_the_last_output_are_reported(ranks):
     (outcome,) = ranks(1).run(exit_hard, world=False)
 
     assert outcome.error.text == "the process of rank 0 ended with exit code 7"

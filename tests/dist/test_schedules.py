@@ -237,7 +237,7 @@ def check_predicted_memory(bare: Any, schedule: str, partitions_per_stage: int) 
     ("schedule", "num_ranks", "partitions_per_stage"),
     [("zb-h1", 3, 1), ("interleaved", 2, 3), ("interleaved", 3, 2), ("zb-v", 2, 2), ("zb-v", 3, 2)],
 )
-def test_every_schedule_holds_what_is_simulated(ranks, schedule, num_ranks, partitions_per_stage):
+def test_every_schedule_holds_the_simulated_bytes(ranks, schedule, num_ranks, partitions_per_stage):
     ranks(num_ranks).run(
         check_predicted_memory, schedule, partitions_per_stage, world=False
     ).values()

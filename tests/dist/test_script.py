@@ -56,7 +56,7 @@ def runs(pid):
 
 
 @pytest.mark.on_gpus
-def test_a_forked_process_ends_without_a_word():
+def test_a_forked_process_writes_nothing_as_it_ends():
     """Also where Triton is installed, which must not be among what the server of forks keeps."""
     done = run_forked("import torch._dynamo").check()
     assert (done.stdout, done.stderr) == ("", "")
@@ -81,7 +81,7 @@ def test_torchrun_starts_every_rank(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["0 2 ['--lr=1']", "1 2 ['--lr=1']"]
 
 
-def test_a_failure_is_told():
+def test_a_failure_is_reported():
     done = run_script("import sys; sys.exit('wrong')")
 
     assert (done.returncode, done.stderr) == (1, "wrong\n")
@@ -89,7 +89,7 @@ def test_a_failure_is_told():
         done.check()
 
 
-def test_a_process_left_behind_is_told_and_killed(monkeypatch):
+def test_a_process_left_behind_is_reported_and_killed(monkeypatch):
     monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
 
     done = run_script(LEAVE_A_PROCESS)
@@ -115,7 +115,7 @@ def test_a_hang_ends_with_the_stacks_of_every_process(nproc, timeout_s):
     assert story.count("in wait_for_ever") == (nproc or 1)
 
 
-def test_forks_have_what_a_launcher_tells_and_a_main_module_of_their_own():
+def test_forks_have_a_launchers_variables_and_their_own_main_module():
     code = """
         import os, sys, __main__
         assert "torch" in sys.modules
@@ -154,7 +154,7 @@ def test_a_fork_fails_as_a_script_does():
         hard.check()
 
 
-def test_a_fork_that_hangs_or_leaves_a_process_is_told_and_killed(monkeypatch):
+def test_a_fork_that_hangs_or_leaves_a_process_is_reported_and_killed(monkeypatch):
     monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
     with pytest.raises(RanksHungError, match=r"on 2 ranks did not end in 2\.0 s") as caught:
         run_forked(HANG, num_ranks=2, timeout_s=2.0)

@@ -52,7 +52,7 @@ def run_cases(bare: Any, mode: str, schedule: str, is_training: bool) -> list[st
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("num_ranks", "schedule"), [(4, "gpipe"), (2, "zb-v")])
-def test_a_change_of_shared_memory_is_right_or_told(
+def test_a_change_of_shared_memory_is_right_or_reported(
     ranks: Any, mode: str, num_ranks: int, schedule: str, is_training: bool
 ) -> None:
     outcomes = ranks(num_ranks).run(run_cases, mode, schedule, is_training, world=False).values()

@@ -146,7 +146,7 @@ def check_parity(world: World, balance: list[int]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_results_are_the_plain_models(ranks: Any, n: int) -> None:
+def test_results_with_skips_equal_the_plain_model(ranks: Any, n: int) -> None:
     for balance in BALANCES[n]:
         ranks(n).run(check_parity, balance).values()
 
@@ -222,9 +222,7 @@ def count_traffic(world: World, mode: str) -> tuple[dict[str, int], dict[str, in
 
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_skip_crosses_the_wire_once_and_passes_no_stage_between(
-    ranks: Any, n: int, mode: str
-) -> None:
+def test_a_skip_tensor_is_sent_once_and_directly(ranks: Any, n: int, mode: str) -> None:
     of_ranks = ranks(n).run(count_traffic, mode).values()
     width = 4 * 8 * 4  # floats of 4 bytes, 8 samples, 4 features
     for rank, (sent, messages) in enumerate(of_ranks):
@@ -412,7 +410,7 @@ def change_a_skip_that_is_needed_later(world: World, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])
-def test_a_skip_that_is_needed_later_stays_as_it_is(ranks: Any, mode: str) -> None:
+def test_a_skip_tensor_that_is_needed_later_must_not_change(ranks: Any, mode: str) -> None:
     outcomes = ranks(3).run(change_a_skip_that_is_needed_later, mode)
     text = outcomes[1].error.text
     assert "in place" in text

@@ -46,14 +46,14 @@ def addresses():
 
 
 @pytest.mark.parametrize(("transport", "expected"), [(None, set()), ("gloo", {"127.0.0.1"})])
-def test_a_job_on_one_host_is_not_on_the_network(ranks, transport, expected):
+def test_a_job_on_one_host_does_not_listen_on_the_network(ranks, transport, expected):
     """Gloo listens on the address of the host's name, if it is not told otherwise."""
     for kinds, listens_on in ranks(2).run(listening, transport).values():
         assert kinds == ["AF_UNIX"]
         assert listens_on == expected
 
 
-def test_gloo_listens_where_it_is_told(monkeypatch):
+def test_gloo_listens_on_the_given_address(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
     assert where_gloo_listens() == {"127.0.0.2"}

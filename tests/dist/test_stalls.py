@@ -165,7 +165,7 @@ def stories_of(outcomes):
         (4, 2, "between", 6),
     ],
 )
-def test_a_stopped_rank_is_reported_and_goes_on_unharmed(ranks, n, origin, where, num_samples):
+def test_a_stopped_rank_is_reported_and_continues(ranks, n, origin, where, num_samples):
     outcomes = ranks(n).run(train, origin, where, num_samples, "stop")
 
     for losses in outcomes.values():
@@ -229,7 +229,7 @@ print("done", flush=True)
 
 
 @pytest.mark.parametrize("how", ["None", "closed", "broken pipe"])
-def test_a_report_that_nobody_can_read_ends_nothing(how):
+def test_a_stall_report_that_cannot_be_written_raises_nothing(how):
     """Symptom: AttributeError, ValueError or BrokenPipeError out of a step, on every rank."""
     done = run_forked(NOBODY_READS.format(how=how, stall_s=0.2), num_ranks=2).check()
 

@@ -153,7 +153,7 @@ sys.stdout.write(f"rank {RANK} attempt {attempt} {stage.step(x, x).item() > 0}\\
     assert sorted(lines) == ["rank 0 attempt 1 True", "rank 1 attempt 1 True"]
 
 
-def test_a_rank_that_fails_before_its_first_call_keeps_nobody_waiting():
+def test_a_rank_that_fails_before_its_first_call_ends_the_others():
     done = run_script(
         script("""
 if RANK == 0:
@@ -327,7 +327,7 @@ stage.close()
         ('key_file("key", mode=0o600 if RANK == 0 else 0o644)', "has mode 644"),
     ],
 )
-def test_ranks_that_have_not_the_same_key_say_so(differs, words):
+def test_ranks_with_different_keys_fail(differs, words):
     """On every rank, and soon."""
     body = f"{KEYED}\n{differs}\nbuild(timeout_s=50).step(x, x)\n"
     done = run_forked(script(body), num_ranks=2, timeout_s=40)
@@ -338,7 +338,7 @@ def test_ranks_that_have_not_the_same_key_say_so(differs, words):
     assert done.stderr.count("ValueError: ") >= 2, str(done)
 
 
-def test_ranks_that_one_launcher_has_started_do_not_speak_over_the_network():
+def test_ranks_of_one_local_launcher_do_not_connect_over_the_network():
     """Who writes into the store could else have them do so, and take a rank's place there."""
     done = run_forked(
         script("""

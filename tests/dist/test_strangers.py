@@ -149,7 +149,7 @@ def connect_among_strangers(world, family, path):
 
 
 @pytest.mark.parametrize(("n", "family"), [(2, "unix"), (2, "tcp"), (3, "unix"), (4, "tcp")])
-def test_strangers_come_while_the_ranks_connect(ranks, tmp_path, n, family):
+def test_strangers_connect_while_the_ranks_connect(ranks, tmp_path, n, family):
     path = tmp_path / "unpickled"
 
     check_unharmed(ranks(n).run(connect_among_strangers, family, path), path)
@@ -189,7 +189,7 @@ def listening():
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_strangers_talk_to_the_store_and_to_gloo(ranks, tmp_path, n):
+def test_strangers_connect_to_the_store_and_to_gloo(ranks, tmp_path, n):
     path = tmp_path / "unpickled"
 
     check_unharmed(ranks(n).run(run_among_strangers, path), path)

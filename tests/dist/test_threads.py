@@ -50,7 +50,7 @@ SCRIPT = """
         ("exit", 1, "rank 1 has left the pipeline (its script ended"),
     ],
 )
-def test_the_end_is_told_while_a_thread_lives(how, num_steps, story):
+def test_a_ranks_end_is_reported_while_its_thread_lives(how, num_steps, story):
     if how == "exit" and REPORTED_LATE:
         pytest.skip(REPORTED_LATE)
     done = run_forked(SCRIPT, num_ranks=2, args=[how, str(num_steps)])
@@ -103,21 +103,21 @@ TRAINER = """
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
-def test_a_thread_that_trains_goes_on(num_before):
+def test_a_training_thread_continues_after_the_main_thread(num_before):
     done = run_forked(TRAINER, num_ranks=2, args=["end", str(num_before)], tears_down=True).check()
 
     assert done.stdout.count("trained") == 2
     assert done.stderr == ""
 
 
-def test_a_thread_that_trains_goes_on_when_the_main_one_fails():
+def test_a_training_thread_continues_after_the_main_thread_fails():
     done = run_forked(TRAINER, num_ranks=2, args=["main raises", "1"])
 
     assert done.stdout.count("trained") == 2
     assert done.stderr.count("KeyError: 'another matter'") >= 1
 
 
-def test_a_thread_that_trains_fails_while_the_main_one_waits():
+def test_a_training_thread_fails_while_the_main_thread_waits():
     done = run_forked(TRAINER, num_ranks=2, args=["raise", "0"])
 
     story = "rank 1 failed in thread 'Thread-1 (train)': ValueError: boom"

@@ -83,7 +83,7 @@ def test_a_killed_rank():
     assert "SIGKILL" in root_cause(done.stderr)[1]
 
 
-def test_a_rank_that_ends_early_and_well():
+def test_a_rank_that_ends_early_with_exit_code_0():
     done = run_script(job(between="if RANK == ILL: sys.exit(0)"), nproc=3)
 
     assert done.returncode == 1

@@ -74,7 +74,7 @@ def traced(bare: Any, folder: str) -> Any:
     return told
 
 
-def test_a_run_is_recorded_and_so_is_one_that_fails(ranks: Any, tmp_path: Path) -> None:
+def test_a_run_and_a_failed_run_are_recorded(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks(2).run(traced, str(tmp_path), world=False).values()
     recording = from_chrome(first["file"])
     last = recording.step()

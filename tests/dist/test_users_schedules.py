@@ -46,7 +46,7 @@ def check_misfits(bare: Any) -> None:
             Stage(make_model(), balance, schedule=schedule, world=world_of(bare, told))
 
 
-def test_a_balance_that_does_not_fit_the_schedule_is_told(ranks):
+def test_a_balance_that_does_not_fit_the_schedule_is_reported(ranks):
     ranks(2).run(check_misfits, world=False).values()
 
 
@@ -102,7 +102,7 @@ def two_in_a_fold(m: int, n: int) -> Plan:
     return gpipe(m, n, placement=folded(2 * n, n))
 
 
-def test_users_schedules_that_differ_between_ranks_are_told_on_all(ranks):
+def test_users_schedules_that_differ_between_ranks_are_reported_on_all(ranks):
     for told in ranks(2).run(differ, world=False).values():
         assert "placement is [0, 1, 0, 1] on rank 0 and [0, 1, 1, 0] on rank 1" in told
 
@@ -147,7 +147,7 @@ def upside_down(m: int, n: int) -> Plan:
         (7, TypeError, "schedule is 7, but must be a str or a function"),
     ],
 )
-def test_what_is_no_schedule_is_refused(schedule, error, told):
+def test_an_invalid_schedule_is_refused(schedule, error, told):
     n = 2 if schedule is upside_down else 1
     with pytest.raises(error, match=told):
         verify(schedule_of(schedule).plan(2, tuple(range(n)), ()), Routes(n))

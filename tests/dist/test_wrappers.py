@@ -202,6 +202,6 @@ def loss_fn(output, target):
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(ranks, norm_type):
+def test_the_norm_of_a_sharded_gradient_equals_the_whole_gradients_norm(ranks, norm_type):
     first, second = ranks(2).run(clip_sharded, norm_type, world=False).values()
     assert first == second > 0.1
