@@ -1,4 +1,4 @@
-"""The harness itself: it must report what happened on every rank, and leave nothing behind."""
+"""The test harness: it reports what happened on every rank, and leaves no processes behind."""
 
 from __future__ import annotations
 

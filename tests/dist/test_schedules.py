@@ -1,4 +1,4 @@
-"""Every schedule computes what the plain model does, bit for bit, and holds what it promises."""
+"""Every schedule's results equal the plain model's, bit for bit; it holds the simulated bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Pop(nn.Module):
 
 
 class SeededDropout(nn.Module):
-    """Dropout whose mask follows from the micro-batch, and so is the plain model's too."""
+    """Dropout whose mask depends only on the input, so the plain model has the same mask."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -189,7 +189,7 @@ ROWS, WIDTHS = 3, (6, 40, 3, 17, 9, 21, 2)
 
 
 def check_predicted_memory(bare: Any, schedule: str, partitions_per_stage: int) -> None:
-    """What a stage holds is what is simulated: sent, handed over, skipped, kept as a root."""
+    """A stage holds the simulated bytes: of messages, local transfers, skips and losses."""
     n = bare.num_ranks
     p = n * partitions_per_stage
     torch.manual_seed(1)
@@ -244,7 +244,7 @@ def test_every_schedule_holds_the_simulated_bytes(ranks, schedule, num_ranks, pa
 
 
 def check_other_calls(bare: Any, schedule: str) -> None:
-    """A loss of the user's own, an evaluation and a fetched output, with two partitions a stage."""
+    """A user's loss after ``stage(input)``, a fetched output and an evaluation."""
     plain = make_model()
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(9, 5, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Scripts in fresh processes: what they did is reported, and none of their processes is left."""
+"""Scripts in fresh processes: their results are reported, and their processes all end."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def pids(text):
 
 
 def runs(pid):
-    # In a container nobody may reap an orphan, which then stays as a zombie.
+    # In a container there may be no process that reaps orphans, which then stay as zombies.
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.on_gpus
 def test_a_forked_process_writes_nothing_as_it_ends():
-    """Also where Triton is installed, which must not be among what the server of forks keeps."""
+    """Also if Triton is installed, which the fork server must not import."""
     done = run_forked("import torch._dynamo").check()
     assert (done.stdout, done.stderr) == ("", "")
 

@@ -1,4 +1,4 @@
-"""Skip tensors over real processes: once, straight, and with the plain model's results."""
+"""Skip tensors over real processes: sent once and directly, with the plain model's results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pop(nn.Module):
 
 @skippable(stash=["nothing", "ids", "mask"])
 class StashOthers(nn.Module):
-    """Stashes None, integers, and a float that wants no gradient."""
+    """Stashes None, integers, and floats that require no gradient."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         yield stash("nothing", None)
@@ -83,7 +83,7 @@ def model() -> nn.Sequential:
         isolated(StashForTwo(), b),
         StashOthers(),
         isolated(Stash(), c),
-        isolated(Pop(), c),  # within one stage, wherever the cut before or after
+        isolated(Pop(), c),  # in the same stage as its stash, for every balance
         nn.Dropout(0.0),
         isolated(Pop(), a),
         nn.Linear(4, 4),
@@ -153,7 +153,7 @@ def test_results_with_skips_equal_the_plain_model(ranks: Any, n: int) -> None:
 
 @skippable(stash=["skip"])
 class StashSome(nn.Module):
-    """Stashes a tensor of another length, or none at all, as the data says."""
+    """Stashes a tensor whose length depends on the data, or None."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         length = int(x[0, 0].item()) % 3
@@ -267,7 +267,7 @@ def count_live_skips(world: World) -> int:
 
 
 def test_no_skip_tensor_outlives_its_step(ranks: Any) -> None:
-    # On GPUs what the last call has sent is let go of by the next one: the device may need it.
+    # On GPUs the next call frees what the last one has sent: the device may still need it.
     num_sent = 3 if is_on_gpus() else 0
     first, last = ranks(2).run(count_live_skips).values()
     assert first <= num_sent
@@ -310,7 +310,7 @@ def small_unet() -> nn.Sequential:
 
 
 def fewest_bytes(balance: list[int], part: Tensor) -> dict[tuple[int, int], int]:
-    """Work out from the plain model what must go between each two stages for one micro-batch."""
+    """Compute from the plain model which bytes each two stages must send for one micro-batch."""
     model, sizes = small_unet(), Sizes()
     with tracking(sizes), torch.no_grad():
         model(part)
@@ -370,7 +370,7 @@ def model_with_skippable_loss() -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def check_skippable_loss(world: World, mode: str) -> None:
-    """The loss is a network whose skip tensor bears the name of one of the stage's."""
+    """The loss is a network whose skip tensor has the same name as one of the stage's."""
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
     plain, judge = model_with_skippable_loss()
     for part in reversed(x.chunk(2)):
