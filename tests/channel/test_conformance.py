@@ -1,4 +1,4 @@
-"""Every transport runs the one list of cases in ``conformance.py``."""
+"""Every transport passes the cases in ``conformance.py``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = [case.__name__ for case in CASES]
 
 
 class Side:
-    """One rank's side: channels of every kind to and from the other, and a way to meet."""
+    """One rank's end: channels of every kind to and from the other rank, and ``meet``."""
 
     def __init__(self, rank, channels, meet, device=CPU):
         senders, receivers = channels
@@ -47,10 +47,10 @@ def memory_sides():
 
 
 def link_sides(transports=(None, None)):
-    """Two meshes in one process, a thread each; everything travels inside tokens."""
+    """Two meshes in one process, one thread each; all data is sent in tokens."""
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
-    ours, theirs = socket.socketpair()
-    meshes = [mesh_over(0, {1: ours}), mesh_over(1, {0: theirs})]
+    first, second = socket.socketpair()
+    meshes = [mesh_over(0, {1: first}), mesh_over(1, {0: second})]
     sides = [
         Side(rank, links(meshes[rank], transports[rank], CPU), barrier.wait) for rank in (0, 1)
     ]
@@ -58,7 +58,7 @@ def link_sides(transports=(None, None)):
 
 
 def simulated_gpu_sides():
-    """The same, but tensors travel by slots of a simulated GPU: of CUDA IPC, all but CUDA."""
+    """The same, but with CUDA IPC on a simulated GPU for tensors."""
     gpu, pids = Device(), dict.fromkeys((0, 1), os.getpid())
     return link_sides([CudaIpcTransport(Process(gpu), pids) for _ in pids])
 
@@ -106,7 +106,7 @@ def test_in_one_process(make, case):
 
 
 def run_all(world, transport_name):
-    """Run every case over one transport, in real processes; say what each one raised."""
+    """Run every case over one transport, in real processes; return what each one raised."""
     device = CPU
     if transport_name in ("nccl", "cuda_ipc"):
         device = torch.device("cuda", world.rank if transport_name == "nccl" else 0)
@@ -136,7 +136,7 @@ def stories_of(cases, world, channels):
     for case in cases:
         side = Side(world.rank, channels(), Meeting(world, case.__name__), world.device)
         try:
-            side.meet()  # the channels of this case are there on both sides
+            side.meet()  # the channels of this case exist on both ranks
             case(side)
             side.meet()
             stories[case.__name__] = None
@@ -147,7 +147,7 @@ def stories_of(cases, world, channels):
 
 
 class Meeting:
-    """Waits for the other rank through the store, so that nobody looks at the sockets."""
+    """Waits for the other rank by the store, without reading the sockets."""
 
     def __init__(self, world, name):
         self._world = world

@@ -140,7 +140,7 @@ def test_a_forked_child_is_not_taken_for_its_parent(writer):
         os.kill(child, signal.SIGKILL)
 
 
-def test_the_board_that_was_written_last_counts(writer):
+def test_the_newest_board_is_read(writer):
     writer.run("boards = [Board.create(0, 1) for _ in range(3)]; boards[1].start_call('step')")
 
     assert board_of(writer).read().call == "step"
@@ -204,7 +204,7 @@ def test_texts_that_are_too_long_are_cut_at_a_character(writer):
     assert reading.call == "x" + "ä" * 59
 
 
-def test_facts_that_are_too_long_lose_their_longest(writer):
+def test_facts_that_are_too_long_lose_their_longest_entry(writer):
     writer.run(
         "board = Board.create(0, 1)\n"
         "board.write_facts({'layers': ['ä' * 100] * 10_000, 'device': 'cpu', 'model': 'x' * 1000})"
@@ -215,7 +215,7 @@ def test_facts_that_are_too_long_lose_their_longest(writer):
     assert reading.facts == {"device": "cpu", "model": "x" * 1000}
 
 
-def test_a_text_that_cannot_be_encoded_is_written_all_the_same(writer):
+def test_characters_that_cannot_be_encoded_are_replaced(writer):
     writer.run("board = Board.create(0, 1); board.start_call('\\udcff')")
 
     assert board_of(writer).read().call == "?"

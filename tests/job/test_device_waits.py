@@ -108,7 +108,7 @@ def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, said, kind, words
     assert caught.value.rank == 1
 
 
-def test_the_first_thing_that_python_does_after_the_wait_is_to_raise(watched):
+def test_the_error_is_raised_before_the_result_is_used(watched):
     """What comes out of the device is made of transfers that were cut off."""
     _, device, peer = watched()
     peer.close()
@@ -128,7 +128,7 @@ def test_a_peer_may_leave_while_this_device_has_seconds_to_compute(watched):
     device.synchronize()
 
 
-def test_what_was_read_ahead_is_still_there_to_be_read(watched):
+def test_frames_read_during_the_wait_are_not_lost(watched):
     mesh, device, peer = watched()
     peer.sendall(failure("boom"))
 
@@ -140,7 +140,7 @@ def test_what_was_read_ahead_is_still_there_to_be_read(watched):
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_failure_that_came_with_what_was_waited_for_ends_the_next_wait(watched, closes):
+def test_a_failure_received_with_an_awaited_frame_ends_the_next_wait(watched, closes):
     mesh, device, peer = watched()
     read: list[int] = []
     mesh.on(1, 3, lambda sequence, flags, body: read.append(sequence))
@@ -153,7 +153,7 @@ def test_a_failure_that_came_with_what_was_waited_for_ends_the_next_wait(watched
         device.synchronize()
 
 
-def test_a_wait_that_no_transfer_causes_is_left_alone(watched):
+def test_a_wait_without_transfers_is_not_ended(watched):
     _, device, peer = watched()
     device.peers = []
     peer.close()

@@ -61,7 +61,7 @@ def test_a_victim_prints_one_line(board, monkeypatch, capfd, error, line):
     assert told == []
 
 
-def test_a_victim_says_what_it_waited_for(board, monkeypatch, capfd):
+def test_a_victim_prints_what_it_waited_for(board, monkeypatch, capfd):
     monkeypatch.setattr(sys, "excepthook", lambda *args: None)
     print_victims_briefly(2, board)
     board.start_call("step")
@@ -90,7 +90,7 @@ def test_the_rank_that_failed_prints_its_traceback(board, monkeypatch, capfd, ra
     assert capfd.readouterr().err == ""
 
 
-def test_the_line_of_an_interrupt_says_where_it_came(board, monkeypatch, capfd):
+def test_an_interrupt_prints_the_place_of_the_rank(board, monkeypatch, capfd):
     monkeypatch.setattr(sys, "excepthook", lambda *args: None)
     print_victims_briefly(2, board)
     board.start_call("step")
@@ -162,7 +162,7 @@ def test_a_worker_ends_with_its_launcher():
 
 
 @pytest.mark.parametrize("uses_agent_store", [True, False])
-def test_only_a_store_of_the_launcher_must_be_there(monkeypatch, uses_agent_store):
+def test_only_the_launchers_store_must_exist(monkeypatch, uses_agent_store):
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -107,7 +107,7 @@ def test_processes_go_to_their_gpus_node(cores_of_node, nodes_of_gpus, expected)
     assert drawn(found, sum(cores_of_node)) == expected.replace(" ", "")
 
 
-def test_siblings_stay_together():
+def test_the_cpus_of_a_core_stay_together():
     found = places(host(2, 2, smt=2), 4)
 
     assert [place.cpus for place in found] == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -140,7 +140,7 @@ def test_with_fewer_cores_than_processes_none_is_pinned():
     }
 
 
-def test_every_small_host_is_divided_well():
+def test_small_hosts_are_divided_evenly():
     """No core is split or given twice, nobody is without, and who has fewest has most."""
     for cores_of_node in itertools.chain.from_iterable(
         itertools.product(range(1, 6), repeat=num_nodes) for num_nodes in (1, 2, 3)
@@ -181,7 +181,7 @@ def test_fewer_processes_than_nodes_take_whole_nodes(num_nodes):
         assert all(place.num_cores % 3 == 0 for place in found)
 
 
-def test_gpus_anywhere_leave_no_process_without_cores():
+def test_every_process_has_cores_for_any_places_of_gpus():
     for nodes_of_gpus in itertools.product((None, 0, 1), repeat=4):
         found = places(host(2, 3), 4, gpus(*nodes_of_gpus))
 
@@ -201,7 +201,7 @@ def test_the_table_shows_each_process_and_why():
     ]
 
 
-def test_the_table_says_why_not():
+def test_the_table_has_the_reason_for_not_pinning():
     why_not = "not pinned: 2 processes, and 1 core, 1 package, 1 NUMA node"
     assert table(places(host(1), 2)).splitlines() == [
         "process  device  cores  CPUs  NUMA node  why",
@@ -258,7 +258,7 @@ def test_a_process_is_pinned_with_all_its_threads(ranks):
     ],
     ids=str,
 )
-def test_what_leaves_a_process_alone(ranks, changes, told):
+def test_when_a_process_is_not_pinned(ranks, changes, told):
     ((place, cpus_of_threads, written),) = ranks(1).run(pinned, changes, world=False).values()
 
     assert place is None
@@ -268,7 +268,7 @@ def test_what_leaves_a_process_alone(ranks, changes, told):
 
 
 @needs_two_cpus
-def test_a_process_that_is_pinned_already_is_left_alone(ranks):
+def test_a_process_that_is_pinned_already_is_not_pinned_again(ranks):
     ((place, _, _),) = ranks(1).run(pinned, mask={FIRST_CPU}, world=False).values()
 
     assert place is None

@@ -77,7 +77,7 @@ def wait_list(store, num_ranks):
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 3, 2, 3), (4, 2, 4)])
 @pytest.mark.parametrize("backwards", [False, True])
-def test_each_round_has_a_name_of_its_own_whatever_the_store_still_holds(sizes, backwards):
+def test_each_round_has_its_own_name_in_a_store_with_old_values(sizes, backwards):
     store = HashStore()
     names = []
     for num_ranks in sizes:
@@ -98,7 +98,7 @@ def test_a_round_that_was_never_completed_is_ignored():
     assert play_round(store, 2, (0, 1))
 
 
-def test_waiting_ends_and_names_the_ranks_that_did_not_come():
+def test_the_timeout_error_names_the_missing_ranks():
     missing = Rank(HashStore(), 1, 4, timeout_s=0.1).wait_end()
 
     assert isinstance(missing.error, WaitTimeoutError)
@@ -108,7 +108,7 @@ def test_waiting_ends_and_names_the_ranks_that_did_not_come():
     )
 
 
-def test_ranks_whose_words_are_old_are_named():
+def test_ranks_with_old_values_are_named_as_missing():
     store = HashStore()
     play_round(store, 3, (0, 1, 2))
     ranks = [Rank(store, rank, 3, timeout_s=0.5) for rank in (0, 1)]
@@ -117,7 +117,7 @@ def test_ranks_whose_words_are_old_are_named():
         assert "in vain for rank 2 to start" in str(rank.wait_end().error)
 
 
-def test_a_process_whose_rank_another_has_taken_fails():
+def test_a_process_fails_if_another_has_taken_its_rank():
     store = HashStore()
     left_over = Rank(store, 1, 2)
     StillSeated(store).wait(1)
@@ -161,7 +161,7 @@ def test_a_note_is_read_by_waiting_ranks():
             one.check()
 
 
-def test_a_note_of_a_round_before_is_not():
+def test_a_note_of_an_earlier_round_is_ignored():
     store = HashStore()
     leave(store, "old", age_s=0.5)
     notes = Notes(store, outlives_rounds=True)
@@ -172,7 +172,7 @@ def test_a_note_of_a_round_before_is_not():
         notes.check()
 
 
-def test_a_note_that_comes_while_one_waits_is_new_whatever_the_hosts_clock():
+def test_a_note_that_arrives_during_the_wait_is_new_for_any_clock():
     store = HashStore()
     notes = Notes(store, outlives_rounds=True)
     leave(store, "an hour behind", age_s=3600)

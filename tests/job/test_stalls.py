@@ -169,7 +169,7 @@ def test_only_the_rank_that_reported_a_stall_reports_its_end(reports, capfd):
 
 
 @pytest.mark.dist
-def test_a_peer_is_last_seen_where_its_board_says_after_its_death_too(reports, peer):
+def test_last_seen_is_read_from_the_board_of_a_dead_peer(reports, peer):
     find_boards(reports, peer)
     peer.kill()
     peer.wait()

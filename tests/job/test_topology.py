@@ -121,7 +121,7 @@ def test_invalid_files_count_as_missing(tmp_path):
     assert read_topology(tmp_path, {0, 1}).cores == (Core((0,)), Core((1,)))
 
 
-def test_this_host_is_read_as_psutil_reads_it():
+def test_this_host_is_read_like_psutil():
     topology = read_topology()
 
     assert {cpu for core in topology.cores for cpu in core.cpus} == os.sched_getaffinity(0)
@@ -142,7 +142,7 @@ def test_invalid_pci_addresses(told):
         normal_pci(told)
 
 
-def test_where_gpus_are(tmp_path):
+def test_the_numa_nodes_of_gpus(tmp_path):
     gpus = {"0000:3b:00.0": 0, "0001:af:00.0": 1, "0000:01:00.0": -1}
     root = write_host(tmp_path, {0: [[0], [1]], 1: [[2], [3]]}, gpus=gpus)
 

@@ -66,11 +66,11 @@ def table(choice):
         (on_gpus("AAB", None, [0, 1, 2]), None, [".cn", "c.n", "nn."]),
     ],
 )
-def test_each_pair_uses_what_suits_it(offers, wanted, expected):
+def test_the_transport_of_each_pair(offers, wanted, expected):
     assert table(choose(offers, wanted)) == expected
 
 
-def test_ranks_share_a_gpu_only_where_they_were_given_it():
+def test_ranks_share_a_gpu_only_with_explicit_devices():
     """Without devices=, the ranks of one launcher that see one GPU would all be on it unasked."""
     own, same = (
         [offer._replace(may_share=False) for offer in on_gpus(text)] for text in ("AB", "ABA")
@@ -125,18 +125,18 @@ def test_offers_and_choices_are_plain_json():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(offers, wanted, words):
+def test_impossible_transports_are_refused(offers, wanted, words):
     with pytest.raises(ValueError, match=words):
         choose(offers, wanted)
 
 
-def test_what_is_chosen_has_a_name():
+def test_every_chosen_transport_has_a_name():
     chosen = {choose(offers, None).name for offers in ([SHM], [GLOO], on_gpus("A"))}
 
     assert chosen | {"cuda_ipc"} == set(NAMES)
 
 
-def test_a_stage_knows_the_names():
+def test_a_stage_checks_the_name_of_its_transport():
     with pytest.raises(ValueError, match="transport is 'tcp', but must be one of 'shm', 'gloo'"):
         Stage(nn.Sequential(nn.ReLU()), [1], transport="tcp")
     Stage(nn.Sequential(nn.ReLU()), [1], transport="cuda_ipc")  # whether it can be used shows later
@@ -152,7 +152,7 @@ for version, setting in [("22809", "1"), ("23000", "1"), ("23007", "")]:
 
 
 @pytest.mark.dist
-def test_the_nccl_that_is_loaded_is_asked(tmp_path):
+def test_the_version_of_the_loaded_nccl_is_used(tmp_path):
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")

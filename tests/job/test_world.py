@@ -69,7 +69,7 @@ def test_each_process_takes_the_gpu_of_its_local_rank(environment):
     assert list(map(str, world.devices)) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
 
 
-def test_given_devices_come_before_gpus(environment):
+def test_given_devices_have_priority_over_gpus(environment):
     environment(num_gpus=2, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
 
     assert World.from_environment(["cpu", "cpu", "cpu"]).devices == (CPU, CPU)
@@ -91,7 +91,7 @@ def test_devices_that_cannot_be_used_are_refused(environment, devices, error, wo
         World.from_environment(devices)
 
 
-def test_a_job_without_an_address_says_so_at_once(environment, monkeypatch):
+def test_a_job_without_an_address_fails_at_once(environment, monkeypatch):
     environment(RANK=1, WORLD_SIZE=2)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -194,7 +194,7 @@ class Stuck:
         return [1]
 
 
-def test_a_device_that_is_stuck_is_waited_for_once(environment):
+def test_a_stuck_device_is_waited_for_once(environment):
     environment()
     world = World.from_environment()
     world.connect()

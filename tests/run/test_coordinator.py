@@ -68,14 +68,14 @@ def test_messages_of_rank_0_reach_all_in_order(controls):
         assert [control.receive(0, "it"), control.receive(0, "it")] == [b"first", b"second"]
 
 
-def test_messages_to_rank_0_are_told_apart(controls):
+def test_messages_to_rank_0_are_kept_by_sender(controls):
     controls[2].send_to_coordinator(b"from 2")
     controls[1].send_to_coordinator(b"from 1")
 
     assert [controls[0].receive(rank, "it") for rank in (1, 2)] == [b"from 1", b"from 2"]
 
 
-def test_a_message_can_be_looked_at_before_it_is_heard(controls):
+def test_peek_does_not_remove_a_message(controls):
     assert controls[1].peek(0) is None
     controls[0].send_to_all(b"it")
 
@@ -83,7 +83,7 @@ def test_a_message_can_be_looked_at_before_it_is_heard(controls):
     assert controls[1].peek(0) is None
 
 
-def test_a_rank_that_has_left_looks_at_nothing(meshes, controls):
+def test_peek_returns_none_after_the_rank_has_left(meshes, controls):
     """A failure that came as it left is none of another pipeline's."""
     meshes[0].send_failure(0, "boom")
     meshes[1].part(0.05)
@@ -92,7 +92,7 @@ def test_a_rank_that_has_left_looks_at_nothing(meshes, controls):
     assert controls[1].peek(0) is None
 
 
-def test_meanwhile_a_rank_may_look_elsewhere(controls):
+def test_receive_calls_a_function_while_it_waits(controls):
     looks = []
 
     def look():
@@ -104,7 +104,7 @@ def test_meanwhile_a_rank_may_look_elsewhere(controls):
         controls[1].receive(0, "it", look)
 
 
-def test_all_agree_on_what_rank_0_makes_of_it(controls):
+def test_all_ranks_get_the_result_of_rank_0(controls):
     outcomes = {}
     threads = [
         threading.Thread(
@@ -124,7 +124,7 @@ def sum_up(values):
     return [value for of_rank in values for value in of_rank]
 
 
-def test_a_rank_that_left_is_named_with_what_was_awaited(meshes, controls):
+def test_the_error_names_the_lost_rank_and_the_awaited_message(meshes, controls):
     meshes[1].close()
 
     with pytest.raises(PeerLostError, match="waits for its part in a common call from rank 1"):
@@ -150,7 +150,7 @@ def test_an_order_is_followed_as_it_was_issued(ranks):
     ]
 
 
-def test_a_plan_is_verified_once_and_told_once(ranks, monkeypatch):
+def test_a_plan_is_verified_once_and_sent_once(ranks, monkeypatch):
     verified = []
 
     def note(plan, routes, ahead):
@@ -264,7 +264,7 @@ def test_a_receive_can_be_posted_at_its_fence(ranks):
     ]
 
 
-def test_an_order_that_waits_can_be_seen(ranks):
+def test_a_waiting_order_is_visible(ranks):
     assert ranks[1].waiting() is None
     issued = ranks[0].issue(step())
 

@@ -158,7 +158,7 @@ def test_evaluation_holds_nothing_and_sends_no_gradients():
     assert all(executor.ledger.held_bytes == 0 for executor in rig.executors)
 
 
-def test_nothing_is_sent_for_what_requires_no_gradient():
+def test_no_gradient_is_sent_to_a_stage_that_needs_none():
     model = make_model(3)
     model[0].requires_grad_(False)
     x = torch.randn(4, WIDTH, dtype=torch.float64)
@@ -192,7 +192,7 @@ class Boom(nn.Module):
         (4, "procpipe: in stage 1 (rank 1), task R2@1 (micro-batch 2), layer '1' (Boom)"),
     ],
 )
-def test_an_exception_says_where_it_was(call, note):
+def test_an_exception_names_its_task_and_layer(call, note):
     model = make_model(2)
     model[1] = Boom(call)
     x = torch.randn(6, WIDTH, dtype=torch.float64)

@@ -72,7 +72,7 @@ def test_an_order_is_short():
     )
 
 
-def test_modes_are_told_in_words():
+def test_modes_in_words():
     modes = [Order("x", 0, training, grad).mode() for training in BOTH for grad in BOTH]
 
     assert modes == [

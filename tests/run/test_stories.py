@@ -42,7 +42,7 @@ def raised(error):
 
 
 @pytest.mark.parametrize("another", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
-def test_what_an_error_says_is_not_known(another):
+def test_an_error_whose_str_raises(another):
     error = raised(EvilError(another))
 
     told = f"(what it says is not known: its __str__ raised {another.__name__})"
@@ -51,11 +51,11 @@ def test_what_an_error_says_is_not_known(another):
     assert "in raised\n    raise error" in story_of(error)
 
 
-def test_an_error_that_says_no_text():
+def test_an_error_whose_str_returns_a_number():
     assert in_a_line(NumberError()).endswith("its __str__ raised TypeError)")
 
 
-def test_the_cause_of_an_error_says_nothing():
+def test_a_cause_whose_str_raises():
     error = KeyError("boom")
     error.__cause__ = raised(EvilError(SystemExit))
 
