@@ -1,4 +1,4 @@
-"""The key that a job is given from outside of its store: which files are taken."""
+"""A job's key from a file or the launcher: which files are accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTENT = "k" * 40
 
 
 @pytest.fixture(autouse=True)
-def _none_given(monkeypatch):
+def _no_key_variables(monkeypatch):
     monkeypatch.delenv("PROCPIPE_KEY", raising=False)
     monkeypatch.delenv("PROCPIPE_KEY_FILE", raising=False)
 

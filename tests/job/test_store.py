@@ -1,4 +1,4 @@
-"""The job's store: sealed by a key that is not in it, and watched while waiting."""
+"""The job's store: sealed by a key that is not in it; failures end waits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def lost():
 
 
 def test_a_wait_inside_of_gloo_ends_with_the_start():
-    """As in a job, when a rank is killed before gloo has it: gloo alone waits its whole timeout."""
+    """As if a rank is killed before gloo connects to it: gloo alone waits its whole timeout."""
     begun_s = time.monotonic()
     with pytest.raises(KeyError, match="a peer has ended"):
         gloo(part_of(HashStore(), check=lost), 0)

@@ -1,4 +1,4 @@
-"""What is read from made-up hosts, and from this one."""
+"""The topology of invented hosts, and of this one."""
 
 from __future__ import annotations
 
@@ -130,16 +130,16 @@ def test_this_host_is_read_like_psutil():
 
 
 @pytest.mark.parametrize(
-    "told", ["0000:3b:00.0", "00000000:3B:00.0", "3b:00.0", "0000:3b:00", " 0000:3B:0.0\n"]
+    "text", ["0000:3b:00.0", "00000000:3B:00.0", "3b:00.0", "0000:3b:00", " 0000:3B:0.0\n"]
 )
-def test_the_spellings_of_a_pci_address(told):
-    assert normal_pci(told) == "0000:3b:00.0"
+def test_the_spellings_of_a_pci_address(text):
+    assert normal_pci(text) == "0000:3b:00.0"
 
 
-@pytest.mark.parametrize("told", ["", "cuda:0", "0000:3g:00.0", "../../etc"])
-def test_invalid_pci_addresses(told):
+@pytest.mark.parametrize("text", ["", "cuda:0", "0000:3g:00.0", "../../etc"])
+def test_invalid_pci_addresses(text):
     with pytest.raises(ValueError, match="is no PCI address like"):
-        normal_pci(told)
+        normal_pci(text)
 
 
 def test_the_numa_nodes_of_gpus(tmp_path):

@@ -1,4 +1,4 @@
-"""What a process reads of its environment: rank, devices, and what is wrong with them."""
+"""A process's rank and devices from its environment, and errors in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Set torchrun's variables, all others unset; and a number of GPUs."""
+    """Return a function that sets torchrun's variables, unsets the rest, and sets the GPUs."""
 
     def set_all(num_gpus=0, **variables):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -39,7 +39,7 @@ def test_without_a_launcher_the_job_is_this_process(environment):
     assert (world.device, world.devices) == (CPU, (CPU,))
     assert world.connect().peers == ()
     assert world.open_transports(TransportChoice("gloo", [""]), []) == {}
-    world.give_up("nobody hears it")
+    world.give_up("without peers")
     world.close()
 
 
@@ -111,7 +111,7 @@ def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
 
 
 def test_a_process_that_sees_one_gpu_takes_it(environment):
-    """As Slurm starts it with --gpus-per-task=1; whether ranks share it shows when they connect."""
+    """As in Slurm with --gpus-per-task=1; that ranks share it is detected when they connect."""
     environment(num_gpus=1, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
 
     world = World.from_environment()
@@ -120,7 +120,7 @@ def test_a_process_that_sees_one_gpu_takes_it(environment):
 
 
 def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypatch):
-    """Each process that sees one GPU names it cuda:0: cores would be chosen by the wrong one."""
+    """Each process that sees one GPU names it cuda:0: the wrong GPU would determine the cores."""
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: Properties(device.index)
     )
@@ -179,7 +179,7 @@ def test_hosts_of_different_sizes(environment):
 
 
 class Stuck:
-    """A transport whose transfers cannot be ended, which takes as long as it may."""
+    """A transport whose transfers cannot be ended."""
 
     num_aborts = 0
 

@@ -1,4 +1,4 @@
-"""Orders of rank 0 over a real mesh: verified once, sent once, followed or refused."""
+"""Orders of rank 0 over a real mesh: plans verified and sent once, orders followed or refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_peek_does_not_remove_a_message(controls):
 
 
 def test_peek_returns_none_after_the_rank_has_left(meshes, controls):
-    """A failure that came as it left is none of another pipeline's."""
+    """A failure that arrives as the rank leaves does not belong to another pipeline."""
     meshes[0].send_failure(0, "boom")
     meshes[1].part(0.05)
     meshes[1].close()
@@ -93,15 +93,15 @@ def test_peek_returns_none_after_the_rank_has_left(meshes, controls):
 
 
 def test_receive_calls_a_function_while_it_waits(controls):
-    looks = []
+    calls = []
 
-    def look():
-        looks.append(time.monotonic())
-        if len(looks) == 3:
-            raise KeyError("seen elsewhere")
+    def check():
+        calls.append(time.monotonic())
+        if len(calls) == 3:
+            raise KeyError("failed elsewhere")
 
     with pytest.raises(KeyError):
-        controls[1].receive(0, "it", look)
+        controls[1].receive(0, "it", check)
 
 
 def test_all_ranks_get_the_result_of_rank_0(controls):
@@ -182,8 +182,8 @@ def test_the_plan_depends_on_the_call_and_its_modes(ranks):
 
     plans = {name: Plan.from_text(text_of(ranks[0], order)) for name, order in calls.items()}
 
-    told = {name: (plan.has_forward, plan.has_backward) for name, plan in plans.items()}
-    assert told == {
+    directions = {name: (plan.has_forward, plan.has_backward) for name, plan in plans.items()}
+    assert directions == {
         "step": (True, True),
         "eval step": (True, False),
         "step without gradients": (True, False),
@@ -240,14 +240,14 @@ def test_a_plan_that_cannot_run_is_not_issued(controls, meshes):
     broken = Plan.from_text("plan m=1 n=3\nF0@0\nF0@2\nF0@1\n")
     schedule = Schedule("broken", lambda *_: broken)
     coordinator = Coordinator(controls[0], 0, Routes(3), FixedSchedule(schedule))
-    heard = []
-    meshes[1].on(0, CONTROL, lambda *frame: heard.append(frame))
+    received = []
+    meshes[1].on(0, CONTROL, lambda *frame: received.append(frame))
 
     with pytest.raises(PlanError):
         coordinator.issue(Order("step", 0, sizes=(2,)))
     meshes[1].poll()
 
-    assert heard == []
+    assert received == []
 
 
 def test_a_receive_can_be_posted_at_its_fence(ranks):
@@ -257,7 +257,7 @@ def test_a_receive_can_be_posted_at_its_fence(ranks):
     ranks[0].issue(step())
     followed = ranks[1].follow(Order("step", 0))
 
-    assert [str(one) for one in ranks[1].program(followed)][:3] == [
+    assert [str(instruction) for instruction in ranks[1].program(followed)][:3] == [
         "receive activation 0: 0->1",
         "run F0@1",
         "receive activation 1: 0->1",

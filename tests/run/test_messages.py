@@ -1,4 +1,4 @@
-"""Messages between ranks are read back as they were written; differences are whole sentences."""
+"""Messages between ranks read back as written; differences of ranks are whole sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any exception can be described, whatever its class does."""
+"""Every exception can be described, even if methods of its class raise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from procpipe.run.stories import in_a_line, story_of, text_of
 
 
 class EvilError(Exception):
-    """Raises something else where it should say what it is about."""
+    """Its ``str()`` raises another error."""
 
     def __init__(self, another):
         super().__init__()
@@ -19,7 +19,7 @@ class EvilError(Exception):
 
 
 class EvilNotesError(Exception):
-    """Cannot be asked for its notes."""
+    """Reading its notes raises."""
 
     def __getattribute__(self, name):
         if name == "__notes__":
@@ -28,7 +28,7 @@ class EvilNotesError(Exception):
 
 
 class NumberError(Exception):
-    """Says what is no text."""
+    """Its ``str()`` returns a number."""
 
     def __str__(self):
         return 3  # noqa: PLE0307
@@ -45,9 +45,9 @@ def raised(error):
 def test_an_error_whose_str_raises(another):
     error = raised(EvilError(another))
 
-    told = f"(what it says is not known: its __str__ raised {another.__name__})"
-    assert text_of(error) == told
-    assert in_a_line(error) == f"EvilError: {told}"
+    text = f"(what it says is not known: its __str__ raised {another.__name__})"
+    assert text_of(error) == text
+    assert in_a_line(error) == f"EvilError: {text}"
     assert "in raised\n    raise error" in story_of(error)
 
 

@@ -94,26 +94,26 @@ def test_a_second_table_shows_the_last_step():
 
 def test_a_report_divides_the_last_step_of_all_stages():
     tasks = [["F", 0, 0, 0, 10]], [["F", 0, 1, 2, 12]]
-    told = [
+    reports = [
         {
             "statistics": asdict(statistics(stage=rank)),
             "step": {"step": 1, "begin": 100 + 10 * rank, "end": 110 + 12 * rank, "tasks": row},
         }
         for rank, row in enumerate(tasks)
     ]
-    ours, theirs = map(statistics_of, with_splits(told, {}))
+    first, second = map(statistics_of, with_splits(reports, {}))
 
-    # Stage 1 is idle until the activation is there, 2 ns of which are communication.
-    assert ours.split is not None
-    assert ours == statistics(stage=0, split=ours.split)
-    assert theirs.split is not None
-    assert theirs.split.stage == 1
-    nanoseconds = [round(part_s * 1e9, 3) for part_s in asdict(theirs.split).values()]
+    # Stage 1 is idle until the activation arrives, 2 ns of which are communication.
+    assert first.split is not None
+    assert first == statistics(stage=0, split=first.split)
+    assert second.split is not None
+    assert second.split.stage == 1
+    nanoseconds = [round(part_s * 1e9, 3) for part_s in asdict(second.split).values()]
     assert nanoseconds[0] == 1e9
     assert nanoseconds[1:] == [22, 10, 10, 0, 2]
 
 
 def test_statistics_before_the_first_step_have_no_split():
-    told = {"statistics": asdict(statistics()), "step": Trace().last_record()}
+    report = {"statistics": asdict(statistics()), "step": Trace().last_record()}
 
-    assert statistics_of(with_splits([told], {})[0]) == statistics()
+    assert statistics_of(with_splits([report], {})[0]) == statistics()
