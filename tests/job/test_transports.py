@@ -139,9 +139,7 @@ def test_every_chosen_transport_has_a_name():
 def test_a_stage_checks_the_name_of_its_transport():
     with pytest.raises(ValueError, match="transport is 'tcp', but must be one of 'shm', 'gloo'"):
         Stage(nn.Sequential(nn.ReLU()), [1], transport="tcp")
-    Stage(
-        nn.Sequential(nn.ReLU()), [1], transport="cuda_ipc"
-    )  # checked when ranks connect
+    Stage(nn.Sequential(nn.ReLU()), [1], transport="cuda_ipc")  # checked when ranks connect
 
 
 PRINT_NCCL = """
