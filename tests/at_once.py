@@ -119,10 +119,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if session.testsfailed or session.config.option.collectonly:
         return None  # pytest's own loop reports why it runs nothing
     # One test ahead: which fixtures stay set up depends on the next test of this process.
-    ours = (item for item in session.items if is_taken_here(item.path))
-    item = next(ours, None)
+    taken = (item for item in session.items if is_taken_here(item.path))
+    item = next(taken, None)
     while item is not None:
-        following = next(ours, None)
+        following = next(taken, None)
         session.config.stash[NUM_RUN] = session.config.stash.get(NUM_RUN, 0) + 1
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.shouldfail:

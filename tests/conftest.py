@@ -31,7 +31,7 @@ NUM_LEFT_OUT = pytest.StashKey[int]()
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """Give ``ranks(n)``, whose ``run`` calls a function on ``n`` real processes."""
+    """Return ``ranks(n)``, whose ``run`` calls a function on ``n`` real processes."""
     pool = Pool()
     yield lambda num_ranks: Ranks(pool, num_ranks)
     pool.close()

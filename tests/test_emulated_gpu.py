@@ -239,12 +239,12 @@ def allocate_and_wait(mib: int):
 def test_memory_is_limited_over_all_living_processes(tmp_path):
     settings = {"folder": tmp_path, "memory_mib": "64,32"}
     assert run(allocate, 40, **settings) == [0, 24, 64]
-    other = Process(allocate_and_wait, 40, **settings)  # the first process's memory is free again
-    assert other.next_report() == [0, 24, 64]
+    second = Process(allocate_and_wait, 40, **settings)  # the first one's memory is free again
+    assert second.next_report() == [0, 24, 64]
     assert run(allocate, 40, **settings) == [OUT_OF_MEMORY, 24, 64]
     assert run(allocate, 20, 1, **settings) == [0, 12, 32]
     assert run(allocate, 40, 0, **settings, cuda_visible_devices=1) == [OUT_OF_MEMORY, 32, 32]
-    other.kill()
+    second.kill()
     assert run(allocate, 40, **settings) == [0, 24, 64]
 
 
@@ -415,8 +415,8 @@ def time_events():
     check("cudaStreamSynchronize", stream)
     errors = [pending, elapsed(untimed), elapsed(never), elapsed(second)]
     check("cudaSetDevice", 1)
-    other = call("cudaEventRecord", second, new_stream())
-    return [errors, other, held_ms, ms.value]
+    other_device = call("cudaEventRecord", second, new_stream())
+    return [errors, other_device, held_ms, ms.value]
 
 
 def test_events_measure_the_time_of_a_streams_work(tmp_path):

@@ -426,18 +426,18 @@ before, after = (rank - 1) % size, (rank + 1) % size
 values = torch.arange(100_000, dtype=torch.float64)
 for turn in range(4):
     sent = (values + rank + turn).to(device)
-    came = torch.empty_like(sent)
+    received = torch.empty_like(sent)
     groups[0]._start_coalescing()
     groups[0].send([sent], after, 0)
-    groups[0].recv([came], before, 0)
+    groups[0].recv([received], before, 0)
     groups[0]._end_coalescing().wait()
-    assert torch.equal(came.cpu(), values + before + turn), (rank, turn)
-groups[0].allreduce([came]).wait()
-assert torch.equal(came.cpu(), sum(values + r + turn for r in range(size)))
+    assert torch.equal(received.cpu(), values + before + turn), (rank, turn)
+groups[0].allreduce([received]).wait()
+assert torch.equal(received.cpu(), sum(values + r + turn for r in range(size)))
 print("agrees")
 if rank == 0:
-    come = [torch.empty(4, device=device) for _ in groups]
-    works = [group.recv([tensor], 1, 0) for group, tensor in zip(groups, come)]
+    targets = [torch.empty(4, device=device) for _ in groups]
+    works = [group.recv([tensor], 1, 0) for group, tensor in zip(groups, targets)]
 aborts = [threading.Thread(target=group.abort) for group in groups]
 aborts[0].start()
 if rank == 0:

@@ -115,13 +115,13 @@ def run_all(world, transport_name):
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
     (transport,) = world.open_transports(TransportChoice(transport_name, ["", ""]), routes).values()
-    stories = stories_of(CASES, world, lambda: links(mesh, transport, device))
-    if not any(stories.values()):
+    errors = errors_of(CASES, world, lambda: links(mesh, transport, device))
+    if not any(errors.values()):
         world.drain()
-    return stories
+    return errors
 
 
-def stories_of(cases, world, channels):
+def errors_of(cases, world, channels):
     """Run cases on this rank until one fails, which leaves the channels in an unknown state.
 
     Args:
@@ -132,18 +132,18 @@ def stories_of(cases, world, channels):
     Returns:
         What each case raised, by its name; None if it raised nothing.
     """
-    stories: dict[str, str | None] = {}
+    errors: dict[str, str | None] = {}
     for case in cases:
         side = Side(world.rank, channels(), Meeting(world, case.__name__), world.device)
         try:
             side.meet()  # the channels of this case exist on both ranks
             case(side)
             side.meet()
-            stories[case.__name__] = None
+            errors[case.__name__] = None
         except Exception:
-            stories[case.__name__] = traceback.format_exc()
+            errors[case.__name__] = traceback.format_exc()
             break
-    return stories
+    return errors
 
 
 class Meeting:
@@ -162,33 +162,33 @@ class Meeting:
 
 
 @pytest.fixture(scope="module")
-def gloo_stories(ranks):
+def gloo_errors(ranks):
     return ranks(2).run(run_all, "gloo").values()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gloo(gloo_stories, name):
-    assert [story.get(name, "did not run") for story in gloo_stories] == [None, None]
+def test_gloo(gloo_errors, name):
+    assert [by_case.get(name, "did not run") for by_case in gloo_errors] == [None, None]
 
 
 @pytest.fixture(scope="module")
-def shm_stories(ranks):
+def shm_errors(ranks):
     return ranks(2).run(run_all, "shm").values()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shm(shm_stories, name):
-    assert [story.get(name, "did not run") for story in shm_stories] == [None, None]
+def test_shm(shm_errors, name):
+    assert [by_case.get(name, "did not run") for by_case in shm_errors] == [None, None]
 
 
 @pytest.mark.gpu
 def test_cuda_ipc(ranks):
     """Both ranks on one GPU."""
-    for stories in ranks(2).run(run_all, "cuda_ipc").values():
-        assert stories == dict.fromkeys(NAMES)
+    for errors in ranks(2).run(run_all, "cuda_ipc").values():
+        assert errors == dict.fromkeys(NAMES)
 
 
 @pytest.mark.gpu(2)
 def test_nccl(ranks):
-    for stories in ranks(2).run(run_all, "nccl").values():
-        assert stories == dict.fromkeys(NAMES)
+    for errors in ranks(2).run(run_all, "nccl").values():
+        assert errors == dict.fromkeys(NAMES)

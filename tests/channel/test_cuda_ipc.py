@@ -185,7 +185,7 @@ def test_slots_that_have_become_too_small_are_freed(ends):
             assert torch.equal(ends.transfer(sent)[1][0], sent[0])
         assert len(ends.slots) == ends.num_opened == 1
 
-    ends.transfer([numbers(1)])  # goes into the large one
+    ends.transfer([numbers(1)])  # uses the large slot
     ends.sender._free_closed()
     assert [len(block.content) for block in ends.device.blocks.values()] == [6 * MIB]
 
@@ -331,7 +331,7 @@ def test_descriptors_are_closed_with_the_transports():
 # -- any order of work --------------------------------------------------------------------------
 
 
-class Story:
+class RandomTransfers:
     """Two processes that send, take, compute and overwrite at random; records what arrives."""
 
     def __init__(self, seed):
@@ -342,7 +342,7 @@ class Story:
         self.arrived = defaultdict(list)
         self.kept = []  # as a GPU's allocator keeps memory that a stream still uses
 
-    def play(self, num_steps):
+    def run(self, num_steps):
         for _ in range(num_steps):
             self.chance.choice((self.send, self.send, self.take))()
         while any(self.under_way.values()):
@@ -389,17 +389,17 @@ def content(tensor):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_messages_arrive_unchanged_in_any_order_of_work(seed):
-    story = Story(seed)
+    transfers = RandomTransfers(seed)
 
-    story.play(60)
+    transfers.run(60)
 
-    for channel, sent in story.sent.items():
-        for found, expected in zip(story.arrived[channel], sent, strict=True):
+    for channel, sent in transfers.sent.items():
+        for found, expected in zip(transfers.arrived[channel], sent, strict=True):
             assert found == [(size, {value} if size else set()) for size, value in expected]
-    story.ends.drain()
-    for transport in story.ends.transports:
+    transfers.ends.drain()
+    for transport in transfers.ends.transports:
         transport.close()
-    assert not story.ends.device.blocks
+    assert not transfers.ends.device.blocks
 
 
 # -- failures -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from procpipe.channel.gpu import Gpu
 from procpipe.channel.meta import describe
 from procpipe.job.transports import TransportChoice
 from procpipe.tree import Flat
-from tests.channel.test_conformance import Meeting, links, stories_of
+from tests.channel.test_conformance import Meeting, errors_of, links
 from tests.held import happens, held, hold_for
 
 #: The size of a block of torch's allocator that is used for nothing else.
@@ -277,16 +277,16 @@ def run_all(world: Any, transport_name: str) -> dict[str, str | None]:
         return run
 
     cases = map(settled, CASES_OF[transport_name])
-    stories: dict[str, str | None] = stories_of(
+    errors: dict[str, str | None] = errors_of(
         cases, world, lambda: links(mesh, transport, world.device)
     )
-    if any(stories.values()):
+    if any(errors.values()):
         transport.abort()
-    return stories
+    return errors
 
 
 @pytest.fixture(scope="module")
-def stories(ranks: Any) -> Callable[[str], list[dict[str, str | None]]]:
+def errors(ranks: Any) -> Callable[[str], list[dict[str, str | None]]]:
     found: dict[str, list[dict[str, str | None]]] = {}
 
     def of(name: str) -> list[dict[str, str | None]]:
@@ -299,8 +299,8 @@ def stories(ranks: Any) -> Callable[[str], list[dict[str, str | None]]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES_OF["cuda_ipc"]])
-def test_cuda_ipc(stories: Any, case: str) -> None:
-    assert [story.get(case, "did not run") for story in stories("cuda_ipc")] == [None, None]
+def test_cuda_ipc(errors: Any, case: str) -> None:
+    assert [by_case.get(case, "did not run") for by_case in errors("cuda_ipc")] == [None, None]
 
 
 def one_channel_held(world: Any) -> None:
@@ -337,5 +337,5 @@ def test_no_channels_share_a_stream(ranks: Any) -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES_OF["nccl"]])
-def test_nccl(stories: Any, case: str) -> None:
-    assert [story.get(case, "did not run") for story in stories("nccl")] == [None, None]
+def test_nccl(errors: Any, case: str) -> None:
+    assert [by_case.get(case, "did not run") for by_case in errors("nccl")] == [None, None]

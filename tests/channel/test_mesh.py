@@ -333,10 +333,10 @@ def test_the_error_has_the_place_where_a_dead_peer_was_last_seen():
 
 def test_a_condition_without_frames_is_polled(net):
     _, b = net(2)
-    asked = iter([False, False, False, True])
+    answers = iter([False, False, False, True])
     start = time.monotonic()
 
-    b.wait(lambda: next(asked), nothing, every_s=0.001)
+    b.wait(lambda: next(answers), nothing, every_s=0.001)
 
     assert time.monotonic() - start < 1.0
 

@@ -128,7 +128,7 @@ def test_slots_that_have_become_too_small_are_dropped_on_both_sides(ends):
         assert len(ends.slots) == 1
         assert ends.num_mapped == 1
 
-    ends.transfer([numbers(10)])  # goes into the large one
+    ends.transfer([numbers(10)])  # uses the large slot
     assert len(ends.slots) == 1
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 3

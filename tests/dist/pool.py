@@ -145,8 +145,8 @@ class Pool:
             try:
                 worker.pipe.recv_bytes()
             except EOFError:
-                story = worker.wait_death()
-                raise RuntimeError(f"{story}\n{worker.log.read_text()}") from None
+                end = worker.wait_death()
+                raise RuntimeError(f"{end}\n{worker.log.read_text()}") from None
 
     def _run(self, job: Job, workers: list[Worker]) -> Outcomes:
         deadline_s = time.monotonic() + job.timeout_s
@@ -164,7 +164,7 @@ class Pool:
             ends = [end for worker in waiting for end in (worker.pipe, worker.process.sentinel)]
             ready = wait(ends, max(0.0, deadline_s - time.monotonic()))
             if not ready:
-                raise RanksHungError(_hung_story(job, workers, waiting, outcomes.values()))
+                raise RanksHungError(_hung_report(job, workers, waiting, outcomes.values()))
             for worker in waiting:
                 if worker.pipe in ready or worker.process.sentinel in ready:
                     outcomes[worker.rank] = worker.read_outcome()
@@ -221,9 +221,9 @@ class Worker:
         self.process.wait()
 
     def _failure_of_death(self) -> Failure:
-        story = self.wait_death()
+        end = self.wait_death()
         stacks = self.stacks.read_text() if self.stacks.exists() else ""
-        return Failure("ProcessDied", (), story, f"{story}\n{stacks}")
+        return Failure("ProcessDied", (), end, f"{end}\n{stacks}")
 
     def _output(self) -> str:
         with self.log.open("rb") as log:
@@ -254,7 +254,7 @@ def abort_all(pids: Iterable[int]) -> None:
                 os.kill(pid, number)
 
 
-def _hung_story(
+def _hung_report(
     job: Job, workers: list[Worker], hung: list[Worker], ended: Iterable[Outcome]
 ) -> str:
     stacks = _stacks(hung)
@@ -270,10 +270,10 @@ def _hung_story(
 
 def _stacks(workers: list[Worker]) -> str:
     abort_all(worker.process.pid for worker in workers if worker.process.poll() is None)
-    stories = []
+    reports = []
     for worker in workers:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(10.0)
         text = worker.stacks.read_text() if worker.stacks.exists() else "(no stacks)"
-        stories.append(f"--- rank {worker.rank} is still at\n{text}{worker._output()}")
-    return "\n".join(stories)
+        reports.append(f"--- rank {worker.rank} is still at\n{text}{worker._output()}")
+    return "\n".join(reports)

@@ -69,11 +69,11 @@ class Outcome:
 
     def __str__(self) -> str:
         if self.error is None:
-            story = f"returned {self.value!r}"
+            result = f"returned {self.value!r}"
         else:
-            story = f"failed\n{self.error.traceback}"
+            result = f"failed\n{self.error.traceback}"
         wrote = f"\nand wrote\n{self.output}" if self.output else ""
-        return f"--- rank {self.rank} {story.rstrip()}{wrote.rstrip()}"
+        return f"--- rank {self.rank} {result.rstrip()}{wrote.rstrip()}"
 
 
 class Outcomes(list[Outcome]):

@@ -191,7 +191,7 @@ def _environments(num_ranks: int | None) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def _script_in_a_folder(path_or_code: Path | str) -> Iterator[tuple[str, Path, Path]]:
-    """Give a script's path, an empty folder to run it in, and the folder of both."""
+    """Yield a script's path, an empty folder to run it in, and the folder of both."""
     with tempfile.TemporaryDirectory(prefix="procpipe-script-") as name:
         folder = Path(name)
         script = path_or_code
@@ -252,7 +252,7 @@ def _stacks(find: Find, launcher_pid: int, err: Path) -> str:
     One by one, so that stacks do not mix in the common stderr; all others are stopped meanwhile,
     so that the end of one does not wake them.
     """
-    stories = []
+    reports = []
     for process in sorted(_frozen(find), key=lambda process: process.pid == launcher_pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             rank = process.environ().get("RANK")
@@ -262,8 +262,8 @@ def _stacks(find: Find, launcher_pid: int, err: Path) -> str:
             process.send_signal(signal.SIGCONT)
             _wait_end(process.pid, END_TIMEOUT_S)
             text = err.read_bytes()[written:].decode(errors="replace")
-            stories.append(f"--- {name} (process {process.pid}) is still at\n{text}")
-    return "\n".join(stories)
+            reports.append(f"--- {name} (process {process.pid}) is still at\n{text}")
+    return "\n".join(reports)
 
 
 def _job(token: str) -> Iterator[psutil.Process]:

@@ -386,7 +386,7 @@ LABELS = (
 
 
 def check_left_out(bare, schedule, mode):
-    """Micro-batches of weight 0 add nothing, whatever their own loss is."""
+    """Micro-batches of weight 0 add nothing, for any value of their loss."""
     torch.manual_seed(1)
     plain = nn.Sequential(
         nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)
@@ -519,7 +519,7 @@ def check_loaders(bare, balance):
         stage.zero_grad()
         plain.zero_grad()
 
-        # A target changed after it came from the loader: another object, or the same in place.
+        # A target that is changed after it was loaded: replaced, or changed in place.
         def one_first(target):
             return torch.cat([torch.ones(1, dtype=target.dtype), target[1:]])
 
@@ -572,7 +572,7 @@ def check_interleaved(bare, balance):
 
 
 def check_deferred(bare, balance):
-    """DeferredBatchNorm's statistics are those of the whole mini-batch, of whatever size."""
+    """DeferredBatchNorm's statistics are those of the whole mini-batch, for every size."""
     for mode in MODES:
         model = make_model(nn.BatchNorm1d)
         whole = copy.deepcopy(model)[1]

@@ -121,7 +121,7 @@ def structures() -> dict[str, Case]:
             ),
             (x,),
         ),
-        "a 1-tuple stays one": Case(
+        "a 1-tuple stays a 1-tuple": Case(
             (Do(lambda f, x: (f(x),), 4), Do(lambda f, t: (f(*t),), 4), Do(lambda f, t: f(*t), 4)),
             (x,),
         ),
@@ -301,7 +301,7 @@ def layouts() -> dict[str, Case]:
             ),
             (x,),
         ),
-        "as many tensors as the data says": Case(
+        "a number of tensors that depends on the data": Case(
             (
                 Do(lambda f, x: [f(x)[:, k % 4, None] for k in range(len(x))], 4),
                 Do(lambda f, t: [f(column.expand(-1, 4)) for column in t], 4),

@@ -159,7 +159,7 @@ def forks_in_a_layer(world, how, size, transport):
 @pytest.mark.parametrize(
     ("transport", "size"), [("shm", 6), ("shm", BULK), ("gloo", BULK)], ids=str
 )
-@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("go on", 9)])
+@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("continue", 9)])
 def test_a_layer_forks(ranks, how, code, transport, size):
     outcomes = ranks(2).run(forks_in_a_layer, how, size, transport)
 
@@ -167,7 +167,7 @@ def test_a_layer_forks(ranks, how, code, transport, size):
 
 
 def test_a_child_cannot_continue_a_call_without_a_launcher():
-    layer = Forks("go on")
+    layer = Forks("continue")
     stage = Stage(nn.Sequential(layer), [1], chunks=CHUNKS, loss_fn=F.mse_loss)
     text = ""
     try:

@@ -70,7 +70,7 @@ class ActBackward(torch.autograd.Function):
 
 
 def boom():
-    raise BoomError("boom, says the layer")
+    raise BoomError("boom in the layer")
 
 
 def kill():
@@ -102,7 +102,7 @@ def batch(size=6):
 
 
 def train(world, faulty_stage, where, act=boom, api="step", size=6, transport=None):
-    """Train until something goes wrong on one stage."""
+    """Train until one stage acts: raises, ends its script or is killed."""
     options = {where: lambda *_: act()} if where in ("loss_fn", "loss_weight") else {}
     model = model_of(world.num_ranks, faulty_stage, where, act)
     stage = stage_of(world, model, transport=transport, **options)
@@ -175,7 +175,7 @@ def test_a_layer_raises(ranks, n, origin, where):
         place.append("its layers' backward")
     else:
         place.append(f"layer 'l{2 * origin + 1}' (Faulty)")
-    check(outcomes, origin, "BoomError", "boom, says the layer", *place)
+    check(outcomes, origin, "BoomError", "boom in the layer", *place)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_layer_raises_when_backward_is_the_users_call(ranks, origin, where):
 
     task = TASKS[where]
     place = f"stage {origin} (rank {origin}), task {task}@{origin} (micro-batch {task[1]})"
-    check(outcomes, origin, "BoomError", "boom, says the layer", place)
+    check(outcomes, origin, "BoomError", "boom in the layer", place)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -203,7 +203,7 @@ def test_the_loss_function_raises(ranks, n):
 def test_rank_0_raises_before_there_is_a_plan(ranks, n, where):
     outcomes = ranks(n).run(train, None, where)
 
-    check(outcomes, 0, "BoomError", "boom, says the layer")
+    check(outcomes, 0, "BoomError", "boom in the layer")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_layer_raises_while_large_tensors_are_under_way(ranks, n, origin, wher
     """Gloo breaks the peers' transfers too; its errors must not hide the report."""
     outcomes = ranks(n).run(train, origin, where, size=BULK, transport=transport)
 
-    check(outcomes, origin, "BoomError", "boom, says the layer")
+    check(outcomes, origin, "BoomError", "boom in the layer")
 
 
 class NoTextError(Exception):
@@ -361,7 +361,7 @@ def test_a_rank_that_catches_the_error_and_continues_is_stopped(ranks, n, origin
     assert "step() cannot run: step() failed on this rank with BoomError" in failures[origin].text
     for rank in set(range(n)) - {origin}:
         assert failures[rank].type == "RemoteStageError"
-        assert "boom, says the layer" in failures[rank].text
+        assert "boom in the layer" in failures[rank].text
     assert all(outcome.duration_s < SOON_S for outcome in outcomes)
 
 

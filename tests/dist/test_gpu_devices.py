@@ -95,8 +95,8 @@ if os.environ["RANK"] == "1":
         "print('full', flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    other = subprocess.Popen([sys.executable, "-c", fill], **pipes)
-    assert other.stdout.readline() == b"full\\n"
+    filler = subprocess.Popen([sys.executable, "-c", fill], **pipes)
+    assert filler.stdout.readline() == b"full\\n"
 import torch
 from torch import nn
 from procpipe import Stage

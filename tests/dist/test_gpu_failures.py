@@ -79,7 +79,7 @@ def test_a_layer_raises_while_large_tensors_are_under_way(
 ) -> None:
     outcomes = ranks(n).run(train, origin, where, size=BULK)
 
-    check(outcomes, origin, "BoomError", "boom, says the layer")
+    check(outcomes, origin, "BoomError", "boom in the layer")
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
@@ -89,7 +89,7 @@ def test_a_layer_raises_while_the_device_is_behind(
 ) -> None:
     outcomes = ranks(n).run(train_long, origin, boom, reads)
 
-    check(outcomes, origin, "BoomError", "boom, says the layer")
+    check(outcomes, origin, "BoomError", "boom in the layer")
 
 
 @pytest.mark.parametrize("origin", [0, 1])

@@ -71,7 +71,7 @@ def test_without_room_to_send_the_stall_is_an_error(monkeypatch):
     assert not done.left_behind
     assert done.stdout.split() == ["queued"] * 2
     # One rank may time out first, and the other end because of it.
-    story = (
+    message = (
         r"WaitTimeoutError: rank [01] has waited [\d.]+ s for its device, in transfers with ranks"
     )
-    assert len(re.findall(story, done.stderr)) >= 2
+    assert len(re.findall(message, done.stderr)) >= 2

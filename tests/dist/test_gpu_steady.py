@@ -150,8 +150,8 @@ def test_no_host_waits_for_its_device(
 
     for rank, (counts, made, slots) in enumerate(outcomes.values()):
         allowed = made if is_emulated() else [0] * NUM_STEPS  # torch does not detect these waits
-        story = f"rank {rank} waited {counts} times, and made {made} slots"
-        assert counts[NUM_CHECKED:] == allowed[NUM_CHECKED:], story
+        message = f"rank {rank} waited {counts} times, and made {made} slots"
+        assert counts[NUM_CHECKED:] == allowed[NUM_CHECKED:], message
         for uses in slots:
             assert len(uses) <= NUM_STEPS_IN_SLOTS * sum(uses) / NUM_STEPS, f"rank {rank}: {slots}"
 

@@ -72,11 +72,11 @@ def grad_modes_seen(bare):
     """Return the grad mode in the layer of this stage, call by call."""
     seen: list[bool] = []
 
-    def look(input):
+    def note(input):
         seen.append(torch.is_grad_enabled())
         return input
 
-    model = nn.Sequential(*(Do(look, learns=True) for _ in range(bare.num_ranks)))
+    model = nn.Sequential(*(Do(note, learns=True) for _ in range(bare.num_ranks)))
     with stage_of(bare, "modes", model, [1] * bare.num_ranks, checkpoint="never") as stage:
         with torch.no_grad():
             assert not stage(torch.ones(2, 4)).requires_grad

@@ -240,11 +240,11 @@ def test_a_hang_ends_with_the_stacks_of_all_threads(ranks):
         ranks(2).run(wait_for_ever, 1, timeout_s=0.5, world=False)
 
     assert time.monotonic() - start < 10
-    story = str(caught.value)
-    assert "tests.dist.test_pool.wait_for_ever: rank(s) [1] of 2 did not end in 0.5 s" in story
-    assert "--- rank 0 returned 'fine'" in story
-    assert "in wait_for_ever" in story
-    assert "in hold_in_a_thread" in story
+    text = str(caught.value)
+    assert "tests.dist.test_pool.wait_for_ever: rank(s) [1] of 2 did not end in 0.5 s" in text
+    assert "--- rank 0 returned 'fine'" in text
+    assert "in wait_for_ever" in text
+    assert "in hold_in_a_thread" in text
     assert not any(map(psutil.pid_exists, before))
     assert ranks(2).run(whoami, "rank", world=False).values() == ["rank 0 of 2.", "rank 1 of 2."]
 

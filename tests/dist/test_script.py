@@ -105,14 +105,14 @@ def test_a_hang_ends_with_the_stacks_of_every_process(nproc, timeout_s):
     with pytest.raises(RanksHungError) as caught:
         run_script(HANG, nproc=nproc, timeout_s=timeout_s)
 
-    story = str(caught.value)
-    assert f"did not end in {timeout_s} s" in story
-    assert len(pids(story)) == (nproc or 1)
-    assert not any(map(runs, pids(story)))
+    text = str(caught.value)
+    assert f"did not end in {timeout_s} s" in text
+    assert len(pids(text)) == (nproc or 1)
+    assert not any(map(runs, pids(text)))
     for rank in range(nproc or 0):
-        _, _, stack = story.partition(f"--- rank {rank} (process ")
+        _, _, stack = text.partition(f"--- rank {rank} (process ")
         assert "in wait_for_ever" in stack.partition("---")[0]
-    assert story.count("in wait_for_ever") == (nproc or 1)
+    assert text.count("in wait_for_ever") == (nproc or 1)
 
 
 def test_forks_have_a_launchers_variables_and_their_own_main_module():
@@ -158,9 +158,9 @@ def test_a_fork_that_hangs_or_leaves_a_process_is_reported_and_killed(monkeypatc
     monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
     with pytest.raises(RanksHungError, match=r"on 2 ranks did not end in 2\.0 s") as caught:
         run_forked(HANG, num_ranks=2, timeout_s=2.0)
-    story = str(caught.value)
-    assert story.count("in wait_for_ever") == len(pids(story)) == 2
-    assert not any(map(runs, pids(story)))
+    text = str(caught.value)
+    assert text.count("in wait_for_ever") == len(pids(text)) == 2
+    assert not any(map(runs, pids(text)))
 
     done = run_forked(LEAVE_A_FORK)
 

@@ -134,9 +134,9 @@ def check_parity(world: World, balance: list[int]) -> None:
         assert stage.statistics().held_bytes == 0, case
 
         stage.zero_grad()
-        ours = stage(x)
-        assert_same(stage.fetch(ours), output, str(case))
-        F.cross_entropy(ours, y.to(stage.device)).backward()
+        stage_output = stage(x)
+        assert_same(stage.fetch(stage_output), output, str(case))
+        F.cross_entropy(stage_output, y.to(stage.device)).backward()
         for name, parameter in stage.named_parameters():
             assert_same(parameter.grad, gradients[name], f"{case} {name}", 1e-13, 1.0)
         stage.eval()
@@ -339,10 +339,10 @@ def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int, i
     stage = Stage(whole, balance, chunks=2, checkpoint=mode, loss_fn=F.mse_loss, world=world)
     stage.step(x, y)
     for name, parameter in stage.named_parameters():
-        ours, truth = parameter.grad, plain.get_parameter(name).grad
-        assert ours is not None
+        gradient, truth = parameter.grad, plain.get_parameter(name).grad
+        assert gradient is not None
         assert truth is not None
-        assert_same(ours, truth, f"{mode} {name}")
+        assert_same(gradient, truth, f"{mode} {name}")
     pipeline = stage._calls.pipeline
     assert pipeline is not None
     senders = pipeline.channels.senders

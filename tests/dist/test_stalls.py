@@ -148,11 +148,11 @@ def plain_losses(num_stages, origin, num_samples):
     return [F.mse_loss(model(x), y).item() for x, y in data(num_samples)]
 
 
-def stories_of(outcomes):
+def reports_of(outcomes):
     """Return all reports of all ranks: the reported seconds, and the lines."""
     text = "".join(outcome.output for outcome in outcomes)
-    stories = re.split(r"procpipe: no progress for (\d+\.\d) s, says rank \d+\n", text)
-    return list(zip(map(float, stories[1::2]), stories[2::2], strict=True))
+    reports = re.split(r"procpipe: no progress for (\d+\.\d) s, says rank \d+\n", text)
+    return list(zip(map(float, reports[1::2]), reports[2::2], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,12 @@ def test_a_stopped_rank_is_reported_and_continues(ranks, n, origin, where, num_s
 
     for losses in outcomes.values():
         assert losses == pytest.approx(plain_losses(n, origin, num_samples))
-    stories = [story for story in stories_of(outcomes) if "is stopped" in story[1]]
-    assert stories, str(outcomes)
-    for stalled_s, _ in stories:
+    reports = [report for report in reports_of(outcomes) if "is stopped" in report[1]]
+    assert reports, str(outcomes)
+    for stalled_s, _ in reports:
         # A stall is reported again after twice the time, each time by only one rank.
-        assert sum(stalled_s / 1.5 < other_s < stalled_s * 1.5 for other_s, _ in stories) == 1
-    stalled_s, lines = stories[0]
+        assert sum(stalled_s / 1.5 < other_s < stalled_s * 1.5 for other_s, _ in reports) == 1
+    stalled_s, lines = reports[0]
     assert stalled_s >= STALL_S
     for rank in set(range(n)) - {origin}:
         assert re.search(rf"^  stage {rank} \(rank {rank}\): in ", lines, re.MULTILINE), lines
@@ -194,9 +194,9 @@ def test_a_rank_that_is_long_in_a_layer_is_reported_with_the_layer(ranks):
 
     for losses in outcomes.values():
         assert losses == pytest.approx(plain_losses(3, 1, 6))
-    story = "".join(lines for _, lines in stories_of(outcomes))
-    assert re.search(r"stage 1 \(rank 1\): in F1, layer '3' \(Acting\), for \d+\.\d s\n", story)
-    assert "is stopped" not in story
+    report = "".join(lines for _, lines in reports_of(outcomes))
+    assert re.search(r"stage 1 \(rank 1\): in F1, layer '3' \(Acting\), for \d+\.\d s\n", report)
+    assert "is stopped" not in report
 
 
 NO_STDERR = """

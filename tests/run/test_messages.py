@@ -94,11 +94,11 @@ def test_ranks_that_agree_have_no_differences():
 
 
 def test_every_difference_of_every_rank_is_a_sentence():
-    ours = {"balance": [1, 2], "chunks": 4, "layers": ["a", "b", "c"]}
+    facts = {"balance": [1, 2], "chunks": 4, "layers": ["a", "b", "c"]}
 
     assert compare_facts(
         [
-            ours,
+            facts,
             {"balance": [2, 1], "chunks": 4, "layers": ["a", "x", "y"]},
             {"balance": [1, 2], "layers": ["a", "b"]},
         ]

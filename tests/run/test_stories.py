@@ -78,10 +78,10 @@ def test_notes_that_are_no_list():
 
 
 def test_causes_that_form_a_circle():
-    one, other = KeyError("one"), KeyError("other")
-    one.__cause__, other.__cause__ = other, one
+    first, second = KeyError("one"), KeyError("other")
+    first.__cause__, second.__cause__ = second, first
 
-    assert story_of(raised(one)).count("KeyError: 'one'") == 1
+    assert story_of(raised(first)).count("KeyError: 'one'") == 1
 
 
 def test_a_story_that_is_too_long():
