@@ -64,7 +64,7 @@ def test_processes_given_different_addresses_are_on_different_hosts(monkeypatch)
     assert len({default, given, host_identity()}) == 3
 
 
-def test_nothing_listens_where_all_are_on_one_host():
+def test_nothing_listens_if_all_ranks_are_on_one_host():
     assert address_towards(1, [("a", "127.0.0.1"), ("a", "127.0.0.1")]) is None
 
 

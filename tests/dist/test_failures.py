@@ -221,7 +221,7 @@ def test_rank_0_raises_before_there_is_a_plan(ranks, n, where):
 )
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.only_on_cpus
-def test_a_layer_raises_while_large_tensors_are_under_way(ranks, n, origin, where, transport):
+def test_a_layer_raises_while_large_tensors_are_being_sent(ranks, n, origin, where, transport):
     """Gloo breaks the peers' transfers too; its errors must not hide the report."""
     outcomes = ranks(n).run(train, origin, where, size=BULK, transport=transport)
 
@@ -457,7 +457,7 @@ def test_a_rank_is_killed(ranks, n, origin, when, seen):
 
 @pytest.mark.parametrize(("origin", "transport"), [(0, "shm"), (0, "gloo"), (1, "gloo")])
 @pytest.mark.only_on_cpus
-def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks, origin, transport):
+def test_a_rank_is_killed_while_large_tensors_are_being_sent(ranks, origin, transport):
     outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK, transport=transport)
 
     seen = f"it was last seen in F1, layer 'l{2 * origin + 1}' (Faulty), for "

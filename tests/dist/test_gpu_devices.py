@@ -64,7 +64,7 @@ def test_processes_that_see_the_same_gpu_do_not_share_it_by_default():
 
 
 @pytest.mark.gpu(2)
-def test_gpus_that_cannot_open_one_anothers_memory(monkeypatch):
+def test_gpus_without_peer_access(monkeypatch):
     """NCCL uses another path; CUDA IPC is used only between ranks of one GPU."""
     monkeypatch.setenv("EMULATED_GPU_PEER_ACCESS", "0")
     script = """

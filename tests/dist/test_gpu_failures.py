@@ -74,7 +74,7 @@ def train_long(world: Any, origin: int, act: Any, reads: bool) -> None:
     ("n", "origin", "where"),
     [(2, 0, "recompute"), (2, 1, "forward"), (3, 1, "backward"), (4, 2, "recompute")],
 )
-def test_a_layer_raises_while_large_tensors_are_under_way(
+def test_a_layer_raises_while_large_tensors_are_being_sent(
     ranks: Any, n: int, origin: int, where: str
 ) -> None:
     outcomes = ranks(n).run(train, origin, where, size=BULK)
@@ -84,7 +84,7 @@ def test_a_layer_raises_while_large_tensors_are_under_way(
 
 @pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
 @pytest.mark.parametrize(("n", "origin"), [(2, 0), (3, 1), (4, 3)])
-def test_a_layer_raises_while_the_device_is_behind(
+def test_a_layer_raises_while_the_device_has_queued_work(
     ranks: Any, n: int, origin: int, reads: bool
 ) -> None:
     outcomes = ranks(n).run(train_long, origin, boom, reads)
@@ -93,7 +93,7 @@ def test_a_layer_raises_while_the_device_is_behind(
 
 
 @pytest.mark.parametrize("origin", [0, 1])
-def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks: Any, origin: int) -> None:
+def test_a_rank_is_killed_while_large_tensors_are_being_sent(ranks: Any, origin: int) -> None:
     outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK)
 
     seen = f"it was last seen in F1, layer 'l{2 * origin + 1}' (Faulty), for "
@@ -102,7 +102,7 @@ def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks: Any, origin: 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
 @pytest.mark.parametrize(("n", "origin"), [(2, 0), (2, 1), (3, 1), (4, 2)])
-def test_a_rank_is_killed_while_the_device_is_behind(
+def test_a_rank_is_killed_while_the_device_has_queued_work(
     ranks: Any, n: int, origin: int, reads: bool
 ) -> None:
     """Also where a host waits inside CUDA for a transfer that will never end."""
@@ -151,7 +151,7 @@ def leave() -> None:
     raise SystemExit
 
 
-def test_a_script_ends_while_the_device_is_behind(ranks: Any) -> None:
+def test_a_script_ends_while_the_device_has_queued_work(ranks: Any) -> None:
     outcomes = ranks(3).run(train_long, 1, leave, True)
 
     check(outcomes, 1, "SystemExit", "task F1@1 (micro-batch 1), layer '1' (Long)")
@@ -179,7 +179,7 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize("origin", [0, 1])
-def test_a_rank_is_terminated_while_the_device_is_behind(origin: int) -> None:
+def test_a_rank_is_terminated_while_the_device_has_queued_work(origin: int) -> None:
     done = run_forked(TERMINATED.format(origin=origin), num_ranks=2, timeout_s=40)
 
     assert done.returncode != 0

@@ -231,7 +231,7 @@ def outputs_in_use(bare):
 
 
 def held_while_open(bare, mode):
-    """Return the bytes held between forward and backward, after a forward without backward."""
+    """Return the bytes held between forward and backward; check that none are held afterwards."""
     options: Any = {"chunks": 2, "checkpoint": mode, "loss_fn": loss_of}
     model, balance = make_model(bare.num_ranks), [1] * bare.num_ranks
     inputs = torch.randn(2 * ROWS, WIDTHS[0], dtype=torch.float64)

@@ -133,14 +133,14 @@ def test_ranks_share_a_store_that_the_next_run_does_not_see(ranks):
     assert ranks(2).run(store_has, "from 0", world=False).values() == [False, False]
 
 
-def test_tensors_travel_both_ways(ranks):
+def test_tensors_are_sent_and_returned(ranks):
     tensor = torch.arange(4.0, dtype=torch.float64).requires_grad_()
 
     for value in ranks(2).run(double, tensor, world=False).values():
         assert torch.equal(value, 2 * tensor)
 
 
-def test_workers_are_alike_in_threads_and_random_numbers(ranks):
+def test_workers_have_the_same_threads_and_random_numbers(ranks):
     first, second = ranks(2).run(threads_and_random, world=False).values()
 
     assert first == second

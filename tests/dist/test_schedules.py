@@ -126,7 +126,7 @@ def check_parity(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_one_forward_one_backward_is_the_plain_model(ranks, num_ranks):
+def test_one_forward_one_backward_equals_the_plain_model(ranks, num_ranks):
     modes = MODES if num_ranks == 2 else ["except_last"]
     ranks(num_ranks).run(check_parity, "1f1b", modes, world=False).values()
 
@@ -134,7 +134,7 @@ def test_one_forward_one_backward_is_the_plain_model(ranks, num_ranks):
 @pytest.mark.parametrize(
     ("num_ranks", "partitions_per_stage"), [(1, 4), (2, 2), (2, 3), (2, 4), (3, 2), (4, 2)]
 )
-def test_interleaved_is_the_plain_model(ranks, num_ranks, partitions_per_stage):
+def test_interleaved_equals_the_plain_model(ranks, num_ranks, partitions_per_stage):
     modes = MODES if num_ranks == 2 else ["except_last"]
     ranks(num_ranks).run(
         check_parity, "interleaved", modes, partitions_per_stage, world=False
@@ -142,19 +142,19 @@ def test_interleaved_is_the_plain_model(ranks, num_ranks, partitions_per_stage):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_zb_h1_is_the_plain_model(ranks, num_ranks):
+def test_zb_h1_equals_the_plain_model(ranks, num_ranks):
     modes = MODES if num_ranks == 2 else ["except_last"]
     ranks(num_ranks).run(check_parity, "zb-h1", modes, world=False).values()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_zb_v_is_the_plain_model(ranks, num_ranks):
+def test_zb_v_equals_the_plain_model(ranks, num_ranks):
     modes = MODES if num_ranks == 2 else ["except_last"]
     ranks(num_ranks).run(check_parity, "zb-v", modes, 2, world=False).values()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_users_plan_is_the_plain_model(ranks, num_ranks):
+def test_a_users_plan_equals_the_plain_model(ranks, num_ranks):
     ranks(num_ranks).run(check_parity, two_at_a_time, ["always"], world=False).values()
 
 
@@ -281,5 +281,5 @@ def check_other_calls(bare: Any, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_other_calls_with_two_partitions_a_stage(ranks, schedule, num_ranks):
+def test_other_calls_with_two_partitions_per_stage(ranks, schedule, num_ranks):
     ranks(num_ranks).run(check_other_calls, schedule, world=False).values()

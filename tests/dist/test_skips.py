@@ -351,7 +351,7 @@ def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int, i
 
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_unets_skips_take_the_fewest_bytes(ranks: Any, n: int, mode: str) -> None:
+def test_a_unets_skips_send_the_fewest_bytes(ranks: Any, n: int, mode: str) -> None:
     of_ranks = ranks(n).run(run_unet, mode).values()
     routes = fewest_bytes(of_ranks[0][0], torch.zeros(2, 3, 17, 17).double())
     assert sum(routes.values()) > 0

@@ -98,7 +98,7 @@ def train(world, origin, where, num_samples, act):
 
 
 def continue_when_reported(pid, pids):
-    """Continue a stopped process once the stall is reported, and all others have waited longer."""
+    """Continue a stopped process once the stall is reported and all others could have done so."""
     wait_for(lambda: status_of(pid) == psutil.STATUS_STOPPED)
     stopped_s = time.monotonic()
     others = [other for other in pids if other != pid]
@@ -189,7 +189,7 @@ def test_a_stopped_rank_is_reported_and_continues(ranks, n, origin, where, num_s
     assert "goes on after" in lines
 
 
-def test_a_rank_that_is_long_in_a_layer_is_reported_with_the_layer(ranks):
+def test_a_rank_that_is_slow_in_a_layer_is_reported_with_the_layer(ranks):
     outcomes = ranks(3).run(train, 1, "layer", 6, "dawdle")
 
     for losses in outcomes.values():

@@ -338,7 +338,7 @@ def test_ranks_with_different_keys_fail(differs, words):
 
 
 def test_ranks_of_one_local_launcher_do_not_connect_over_the_network():
-    """Otherwise a process that writes to the store could make them, and connect as a rank."""
+    """Otherwise a process that writes to the store could make them do so, and act as a rank."""
     done = run_forked(
         script("""
 import procpipe.job.joining

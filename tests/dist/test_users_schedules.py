@@ -107,7 +107,7 @@ def test_users_schedules_that_differ_between_ranks_are_reported_on_all(ranks):
         assert "placement is [0, 1, 0, 1] on rank 0 and [0, 1, 1, 0] on rank 1" in message
 
 
-def test_a_users_plan_with_several_partitions_a_stage_is_the_plain_model(ranks):
+def test_a_users_plan_with_several_partitions_per_stage_equals_the_plain_model(ranks):
     for schedule in (two_in_a_loop, two_in_a_fold):
         ranks(2).run(check_reversed, schedule, world=False).values()
 

@@ -64,7 +64,7 @@ def check_values(bare, balance):
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=str)
-def test_values_of_every_kind_go_in_and_come_out(ranks, balance):
+def test_values_of_every_kind_as_inputs_and_outputs(ranks, balance):
     ranks(len(balance)).run(check_values, balance, world=False).values()
 
 

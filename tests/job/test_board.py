@@ -124,7 +124,7 @@ def test_a_stopped_process_can_be_read(writer):
     assert board_of(writer).read().task == "R2"
 
 
-def test_a_forked_child_is_not_taken_for_its_parent(writer):
+def test_a_forked_child_does_not_have_its_parents_board(writer):
     """A loader's worker has its parent's board open."""
     child = writer.run(
         "board = Board.create(0, 1)\n"
@@ -260,7 +260,7 @@ def test_a_text_whose_writer_ended_in_the_middle_is_missing(writer):
     assert board.read().call == "step"
 
 
-def test_a_forked_child_writes_on_a_page_of_its_own():
+def test_a_forked_child_writes_to_its_own_page():
     board = Board.create(0, 1)
     board.start_call("step")
 

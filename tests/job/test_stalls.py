@@ -78,7 +78,7 @@ def wait_status(pid, status):
 
 
 @pytest.mark.dist
-def test_a_stall_report_says_where_every_rank_is(reports, peer, capfd):
+def test_a_stall_report_has_the_place_of_every_rank(reports, peer, capfd):
     find_boards(reports, peer)
     reports.start_wait("gradient 2 from stage 1 (rank 1)", time.monotonic() - 3.0)
     reports.stalled("gradient 2 from stage 1 (rank 1)", 3.0)
@@ -91,7 +91,7 @@ def test_a_stall_report_says_where_every_rank_is(reports, peer, capfd):
 
 
 @pytest.mark.dist
-def test_a_stall_report_says_which_process_does_not_run(reports, peer, capfd):
+def test_a_stall_report_names_processes_that_do_not_run(reports, peer, capfd):
     find_boards(reports, peer)
     peer.send_signal(signal.SIGSTOP)
     wait_status(peer.pid, psutil.STATUS_STOPPED)
@@ -111,7 +111,7 @@ def test_a_stall_report_says_which_process_does_not_run(reports, peer, capfd):
     ]
 
 
-def test_a_stall_report_says_which_peer_is_on_another_host(reports, capfd):
+def test_a_stall_report_names_peers_on_other_hosts(reports, capfd):
     ours, theirs = (socket.socket(socket.AF_INET) for _ in range(2))
     mesh = Mesh(0, {1: ours}, timeout_s=1.0, stall_timeout_s=1.0, reports=reports)
     reports.find_boards(mesh)
@@ -140,7 +140,7 @@ def test_a_stall_that_another_rank_has_just_reported_is_not_reported_again(
     assert (reports._board.read().reported_s is not None) == expected
 
 
-def test_a_report_of_an_earlier_stall_does_not_silence_a_later_one(reports, capfd):
+def test_a_report_of_an_earlier_stall_does_not_suppress_a_later_one(reports, capfd):
     peer_board = Board.create(1, 2)
     peer_board.note_report()
     deadline_s = time.monotonic() + DEADLINE_S

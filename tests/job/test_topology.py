@@ -66,7 +66,7 @@ def test_a_package_of_several_nodes(tmp_path):
     ]
 
 
-def test_a_mask_leaves_cores_and_halves_of_cores(tmp_path):
+def test_a_mask_with_whole_and_half_cores(tmp_path):
     """A container's cpuset, or a batch system's share of a host."""
     nodes = {0: smt_cores(0, 4, sibling=8), 1: smt_cores(4, 4, sibling=8)}
     root = write_host(tmp_path, nodes)
@@ -76,7 +76,7 @@ def test_a_mask_leaves_cores_and_halves_of_cores(tmp_path):
     assert topology.cores == (Core((1,)), Core((2, 10)), Core((5,), package=1, node=1))
 
 
-def test_cpus_that_are_offline_do_not_count(tmp_path):
+def test_offline_cpus_are_not_used(tmp_path):
     root = write_host(tmp_path, {0: [[0], [1], [2], [3]]}, online=[0, 1, 3])
 
     assert [core.cpus for core in read_topology(root, range(4)).cores] == [(0,), (1,), (3,)]

@@ -197,7 +197,7 @@ def text_of(rank, order):
 
 
 @pytest.mark.parametrize(("target", "is_routed"), [(ROUTED, True), (LOCAL, False)])
-def test_the_target_is_sent_if_the_order_says_so(ranks, target, is_routed):
+def test_the_target_is_sent_if_the_order_requires_it(ranks, target, is_routed):
     order = ranks[0].issue(step(target=target))
 
     kinds = {s.transfer.payload for s in ranks[0].program(order) if hasattr(s, "transfer")}
@@ -227,7 +227,7 @@ def test_calls_without_a_plan_carry_their_detail(ranks):
         ),
     ],
 )
-def test_another_call_than_rank_0s_is_refused(ranks, ours, words):
+def test_a_call_that_differs_from_rank_0s_is_refused(ranks, ours, words):
     ranks[0].issue(step())
 
     with pytest.raises(CallMismatchError) as caught:
