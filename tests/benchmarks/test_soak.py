@@ -18,7 +18,7 @@ from benchmarks.soak_rounds import (
     expected_of,
     faults_of,
 )
-from tests.dist.script import LEARNS_LATE
+from tests.dist.script import REPORTED_LATE
 
 SEED = 4
 
@@ -53,8 +53,8 @@ FORKED = [fault for fault in FAULTS if fault[0] not in NEED_LAUNCHER]
     ids=["-".join(filter(None, fault)) for fault in FORKED],
 )
 def test_each_fault_once(shared_soak, capsys, number, fault):
-    if fault[0] == "exit beside a thread" and LEARNS_LATE:
-        pytest.skip(LEARNS_LATE)
+    if fault[0] == "exit beside a thread" and REPORTED_LATE:
+        pytest.skip(REPORTED_LATE)
     before = shared_soak.sums.copy()
     shared_soak.run(number, a_round(number, fault))
 
