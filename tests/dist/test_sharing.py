@@ -43,8 +43,8 @@ def run_cases(bare: Any, mode: str, schedule: str, is_training: bool) -> list[st
         assert_same(loss, expected, f"{name}: loss", 1e-12)
         plain_parameters = dict(plain.named_parameters())
         for key, parameter in stage.named_parameters():
-            expected = plain_parameters[key].grad
-            assert_same(parameter.grad, expected, f"{name}: gradient of {key}", 1e-12)
+            gradient = plain_parameters[key].grad
+            assert_same(parameter.grad, gradient, f"{name}: gradient of {key}", 1e-12)
         stage.close()
         errors.append("")
     return errors
@@ -59,8 +59,8 @@ def test_a_change_of_shared_memory_is_right_or_reported(
     by_rank = ranks(num_ranks).run(run_cases, mode, schedule, is_training, world=False).values()
     for errors in by_rank:
         for (name, case), error in zip(cases().items(), errors, strict=True):
-            if case.blamed is not None:
-                assert f"layer '{case.blamed}'" in error, name
+            if case.named is not None:
+                assert f"layer '{case.named}'" in error, name
                 assert "in place" in error, name
             elif error:  # any input that will be recomputed must not be changed
                 assert is_training, name
