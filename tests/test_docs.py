@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,7 @@ from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.timeline.pictures import render_text
 from procpipe.torch_versions import release_of
-from tests.dist.pool import job_environment
-from tests.dist.script import run_forked, run_script
+from tests.dist.script import run_forked
 
 TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"
@@ -43,9 +41,9 @@ def python_blocks(page: Path = README) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("nproc", [None, 2])
+@pytest.mark.parametrize("num_ranks", [None, 2])
 def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
-    nproc: int | None, tmp_path: Path
+    num_ranks: int | None, tmp_path: Path
 ) -> None:
     training, with_own_loss, saving = python_blocks()
     assert "rank ==" not in training + with_own_loss + saving
@@ -53,8 +51,7 @@ def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
     code += "input, target = loader[0]\noptimizer.zero_grad()\n" + with_own_loss
     code += "optimizer.step()\n" + saving.replace("runs/digits", str(tmp_path)) * 2
     code += "stage.print('done')\n"
-    done = run_forked(code) if nproc is None else run_script(code, nproc=nproc)
-    done.check()
+    done = run_forked(code, num_ranks=num_ranks).check()
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
     assert len(losses) == 20
     assert losses[-1] < losses[0] + 0.1
@@ -106,7 +103,7 @@ def test_replicas_whose_gradients_are_averaged_by_hand_train_as_one_model() -> N
     code = REPLICA + TRAIN_REPLICA.format(loop=loop)
     with ThreadPoolExecutor() as pool:
         jobs = [
-            pool.submit(run_script, set_environment(env | {"REPLICA": replica}) + code, nproc=2)
+            pool.submit(run_forked, set_environment(env | {"REPLICA": replica}) + code, num_ranks=2)
             for replica in ("0", "1")
         ]
         lines = [job.result().check().stdout.split() for job in jobs]
@@ -270,16 +267,10 @@ def test_the_commands_of_planning_run(
     for words in (from_model, from_costs):
         assert main(words) == 0
         assert "\nstage = Stage(model, balance=[" in capsys.readouterr().out
-    checked = subprocess.run(
-        [sys.executable, "-m", "procpipe.launch", *with_check],
-        env=job_environment({}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    check = "import os, sys; from procpipe.launch.main import main; os.chdir(sys.argv[1])\n"
+    check += "sys.path.insert(0, ''); sys.exit(main(sys.argv[2:]))"
+    checked = run_forked(check, args=[str(tmp_path), *with_check]).check()
 
-    assert checked.returncode == 0, checked.stderr
     compared = checked.stdout.partition("predicted and measured")[2]
     whats = ["step", r"\w+ 0, forward", r"\w+ 1, forward"]
     for what in whats if "came to another plan" in compared else [*whats, "idle"]:

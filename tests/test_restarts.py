@@ -10,6 +10,7 @@ import shutil
 import pytest
 
 from benchmarks import restarts
+from tests.dist.script import run_forked
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]  # a busy machine
 
@@ -19,7 +20,9 @@ ARGS = ["--epochs", "2", "--save-every", "4"]
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """Return the folder in which one undisturbed process saved."""
-    return restarts.undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", 1, ARGS)
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    run_forked(restarts.SCRIPT, args=["--save", str(folder), *ARGS]).check()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +47,8 @@ def test_a_run_resumes_with_one_process_less(disturbed, expected):
     assert new.name.endswith("-step-46")
     shutil.rmtree(old)
     shutil.rmtree(new)
-    with restarts.Run(folder, 1, ARGS) as run:
-        assert run.wait() == 0, run.output()
+    done = run_forked(restarts.SCRIPT, num_ranks=1, args=["--save", str(folder), *ARGS]).check()
 
-    assert f"resumed after {older.name.rpartition('-')[2]} steps" in run.output()
-    assert "balance [16]" in run.output()
+    assert f"resumed after {older.name.rpartition('-')[2]} steps" in done.stdout
+    assert "balance [16]" in done.stdout
     assert restarts.differences(folder, expected) == ()

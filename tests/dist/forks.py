@@ -12,10 +12,11 @@
                                <---      exit code
 
 A child has its own environment, working folder, session and main module; only imports have run in
-it. The server has one thread, because only the thread that forks exists in the child. A test of
-what a fresh interpreter imports cannot use such a process. The process ends after its last exit
-function: freeing all imported modules would take ten times as long as everything else. With
-``tears_down`` it frees them too. This file does not know what the processes do.
+it. A terminal as its output controls it. The server has one thread, because only the thread that
+forks exists in the child. A test of what a fresh interpreter imports cannot use such a process, nor
+one that reads its arguments or environment in /proc. The process ends after its last exit function:
+freeing all imported modules would take ten times as long as everything else. With ``tears_down`` it
+frees them too. This file does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import functools
 import gc
 import importlib
@@ -33,6 +35,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import types
 from collections.abc import Mapping, Sequence
@@ -55,7 +58,7 @@ class Start:
     """The request for a child.
 
     Attributes:
-        argv: a script and its arguments; or ``-c``, code and its arguments.
+        argv: as after ``python``: a script, ``-c`` and code, or ``-m`` and a module; and arguments.
         env: the whole environment.
         cwd: the working folder.
         tears_down: end as Python does, which frees all modules and their objects.
@@ -213,16 +216,22 @@ def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
+    if os.isatty(1):
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+    _open_standard_files()
     os.chdir(start.cwd)
     os.environ.clear()
     os.environ.update(start.env)
     if "PYTHONFAULTHANDLER" in start.env:
         faulthandler.enable()
     main = types.ModuleType("__main__")
-    if start.argv[0] == "-c":
+    if start.argv[0] in ("-c", "-m"):
         sys.argv = ["-c", *start.argv[2:]]
         sys.path[0] = ""
-        code = compile(start.argv[1], "<string>", "exec")
+        text = start.argv[1]
+        if start.argv[0] == "-m":
+            text = f"import runpy; runpy.run_module({text!r}, run_name='__main__', alter_sys=True)"
+        code = compile(text, "<string>", "exec")
     else:
         sys.argv = [*start.argv]
         sys.path[0] = str(Path(start.argv[0]).parent)
@@ -230,6 +239,19 @@ def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[
         code = compile(Path(start.argv[0]).read_bytes(), start.argv[0], "exec")
     sys.modules["__main__"] = main
     return code, vars(main)
+
+
+def _open_standard_files() -> None:
+    """Open what ``sys`` has anew: as the server opened it, it remembers other files."""
+    stdout_buffering = 1 if os.isatty(1) else -1
+    files = {
+        "stdin": open(0, closefd=False),  # noqa: SIM115 - open until the end
+        "stdout": open(1, "w", stdout_buffering, closefd=False),  # noqa: SIM115
+        "stderr": open(2, "w", 1, errors="backslashreplace", closefd=False),  # noqa: SIM115
+    }
+    for name, file in files.items():
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
 
 
 class End:

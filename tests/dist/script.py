@@ -6,10 +6,11 @@
     done = run_forked(ROOT / "examples/train_digits.py", num_ranks=2, args=["--epochs", "1"])
 
 The second starts several times faster, for tests of what a script computes: it has no launcher, and
-its processes have imported torch before (tests/dist/forks.py).
+its processes have imported torch before (tests/dist/forks.py), as torchrun itself has in the first.
 
 The processes of a job are found by a token in their environment, since torchrun gives each rank
-its own session (and so its own process group). None outlives the call.
+its own session (and so its own process group), and those of a fork by its session. None outlives
+the call.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pathlib import Path
 import psutil
 
 from tests.dist.devices import is_on_gpus, visible_to_script
-from tests.dist.forks import fork_server
+from tests.dist.forks import Forked, fork_server
 from tests.dist.pool import job_environment
 from tests.dist.report import RanksFailedError, RanksHungError
 
@@ -113,8 +114,8 @@ def run_script(
     """
     with _script_in_a_folder(path_or_code) as (script, cwd, folder):
         launcher = [] if nproc is None else [*TORCHRUN, f"--nproc-per-node={nproc}"]
-        argv = [sys.executable, *launcher, *launcher_args, script, *args]
-        return _run(argv, cwd, folder, timeout_s, dict(env or {}))
+        argv = [*launcher, *launcher_args, script, *args]
+        return _run(argv, cwd, folder, timeout_s, dict(env or {}), is_fork=nproc is not None)
 
 
 def run_forked(
@@ -204,33 +205,46 @@ def _script_in_a_folder(path_or_code: Path | str) -> Iterator[tuple[str, Path, P
 
 
 def _run(
-    argv: list[str], cwd: Path, folder: Path, timeout_s: float, env: dict[str, str]
+    argv: list[str],
+    cwd: Path,
+    folder: Path,
+    timeout_s: float,
+    env: dict[str, str],
+    *,
+    is_fork: bool,
 ) -> Completed:
     token = uuid.uuid4().hex
     env = job_environment({"PYTHONFAULTHANDLER": "1", TOKEN: token} | visible_to_script() | env)
     out, err = folder / "stdout", folder / "stderr"
     start = time.monotonic()
     # Files, not pipes: a leftover process would keep a pipe open.
-    with out.open("ab") as stdout, err.open("ab") as stderr:
-        process = subprocess.Popen(
-            argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
-        )
+    with open(os.devnull) as stdin, out.open("ab") as stdout, err.open("ab") as stderr:
+        process: Forked | subprocess.Popen[bytes]
+        if is_fork:
+            files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
+            process = fork_server().start(argv, env=env, cwd=cwd, files=files)
+        else:
+            argv = [sys.executable, *argv]
+            process = subprocess.Popen(
+                argv, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr
+            )
+    find = functools.partial(job_of, token, process.pid)
     try:
         returncode = process.wait(timeout_s)
         duration_s = time.monotonic() - start
-        left_behind = _end_leftovers(_job(token))
+        left_behind = _end_leftovers(find())
         texts = out.read_text(errors="replace"), err.read_text(errors="replace")
         return Completed(*texts, returncode, duration_s, left_behind)
     except subprocess.TimeoutExpired:
         texts = out.read_text(errors="replace"), err.read_text(errors="replace")
-        stacks = _stacks(functools.partial(_job, token), process.pid, err)
+        stacks = _stacks(find, process.pid, err)
         raise RanksHungError(
             f"{' '.join(argv)} did not end in {timeout_s} s\n"
             f"--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}\n{stacks}"
         ) from None
     finally:
-        _kill(functools.partial(_job, token))
-        process.wait()
+        _kill(find)
+        process.wait(KILL_TIMEOUT_S)
 
 
 def _end_leftovers(job: Iterator[psutil.Process]) -> tuple[str, ...]:
@@ -271,6 +285,13 @@ def _job(token: str) -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             if process.environ().get(TOKEN) == token:
                 yield process
+
+
+def job_of(token: str, launcher_pid: int) -> Iterator[psutil.Process]:
+    """Find the processes with a token in their environment, and those in a fork's session."""
+    found = {process.pid: process for process in _job(token)}
+    found.update((process.pid, process) for process in _in_sessions({launcher_pid}))
+    return iter(found.values())
 
 
 def _in_sessions(ids: set[int]) -> Iterator[psutil.Process]:

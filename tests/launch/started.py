@@ -5,9 +5,10 @@
         run.press("\\x03")
         ended = run.wait()
 
-The terminal is a real pseudo-terminal, which the launcher controls: Ctrl-C comes as a signal. All
-processes have a token in their environment; ``wait`` lists those that were alive when the launcher
-ended, and all of them end with the ``with`` block.
+The launcher is a fork of a process that has imported torch (tests/dist/forks.py), which saves
+seconds. The terminal is a real pseudo-terminal, which the launcher controls: Ctrl-C comes as a
+signal. All other processes have a token in their environment; ``wait`` lists those that were alive
+when the launcher ended, and all of them end with the ``with`` block.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 import tempfile
 import termios
 import threading
@@ -31,8 +31,9 @@ from typing import Any
 
 import psutil
 
+from tests.dist.forks import Forked, fork_server
 from tests.dist.pool import job_environment
-from tests.dist.script import KILL_TIMEOUT_S, TOKEN, _job, _wait_end
+from tests.dist.script import KILL_TIMEOUT_S, TOKEN, _wait_end, job_of
 
 TIMEOUT_S = 90.0
 _POLL_S = 0.02
@@ -68,7 +69,7 @@ class Ended:
 class Started:
     """A run under way."""
 
-    def __init__(self, process: subprocess.Popen[bytes], token: str, folder: Path) -> None:
+    def __init__(self, process: Forked, token: str, folder: Path) -> None:
         self.process = process
         self.token = token
         self.folder = folder
@@ -113,7 +114,7 @@ class Started:
         self.wait_until(lambda: re.search(pattern, self.text()), repr(pattern))
 
     def processes(self) -> list[psutil.Process]:
-        return list(_job(self.token))
+        return list(job_of(self.token, self.process.pid))
 
     def rank(self, number: int) -> psutil.Process:
         """Find the process of a rank."""
@@ -182,7 +183,7 @@ def started(
     with tempfile.TemporaryDirectory(prefix="procpipe-launch-") as name:
         folder = Path(name)
         (folder / "script.py").write_text(script[0])
-        argv = [sys.executable, "-m", "procpipe.launch", "run", *options, "script.py", *script[1:]]
+        argv = ["-m", "procpipe.launch", "run", *options, "script.py", *script[1:]]
         environment = job_environment({TOKEN: token, "TERM": "xterm"})
         if grace_s is not None:
             environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace_s)
@@ -196,21 +197,9 @@ def started(
             err, err_end = os.pipe()
             outputs = {"out": out, "err": err}
             streams = (out_end, err_end)
-
-        def control_terminal() -> None:
-            if on_terminal:
-                fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-
-        process = subprocess.Popen(
-            argv,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=streams[0],
-            stderr=streams[1],
-            start_new_session=True,
-            preexec_fn=control_terminal,  # noqa: PLW1509 - there are few threads here
-        )
+        with open(os.devnull) as stdin:
+            files = (stdin.fileno(), *streams)
+            process = fork_server().start(argv, env=environment, cwd=folder, files=files)
         for descriptor in set(streams):
             os.close(descriptor)
         run = Started(process, token, folder)

@@ -52,12 +52,13 @@ def links(stage):
     return {peer: mesh.socket_of(peer).family.name for peer in mesh.peers}
 
 def train(stage, steps):
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     losses = []
     for _ in range(steps):
-        optimizer.zero_grad()
         losses.append(stage.step(x, x).item())
-        optimizer.step()
+        with torch.no_grad():  # what SGD does, but for the second that its import takes
+            for parameter in stage.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
     return losses
 """
 
