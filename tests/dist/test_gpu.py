@@ -228,7 +228,8 @@ def test_large_and_changing_messages_where_ranks_share_a_gpu(devices: list[str])
 @pytest.mark.gpu
 def test_a_killed_rank_on_a_shared_gpu_ends_the_others() -> None:
     before = set(os.listdir("/dev/shm"))
-    done = run_script(KILLED, nproc=2)
+    # Without a launcher, which may end rank 0 before it has noticed.
+    done = run_forked(KILLED, num_ranks=2)
     assert done.returncode != 0
     assert "rank 1 ended without a word" in done.stderr
     assert set(os.listdir("/dev/shm")) == before
