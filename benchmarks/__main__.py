@@ -49,7 +49,7 @@ GROUPS = {"all": QUICK, "published": PUBLISHED}
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["gpu"]:  # needs less than the other parts, and has results as it goes
+    if words[:1] == ["gpu"]:  # needs fewer packages, and writes results as it runs
         return hour.main(words[1:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
@@ -59,19 +59,19 @@ def main(argv: list[str] | None = None) -> int:
         summary = (module.__doc__ or "").splitlines()[0]
         module.configure(_with_out(parts.add_parser(part, help=summary, description=summary)))
     for group, members in GROUPS.items():
-        _with_out(parts.add_parser(group, help=f"these, as they are: {', '.join(members)}"))
+        _with_out(parts.add_parser(group, help=f"with their default options: {', '.join(members)}"))
     options = parser.parse_args(words)
     from benchmarks.report import publish
 
     failed = []
     start_s = time.monotonic()
     for part in GROUPS.get(options.part, [options.part]):
-        of_part = options
+        part_options = options
         if part != options.part:
-            of_part = parser.parse_args([part, "--out", str(options.out)])
+            part_options = parser.parse_args([part, "--out", str(options.out)])
         try:
-            publish(modules[part].run(of_part), options.out)
-        except RuntimeError as error:  # the others may do better
+            publish(modules[part].run(part_options), options.out)
+        except RuntimeError as error:  # the other parts still run
             print(f"{part}: {error}", file=sys.stderr)
             failed.append(part)
     print(f"({time.monotonic() - start_s:.0f} s)")

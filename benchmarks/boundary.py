@@ -1,9 +1,9 @@
 """The cost of crossing a boundary as messages grow in size, or in number of tensors.
 
-Two stages of layers that do next to nothing, forward and backward, so that a step is little but
-``2m`` messages, one after the other on each of the two ways:
+Two stages whose layers compute almost nothing, so that a step is mostly ``2m`` messages, ``m`` in
+each direction, one after the other:
 
-    stage 0    gives its input on  ── m activations ──>  stage 1   reads it, for the loss
+    stage 0    passes its input on ── m activations ──>  stage 1   reads it, for the loss
                ends                <── m gradients ────            writes a gradient
 """
 
@@ -31,7 +31,7 @@ _M_OF_SIZES, _M_OF_TENSORS = 4, 8
 
 _FLOATS_A_TENSOR = 64
 
-#: A turn has so many messages that its start and end do not count, or bytes if they are large.
+#: Messages in a turn, or bytes if they are large: so many that its start and end hardly count.
 _A_TURN, _A_TURN_BYTES = 80, 64 << 20
 
 
@@ -48,8 +48,8 @@ def run(options: argparse.Namespace) -> Report:
     by_number = _launch("measure_tensors", options.tensors, options.rounds)
     tables = [tabulate_sizes(by_size), tabulate_rates(by_size), tabulate_tensors(by_number)]
     figures = {"KiB": by_size, "tensors": by_number}
-    told = vars(options) | {"out": str(options.out)}
-    return Report("boundary", tables, figures, told, lambda f: _draw(f, by_size, by_number))
+    settings = vars(options) | {"out": str(options.out)}
+    return Report("boundary", tables, figures, settings, lambda f: _draw(f, by_size, by_number))
 
 
 def seconds_a_message(times: Times, m: int) -> dict[str, float]:
@@ -165,7 +165,7 @@ def _job(name: str, model: Callable[[], nn.Sequential], num_floats: int, m: int)
 
 
 class _Through(torch.autograd.Function):
-    """Gives its input, and its gradient, on as they are, and a parameter a gradient."""
+    """Passes on its input and its gradient unchanged; a parameter gets a gradient of zero."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
@@ -179,14 +179,14 @@ class _Through(torch.autograd.Function):
 
 
 class Pass(nn.Module):
-    """Does nothing, with a parameter that wants a gradient."""
+    """Does nothing; its parameter requires a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parameter = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the input on."""
+        """Return the input."""
         y: Tensor = _Through.apply(x, self.parameter)  # type: ignore[no-untyped-call]
         return y
 
@@ -205,7 +205,7 @@ class Fan(nn.Module):
 
 
 class Join(nn.Module):
-    """Joins tensors, which pipelines hand over as one tuple or one by one."""
+    """Joins tensors, which pipelines pass as one tuple or as several arguments."""
 
     def forward(self, *parts: Any) -> Tensor:
         """Join."""

@@ -24,9 +24,9 @@ class Contender:
     Attributes:
         name: as in the tables.
         make: makes its step, on every rank.
-        why_not: tells why it cannot do a job; None if it can.
+        why_not: returns why it cannot do a job; None if it can.
         is_bubble_free: whether its limit has no bubble of fill and drain. Interleaved 1F1B and
-            ZB-H1 have a smaller one, so they cannot come as near.
+            ZB-H1 have a smaller bubble, so they cannot reach that limit.
     """
 
     name: str
@@ -83,21 +83,21 @@ CONTENDERS = {
 
 
 def notes(names: Iterable[str], absent: Mapping[str, str | None]) -> list[str]:
-    """Return what a table of contenders has to say under it.
+    """Return the notes under a table of contenders.
 
     Args:
         names: the contenders in the table.
-        absent: by name, why a contender is not.
+        absent: by name, why a contender is not in the table.
     """
-    told = [
+    lines = [
         "all run in the same processes, pinned to their cores by procpipe where there is one each",
         "limit: independent copies / n, times (m + n - 1) / m; that of interleaved and zero-bubble "
         "schedules has no bubble",
         "ratios are medians of those of each round",
     ]
     if "torchgpipe" in names:
-        told.append(torchgpipe_peer.NOTE)
-    return told + [f"not run: {name}: {reason}" for name, reason in absent.items() if reason]
+        lines.append(torchgpipe_peer.NOTE)
+    return lines + [f"not run: {name}: {reason}" for name, reason in absent.items() if reason]
 
 
 def limit_s(copies_s: float, m: int, n: int, *, is_bubble_free: bool = False) -> float:

@@ -1,11 +1,11 @@
 """Random models, options and calls, beside the plain model: no case may differ.
 
     python -m benchmarks fuzz --seed 0 --cases 2000
-    python -m benchmarks fuzz --seed 0 --case 17              # only that one
-    python -m benchmarks fuzz --text '{"seed": …}'            # one that was made smaller
+    python -m benchmarks fuzz --seed 0 --case 17              # only this case
+    python -m benchmarks fuzz --text '{"seed": …}'            # a case made smaller
 
-A case is drawn from the seed and its number alone. One that differs, fails or hangs is printed with
-the command that repeats it, and made smaller for as long as it still fails.
+A case is drawn from the seed and its number alone. A case that differs, fails or hangs is printed
+with the command that repeats it, and made smaller for as long as it still fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.report import Cell, Report, Table
 from tests.dist.pool import Pool, Ranks
 from tests.dist.report import Outcomes, RanksHungError
 
-#: Cases in one run of a pool, and runs of which after which it has new processes.
+#: Cases in one run of a pool, and runs after which the pool gets new processes.
 _AT_ONCE = 20
 _RUNS_A_POOL = 10
 
@@ -38,12 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=int, default=2000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="number of the first")
     parser.add_argument("--case", type=int, help="run only the case of this number")
-    parser.add_argument("--text", help="run only this case, as a failure has told it")
+    parser.add_argument("--text", help="run only this case, as printed with a failure")
     parser.add_argument("--stop", action="store_true", help="stop at the first that fails")
 
 
 def run(options: argparse.Namespace) -> Report:
-    cases = dict(_asked(options))
+    cases = dict(_selected(options))
     failed: list[int] = []
     num_run = 0
     start_s = time.monotonic()
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> Report:
             for number, story in zip(numbers, stories, strict=True):
                 if story is not None:
                     failed.append(number)
-                    _tell(pool, options, number, cases[number], story)
+                    _report(pool, options, number, cases[number], story)
             if failed and options.stop:
                 break
     finally:
@@ -74,9 +74,9 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def judge(pool: Pool, cases: list[Case]) -> list[str | None]:
-    """Run cases of one number of ranks; return what was wrong with each, None if nothing.
+    """Run cases with the same number of ranks; return the fault of each, or None.
 
-    Those of a run that hangs, or of which a process dies, are run again one by one.
+    The cases of a run that hangs, or in which a process dies, are run again one by one.
     """
     ranks = Ranks(pool, cases[0].num_ranks)
     try:
@@ -93,7 +93,7 @@ def judge(pool: Pool, cases: list[Case]) -> list[str | None]:
 
 
 def smallest(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """Return the smallest case that still fails of those that a number of tries leads to."""
+    """Return the smallest case that still fails, found in a limited number of tries."""
     num_tries, smaller = 0, simpler(case)
     while (tried := next(smaller, None)) is not None and num_tries < _MAX_TRIES:
         if tried != case:
@@ -103,7 +103,7 @@ def smallest(case: Case, fails: Callable[[Case], bool]) -> Case:
     return case
 
 
-def _asked(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
+def _selected(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
     if options.text is not None:
         yield 0, Case.from_text(options.text)
     else:
@@ -113,7 +113,7 @@ def _asked(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
 
 
 def _together(cases: dict[int, Case]) -> Iterator[list[int]]:
-    """Give the numbers of those that run together: of one number of ranks, a few at once."""
+    """Yield the numbers of cases that run together: a few with the same number of ranks."""
     waiting: dict[int, list[int]] = {}
     for number, case in cases.items():
         of_ranks = waiting.setdefault(case.num_ranks, [])
@@ -125,14 +125,14 @@ def _together(cases: dict[int, Case]) -> Iterator[list[int]]:
 
 def _joined(of_ranks: Iterable[str | None]) -> str | None:
     stories = list(of_ranks)
-    told = [f"rank {rank}: {story}" for rank, story in enumerate(stories) if story]
-    if not told and any(story is not None for story in stories):
+    lines = [f"rank {rank}: {story}" for rank, story in enumerate(stories) if story]
+    if not lines and any(story is not None for story in stories):
         return "rank ?: RemoteStageError: every rank ended because of another"
-    return "\n".join(told) or None
+    return "\n".join(lines) or None
 
 
 def _kind(story: str | None) -> str | None:
-    """Return what failures of one kind have in common: rank, exception and what was compared."""
+    """Return what failures of one kind have in common: the exception and what was compared."""
     return None if story is None else ":".join(story.splitlines()[0].split(":")[1:3]).split("[")[0]
 
 
@@ -140,7 +140,7 @@ def _death(outcomes: Outcomes) -> str:
     return "\n".join(str(outcome) for outcome in outcomes if outcome.error is not None)
 
 
-def _tell(pool: Pool, options: argparse.Namespace, number: int, case: Case, story: str) -> None:
+def _report(pool: Pool, options: argparse.Namespace, number: int, case: Case, story: str) -> None:
     print(f"\ncase {number} fails: {case}\n{story}")
     if options.text is None:
         print(f"repeat it with: python -m benchmarks fuzz --seed {options.seed} --case {number}")

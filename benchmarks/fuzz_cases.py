@@ -3,9 +3,9 @@
 A case says which layers in which partitions, on how many ranks, with which options, and which calls
 follow one another. Layers are words (see fuzz_layers.py), any of which may follow any other:
 
-    "gru linear* stash.0 relu_ pop.0"       * is frozen; .0 tells pairs of stash and pop apart
+    "gru linear* stash.0 relu_ pop.0"       * is frozen; .0 is the number of a pair of stash and pop
 
-so is a call an act with a number: ``"step:7"`` is one step with 7 samples, ``"chunks:3"`` sets the
+A call is an act with a number: ``"step:7"`` is one step with 7 samples, ``"chunks:3"`` sets the
 number of micro-batches. Does not import torch; starts nothing.
 """
 
@@ -31,7 +31,7 @@ SCHEDULES = {
     PAIRS: (1,),
 }
 
-#: What a case may call: with a mini-batch of some samples, in training and otherwise.
+#: What a case may call with a mini-batch, in training and in evaluation.
 TRAINING = (
     "step",
     "step on rank 0",
@@ -44,12 +44,12 @@ TRAINING = (
 )
 EVALUATION = ("evaluate", "output in eval", "step without grad", "output without grad")
 
-#: Between mini-batches; the number means something to some.
+#: What a case may call between mini-batches; some use the number.
 BETWEEN = ("update", "clip", "zero", "zero to zeros", "chunks")
 
 ACTS = (*TRAINING, *EVALUATION, *BETWEEN)
 
-#: Layers, but for those that stash and pop; fuzz_layers.py says what they are.
+#: Layers without those that stash and pop; fuzz_layers.py defines them.
 WORDS = [
     "affine",
     "linear",
@@ -95,8 +95,8 @@ WORDS = [
     "nothing",
 ]
 
-#: What a message makes contiguous, or cuts out of a larger sum, so that others add and multiply in
-#: another order: views (recurrent layers and attentions return some, too), and tensors used twice.
+#: Layers that change the order of later additions and multiplications: a message makes a view
+#: contiguous (recurrent layers and attentions return views, too), or a tensor is used twice.
 INEXACT = {
     *("conv", "batchnorm", "batchnorm-mean", "groupnorm", "instancenorm"),
     *("attention", "attention-alone", "gru", "lstm", "floats"),
@@ -116,7 +116,7 @@ class Case:
         layers: the words of all layers but the head, which is the last.
         balance: layers in each partition, the head included.
         num_ranks: processes.
-        chunks: see ``Stage``; and so are the next three.
+        chunks: as in ``Stage``; so are the next three.
         schedule: a name, or ``PAIRS``.
         checkpoint: the mode.
         transport: the name.
@@ -160,12 +160,12 @@ class Case:
         return not words & INEXACT and not has_two_uses
 
     def to_text(self) -> str:
-        """Write it as one line, which ``from_text`` reads."""
+        """Write the case as one line, which ``from_text`` reads."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Case:
-        """Read what ``to_text`` has written."""
+        """Read a case that ``to_text`` has written."""
         read = json.loads(text)
         return cls(**read | {key: tuple(read[key]) for key in ("balance", "calls")})
 
@@ -199,7 +199,7 @@ def draw(seed: int, number: int) -> Case:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Make smaller cases of one, each by one change, the largest changes first."""
+    """Yield smaller cases, each by one change, the largest changes first."""
     for k in range(len(case.calls)):
         if len(case.calls) > 1:
             yield dataclasses.replace(case, calls=case.calls[:k] + case.calls[k + 1 :])
@@ -230,8 +230,8 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def _words(chance: random.Random, num_words: int) -> list[str]:
-    known = [word for word in WORDS if word not in INEXACT] if chance.random() < 0.3 else WORDS
-    words = chance.choices(known, k=num_words)
+    candidates = [word for word in WORDS if word not in INEXACT] if chance.random() < 0.3 else WORDS
+    words = chance.choices(candidates, k=num_words)
     words = [word + "*" if chance.random() < 0.15 else word for word in words]
     if chance.random() < 0.2:  # whole stages are frozen
         first, last = sorted(chance.choices(range(num_words + 1), k=2))
@@ -271,7 +271,7 @@ def _calls(chance: random.Random) -> Iterator[str]:
 
 
 def _on_fewer_ranks(case: Case) -> Case:
-    """Join the last partitions, one rank's."""
+    """Join the last rank's partitions to the partition before them."""
     num_ranks = case.num_ranks - 1
     num_left = len(case.balance) // case.num_ranks * num_ranks
     balance = (*case.balance[: num_left - 1], sum(case.balance[num_left - 1 :]))

@@ -1,8 +1,8 @@
 """The layers that the fuzzer's words stand for; any of them may follow any other.
 
-What a layer returns may be anything that can travel: views, tuples, dicts, integers, ``None``. The
-next begins by folding that into one tensor ``(batch, time, 8)`` again, in which everything that
-was returned has a part. All is float64, and no output depends on random numbers.
+A layer may return anything that can be sent: views, tuples, dicts, integers, ``None``. The next
+layer first folds that into one tensor ``(batch, time, 8)``, to which every returned value
+contributes. All is float64, and no output depends on random numbers.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = ["TIME", "WIDTH", "build", "fold"]
 
 WIDTH, TIME, NUM_CLASSES = 8, 6, 3
 
-#: What returns memory of its own that autograd has not saved, so that the next may change it.
+#: Layers that return new memory that autograd has not saved: the next layer may change it.
 SAFE = ("affine", "conv", "layernorm")
 
 
 def fold(value: Any) -> Tensor:
-    """Make one tensor ``(batch, time, WIDTH)`` of what a layer has returned."""
+    """Make one tensor ``(batch, time, WIDTH)`` of the values that a layer has returned."""
     if isinstance(value, tuple) and isinstance(value[0], str):  # "transposed"
         return fold(value[1].transpose(1, 2))
-    x, *others = _leaves(value)
-    for k, other in enumerate(others, 1):
-        if isinstance(other, Tensor):
-            places = torch.linspace(0.5, 1.5, other.numel())  # so that order matters
-            other = (other.double().flatten() * places).sum() / (other.numel() + 1)
-        x = x + other * 0.3 / k
+    x, *leaves = _leaves(value)
+    for k, leaf in enumerate(leaves, 1):
+        if isinstance(leaf, Tensor):
+            places = torch.linspace(0.5, 1.5, leaf.numel())  # so that order matters
+            leaf = (leaf.double().flatten() * places).sum() / (leaf.numel() + 1)
+        x = x + leaf * 0.3 / k
     folded: Tensor = x if x.shape[-1] == WIDTH else x[..., :WIDTH]
     return folded
 
@@ -138,7 +138,7 @@ _scaled: Callable[..., tuple[Tensor, Tensor]] = Scale.apply
 
 
 class Pop(nn.Module):
-    """Adds what was stashed under its name, whatever it is; ``_skip`` makes it skippable."""
+    """Adds the value that was stashed under its name; ``_skip`` makes it skippable."""
 
     def forward(self, value: Any) -> Generator[Any, Any, Any]:
         skip = yield pop("skip")
@@ -146,7 +146,7 @@ class Pop(nn.Module):
 
 
 class Stash(nn.Module):
-    """Stashes something made of its input, which it passes on."""
+    """Stashes a value computed from its input, and passes its input on."""
 
     def __init__(self, kind: int) -> None:
         super().__init__()
@@ -180,9 +180,9 @@ class Counting(Layer):
 
 
 class Drawing(Layer):
-    """Draws random numbers, which have to be those of the first forward when it is recomputed.
+    """Draws random numbers; a recomputation has to draw those of the first forward.
 
-    They have no part in the output, as the plain model draws others.
+    The output does not depend on them, as the plain model draws other numbers.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def _linear() -> nn.Linear:
 
 
 def _across(module: nn.Module, x: Tensor) -> Tensor:
-    """Apply what wants ``(batch, channels, time)``."""
+    """Apply a module that takes ``(batch, channels, time)``."""
     result: Tensor = module(x.transpose(1, 2)).transpose(1, 2)
     return result
 
@@ -217,10 +217,10 @@ def _linked(function: Callable[[nn.Module, Tensor], Any]) -> Callable[[], Layer]
 
 
 def _seeded_dropout(layer: nn.Module, x: Tensor) -> Tensor:
-    """Drop by a mask that follows from the input, and so is the plain model's too."""
+    """Drop by a mask computed from the input, so that the plain model has the same mask."""
     with torch.random.fork_rng([]):
         torch.manual_seed(int(x.detach().abs().sum() * 1e4) % 2**31)
-        mask = torch.rand(x.shape) > 0.3  # in the same order, whatever the memory's
+        mask = torch.rand(x.shape) > 0.3  # ordered by index, not by the strides of x
     return x * mask if layer.training else x
 
 
@@ -308,7 +308,7 @@ STASHED: tuple[Callable[[Any, Tensor], Tensor | None], ...] = (
 
 
 def _leaves(value: Any) -> list[Any]:
-    """List the tensors and numbers of a nested value, but what is marked as unused."""
+    """List the tensors and numbers of a nested value, without those under "unused"."""
     if isinstance(value, dict):
         return [leaf for key in value if key != "unused" for leaf in _leaves(value[key])]
     if isinstance(value, (tuple, list)):
@@ -317,7 +317,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _skip(case: Case, word: str, namespaces: dict[str, Namespace]) -> nn.Module:
-    """Make a layer that stashes or pops, or a plain one where a case has not the whole pair."""
+    """Make a layer that stashes or pops, or a plain layer if the case has only half the pair."""
     name, _, number = word.partition(".")
     words = [written.rstrip("*") for written in case.words]
     num_pops = words.count(f"pop.{number}")
@@ -334,8 +334,8 @@ def _skip(case: Case, word: str, namespaces: dict[str, Namespace]) -> nn.Module:
 
 
 def _tie(layer: nn.Module, candidates: list[nn.Module]) -> None:
-    """Give a layer the weight of the last plain one of its partition, if there is any."""
-    for other in reversed(candidates):
-        if isinstance(other, Layer) and type(getattr(other, "f", None)) is nn.Linear:
-            layer.f.weight = other.f.weight  # type: ignore[union-attr]
+    """Give a layer the weight of the last plain layer of its partition, if there is one."""
+    for candidate in reversed(candidates):
+        if isinstance(candidate, Layer) and type(getattr(candidate, "f", None)) is nn.Linear:
+            layer.f.weight = candidate.f.weight  # type: ignore[union-attr]
             return

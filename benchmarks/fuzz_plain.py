@@ -1,8 +1,8 @@
 """What the fuzzer compares with: the plain model in one process, over the same micro-batches.
 
-Deliberately without any code of procpipe: a mini-batch is scattered by ``torch.chunk``, each
-micro-batch's loss counts by its share, and gradients add up in the schedule's order: all forward
-first, then backward in order, or in reverse as fill and drain does.
+It uses no code of procpipe: a mini-batch is scattered by ``torch.chunk``, each micro-batch's loss
+counts by its share, and gradients add up in the schedule's order: all forward first, then backward
+in order, or in reverse as fill and drain does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from procpipe import NoChunk
 
 @dataclass(frozen=True)
 class Batch:
-    """A mini-batch: what a stage is given, and how it is split.
+    """A mini-batch: a stage's arguments, and how they are split.
 
     Attributes:
         inputs: positional inputs; a tensor that is not split is in ``NoChunk``.
@@ -52,7 +52,7 @@ class Batch:
         target: Any = None
         if case.loss == "classes":
             target = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
-            target[0] = 1  # so that something weighs
+            target[0] = 1  # so that not all weights are 0
         elif case.loss != "none":
             target = randn(num_samples, NUM_CLASSES)
         if case.loss == "nested":
@@ -86,9 +86,9 @@ class Plain:
 
     def step(self, batch: Batch, chunks: int) -> Tensor:
         """Do what ``stage.step`` does."""
-        keeps = self.model.training and torch.is_grad_enabled()
+        has_grad = self.model.training and torch.is_grad_enabled()
         parts = batch.parts(chunks)
-        with torch.set_grad_enabled(keeps):
+        with torch.set_grad_enabled(has_grad):
             outputs = self._forward(parts)
             losses = [
                 self._loss_fn(output) if target is None else self._loss_fn(output, target)
@@ -98,7 +98,7 @@ class Plain:
             weighted = [
                 loss * share
                 if share
-                else 0 * _scores(output, self._case).sum()  # whatever that loss is
+                else 0 * _scores(output, self._case).sum()  # even if that loss is NaN
                 for output, loss, share in zip(outputs, losses, shares, strict=True)
             ]
         for loss in reversed(weighted) if self._case.schedule == "gpipe" else weighted:
@@ -136,9 +136,9 @@ class Plain:
         if loss.requires_grad:
             loss.backward()
         for of_micro_batch in reversed(pairs):
-            wanting = [(root, leaf.grad) for root, leaf in of_micro_batch if leaf.grad is not None]
-            if wanting:
-                roots, gradients = zip(*wanting, strict=True)
+            ready = [(root, leaf.grad) for root, leaf in of_micro_batch if leaf.grad is not None]
+            if ready:
+                roots, gradients = zip(*ready, strict=True)
                 torch.autograd.backward(roots, gradients)
         return _mapped(lambda tensor: tensor.detach(), output), loss.detach()
 
@@ -147,10 +147,10 @@ class Plain:
             return [self._run(inputs) for inputs, _, _ in parts]
 
     def _run(self, inputs: tuple[Any, ...]) -> Any:
-        first, *others = self.model
+        first, *rest = self.model
         # A first layer that changes its input in place must not change the mini-batch.
         value = first(*_mapped(lambda tensor: tensor.clone(), inputs))
-        for layer in others:
+        for layer in rest:
             value = layer(value)
         return value
 
@@ -178,7 +178,7 @@ class Plain:
 
     @contextmanager
     def _deferring(self) -> Iterator[None]:
-        """Update running statistics once, by the whole mini-batch, if the case says so."""
+        """Update running statistics once, by the whole mini-batch, if the case defers it."""
         norms = [module for module in self.model.modules() if isinstance(module, nn.BatchNorm1d)]
         if not self._case.is_deferred or not self.model.training:
             norms = []
@@ -187,7 +187,7 @@ class Plain:
             norm.register_forward_pre_hook(lambda norm, args: seen[norm].append(args[0].detach()))
             for norm in norms
         ]
-        # Each forward updates copies, since autograd may need what it has seen.
+        # Each forward updates copies, since autograd may have saved the buffers.
         buffers = [dict(norm.named_buffers()) for norm in norms]
         for norm, of_norm in zip(norms, buffers, strict=True):
             _set_buffers(norm, {name: buffer.clone() for name, buffer in of_norm.items()})
@@ -206,7 +206,7 @@ def loss_fn_of(case: Case) -> Callable[..., Tensor]:
         if target is None:
             loss = scores.square().mean()
         elif case.loss == "classes":
-            # Those of class 0 weigh nothing, so where there are no others the loss is NaN.
+            # Class 0 weighs nothing, so the loss is NaN where all are of class 0.
             loss = F.cross_entropy(scores, target, ignore_index=0 if case.is_weighted else -100)
         elif case.loss == "nested":
             scale = target["scale"]
@@ -242,7 +242,7 @@ def loss_weight_of(case: Case) -> Callable[[Tensor], float] | None:
 
 @torch.no_grad()
 def _update(norm: nn.BatchNorm1d, x: Tensor) -> None:
-    """Update running statistics as ``nn.BatchNorm1d`` does that sees the whole mini-batch."""
+    """Update running statistics as ``nn.BatchNorm1d`` does for a whole mini-batch."""
     assert norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
     factor = norm.momentum if norm.momentum is not None else 1 / norm.num_batches_tracked.item()

@@ -1,9 +1,10 @@
 """Runs cases on the ranks of a pool: each call on the stage and on the plain model, then compared.
 
 After each call it compares the loss, the output, every gradient, parameter and buffer of the
-stage, the inputs' gradients, and at the end how often hooks ran. Every bit, where additions are in
-the same order and factors laid out alike (``Case.is_exact``); else to 1e-12 of the largest number
-that is compared, or 1e-10 behind norms, which divide rounding by small deviations.
+stage, the inputs' gradients, and at the end how often hooks ran. Every bit must be equal where
+additions are in the same order and factors are laid out alike (``Case.is_exact``); otherwise the
+tolerance is 1e-12 of the largest number compared, or 1e-10 behind norms, which divide rounding
+errors by small deviations.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from procpipe import RemoteStageError, Stage, is_recomputing
 from tests.dist.stages import assert_same, stage_of, two_at_a_time
 from tests.dist.worker import BareWorld
 
-#: Of the largest number compared, where results are not the same to the last bit; behind norms.
+#: Parts of the largest number compared, where not every bit is equal: in general; behind norms.
 TOLERANCE, TOLERANCE_OF_NORMS = 1e-12, 1e-10
 
-#: Smaller numbers count as this: a gradient may be 0 but for rounding, as that through two norms.
+#: Smaller numbers count as this: a gradient through two norms may be rounding only.
 FLOOR = 1e-2
 
 
 def run_cases(bare: BareWorld, cases: Iterable[Case]) -> list[str | None]:
-    """Run cases one after another on each rank; return what was wrong with each, or None.
+    """Run cases one after another on each rank; return the fault of each, or None.
 
-    Of a failure of another rank, the story is empty.
+    The story is empty if another rank failed.
     """
     torch.set_default_dtype(torch.float64)
     warnings.filterwarnings("ignore", "Full backward hook is firing")  # at a model's first layer
@@ -51,13 +52,13 @@ def run_cases(bare: BareWorld, cases: Iterable[Case]) -> list[str | None]:
 
 
 def run_case(bare: BareWorld, name: str, case: Case, *, truth: Case | None = None) -> None:
-    """Run one case; a difference is an ``AssertionError``, whatever else goes wrong as it comes.
+    """Run one case; a difference raises an ``AssertionError``, other errors are passed on.
 
     Args:
         bare: this rank.
         name: of the case, another for each.
         case: what is run.
-        truth: what the plain model runs; another one shows that the comparison can fail.
+        truth: what the plain model runs; a different case shows that the comparison can fail.
     """
     model = build(case)
     options: dict[str, Any] = {
@@ -70,15 +71,15 @@ def run_case(bare: BareWorld, name: str, case: Case, *, truth: Case | None = Non
         "deferred_batch_norm": case.is_deferred,
     }
     with stage_of(bare, name, model, case.balance, **options) as stage:
-        duel = _Duel(stage, Plain(model, truth or case), case)
+        comparison = _Comparison(stage, Plain(model, truth or case), case)
         for number, call in enumerate(case.calls):
             act, _, argument = call.partition(":")
             try:
-                duel.call(act, int(argument or 0), number)
+                comparison.call(act, int(argument or 0), number)
             except Exception as error:
                 error.add_note(f"in call {number}, {call}, on rank {bare.rank}")
                 raise
-        duel.compare_hooks()
+        comparison.compare_hooks()
 
 
 def _tolerance(case: Case) -> float:
@@ -87,14 +88,14 @@ def _tolerance(case: Case) -> float:
     return TOLERANCE_OF_NORMS if "norm" in case.layers else TOLERANCE
 
 
-class _Duel:
+class _Comparison:
     """One case on one rank: its stage, and the plain model beside it."""
 
     def __init__(self, stage: Stage, plain: Plain, case: Case) -> None:
         self._stage, self._plain, self._case = stage, plain, case
         self._both: tuple[nn.Module, nn.Module] = stage, plain.model
         optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, momentum=0.9)
-        if case.optimizer == "adamw":  # a small eps would blow up gradients that are rounding
+        if case.optimizer == "adamw":  # a small eps would enlarge gradients that are only rounding
             optimizer = partial(torch.optim.AdamW, eps=0.1)
         self._optimizers = [optimizer(module.parameters(), lr=0.05) for module in self._both]
         self._tolerance = _tolerance(case)
@@ -149,7 +150,7 @@ class _Duel:
         stage, inputs, target = self._stage, batch.inputs, batch.target
         has_one = len(inputs) == 1
         if act == "step for inputs":
-            self._want_gradients(batch)
+            self._require_gradients(batch)
         if act == "batches" and has_one and target is not None:
             (found,) = [stage.step(*item) for item in stage.batches([(*inputs, target)])]
         elif act == "step on rank 0" and stage.rank != 0:
@@ -168,7 +169,7 @@ class _Duel:
     def _loss(self, batch: Batch, chunks: int, *, has_gradients: bool) -> None:
         stage = self._stage
         if has_gradients:
-            self._want_gradients(batch)
+            self._require_gradients(batch)
         output = stage(*batch.inputs)
         loss = own_loss(self._case, output, batch.target)
         loss.backward()
@@ -181,7 +182,7 @@ class _Duel:
 
     # -- gradients of the inputs ----------------------------------------------------------------
 
-    def _want_gradients(self, batch: Batch) -> None:
+    def _require_gradients(self, batch: Batch) -> None:
         for tensor in _floats(batch.inputs):
             tensor.requires_grad_()
 

@@ -25,13 +25,13 @@ from benchmarks.workloads import WORKLOADS, Job
 
 _OURS, _PEER, _ALONE = _NAMES = ("procpipe", "torch GPipe", "one process")
 
-#: Of the launches in which only the other number grows.
+#: Stages while micro-batches grow in number; micro-batches while processes do.
 _NUM_STAGES, _NUM_MICRO_BATCHES = 2, 32
 
 #: As many as the tiny workload has on two stages.
 _LAYERS_A_STAGE = 4
 
-#: Micro-batches of a turn, so that its start and end do not count.
+#: Micro-batches of a turn: so many that its start and end hardly count.
 _A_TURN = 128
 
 
@@ -61,8 +61,8 @@ def run(options: argparse.Namespace) -> Report:
     ]
     tables = [tabulate("m", by_m), tabulate("n", by_n)]
     figures = {"m": [cost._asdict() for cost in by_m], "n": [cost._asdict() for cost in by_n]}
-    told = vars(options) | {"out": str(options.out)}
-    return Report("growth", tables, figures, told, lambda figure: _draw(figure, by_m, by_n))
+    settings = vars(options) | {"out": str(options.out)}
+    return Report("growth", tables, figures, settings, lambda figure: _draw(figure, by_m, by_n))
 
 
 def tabulate(grows: str, costs: Sequence[Cost]) -> Table:
@@ -117,8 +117,8 @@ def measure_costs(ms: list[int], rounds: int) -> list[Cost]:
 
 
 def _launch(n: int, ms: Sequence[int], rounds: int) -> list[Cost]:
-    told = launch("benchmarks.growth:measure_costs", n, ms=list(ms), rounds=rounds)
-    return [Cost(*cost) for cost in told]
+    costs = launch("benchmarks.growth:measure_costs", n, ms=list(ms), rounds=rounds)
+    return [Cost(*cost) for cost in costs]
 
 
 def _job(m: int, n: int) -> Job:

@@ -59,7 +59,7 @@ def _tabulate(job: Job, times: Times, absent: dict[str, str | None]) -> Table:
         micros = [s * 1e6 / (2 * m) for s in seconds]
         rows.append(
             [name, statistics.median(micros), min(micros), max(micros)]
-            + [spread(seconds, times[other]) for other in (_PEER, ONE_PROCESS)]
+            + [spread(seconds, times[base]) for base in (_PEER, ONE_PROCESS)]
         )
     return Table(
         f"host cost: {workload.sizes}; {job.num_stages} stages, m = {m}, no recomputation",

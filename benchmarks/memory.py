@@ -9,8 +9,8 @@ model, gradients and activations, as the kernel counts pages, without those of c
                                make the model, a first step
                                reset the kernel's peak, a step     peak - before = added
 
-The C library usually keeps freed memory, more or less of it by chance. Here it gives each larger
-buffer back at once (``MALLOC_MMAP_THRESHOLD_``), so that what is counted is what is in use.
+The C library usually keeps some of the freed memory. Here it gives each larger buffer back at once
+(``MALLOC_MMAP_THRESHOLD_``), so that only memory in use is counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BY_MICRO_BATCH = "one process, by micro-batches"
 _ONE_STAGE = "procpipe always, one stage"
 _PIPELINE = "procpipe always"
 
-#: Each in processes of its own. Those of one process, and those of as many as there are stages.
+#: Contenders with one process, and contenders with a process a stage; each in its own processes.
 _OF_ONE = (_WHOLE, _BY_MICRO_BATCH, _ONE_STAGE, "torchgpipe always", "torchgpipe never")
 _OF_ALL = (
     *("procpipe always", "procpipe except_last", "procpipe never", "procpipe never, 1F1B"),
@@ -83,7 +83,7 @@ class Use:
 
     Attributes:
         added: at the peak of a step.
-        shared: of that, shared memory, which is counted at both ends.
+        shared: shared memory in ``added``; both ends of a channel count it.
         held: tensors that procpipe counts as held between tasks, at their peak; None for others.
         refused: what could not be allocated, where memory was limited; None if all could.
     """
@@ -108,12 +108,12 @@ def run(options: argparse.Namespace) -> Report:
     limited = {} if limit is None else _launch_all((_PIPELINE, _smallest_alone(uses)), job, limit)
     tables = [tabulate(job, uses, absent), tabulate_limit(limit, limited)]
     figures = {"unlimited": _plain(uses), "limit": limit, "limited": _plain(limited)}
-    told = vars(options) | {"out": str(options.out)}
-    return Report("memory", tables, figures, told, lambda figure: _draw(figure, uses, limit))
+    settings = vars(options) | {"out": str(options.out)}
+    return Report("memory", tables, figures, settings, lambda figure: _draw(figure, uses, limit))
 
 
 def limit_between(uses: Mapping[str, list[Use]]) -> int | None:
-    """Return a limit that a pipeline's largest stage keeps to, and no training in one process.
+    """Return a limit that a pipeline's largest stage keeps to and one process exceeds.
 
     None where one process needs no more than the largest stage.
     """
@@ -122,21 +122,21 @@ def limit_between(uses: Mapping[str, list[Use]]) -> int | None:
 
 
 def _smallest_alone(uses: Mapping[str, list[Use]]) -> str:
-    """Name the training in one process that needs least."""
+    """Return the contender in one process that needs least."""
     return min(_OF_ONE, key=lambda name: _largest(uses[name]) if name in uses else math.inf)
 
 
 def tabulate(job: Job, uses: Mapping[str, list[Use]], absent: Mapping[str, str]) -> Table:
-    """Lay out what each contender adds to each of its processes."""
+    """Lay out the memory that each contender adds to each of its processes."""
     n, alone = job.num_stages, [_largest(uses[name]) for name in (_WHOLE, _BY_MICRO_BATCH)]
     rows: list[list[Any]] = []
     for name, ranks in uses.items():
-        each = [use.added / _MIB for use in ranks]
+        mib = [use.added / _MIB for use in ranks]
         shared = sum(use.shared for use in ranks) / _MIB
         held = max((use.held for use in ranks if use.held is not None), default=None)
-        rows.append([name, *each, *([None] * (n - len(each)))])
-        rows[-1] += [sum(each) - shared / 2, shared / 2, None if held is None else held / _MIB]
-        rows[-1] += [_largest(ranks) / one for one in alone]
+        rows.append([name, *mib, *([None] * (n - len(mib)))])
+        rows[-1] += [sum(mib) - shared / 2, shared / 2, None if held is None else held / _MIB]
+        rows[-1] += [_largest(ranks) / bytes_alone for bytes_alone in alone]
     return Table(
         f"memory that training adds to each process, MiB at the peak of a step: "
         f"{job.workload.name}, {job.workload.sizes}; {n} stages, m = {job.num_micro_batches}",
@@ -155,7 +155,7 @@ def tabulate(job: Job, uses: Mapping[str, list[Use]], absent: Mapping[str, str])
 
 
 def tabulate_limit(limit: int | None, limited: Mapping[str, list[Use]]) -> Table:
-    """Tell who can train when no process may add more than a limit."""
+    """Lay out which contenders can train when no process may add more than a limit."""
     headings, formats = ["", "processes", "outcome"], ["d", ""]
     if limit is None:
         notes = ["not run: one process needs no more than the largest stage"]
@@ -187,7 +187,7 @@ def measure(name: str, workload: str, n: int, m: int, limit: int | None) -> list
 
 
 def _launch_all(names: Iterable[str], job: Job, limit: int | None = None) -> dict[str, list[Use]]:
-    """Train with each contender, some side by side: who waits for a core needs no more memory."""
+    """Train with each contender, some at once: waiting for a core needs no more memory."""
     names = list(names)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(
@@ -211,7 +211,7 @@ def _launch(name: str, job: Job, limit: int | None = None) -> list[Use]:
 
 
 def _use(name: str, job: Job, limit: int | None) -> Use:
-    """Train, and see what it adds to this process."""
+    """Train, and return what it adds to this process."""
     before = _memory()
     unlimited = resource.getrlimit(resource.RLIMIT_DATA)
     if limit is not None:
@@ -233,7 +233,7 @@ def _use(name: str, job: Job, limit: int | None) -> Use:
 
 
 def _make(name: str, job: Job) -> tuple[Step, Callable[[], int | None]]:
-    """Make a contender's step, and what tells how much procpipe held.
+    """Make a contender's step, and a function that returns the bytes that procpipe held.
 
     Imports this contender only, so that a launch does not wait for the others.
     """
@@ -274,14 +274,14 @@ def _why_not(name: str, job: Job) -> str | None:
 
 
 def _memory() -> dict[str, int]:
-    """Return what the kernel counts for this process, in bytes, once nothing freed is kept."""
+    """Return the kernel's counts for this process, in bytes, after freed memory is returned."""
     _give_back()
     status = Path("/proc/self/status").read_text()
     return {name: int(kib) << 10 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", status)}
 
 
 def _reset_peak() -> None:
-    """Let VmHWM start from what is in use now."""
+    """Reset VmHWM to what is in use now."""
     _give_back()
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -296,10 +296,10 @@ def _largest(ranks: Sequence[Use]) -> int:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """Say what could not be allocated, without the library's own preamble."""
-    told = str(error)
-    start = told.find("you tried to allocate")
-    return "cannot: " + (told[start:].partition(".")[0] if start >= 0 else type(error).__name__)
+    """Return what could not be allocated, without the rest of the library's message."""
+    text = str(error)
+    start = text.find("you tried to allocate")
+    return "cannot: " + (text[start:].partition(".")[0] if start >= 0 else type(error).__name__)
 
 
 def _plain(uses: Mapping[str, list[Use]]) -> dict[str, list[dict[str, Any]]]:

@@ -88,10 +88,10 @@ def measure_size(mib: int, task_s: float, num_rounds: int) -> Times:
 
 
 class Wait(nn.Module):
-    """Stands for a computation: takes a fixed time, and gives a tensor of the input's size.
+    """Simulates a computation: takes a fixed time, and returns a tensor of the input's size.
 
-    The last one gives one number a sample, or most of what is measured would be the gathering of
-    the mini-batch's output: at 64 MiB a message it is 512 MiB of new memory.
+    The last one returns one number a sample. Otherwise most of the time would be the gathering of
+    the mini-batch's output: at 64 MiB a message, 512 MiB of new memory.
     """
 
     def __init__(self, task_s: float, *, is_last: bool) -> None:

@@ -30,7 +30,7 @@ class Table:
         headings: a name and a unit for each column; the first column is text.
         rows: a cell for each column.
         formats: how to write the numbers of each column but the first, as ``format`` takes it.
-        notes: lines under the table: what a figure means, what was left out and why.
+        notes: lines under the table: the meaning of figures, and why contenders were not run.
     """
 
     title: str
@@ -65,13 +65,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """All that one part tells.
+    """The results of one part.
 
     Attributes:
         part: its name, also of its files.
         tables: what is printed.
         figures: raw figures, plain JSON.
-        options: what it was run with, plain JSON.
+        options: its options, plain JSON.
         draw: draws the plot on a new matplotlib figure.
     """
 
@@ -105,14 +105,14 @@ def publish(report: Report, folder: Path) -> None:
     print(f"\n{text}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     folder.joinpath(f"{report.part}.txt").write_text(text)
-    told = {
+    content = {
         "part": report.part,
         "machine": machine(),
         "options": report.options,
         "tables": [asdict(table) for table in report.tables],
         "figures": report.figures,
     }
-    folder.joinpath(f"{report.part}.json").write_text(json.dumps(told, indent=1) + "\n")
+    folder.joinpath(f"{report.part}.json").write_text(json.dumps(content, indent=1) + "\n")
     if report.draw is not None:
         _plot(report.draw, folder / f"{report.part}.png")
     print(f"(also in {folder}/{report.part}.*)", flush=True)

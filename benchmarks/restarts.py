@@ -5,8 +5,8 @@
     undisturbed    torchrun examples/train_digits.py --save A
     disturbed      torchrun --max-restarts=20 examples/train_digits.py --save B
                    ^ a random rank is killed at a random time, 20 times; each time torchrun starts
-                     all again, and they go on from the last saved state
-    fewer          the same, killed once and gone on with on one stage less
+                     all again, and they resume from the last saved state
+    fewer          the same, killed once and resumed on one stage less
 
 Weights and optimizer state at the end are compared bit by bit.
 """
@@ -34,17 +34,17 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples/train_digits.py"
 
-#: How long a wait for anything may last before it is called a hang.
+#: How long a wait may last before it counts as a hang.
 TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run that was disturbed ended.
+    """How a disturbed run ended.
 
     Attributes:
         num_kills: processes killed.
-        resumed_at: after how many steps each start after a kill went on; 0 from the beginning.
+        resumed_at: the number of steps after which each restart resumed; 0 from the beginning.
         differences: keys of weights and optimizer state that differ from the undisturbed run.
         largest: the largest difference of a weight.
         output: what it printed.
@@ -163,7 +163,7 @@ def disturbed(
             ranks = run.wait_ranks(nproc, attempt=killed)
             if not ranks:
                 break
-            # While it starts, or once it has saved again; a part of a step later.
+            # While the run starts, or after it has saved again; a fraction of a step later.
             run.wait_saved(run.newest() + choose.choice([0, 1, 1, 2]))
             time.sleep(choose.uniform(0.0, 0.2))
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -176,14 +176,14 @@ def disturbed(
 
 
 def fewer(folder: Path, nproc: int, args: list[str], *, seed: int, expected: Path) -> Outcome:
-    """Kill a rank once some steps are saved, and go on with one process less."""
+    """Kill a rank once some steps are saved, and resume with one process less."""
     choose = random.Random(seed)
     with Run(folder, nproc, args) as run:
         ranks = run.wait_ranks(nproc, attempt=0)
         run.wait_saved(2)
         choose.choice(ranks).kill()
         if run.wait() == 0:
-            raise RuntimeError(f"nothing was left to be killed\n{run.output()}")
+            raise RuntimeError(f"the run ended before the kill\n{run.output()}")
     with Run(folder, nproc - 1, args) as run:
         if run.wait() != 0:
             raise RuntimeError(f"the run on {nproc - 1} stages failed\n{run.output()}")
@@ -261,17 +261,17 @@ def main() -> None:
             ),
         }
         if args.nproc > 1:
-            outcomes[f"gone on with {args.nproc - 1}"] = fewer(
+            outcomes[f"resumed on {args.nproc - 1}"] = fewer(
                 Path(place, "fewer"), args.nproc, options, seed=args.seed, expected=expected
             )
     print(f"{'':28}  kills  differences  largest      s  left  resumed after steps")
-    for name, one in outcomes.items():
-        steps = " ".join(map(str, one.resumed_at))
+    for name, end in outcomes.items():
+        steps = " ".join(map(str, end.resumed_at))
         print(
-            f"{name:28}  {one.num_kills:5}  {len(one.differences):11}  {one.largest:7.1g}"
-            f"  {one.duration_s:5.0f}  {one.num_left:4}  {steps}"
+            f"{name:28}  {end.num_kills:5}  {len(end.differences):11}  {end.largest:7.1g}"
+            f"  {end.duration_s:5.0f}  {end.num_left:4}  {steps}"
         )
-    sys.exit(any(one.differences or one.num_left for one in outcomes.values()))
+    sys.exit(any(end.differences or end.num_left for end in outcomes.values()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Interleaved rounds: A B C A B C …, so that a machine whose speed drifts treats all alike.
+"""Interleaved rounds: A B C A B C …, so that a drift in the machine's speed affects all alike.
 
 All contenders run in the same processes, in turns. Timings of one run are comparable, those of two
-runs are not. So what is compared is a ratio of two contenders in the same round, and what counts
-is the median of the rounds' ratios.
+runs are not. So contenders are compared by their ratio in the same round, and the result is the
+median of the rounds' ratios.
 
     command ── launch("benchmarks.throughput:measure_workload", 2, …) ──> torchrun
                                                                             └ worker.py, rank 0, 1
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-#: One mini-batch of a contender; every rank calls it, whether or not it has a part in it.
+#: One mini-batch of a contender; every rank calls it, whether or not it takes part.
 Step = Callable[[], object]
 
 #: Seconds a step, of each contender in each round.
@@ -44,10 +44,10 @@ def launch(
         options: plain JSON.
 
     Returns:
-        What it returned on rank 0, plain JSON.
+        What the function returned on rank 0, plain JSON.
 
     Raises:
-        RuntimeError: a process failed; what it said is on standard error.
+        RuntimeError: a process failed; its error is on standard error.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
@@ -91,12 +91,12 @@ def measure(contenders: Mapping[str, Step], *, num_rounds: int, num_steps: int) 
     return times
 
 
-def spread(these: list[float], those: list[float]) -> str:
-    """Write the median of the round-by-round ratios of two contenders, and their range."""
-    ratios = sorted(a / b for a, b in zip(these, those, strict=True))
+def spread(seconds: list[float], others: list[float]) -> str:
+    """Write the median of the round-by-round ratios of two contenders, and the ratios' range."""
+    ratios = sorted(a / b for a, b in zip(seconds, others, strict=True))
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
 
 
-def ratio(these: list[float], those: list[float]) -> float:
+def ratio(seconds: list[float], others: list[float]) -> float:
     """Return the median of the round-by-round ratios of two contenders."""
-    return statistics.median(a / b for a, b in zip(these, those, strict=True))
+    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))

@@ -3,13 +3,13 @@
 Weak scaling: each stage has one transformer layer and a machine of its own, so n stages train a
 model n times as large. Measured on two stages that run side by side:
 
-    host_s                   what is neither task nor waiting: mostly, the copy that is sent
+    host_s                   time of neither tasks nor waiting: mostly copying messages
     forward_s, backward_s    tasks of stage.last_step(), each with host_s
     transfer_s               half of what two stages add to a step of one message down and one up,
                              of a boundary's size, between layers that do nothing; less host_s
 
 and then, for n stages and m micro-batches, ``procpipe.plan.simulate`` of fill and drain. The same
-costs predict other runs of this machine, which are measured to see how right they are.
+costs predict other runs of this machine, which are measured to check the predictions.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from procpipe.plan.verify import verify
 
 _WORKLOAD = "transformer"
 
-#: Of the launch that gives the costs.
+#: Stages of the launch in which the costs are measured.
 _NUM_STAGES = 2
 
-#: Micro-batches of the run that gives the costs, and of those that are predicted.
+#: Micro-batches of the run in which the costs are measured, and of the predicted runs.
 _M_OF_COSTS, _MS_OF_CHECK = 12, (2, 4, 12)
 
-#: Proving more takes minutes.
+#: Proving a plan of more tasks takes minutes.
 _MAX_PROOF_TASKS = 1 << 16
 
-#: The number of micro-batches for n stages, by what is written in the table.
+#: The number of micro-batches for n stages, by its text in the table.
 _NUM_MICRO_BATCHES: dict[str, Callable[[int], int]] = {
     "m = 4n": lambda n: 4 * n,
     "m = 32": lambda n: 32,
@@ -60,8 +60,8 @@ class Measured:
     Attributes:
         forward_s: a forward task of one stage.
         backward_s: a backward task of one stage.
-        host_s: what the host does for a task beside it; in both of the above.
-        transfer_s: from the end of both until the next stage has what it made.
+        host_s: the host's work for a task besides the task; in both of the above.
+        transfer_s: from the end of a task until the next stage has its result.
     """
 
     forward_s: float
@@ -81,14 +81,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What n stages do with m micro-batches; seconds that it took to find out.
+    """The simulated step of n stages and m micro-batches; seconds that the simulation took.
 
     Attributes:
         m: number of micro-batches.
         n: number of stages.
         step_s: seconds a step.
         throughput: work done in a second, relative to one stage with the same micro-batches.
-        bubble: share of its time that a stage rests.
+        bubble: share of its time that a stage is idle.
         simulate_s: seconds of making and simulating the plan.
         verify_s: seconds of making the plan and proving that it runs; None if not tried.
     """
@@ -125,12 +125,12 @@ def run(options: argparse.Namespace) -> Report:
         "runs": found,
         "curves": {name: [asdict(point) for point in curve] for name, curve in curves.items()},
     }
-    told = vars(options) | {"out": str(options.out)}
-    return Report("scaling", tables, figures, told, lambda figure: _draw(figure, curves))
+    settings = vars(options) | {"out": str(options.out)}
+    return Report("scaling", tables, figures, settings, lambda figure: _draw(figure, curves))
 
 
 def predict(measured: Measured, m: int, n: int) -> Prediction:
-    """Simulate n stages, and prove their plan where that does not take minutes."""
+    """Simulate n stages, and prove their plan unless that takes minutes."""
     costs = measured.costs(n)
     start_s = time.perf_counter()
     timeline = simulate(gpipe(m, n), costs)
@@ -146,7 +146,7 @@ def predict(measured: Measured, m: int, n: int) -> Prediction:
 
 
 def tabulate_costs(measured: Mapping[int, Measured]) -> Table:
-    """Lay out what was measured, by number of stages."""
+    """Lay out the measured costs, by number of stages."""
     layer = WORKLOADS[_WORKLOAD].sizes.replace("8 layers", "1 layer a stage")
     rows: list[list[Any]] = [
         [what, *(vars(of_n)[name] * 1e3 for of_n in measured.values())]
@@ -188,7 +188,7 @@ def tabulate_check(measured: Mapping[int, Measured], runs: Mapping[int, Times]) 
 
 
 def tabulate_curve(name: str, curve: Sequence[Prediction]) -> Table:
-    """Lay out what is predicted."""
+    """Lay out the predictions."""
     rows = [
         [
             *(str(point.n), point.m, point.step_s, point.throughput, point.throughput / point.n),
@@ -232,7 +232,7 @@ def measure_runs(rounds: int) -> dict[str, Any]:
         stage.close()
     ranks: list[Any] = [None] * n
     dist.all_gather_object(ranks, ours)
-    forward_s, backward_s, host_s = (statistics.fmean(each) for each in zip(*ranks, strict=True))
+    forward_s, backward_s, host_s = (statistics.fmean(s) for s in zip(*ranks, strict=True))
     hop_s = _hop_s(_boundary_kib(), rounds) if n == _NUM_STAGES else 0.0
     transfer_s = max(0.0, hop_s - host_s)
     measured = Measured(forward_s + host_s, backward_s + host_s, host_s, transfer_s)

@@ -51,21 +51,21 @@ def run(options: argparse.Namespace) -> Report:
     for workload in options.workloads:
         job = Job(WORKLOADS[workload], n, m)
         absent = {name: why for name in names if (why := CONTENDERS[name].why_not(job))}
-        there = [name for name in names if name not in absent]
+        present = [name for name in names if name not in absent]
         measured = launch(
             "benchmarks.throughput:measure_workload",
             n,
             workload=workload,
             m=m,
-            names=[*there, ONE_PROCESS, COPIES],
+            names=[*present, ONE_PROCESS, COPIES],
             num_rounds=options.rounds,
             num_steps=_NUM_STEPS[workload],
         )
-        added = {} if options.no_memory else _memory_of(there, workload, n, m)
+        added = {} if options.no_memory else _memory_of(present, workload, n, m)
         figures[workload] = {"times": measured["times"], "added_bytes": added}
         tables.append(tabulate(job, measured["times"], added, absent))
-    told = {name: value for name, value in vars(options).items() if name != "out"}
-    return Report("schedules", tables, figures, told, lambda figure: _draw(figure, figures))
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    return Report("schedules", tables, figures, settings, lambda figure: _draw(figure, figures))
 
 
 def tabulate(job: Job, times: Times, added: dict[str, int], absent: dict[str, str]) -> Table:

@@ -11,8 +11,8 @@ micro-batches is drawn from the seed and the round's number. After each round:
     none of its processes is alive                                  else: processes left
     /dev/shm and the job's temporary folder are as before           else: bytes, files left
 
-Prints the sums, and for each round that went wrong what was wrong and the command that repeats
-it. The exit code is 1 if any did.
+Prints the sums, and for each round that went wrong its faults and the command that repeats
+it. The exit code is 1 if any round did.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ TIME_LIMIT_S = 90.0
 #: How long processes may take to vanish after the launcher has ended.
 VANISH_TIMEOUT_S = 5.0
 
-#: How often the run of a round is looked at.
-_LOOK_EVERY_S = 0.05
+#: Seconds between two checks of the job of a round.
+_CHECK_EVERY_S = 0.05
 
 _TOKEN = "PROCPIPE_SOAK"
 
@@ -69,22 +69,22 @@ class Job:
     """The processes of one round, started by a launcher.
 
     Args:
-        this: the round.
+        round_: the round.
         folder: an empty folder for what the job writes.
     """
 
-    def __init__(self, this: Round, folder: Path) -> None:
+    def __init__(self, round_: Round, folder: Path) -> None:
         self._token = uuid.uuid4().hex
         self._log = folder / "launcher.log"
-        if this.launcher == TORCHRUN:
+        if round_.launcher == TORCHRUN:
             start = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-            start += [f"--nproc-per-node={this.num_ranks}", "-r", "3"]
+            start += [f"--nproc-per-node={round_.num_ranks}", "-r", "3"]
         else:
-            start = ["-m", "procpipe.launch", "run", f"--nproc-per-node={this.num_ranks}"]
+            start = ["-m", "procpipe.launch", "run", f"--nproc-per-node={round_.num_ranks}"]
         start += ["--log-dir", str(folder / "logs"), "-m", "benchmarks.soak_job"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *start, json.dumps(dataclasses.asdict(this)), str(folder)],
+                [sys.executable, *start, json.dumps(dataclasses.asdict(round_)), str(folder)],
                 env=_environment(folder) | {_TOKEN: self._token},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -94,13 +94,13 @@ class Job:
         self.launcher_pid = self._process.pid
 
     def wait_codes(self, timeout_s: float) -> tuple[int, ...] | None:
-        """Wait a while for the end; return the exit codes, or None if it has not come."""
+        """Wait a while for the end; return the exit codes, or None if the job has not ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return (self._process.wait(timeout_s),)
         return None
 
     def processes(self) -> list[psutil.Process]:
-        """Return those of the job that are alive."""
+        """Return the job's processes that are alive."""
         return [p for p in psutil.process_iter() if self._is_ours(p) and _is_alive(p)]
 
     def output(self) -> str:
@@ -114,17 +114,17 @@ class Job:
 
 
 class ForkServer:
-    """One Python that forks the ranks of round after round; started when first needed.
+    """One Python process that forks the ranks of many rounds; started when first needed.
 
     Args:
-        is_frugal: spare the ranks some of the work of ending, as most faults are not about that.
+        is_frugal: whether to skip some of the ranks' work of ending, which few faults concern.
     """
 
     def __init__(self, is_frugal: bool) -> None:
         self._arguments = ["--serve", *(["--frugal"] if is_frugal else [])]
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, this: Round, folder: Path) -> None:
+    def start(self, round_: Round, folder: Path) -> None:
         """Start the ranks of a round."""
         if self._process is None:
             self._process = subprocess.Popen(
@@ -137,7 +137,7 @@ class ForkServer:
                 start_new_session=True,
             )
         assert self._process.stdin is not None
-        order = json.dumps([dataclasses.asdict(this), str(folder), _free_port()])
+        order = json.dumps([dataclasses.asdict(round_), str(folder), _free_port()])
         self._process.stdin.write(order + "\n")
 
     @property
@@ -147,7 +147,7 @@ class ForkServer:
         return self._process.pid
 
     def wait_codes(self, timeout_s: float) -> tuple[int, ...] | None:
-        """Wait a while for the end; return the exit codes, or None if it has not come."""
+        """Wait a while for the end; return the exit codes, or None if the job has not ended."""
         assert self._process is not None
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
@@ -155,16 +155,16 @@ class ForkServer:
         return tuple(json.loads(self._process.stdout.readline()))
 
     def processes(self) -> list[psutil.Process]:
-        """Return the forked ones that are alive."""
+        """Return the forked processes that are alive."""
         children = psutil.Process(self.launcher_pid).children(recursive=True)
         return [process for process in children if _is_alive(process)]
 
     def output(self) -> str:
-        """Return nothing: there is no launcher to say anything."""
+        """Return nothing: there is no launcher."""
         return ""
 
     def close(self) -> None:
-        """End it, and all that it forked."""
+        """End the server, and all that it forked."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -178,8 +178,8 @@ class Soak:
     Args:
         time_limit_s: of a round.
         is_verbose: whether to print a line a round.
-        command: what repeats a round, but for its number.
-        is_frugal: whether forked ranks are spared some of the work of ending.
+        command: the command that repeats a round, without its number.
+        is_frugal: as for ``ForkServer``.
     """
 
     def __init__(
@@ -193,38 +193,38 @@ class Soak:
         self.longest_s = 0.0
         self.ends_s: dict[str, list[float]] = {}
 
-    def run(self, number: int, this: Round) -> None:
+    def run(self, number: int, round_: Round) -> None:
         """Run a round, judge it and count."""
         folder = Path(tempfile.mkdtemp(prefix="procpipe-soak-"))
         (folder / "tmp").mkdir()
         try:
-            ending = self._ending(this, folder)
-            wrong = self._judge(this, ending)
+            ending = self._ending(round_, folder)
+            wrong = self._judge(round_, ending)
             if self._is_verbose:
                 verdict = "WRONG" if wrong else "ok"
-                print(f"{number:4d} {verdict:5} {ending.duration_s:5.1f} s  {this}", flush=True)
+                print(f"{number:4d} {verdict:5} {ending.duration_s:5.1f} s  {round_}", flush=True)
             if wrong:
-                self._tell(number, this, wrong, ending)
+                self._print_wrong(number, round_, wrong, ending)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """End what serves the rounds."""
+        """End the fork server."""
         self._server.close()
 
-    def _ending(self, this: Round, folder: Path) -> Ending:
+    def _ending(self, round_: Round, folder: Path) -> Ending:
         shared_before = _shared_memory()
         start_s = time.monotonic()
         job: Job | ForkServer = self._server
-        if this.launcher == FORK:
-            self._server.start(this, folder)
+        if round_.launcher == FORK:
+            self._server.start(round_, folder)
         else:
-            job = Job(this, folder)
+            job = Job(round_, folder)
         codes = None
-        with Outsider(this, folder, job.launcher_pid) as outsider:
+        with Outsider(round_, folder, job.launcher_pid) as outsider:
             while codes is None and time.monotonic() < start_s + self._time_limit_s:
-                codes = job.wait_codes(_LOOK_EVERY_S)
-                outsider.look()
+                codes = job.wait_codes(_CHECK_EVERY_S)
+                outsider.poll()
         end_s = time.monotonic()
         left = _wait_vanished(job)
         if codes is None:
@@ -232,7 +232,7 @@ class Soak:
         new = {name: size for name, size in _shared_memory().items() if name not in shared_before}
         return Ending(
             codes=codes or (),
-            outputs=tuple(_outputs(folder, this.num_ranks)),
+            outputs=tuple(_outputs(folder, round_.num_ranks)),
             launcher_output=job.output(),
             duration_s=end_s - start_s,
             fault_s=_fault_s(folder),
@@ -242,18 +242,18 @@ class Soak:
             num_acts=outsider.num_acts,
         )
 
-    def _judge(self, this: Round, ending: Ending) -> list[str]:
-        """Count what a round's ending means; return what was wrong."""
+    def _judge(self, round_: Round, ending: Ending) -> list[str]:
+        """Count the outcome of a round; return what was wrong."""
         sums, wrong = self.sums, []
         sums["rounds"] += 1
         self.longest_s = max(self.longest_s, ending.duration_s)
-        if ending.fault_s is not None and this.act not in HARMLESS:
-            self.ends_s.setdefault(this.launcher, []).append(ending.fault_s)
+        if ending.fault_s is not None and round_.act not in HARMLESS:
+            self.ends_s.setdefault(round_.launcher, []).append(ending.fault_s)
         if not ending.codes:
             sums["hangs"] += 1
             wrong.append(f"a hang: it has not ended in {self._time_limit_s:.0f} s")
-        elif faults := faults_of(this, ending):
-            sums["wrong stories"] += 1
+        elif faults := faults_of(round_, ending):
+            sums["wrong reports"] += 1
             wrong += faults
         if ending.codes and ending.left:
             sums["processes left"] += len(ending.left)
@@ -264,13 +264,13 @@ class Soak:
         if ending.files:
             sums["temporary files left"] += len(ending.files)
             wrong.append(f"temporary files left: {', '.join(ending.files)}")
-        has_struck = ending.num_acts > 0 if this.act in FROM_OUTSIDE else this.act != "none"
+        has_struck = ending.num_acts > 0 if round_.act in FROM_OUTSIDE else round_.act != "none"
         if not wrong and has_struck:
             sums["faults survived"] += 1
         return wrong
 
-    def _tell(self, number: int, this: Round, wrong: list[str], ending: Ending) -> None:
-        print(f"\nround {number} went wrong: {this}\n  " + "\n  ".join(wrong))
+    def _print_wrong(self, number: int, round_: Round, wrong: list[str], ending: Ending) -> None:
+        print(f"\nround {number} went wrong: {round_}\n  " + "\n  ".join(wrong))
         print(f"  repeat it with: {self._command} --first {number} --rounds 1")
         print(f"  exit codes {ending.codes} after {ending.duration_s:.1f} s")
         for rank, text in enumerate(ending.outputs):
@@ -278,12 +278,12 @@ class Soak:
         print(f"--- the launcher wrote\n{ending.launcher_output.rstrip()}\n", flush=True)
 
 
-#: All that is counted, in the order in which it is told.
+#: All that is counted, in the order in which it is printed.
 COUNTED = (
     "rounds",
     "faults survived",
     "hangs",
-    "wrong stories",
+    "wrong reports",
     "processes left",
     "bytes of shared memory left",
     "temporary files left",
@@ -303,24 +303,24 @@ def main() -> int:
     parser.add_argument("--repeat-correct", type=int, default=0, help="one job without a fault")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds a round")
     parser.add_argument("--verbose", action="store_true", help="print a line a round")
-    asked = parser.parse_args()
-    faults = tuple(fault for fault in FAULTS if not asked.acts or fault[0] in asked.acts)
-    options = asked.time_limit, asked.verbose, _command(asked)
-    soak, repeated = Soak(*options), Soak(*options, is_frugal=False)
+    options = parser.parse_args()
+    faults = tuple(fault for fault in FAULTS if not options.acts or fault[0] in options.acts)
+    common = options.time_limit, options.verbose, _command(options)
+    soak, repeated = Soak(*common), Soak(*common, is_frugal=False)
     start_s = time.monotonic()
     try:
-        for number in range(asked.first, asked.first + asked.rounds):
-            this = draw(
-                asked.seed,
+        for number in range(options.first, options.first + options.rounds):
+            round_ = draw(
+                options.seed,
                 number,
-                max_ranks=asked.max_ranks,
-                launchers=tuple(asked.launchers),
+                max_ranks=options.max_ranks,
+                launchers=tuple(options.launchers),
                 faults=faults,
             )
-            soak.run(number, this)
-        correct = draw(asked.seed, 0, max_ranks=3, launchers=(FORK,), faults=(FAULTS[0],))
+            soak.run(number, round_)
+        correct = draw(options.seed, 0, max_ranks=3, launchers=(FORK,), faults=(FAULTS[0],))
         correct = dataclasses.replace(correct, num_ranks=2, samples=2048, transport="gloo")
-        for number in range(asked.repeat_correct):
+        for number in range(options.repeat_correct):
             repeated.run(number, correct)
     finally:
         soak.close()
@@ -338,18 +338,19 @@ def main() -> int:
     return int(any(sums[name] for name in COUNTED[2:]))
 
 
-def _command(asked: argparse.Namespace) -> str:
-    """Return what repeats a round, but for its number."""
-    words = ["--seed", asked.seed, "--max-ranks", asked.max_ranks, "--launchers", *asked.launchers]
-    words += ["--acts", *asked.acts] if asked.acts else []
+def _command(options: argparse.Namespace) -> str:
+    """Return the command that repeats a round, without its number."""
+    words = ["--seed", options.seed, "--max-ranks", options.max_ranks]
+    words += ["--launchers", *options.launchers]
+    words += ["--acts", *options.acts] if options.acts else []
     return shlex.join(["python", "-m", "benchmarks.soak", *map(str, words)])
 
 
 def _wait_vanished(job: Job | ForkServer) -> tuple[str, ...]:
-    """Give the rest of a job time to end, kill what does not, and return its command lines."""
+    """Wait for the rest of a job, kill what does not end, and return its command lines."""
     deadline_s = time.monotonic() + VANISH_TIMEOUT_S
     while (left := job.processes()) and time.monotonic() < deadline_s:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_CHECK_EVERY_S)
     commands = []
     for process in left:
         with contextlib.suppress(psutil.Error):
@@ -367,7 +368,7 @@ def _fault_s(folder: Path) -> float | None:
 
 
 def _outputs(folder: Path, num_ranks: int) -> Iterator[str]:
-    """Read what each rank wrote, wherever its launcher has put it."""
+    """Read what each rank wrote, from any launcher's logs."""
     for rank in range(num_ranks):
         names = (str(rank), f"rank_{rank}")
         logs = sorted(path for path in folder.glob("logs/**/*.log") if path.parent.name in names)
@@ -382,7 +383,7 @@ def _files_left(folder: Path) -> Iterator[str]:
 
 
 def _shared_memory() -> dict[str, int]:
-    """Return the sizes of what is in shared memory under a name."""
+    """Return the sizes of all files in shared memory, by name."""
     sizes = {}
     with contextlib.suppress(OSError):
         for entry in os.scandir("/dev/shm"):

@@ -3,9 +3,8 @@
     torchrun … -m benchmarks.soak_job '<round>' <folder>    one round, as each of its ranks
     python -m benchmarks.soak_job --serve [--frugal]        many: one start of Python, forked ranks
 
-A round comes as JSON (``benchmarks.soak_rounds.Round``). Whatever happens, the script itself
-catches nothing: a rank ends as a user's would. Ranks that get to the end compare all losses with
-the plain model's.
+A round comes as JSON (``benchmarks.soak_rounds.Round``). The script catches no error: a rank ends
+as a user's would. Ranks that get to the end compare all losses with the plain model's.
 """
 
 from __future__ import annotations
@@ -35,46 +34,46 @@ from procpipe import Stage, is_recomputing
 
 WIDTH = 8
 
-#: How often a rank looks whether another one has begun to wait.
-_LOOK_EVERY_S = 0.01
+#: Seconds between two checks whether another rank waits or has ended.
+_CHECK_EVERY_S = 0.01
 
-#: How long what outlives its rank waits for the others to end.
+#: How long a thread or child that outlives its rank waits for the other ranks to end.
 _LINGER_S = 15.0
 
-#: How long a layer takes, of which a stall would be reported.
+#: How long a layer takes: so long that a stall would be reported.
 _MUTE_S = 1.2
 
-#: How long it may take to begin.
+#: How long another rank may take to begin to wait.
 _WAIT_TIMEOUT_S = 30.0
 
 
-class IllError(Exception):
-    """What a faulty piece of user code raises."""
+class FaultError(Exception):
+    """Raised by faulty user code."""
 
 
-class Illness:
-    """The fault of a round, as one rank has it: what happens when the moment comes.
+class Fault:
+    """The fault of a round on one rank.
 
     Args:
-        this: the round.
+        round_: the round.
         rank: this rank.
         folder: where every rank has written its process id.
     """
 
-    def __init__(self, this: Round, rank: int, folder: Path) -> None:
-        self._this = this
+    def __init__(self, round_: Round, rank: int, folder: Path) -> None:
+        self._round = round_
         self._rank = rank
         self._folder = folder
         self.step = -1
         self._num_times = 0
 
     def strike(self, where: str) -> None:
-        """Do the harm of the round, if this is the place, the step and the rank for it."""
-        this = self._this
-        who = this.actor if this.act == "kill the waiting" else this.origin
-        if where == this.where and self.step == this.step and self._rank == who:
+        """Make the fault happen, if this is its place, step and rank."""
+        round_ = self._round
+        rank = round_.actor if round_.act == "kill the waiting" else round_.origin
+        if where == round_.where and self.step == round_.step and self._rank == rank:
             self._num_times += 1
-            if self._num_times == this.micro_batch + 1:
+            if self._num_times == round_.micro_batch + 1:
                 self._strike()
 
     def _strike(self) -> None:
@@ -93,48 +92,48 @@ class Illness:
             "exit beside a thread": lambda: self._beside_a_thread(lambda: sys.exit(0)),
             "mute": lambda: time.sleep(_MUTE_S),
         }
-        acts.get(self._this.act, lambda: None)()
+        acts.get(self._round.act, lambda: None)()
 
     def _raise(self) -> None:
-        raise IllError(f"ill in {self._this.where}")
+        raise FaultError(f"fault in {self._round.where}")
 
     def _kill_the_waiting(self) -> None:
         """Kill another rank once it sleeps, which it does when it waits for this one."""
-        pid = int((self._folder / f"pid.{self._this.origin}").read_text())
+        pid = int((self._folder / f"pid.{self._round.origin}").read_text())
         deadline_s = time.monotonic() + _WAIT_TIMEOUT_S
         num_asleep = 0
         while num_asleep < 5 and time.monotonic() < deadline_s:
             is_asleep = psutil.Process(pid).status() == psutil.STATUS_SLEEPING
             num_asleep = num_asleep + 1 if is_asleep else 0
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_CHECK_EVERY_S)
         note(self._folder / "struck")
         os.kill(pid, signal.SIGKILL)
 
     def _fork(self) -> None:
-        """Let a forked child end as a script does."""
+        """Fork a child, which ends as a script does."""
         pid = os.fork()
         if pid == 0:
             sys.exit(0)
         os.waitpid(pid, 0)
 
     def _kill_beside_a_child(self) -> None:
-        """Be killed while a forked child, which has all that was open here, lives on."""
+        """Kill this process while a forked child, which inherits its open files, stays alive."""
         if os.fork() == 0:
             self._outlive_others()
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _beside_a_thread(self, act: Callable[[], None]) -> None:
-        """Act while a thread keeps this process from its end."""
+        """Act while a thread keeps this process from ending."""
         threading.Thread(target=self._outlive_others).start()
         act()
 
     def _outlive_others(self) -> None:
         """Wait until the scripts of the other ranks have ended, for some time at most."""
         deadline_s = time.monotonic() + _LINGER_S
-        others = [rank for rank in range(self._this.num_ranks) if rank != self._rank]
-        while time.monotonic() < deadline_s and not all(map(self._has_ended, others)):
-            time.sleep(_LOOK_EVERY_S)
+        other_ranks = [rank for rank in range(self._round.num_ranks) if rank != self._rank]
+        while time.monotonic() < deadline_s and not all(map(self._has_ended, other_ranks)):
+            time.sleep(_CHECK_EVERY_S)
 
     def _has_ended(self, rank: int) -> bool:
         with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
@@ -143,29 +142,29 @@ class Illness:
             return is_zombie or (self._folder / f"ended.{rank}").exists()
         return True
 
-    def be_killed_soon(self) -> None:
-        """Be killed while this process's main thread is busy with its start."""
+    def kill_soon(self) -> None:
+        """Kill this process while its main thread is busy with its start."""
 
         def kill() -> None:
-            time.sleep(self._this.moment / 10)
+            time.sleep(self._round.moment / 10)
             note(self._folder / "struck")
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()
 
 
-class IllLayer(nn.Linear):
-    """A layer that may fall ill in its forward, its recomputation or its backward."""
+class FaultyLayer(nn.Linear):
+    """A layer that may fail in its forward, its recomputation or its backward."""
 
-    def __init__(self, illness: Illness, act: str) -> None:
+    def __init__(self, fault: Fault, act: str) -> None:
         super().__init__(WIDTH, WIDTH)
-        self._illness = illness
+        self._fault = fault
         self._act = act
 
     def forward(self, input: Tensor) -> Tensor:
-        """Run the layer, or fall ill."""
-        self._illness.strike("recompute" if is_recomputing() else "forward")
-        output: Tensor = IllBackward.apply(super().forward(input), self._illness)  # type: ignore[no-untyped-call]
+        """Run the layer, or fail."""
+        self._fault.strike("recompute" if is_recomputing() else "forward")
+        output: Tensor = FaultyBackward.apply(super().forward(input), self._fault)  # type: ignore[no-untyped-call]
         if self._act == "other dtype":
             return output.float()
         if self._act == "other shape":
@@ -173,113 +172,115 @@ class IllLayer(nn.Linear):
         return output * torch.nan if self._act == "nan" else output
 
 
-class IllBackward(torch.autograd.Function):
-    """Passes all on, and strikes on the way back."""
+class FaultyBackward(torch.autograd.Function):
+    """Returns its input; the fault may happen in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, illness: Illness) -> Tensor:
+    def forward(ctx: Any, input: Tensor, fault: Fault) -> Tensor:
         """Pass on."""
-        ctx.illness = illness
+        ctx.fault = fault
         return input.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Pass on, or fall ill."""
-        ctx.illness.strike("backward")
+        """Pass on, or fail."""
+        ctx.fault.strike("backward")
         return gradient, None
 
 
-def model_of(this: Round, illness: Illness) -> nn.Sequential:
-    """Build two layers a stage; either of the ill stage's may be the ill one."""
-    torch.manual_seed(this.seed)
+def model_of(round_: Round, fault: Fault) -> nn.Sequential:
+    """Build two layers a stage; either layer of the faulty stage may be the faulty one."""
+    torch.manual_seed(round_.seed)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    for k in range(2 * this.num_ranks):
-        is_actors = k == 2 * this.actor + this.layer and this.act == "kill the waiting"
-        is_ill = k == 2 * this.origin + this.layer or is_actors
-        act = this.act if k == 2 * this.origin + this.layer else ""
-        layers[f"l{k}"] = IllLayer(illness, act) if is_ill else nn.Linear(WIDTH, WIDTH)
+    for k in range(2 * round_.num_ranks):
+        is_actors = k == 2 * round_.actor + round_.layer and round_.act == "kill the waiting"
+        is_faulty = k == 2 * round_.origin + round_.layer or is_actors
+        act = round_.act if k == 2 * round_.origin + round_.layer else ""
+        layers[f"l{k}"] = FaultyLayer(fault, act) if is_faulty else nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(layers)
 
 
-def run_rank(this: Round, folder: Path) -> None:
+def run_rank(round_: Round, folder: Path) -> None:
     """Train on this rank until the fault, or to the end."""
     rank = int(os.environ["RANK"])
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
     atexit.register(note, folder / f"ended.{rank}")  # the first to be registered runs last
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    illness = Illness(this, rank, folder)
+    fault = Fault(round_, rank, folder)
 
     def loss_of(output: Tensor, target: Tensor) -> Tensor:
-        illness.strike("loss")
+        fault.strike("loss")
         return F.mse_loss(output, target)
 
-    prepare(this)
-    if this.act in ("several stages", "kill while building"):
-        run_stages_before(this, rank, illness)
+    prepare(round_)
+    if round_.act in ("several stages", "kill while building"):
+        run_stages_before(round_, rank, fault)
     stage = Stage(
-        model_of(this, illness),
-        [2] * this.num_ranks,
-        chunks=this.chunks,
-        checkpoint=this.checkpoint,
+        model_of(round_, fault),
+        [2] * round_.num_ranks,
+        chunks=round_.chunks,
+        checkpoint=round_.checkpoint,
         loss_fn=loss_of,
         check_loss=True,
-        stall_timeout_s=this.stall_timeout_s,
-        transport=this.transport,
+        stall_timeout_s=round_.stall_timeout_s,
+        transport=round_.transport,
     )
     losses = []
-    for step, (input, target) in enumerate(stage.batches(batches_of(this, illness))):
-        illness.step = step
-        illness.strike("between")
-        if rank == this.origin and step == this.step and this.act == "leave":
+    for step, (input, target) in enumerate(stage.batches(batches_of(round_, fault))):
+        fault.step = step
+        fault.strike("between")
+        if rank == round_.origin and step == round_.step and round_.act == "leave":
             break
-        losses.append(call(stage, this, rank, step, input, target))
-        illness.strike("optimizer")
+        losses.append(call(stage, round_, rank, step, input, target))
+        fault.strike("optimizer")
         descend(stage)
-    if this.act != "leave":
-        check_losses(this, losses)
+    if round_.act != "leave":
+        check_losses(round_, losses)
 
 
-def prepare(this: Round) -> None:
-    """Set this process up as a round asks."""
-    if this.act == "few files":
+def prepare(round_: Round) -> None:
+    """Set this process up as a round needs it."""
+    if round_.act == "few files":
         resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, FEW_FILES))
-    if this.act == "mute" and this.layer == 0:
+    if round_.act == "mute" and round_.layer == 0:
         sys.stderr = None
-    elif this.act == "mute":
+    elif round_.act == "mute":
         read_end, write_end = os.pipe()
         os.dup2(write_end, 2)
         os.close(write_end)
         os.close(read_end)
 
 
-def run_stages_before(this: Round, rank: int, illness: Illness) -> None:
+def run_stages_before(round_: Round, rank: int, fault: Fault) -> None:
     """Run some stages in turn before the one that is trained; a rank may be killed before that."""
     for number in range(3):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(this.num_ranks)))
-        stage = Stage(model, [1] * this.num_ranks, chunks=this.chunks, transport=this.transport)
-        is_the_one = number == 1 + this.step % 2  # all have met before
-        if this.act == "kill while building" and is_the_one and rank == this.origin:
-            illness.be_killed_soon()
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(round_.num_ranks)))
+        stage = Stage(
+            model, [1] * round_.num_ranks, chunks=round_.chunks, transport=round_.transport
+        )
+        is_killed_now = number == 1 + round_.step % 2  # all ranks are connected by then
+        if round_.act == "kill while building" and is_killed_now and rank == round_.origin:
+            fault.kill_soon()
         with torch.no_grad():
-            stage(torch.ones(this.chunks, WIDTH))
+            stage(torch.ones(round_.chunks, WIDTH))
         stage.close()
 
 
 def note(path: Path) -> None:
-    """Write down that the moment is now."""
+    """Write the time into a file."""
     path.write_text(str(time.monotonic_ns()))
 
 
-def call(stage: Stage, this: Round, rank: int, step: int, input: Any, target: Any) -> float:
+def call(stage: Stage, round_: Round, rank: int, step: int, input: Any, target: Any) -> float:
     """Make one step by the round's method; return its loss."""
-    is_ill = rank == this.origin and step == this.step
-    if is_ill and this.act == "another call":
+    is_faulty = rank == round_.origin and step == round_.step
+    if is_faulty and round_.act == "another call":
         stage.clip_grad_norm_(1.0)
-    elif is_ill and this.act == "catch":
-        with contextlib.suppress(IllError):
+    elif is_faulty and round_.act == "catch":
+        with contextlib.suppress(FaultError):
             stage.step(input, target)
-    if this.method == "step" or this.act == "catch":
+    if round_.method == "step" or round_.act == "catch":
         return stage.step(input, target).item()
     loss = F.mse_loss(stage(input), target)
     loss.backward()
@@ -287,7 +288,7 @@ def call(stage: Stage, this: Round, rank: int, step: int, input: Any, target: An
 
 
 def descend(module: nn.Module) -> None:
-    """Do what SGD does, but for the second that the import of an optimizer takes."""
+    """Make a step of SGD, without the second that the import of an optimizer takes."""
     with torch.no_grad():
         for parameter in module.parameters():
             assert parameter.grad is not None
@@ -295,25 +296,25 @@ def descend(module: nn.Module) -> None:
             parameter.grad = None
 
 
-def batches_of(this: Round, illness: Illness) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(round_: Round, fault: Fault) -> Iterator[tuple[Tensor, Tensor]]:
     """Make the mini-batches; rank 0 reads them."""
-    generator = torch.Generator().manual_seed(this.seed)
-    for step in range(this.num_steps):
-        illness.step = step
-        illness.strike("loader")
-        num_samples = this.samples * this.chunks - step % this.chunks  # also uneven ones
+    generator = torch.Generator().manual_seed(round_.seed)
+    for step in range(round_.num_steps):
+        fault.step = step
+        fault.strike("loader")
+        num_samples = round_.samples * round_.chunks - step % round_.chunks  # also uneven ones
         pair = torch.randn(2, num_samples, WIDTH, generator=generator)
         yield pair[0], pair[1]
 
 
-def check_losses(this: Round, losses: list[float]) -> None:
+def check_losses(round_: Round, losses: list[float]) -> None:
     """Compare with the plain model, trained here over the same micro-batches."""
-    well = Illness(this, -1, Path())
-    model = model_of(this, well)
+    no_fault = Fault(round_, -1, Path())
+    model = model_of(round_, no_fault)
     truth = []
-    for input, target in batches_of(this, well):
+    for input, target in batches_of(round_, no_fault):
         total = 0.0
-        for x, y in zip(input.chunk(this.chunks), target.chunk(this.chunks), strict=True):
+        for x, y in zip(input.chunk(round_.chunks), target.chunk(round_.chunks), strict=True):
             part = F.mse_loss(model(x), y) * (len(x) / len(input))
             part.backward()
             total += part.item()
@@ -331,20 +332,20 @@ def serve(orders: TextIO, *, is_frugal: bool) -> None:
 
     Args:
         orders: where the lines come from.
-        is_frugal: whether to spare forked processes some of the work of ending.
+        is_frugal: whether to skip some of the forked processes' work of ending.
     """
     if is_frugal:
         gc.collect()
-        gc.freeze()  # else each forked process walks, and so copies, all that is loaded as it ends
+        gc.freeze()  # otherwise each forked process visits, and so copies, all objects at its end
     for line in orders:
         fields, folder, port = json.loads(line)
-        this = Round(**fields)
+        round_ = Round(**fields)
         pids = []
-        for rank in range(this.num_ranks):
+        for rank in range(round_.num_ranks):
             pid = os.fork()
             if pid == 0:
-                become_rank(rank, this.num_ranks, port, Path(folder))
-                return run_rank(this, Path(folder))  # ends as a script does
+                become_rank(rank, round_.num_ranks, port, Path(folder))
+                return run_rank(round_, Path(folder))  # ends as a script does
             pids.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         print(json.dumps(codes), flush=True)
@@ -352,7 +353,7 @@ def serve(orders: TextIO, *, is_frugal: bool) -> None:
 
 
 def become_rank(rank: int, num_ranks: int, port: int, folder: Path) -> None:
-    """Make a forked process look like one that a launcher has started."""
+    """Set up a forked process as a launcher does."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

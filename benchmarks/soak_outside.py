@@ -4,7 +4,7 @@ Polls a running job, and injects the fault when its time has come:
 
     stop                continues a stopped rank once the others have reported the stall
     kill at any time    kills a rank some moments after it has begun
-    kill the launcher   likewise
+    kill the launcher   kills it some moments after a rank has begun
     strangers           connect to the job's ports and sockets, and send garbage
 """
 
@@ -25,12 +25,12 @@ import psutil
 
 from benchmarks.soak_rounds import Round
 
-#: Strangers that are connected at the same time, at most.
+#: At most so many strangers are connected at the same time.
 _MAX_STRANGERS = 40
 
 
 class Bomb:
-    """What runs a command where it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,19 +43,19 @@ class Outsider:
     """Acts on one job.
 
     Args:
-        this: its round.
+        round_: its round.
         folder: where its ranks write their process ids and logs.
-        launcher_pid: what started them.
+        launcher_pid: the process that started them.
 
     Attributes:
         num_acts: how often it has acted.
     """
 
-    def __init__(self, this: Round, folder: Path, launcher_pid: int) -> None:
-        self._this = this
+    def __init__(self, round_: Round, folder: Path, launcher_pid: int) -> None:
+        self._round = round_
         self._folder = folder
         self._launcher_pid = launcher_pid
-        self._chance = random.Random(this.seed)
+        self._chance = random.Random(round_.seed)
         self._strike_s: float | None = None
         self._strangers: list[socket.socket] = []
         self._visited: set[object] = set()
@@ -73,18 +73,18 @@ class Outsider:
         for stranger in self._strangers:
             stranger.close()
 
-    def look(self) -> None:
-        """Act if it is time."""
-        act = self._this.act
+    def poll(self) -> None:
+        """Make the fault happen if it is due."""
+        act = self._round.act
         if act == "stop":
             self._continue_stopped()
         elif act == "kill at any time":
-            self._kill_when_due(self._pid(self._this.origin))
+            self._kill_when_due(self._pid(self._round.origin))
         elif act == "kill the launcher":
-            if self._pid(self._this.origin):
+            if self._pid(self._round.origin):
                 self._kill_when_due(self._launcher_pid)
         elif act == "strangers":
-            self._visit()
+            self._connect()
 
     def _pid(self, rank: int) -> int | None:
         with contextlib.suppress(OSError, ValueError):
@@ -92,7 +92,7 @@ class Outsider:
         return None
 
     def _continue_stopped(self) -> None:
-        pid = self._pid(self._this.origin)
+        pid = self._pid(self._round.origin)
         if pid is None:
             return
         with contextlib.suppress(psutil.Error):
@@ -106,7 +106,7 @@ class Outsider:
         if pid is None:
             return
         if self._strike_s is None:
-            self._strike_s = time.monotonic() + self._this.moment
+            self._strike_s = time.monotonic() + self._round.moment
         elif time.monotonic() > self._strike_s:
             self._strike_s = float("inf")
             with contextlib.suppress(ProcessLookupError):
@@ -115,16 +115,16 @@ class Outsider:
 
     # -- strangers ------------------------------------------------------------------------------
 
-    def _visit(self) -> None:
-        """Connect to whatever a process of the job listens on, with something to say."""
+    def _connect(self) -> None:
+        """Connect to all sockets on which a process of the job listens, and send garbage."""
         with contextlib.suppress(psutil.Error):
             launcher = psutil.Process(self._launcher_pid)
             for process in (launcher, *launcher.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     for family, address in _listening(process):
-                        self._speak(family, address)
+                        self._send_garbage(family, address)
 
-    def _speak(self, family: int, address: object) -> None:
+    def _send_garbage(self, family: int, address: object) -> None:
         if len(self._strangers) == _MAX_STRANGERS:
             self._strangers.pop(0).close()
         stranger = socket.socket(family, socket.SOCK_STREAM)
@@ -133,13 +133,13 @@ class Outsider:
         with contextlib.suppress(OSError):
             stranger.connect(address)  # type: ignore[arg-type]
         with contextlib.suppress(OSError):
-            stranger.send(self._words())
+            stranger.send(self._garbage())
             self.num_acts += 1
         if address in self._visited:
-            stranger.close()  # one stranger stays on each, without another word
+            stranger.close()  # one stranger stays connected to each, and sends nothing more
         self._visited.add(address)
 
-    def _words(self) -> bytes:
+    def _garbage(self) -> bytes:
         chance = self._chance
         hello = struct.pack("!9sI32s", b"procpipe2", chance.randrange(4), chance.randbytes(32))
         return chance.choice(

@@ -2,7 +2,7 @@
 
     draw(seed, number) ──> Round ──> a real job (soak.py, soak_job.py) ──> Ending ──> faults_of
 
-A round follows from seed and number alone, so a round that went wrong can be repeated.
+A round depends on seed and number only, so a round that went wrong can be repeated.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ FAULTS = (
 #: Only a launcher sees the end of a process that has not met the others yet.
 NEED_LAUNCHER = ("kill at any time", "kill the launcher")
 
-#: These are no reason for a run to fail.
+#: Faults with which a run must succeed.
 HARMLESS = ("none", "stop", "strangers", "fork", "several stages", "mute", "few files")
 
-#: What must be noticed although something keeps the ill process, or its sockets, alive; and how
-#: long after it the other ranks' scripts may end.
+#: Faults that must be noticed although something keeps the faulty process, or its sockets, alive;
+#: and how long after the fault the other ranks' scripts may end.
 HIDDEN = (
     *("kill beside a child", "raise beside a thread", "exit beside a thread"),
     "kill while building",
 )
 HIDDEN_LIMIT_S = 5.0
 
-#: So many micro-batches, and open files, has a job with few of the latter.
+#: Micro-batches, and open files, of a job with few files.
 FEW_FILES_CHUNKS, FEW_FILES = 60, 60
 
-#: These come from outside, if the job is not over before.
+#: Faults that come from outside, unless the job is over before.
 FROM_OUTSIDE = (*NEED_LAUNCHER, "strangers")
 
 TORCHRUN = "torchrun"
@@ -80,7 +80,7 @@ LAUNCHERS = (TORCHRUN, PROCPIPE_RUN, FORK)
 
 @dataclass(frozen=True)
 class Round:
-    """One job and its fault; plain values, to travel as JSON.
+    """One job and its fault; plain values, sent as JSON.
 
     Attributes:
         seed: of the parameters and data.
@@ -88,11 +88,11 @@ class Round:
         num_ranks: how many.
         act: what happens.
         where: in which piece of code.
-        origin: to which rank.
-        actor: where a rank kills another one: which.
+        origin: on which rank.
+        actor: the rank that kills another one, if one does.
         step: in which step, counted from 0.
         micro_batch: at which of the step's calls of that code, counted from 0.
-        layer: which of the rank's two layers is the ill one.
+        layer: which of the rank's two layers is the faulty one.
         moment: seconds from the start of training to a fault that comes from outside.
         num_steps: steps of the job.
         chunks: micro-batches a step.
@@ -125,9 +125,9 @@ class Round:
     def __str__(self) -> str:
         where = f" in {self.where}" if self.where else ""
         size = f"large ({self.transport})" if self.samples > 100 else "small"
-        who = f" on rank {self.origin}, step {self.step}" if self.act != "none" else ""
+        place = f" on rank {self.origin}, step {self.step}" if self.act != "none" else ""
         return (
-            f"{self.act}{where}{who}; {self.num_ranks} ranks by {self.launcher}, {self.method}, "
+            f"{self.act}{where}{place}; {self.num_ranks} ranks by {self.launcher}, {self.method}, "
             f"{self.chunks} {size} micro-batches, recompute {self.checkpoint}"
         )
 
@@ -160,7 +160,7 @@ def draw(
         origin = num_ranks - 1
     layer = chance.randrange(2)
     if act.startswith("other") and origin == num_ranks - 1:
-        layer = 0  # so that another layer gets what it returns
+        layer = 0  # so that another layer gets its output
     if act in NEED_LAUNCHER:
         launchers = tuple(launcher for launcher in launchers if launcher != FORK) or (TORCHRUN,)
     needs_step = where == "loss" or act == "nan"
@@ -199,59 +199,59 @@ class Expected:
     """How a round must end.
 
     Attributes:
-        is_well: with exit code 0 and the right losses.
-        teller: the rank whose own output tells the story; None if it cannot, so others do.
-        named: the rank that everybody must name.
-        words: what must be told.
+        is_well: whether with exit code 0 and the right losses.
+        reporter: the rank that prints the report; None if other ranks do.
+        named: the rank that every report must name.
+        words: what must be printed.
         num_tracebacks: how many tracebacks all ranks together print.
-        is_root_cause: whether torchrun can know that rank, by its exit code or its error.
+        is_root_cause: whether torchrun can find that rank, by its exit code or its error.
     """
 
     is_well: bool
-    teller: int | None = None
+    reporter: int | None = None
     named: int | None = None
     words: tuple[str, ...] = ()
     num_tracebacks: int = 0
     is_root_cause: bool = True
 
 
-def expected_of(this: Round) -> Expected:
+def expected_of(round_: Round) -> Expected:
     """Return how a round must end."""
-    who, last = this.origin, this.num_ranks - 1
-    act = this.act.removesuffix(" beside a thread")
+    origin, last = round_.origin, round_.num_ranks - 1
+    act = round_.act.removesuffix(" beside a thread")
     words: tuple[str, ...]
-    if this.act in HARMLESS:
-        return Expected(True, words=("is stopped",) if this.act == "stop" else ())
-    if this.act == "kill while building":
-        return Expected(False, None, who, (f"because rank {who}",))
-    if this.act.startswith("kill"):
-        return Expected(False, None, who, (f"rank {who} ended without a word",))
-    if act == "leave" or (act == "exit" and this.where == "between"):
-        words = (f"rank {who} has left the pipeline",)
-        return Expected(False, None, who, words, is_root_cause=False)
+    if round_.act in HARMLESS:
+        return Expected(True, words=("is stopped",) if round_.act == "stop" else ())
+    if round_.act == "kill while building":
+        return Expected(False, None, origin, (f"because rank {origin}",))
+    if round_.act.startswith("kill"):
+        return Expected(False, None, origin, (f"rank {origin} ended without a word",))
+    if act == "leave" or (act == "exit" and round_.where == "between"):
+        words = (f"rank {origin} has left the pipeline",)
+        return Expected(False, None, origin, words, is_root_cause=False)
     if act == "exit":
-        words = (f"rank {who} failed", "SystemExit")
-        return Expected(False, None, who, words, is_root_cause=False)
-    if this.act == "another call":
-        if who == 0:
+        words = (f"rank {origin} failed", "SystemExit")
+        return Expected(False, None, origin, words, is_root_cause=False)
+    if round_.act == "another call":
+        if origin == 0:
             return Expected(False, None, None, ("while rank 0 is in clip_grad_norm_()",), -1)
-        words = (f"rank {who} is in clip_grad_norm_() while rank 0 is in ",)
-        return Expected(False, who, who, words, 1)
-    if this.act.startswith("other"):
-        getter = who if this.layer == 0 else who + 1
-        layer = f"l{2 * who + this.layer + 1}"
-        given = "float32 (" if this.act == "other dtype" else ", 7)"
-        words = (f"layer '{layer}'", "was given ", given, f"stage {getter} (rank {getter})")
-        return Expected(False, getter, getter, words, 1)
-    if this.act == "nan":
+        words = (f"rank {origin} is in clip_grad_norm_() while rank 0 is in ",)
+        return Expected(False, origin, origin, words, 1)
+    if round_.act.startswith("other"):
+        receiver = origin if round_.layer == 0 else origin + 1
+        layer = f"l{2 * origin + round_.layer + 1}"
+        given = "float32 (" if round_.act == "other dtype" else ", 7)"
+        words = (f"layer '{layer}'", "was given ", given, f"stage {receiver} (rank {receiver})")
+        return Expected(False, receiver, receiver, words, 1)
+    if round_.act == "nan":
         return Expected(False, last, last, ("NonFiniteLossError", "the loss is nan"), 1)
     words = {
-        "allocate": ("out of memory on cpu", f"stage {who} held "),
-        "catch": ("StageClosedError", f"IllError: ill in {this.where}"),
-    }.get(this.act, (f"IllError: ill in {this.where}",))
-    if act == "raise" and this.where in ("forward", "recompute", "backward", "loss"):
-        words += (f"in stage {who} (rank {who}), task ",)
-    return Expected(False, who, who, words, 1)
+        "allocate": ("out of memory on cpu", f"stage {origin} held "),
+        "catch": ("StageClosedError", f"FaultError: fault in {round_.where}"),
+    }.get(round_.act, (f"FaultError: fault in {round_.where}",))
+    if act == "raise" and round_.where in ("forward", "recompute", "backward", "loss"):
+        words += (f"in stage {origin} (rank {origin}), task ",)
+    return Expected(False, origin, origin, words, 1)
 
 
 @dataclass(frozen=True)
@@ -264,11 +264,11 @@ class Ending:
         launcher_output: what the launcher wrote.
         duration_s: from its start to its end.
         fault_s: from the fault to the end of the last rank's script, before its interpreter is
-            torn down; None where nobody could note it.
+            torn down; None where it could not be noted.
         left: command lines of processes left.
         shared_bytes: bytes in /dev/shm left.
         files: temporary files left.
-        num_acts: how often something came from outside: signals sent, strangers that spoke.
+        num_acts: how often something came from outside: signals sent, strangers that sent garbage.
     """
 
     codes: tuple[int, ...]
@@ -282,47 +282,49 @@ class Ending:
     num_acts: int
 
 
-def faults_of(this: Round, ending: Ending) -> list[str]:
-    """Return what was wrong with the story of a round that has ended; [] if nothing was."""
-    expected = expected_of(this)
-    if this.act == "kill the launcher":
-        return []  # nobody is left to tell anything; that nobody is left is checked elsewhere
-    if this.act == "kill at any time" and ending.codes == (0,):
+def faults_of(round_: Round, ending: Ending) -> list[str]:
+    """Return the faults in the report of a round that has ended."""
+    expected = expected_of(round_)
+    if round_.act == "kill the launcher":
+        return []  # no process is left to report; that none is left is checked elsewhere
+    if round_.act == "kill at any time" and ending.codes == (0,):
         return []  # it was over before
-    told = "\n".join(ending.outputs)
-    faults = _faults_of_codes(this, expected, ending.codes)
-    num_tracebacks = told.count("Traceback (most recent call last)")
+    output = "\n".join(ending.outputs)
+    faults = _faults_of_codes(round_, expected, ending.codes)
+    num_tracebacks = output.count("Traceback (most recent call last)")
     if num_tracebacks != expected.num_tracebacks and expected.num_tracebacks >= 0:
         faults.append(f"{num_tracebacks} tracebacks, not {expected.num_tracebacks}")
     on_screen = ending.launcher_output.count("Traceback (most recent call last)")
-    if this.launcher == PROCPIPE_RUN and 0 <= expected.num_tracebacks < on_screen:
+    if round_.launcher == PROCPIPE_RUN and 0 <= expected.num_tracebacks < on_screen:
         faults.append(f"{on_screen} tracebacks on the screen, not {expected.num_tracebacks}")
-    if this.act.startswith("kill") and this.launcher != FORK:
-        # The launcher tells it, and may end the others before they notice.
-        expected = Expected(False, None, this.origin)
-    source = told if expected.teller is None else ending.outputs[expected.teller]
-    faults += [f"{word!r} is not told" for word in expected.words if word not in source]
+    if round_.act.startswith("kill") and round_.launcher != FORK:
+        # The launcher reports the kill, and may end the other ranks before they notice it.
+        expected = Expected(False, None, round_.origin)
+    source = output if expected.reporter is None else ending.outputs[expected.reporter]
+    faults += [f"{word!r} is not printed" for word in expected.words if word not in source]
     if expected.named is not None:
-        blamed = {int(rank) for rank in re.findall(r"because rank (\d+)", told)}
-        faults += [f"rank {rank} is blamed" for rank in blamed - {expected.named}]
-        if this.launcher == PROCPIPE_RUN or (this.launcher == TORCHRUN and expected.is_root_cause):
-            faults += _faults_of_report(this.launcher, expected.named, ending.launcher_output)
-    if this.act in HIDDEN and (ending.fault_s or 0.0) > HIDDEN_LIMIT_S:
+        named_ranks = {int(rank) for rank in re.findall(r"because rank (\d+)", output)}
+        faults += [f"rank {rank} is named" for rank in named_ranks - {expected.named}]
+        if round_.launcher == PROCPIPE_RUN or (
+            round_.launcher == TORCHRUN and expected.is_root_cause
+        ):
+            faults += _faults_of_report(round_.launcher, expected.named, ending.launcher_output)
+    if round_.act in HIDDEN and (ending.fault_s or 0.0) > HIDDEN_LIMIT_S:
         faults.append(f"the last script ended {ending.fault_s:.1f} s after the fault")
-    if this.act == "strangers" and not ending.num_acts:
+    if round_.act == "strangers" and not ending.num_acts:
         faults.append("no stranger came")
-    if expected.is_well and "procpipe: rank" in told:
-        faults.append("a rank of a job that ended well complains")
+    if expected.is_well and "procpipe: rank" in output:
+        faults.append("a rank of a job that ended well reports a failure")
     return faults
 
 
-def _faults_of_codes(this: Round, expected: Expected, codes: tuple[int, ...]) -> list[str]:
+def _faults_of_codes(round_: Round, expected: Expected, codes: tuple[int, ...]) -> list[str]:
     """Check exit codes: of the launcher, or of all forked ranks."""
     if expected.is_well:
         return [] if not any(codes) else [f"exit codes {codes} of a job that must end well"]
-    if this.launcher != FORK:
+    if round_.launcher != FORK:
         return [] if codes[0] not in (0, -9) else [f"exit code {codes[0]} of a job that must fail"]
-    may_be_0 = {this.origin} if this.act.startswith(("exit", "leave")) else set()
+    may_be_0 = {round_.origin} if round_.act.startswith(("exit", "leave")) else set()
     return [
         f"exit code 0 of rank {rank}"
         for rank, code in enumerate(codes)
@@ -331,7 +333,7 @@ def _faults_of_codes(this: Round, expected: Expected, codes: tuple[int, ...]) ->
 
 
 def _faults_of_report(launcher: str, named: int, text: str) -> list[str]:
-    """Check whom a launcher's own report names as the first to fail."""
+    """Check which rank a launcher's report names as the first to fail."""
     if launcher == TORCHRUN:
         _, _, text = text.partition("Root Cause (first observed failure):")
         found = re.findall(r"rank      : (\d+)", text)[:1]
@@ -339,4 +341,4 @@ def _faults_of_report(launcher: str, named: int, text: str) -> list[str]:
         found = re.findall(r"^procpipe: (?:stage \d+ \()?rank (\d+)(?! ends, because)", text, re.M)
     if not found:
         return [f"{launcher} names no rank"]
-    return [f"{launcher} blames rank {rank}" for rank in found if int(rank) != named]
+    return [f"{launcher} names rank {rank}" for rank in found if int(rank) != named]

@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> Report:
             for name, launches in figures[n].items():
                 launches.append(_launch(name, n))
     tables = [tabulate(n, by_name) for n, by_name in figures.items()]
-    told = vars(options) | {"out": str(options.out)}
-    return Report("start", tables, figures, told, lambda figure: _draw(figure, figures))
+    settings = vars(options) | {"out": str(options.out)}
+    return Report("start", tables, figures, settings, lambda figure: _draw(figure, figures))
 
 
 def tabulate(n: int, by_name: Mapping[str, Launches]) -> Table:
@@ -116,7 +116,7 @@ def _to_first_step_s(launches: Launches) -> list[float]:
 
 
 def _draw(figure: Any, figures: Mapping[int, Mapping[str, Launches]]) -> None:
-    """Draw each contender's way as a bar, one piece a point."""
+    """Draw each contender's time as a bar, one piece a point."""
     axes = figure.subplots(len(figures), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (n, by_name) in zip(axes, figures.items(), strict=True):
         for name, launches in by_name.items():

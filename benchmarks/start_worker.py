@@ -1,7 +1,7 @@
-"""What ``start.py`` has torchrun start: a user's script, with the time at each point it comes to.
+"""The script that ``start.py`` runs by torchrun: a user's, with the time at each point.
 
-Each contender imports what its user would, and nothing else: so all imports are in functions, and
-the first stamp comes before any of them.
+Each contender imports only what its user would: so all imports are in functions, and the first
+stamp comes before any of them.
 """
 
 import time

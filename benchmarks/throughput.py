@@ -1,7 +1,7 @@
 """Seconds a step of every contender, beside the limit of the machine.
 
-A pipeline's limit is what as many independent one-thread copies of the model do at once, times the
-bubble. ``share`` is how much of it is reached.
+A pipeline's limit is the time of as many independent one-thread copies of the model at once, with
+the bubble added. ``share`` is the part of the limit that is reached.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure_workload(
     """Measure contenders on this job's processes; every rank calls it.
 
     Returns:
-        ``times``; and ``balance``, that of those with one partition a process.
+        ``times``; and ``balance``, of the contenders with one partition a process.
     """
     import torch.distributed as dist
 
@@ -101,7 +101,7 @@ def tabulate(job: Job, times: Times, absent: dict[str, str | None], balance: lis
         rows.append([name, statistics.median(limit) * 1e3, *([None] * 4)])
         rows[-1][4] = ratio(alone_s, limit)
     return Table(
-        f"{workload.name} ({workload.tells}): {workload.sizes}; {n} stages, m = {m}, no "
+        f"{workload.name} ({workload.shows}): {workload.sizes}; {n} stages, m = {m}, no "
         "recomputation",
         ["", "ms a step", "min", "max", "speed-up", "share of limit"],
         rows,

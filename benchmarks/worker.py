@@ -1,4 +1,4 @@
-"""What ``rounds.launch`` has torchrun start: calls one function and writes what rank 0 got."""
+"""The script that ``rounds.launch`` runs by torchrun: calls a function, writes rank 0's result."""
 
 from __future__ import annotations
 

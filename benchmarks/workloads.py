@@ -22,7 +22,7 @@ class Workload:
 
     Attributes:
         name: as on the command line.
-        tells: what it is good for, in a few words.
+        shows: what it shows about a pipeline, in a few words.
         sizes: the model and its micro-batch, in a few words.
         model: builds it, the same on every rank.
         input_shape: of one micro-batch; float.
@@ -33,7 +33,7 @@ class Workload:
     """
 
     name: str
-    tells: str
+    shows: str
     sizes: str
     model: Callable[[], nn.Sequential]
     input_shape: tuple[int, ...]

@@ -9,7 +9,7 @@ It writes resnet_split_size.png: the time of a mini-batch, mean and standard dev
     pipelined         the same stages, the mini-batch in pieces of the split size
 
 and pipelined for every split size of a sweep. All processes are on this machine, with one thread
-each (or a GPU each). The ways take turns, so a machine whose speed drifts treats all alike.
+each (or a GPU each). The ways take turns, so a drift in the machine's speed affects all alike.
 
 By default the images are small, so that it takes two minutes on two cores. A split size below 16
 is slow there for another reason: in a process of one thread, PyTorch uses a slower convolution for
@@ -119,7 +119,7 @@ def main() -> None:
 def plain_training(
     mini_batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
 ) -> Iterator[float]:
-    """Train the whole model on one device each time a value is asked for: the seconds it took."""
+    """Train the whole model on one device before each yield; yields the seconds it took."""
     model = resnet101(NUM_CLASSES).to(device)
     optimizer = SGD(model.parameters(), LEARNING_RATE)
     while True:
@@ -136,7 +136,7 @@ def plain_training(
 def time_plain_training(stage: Stage, on_one_device: Iterator[float]) -> float:
     """Return the seconds of training on one device, while the processes of other stages wait.
 
-    One process alone reads what is given to ``batches``, so the training takes place in that one.
+    Only one process reads the iterator given to ``batches``, so only that process trains.
     """
     seconds = [stage.fetch(seconds) for seconds in stage.batches(islice(on_one_device, 1))]
     return float(seconds[0])
@@ -157,7 +157,7 @@ def time_pipeline(
 
 
 def wait_all(stage: Stage) -> None:
-    """Wait until every stage is here and has nothing left to compute."""
+    """Wait until every stage has called this and has nothing left to compute."""
     wait_device(stage.device)
     stage.report()
 

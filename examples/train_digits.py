@@ -3,7 +3,7 @@
     python examples/train_digits.py                             one stage
     torchrun --nproc_per_node=2 examples/train_digits.py        two; or three, four, …
     torchrun --nproc_per_node=2 --max-restarts=3 examples/train_digits.py --save runs/digits
-                                                             killed, it goes on from the last save
+                                                             resumes from the last save if killed
 
 Every process runs this same file, and any number of them gives the same losses. The data are the
 1,797 digits of 8 x 8 pixels that come with scikit-learn.

@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=2 examples/unet_segmentation.py        two; or three, four, …
 
 It writes unet_segmentation.png: the input, the true mask, and the network's output before and
-after training. The two photographs come with scikit-learn. Where petals are is read from the
-colours of one; the other has none, but a bright sky that passes for them in grey. Training uses
-the left part of each photograph, so what is right of the dashed line is new to the network.
+after training. The two photographs come with scikit-learn. The mask of the petals is computed from
+the colours of one photograph; the other has no petals, but a bright sky that looks like petals in
+grey. Training uses the part of each photograph left of the dashed line only.
 
 The skip tensors of the U-Net go straight from the process that has the encoder of a level to the
 one that has the decoder.

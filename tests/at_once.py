@@ -2,10 +2,10 @@
 
     python -m tests.at_once [arguments of pytest]
 
-Starts one pytest for each core, up to 4. Each collects all tests, and runs those of the files that
-it is the first to take. Files with tests that start processes come first; the others are short, and
-so all end at about the same time. The output of the first pytest appears as it runs, that of each
-other when it has ended. ``pytest`` alone runs all tests one after the other.
+Starts one pytest for each core, up to 4. Each collects all tests, and runs the files that no other
+pytest has taken before. Files with tests that start processes come first; the others are short, so
+all end at about the same time. The first pytest prints as it runs; the output of the others is
+printed when they have ended. ``pytest`` alone runs all tests one after the other.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any
 
 import pytest
 
-#: Names the folder of a run, which has an empty file for each file of tests that was taken.
+#: The folder of a run, which has an empty file for each file of tests that was taken.
 VARIABLE = "PROCPIPE_TESTS_AT_ONCE"
 
 #: Processes at a time; more would need more than 16 GiB of memory.
 MOST_PROCESSES = 4
 
-#: What pytest ends with where no test was chosen.
+#: Pytest's exit code if no test was selected.
 NO_TESTS = 5
 
 ROOT = Path(__file__).parents[1]
 
-#: Of one pytest.
+#: Counts of one pytest.
 NUM_RUN = pytest.StashKey[int]()
 NUM_COLLECTED = pytest.StashKey[int]()
 
@@ -56,17 +56,17 @@ def main(arguments: list[str]) -> int:
     outcomes: Counter[str] = Counter()
     for part in parts:
         outcomes.update(part["outcomes"])
-    told = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
+    summary = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
     num_left = num_never_run(parts)
     if num_left:
-        told += f"; NEVER RUN: {num_left}"
-    print(f"all processes: {told} in {time.monotonic() - start_s:.0f} s, exit codes {codes}")
+        summary += f"; NEVER RUN: {num_left}"
+    print(f"all processes: {summary} in {time.monotonic() - start_s:.0f} s, exit codes {codes}")
     return worst_of(codes) or int(num_left > 0)
 
 
 def start(arguments: list[str], folder: Path, log: Path | None) -> subprocess.Popen[bytes]:
     """Start a pytest that writes to the terminal, or to a file."""
-    # Each runs a part, so percentages would end anywhere.
+    # Each runs a part of the tests, so a percentage of all would not reach 100.
     argv = ["-m", "pytest", "-p", "tests.at_once", "-o", "console_output_style=classic"]
     env = os.environ | {VARIABLE: str(folder)}
     # Without bytecode each pytest would compile all tests, which is more than half of its start.
@@ -84,22 +84,22 @@ def start(arguments: list[str], folder: Path, log: Path | None) -> subprocess.Po
 
 
 def wait_end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end of a pytest, which an interrupt ends too; return its exit code."""
+    """Wait until a pytest ends, also after an interrupt; return its exit code."""
     while True:
         with contextlib.suppress(KeyboardInterrupt):
             return process.wait()
 
 
 def worst_of(codes: list[int]) -> int:
-    """Return the exit code of a run whose processes ended with these."""
+    """Return the exit code of a run from those of its processes."""
     if set(codes) == {NO_TESTS}:
         return NO_TESTS
-    # That of a process which a signal has ended is negative.
+    # The exit code of a process that a signal ended is negative.
     return max(abs(code) for code in codes if code != NO_TESTS)
 
 
 def num_never_run(parts: list[dict[str, Any]]) -> int:
-    """Return how many of the tests that were collected no process has run."""
+    """Return how many collected tests were run by no process."""
     num_collected = max((part["num_collected"] for part in parts), default=0)
     return int(num_collected - sum(part["num_run"] for part in parts))
 
@@ -117,12 +117,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the tests of the files that no other process has taken."""
     if session.testsfailed or session.config.option.collectonly:
-        return None  # pytest's own says why it runs nothing
-    # One test ahead: what a test leaves set up depends on which is the next one here.
-    ours = (item for item in session.items if is_taken_here(item.path))
-    item = next(ours, None)
+        return None  # pytest's own loop reports why it runs nothing
+    # One test ahead: which fixtures stay set up depends on the next test of this process.
+    taken = (item for item in session.items if is_taken_here(item.path))
+    item = next(taken, None)
     while item is not None:
-        following = next(ours, None)
+        following = next(taken, None)
         session.config.stash[NUM_RUN] = session.config.stash.get(NUM_RUN, 0) + 1
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.shouldfail:
@@ -136,7 +136,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Leave the figures of this process for the line that sums up all."""
+    """Write the counts of this process, for the summary of all processes."""
     outcomes = {name: len(reports) for name, reports in terminalreporter.stats.items()}
     outcomes.pop("", None)  # set-ups and tear-downs
     outcomes.pop("deselected", None)
@@ -149,13 +149,13 @@ def pytest_terminal_summary(
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note how many tests are to be run."""
+    """Store how many tests were collected."""
     session.config.stash[NUM_COLLECTED] = len(session.items)
 
 
 @functools.cache
 def is_taken_here(path: Path) -> bool:
-    """Take a file of tests; return whether no other process was first."""
+    """Take a file of tests; return whether this process was the first."""
     name = str(path).replace("/", "-")
     try:
         Path(os.environ[VARIABLE], name).touch(exist_ok=False)

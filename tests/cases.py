@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def case(*what: object) -> Iterator[None]:
-    """Add what the case is to an exception of it."""
+    """Add a description of the case to an exception that it raises."""
     try:
         yield
     except BaseException as error:
@@ -26,21 +26,21 @@ def for_each(
 
     One test runs all cases: collecting and reporting a test takes longer than a small case.
     """
-    wanted = (names,) if isinstance(names, str) else names
-    every = [(values,) for values in cases] if isinstance(names, str) else list(cases)
+    argument_names = (names,) if isinstance(names, str) else names
+    all_values = [(values,) for values in cases] if isinstance(names, str) else list(cases)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(test)
-        others = [p for p in signature.parameters.values() if p.name not in wanted]
+        remaining = [p for p in signature.parameters.values() if p.name not in argument_names]
 
         @functools.wraps(test)
-        def run(**rest: Any) -> None:
-            for values in every:
-                arguments = dict(zip(wanted, values, strict=True))
+        def run(**other_arguments: Any) -> None:
+            for values in all_values:
+                arguments = dict(zip(argument_names, values, strict=True))
                 with case(arguments):
-                    test(**arguments, **rest)
+                    test(**arguments, **other_arguments)
 
-        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=remaining)  # type: ignore[attr-defined]
         return run
 
     return decorate

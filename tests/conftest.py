@@ -1,12 +1,12 @@
-"""What every test can use: ``ranks``, real processes to run a function on; and what runs on GPUs.
+"""The fixture ``ranks``, real processes to run a function on; and the choice of tests for GPUs.
 
-    pytest                  all tests on CPUs; those marked ``gpu`` are left out
-    pytest --gpus           those marked ``gpu`` or ``on_gpus``, on the CUDA devices that there are
-    pytest --gpus=share     those of them that are for this number of emulated GPUs (make test-gpu)
+    pytest                  all tests on CPUs, except those marked ``gpu``
+    pytest --gpus           those marked ``gpu`` or ``on_gpus``, on this machine's CUDA devices
+    pytest --gpus=share     the subset for this number of emulated GPUs (make test-gpu)
 
-``on_gpus`` marks what runs on CPUs and, unchanged, on GPUs: tests/dist/devices.py says which. Of a
-module, it is for all tests that use ``ranks`` and are not marked ``only_on_cpus``. Both marks may
-say how many GPUs there must be at least.
+``on_gpus`` marks tests that run on CPUs and, unchanged, on the GPUs of tests/dist/devices.py. On a
+module, it marks all tests that use ``ranks`` and are not marked ``only_on_cpus``. Both marks take
+the least number of GPUs as an argument.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_LEFT_OUT = pytest.StashKey[int]()
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """Give ``ranks(n)``, whose ``run`` calls a function on ``n`` real processes."""
+    """Return ``ranks(n)``, whose ``run`` calls a function on ``n`` real processes."""
     pool = Pool()
     yield lambda num_ranks: Ranks(pool, num_ranks)
     pool.close()
@@ -83,18 +83,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that was imported out of each collection of garbage, which then is short."""
+    """Exclude all imported objects from garbage collections, which are then short."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Undo that, for what must be freed before the interpreter ends."""
+    """Undo ``gc.freeze``, so that all is freed before the interpreter ends."""
     gc.unfreeze()
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    """Say how many tests are for GPUs, and how they are run."""
+    """Return a line with the number of tests for GPUs, and how to run them."""
     number = config.stash.get(NUM_LEFT_OUT, 0)
     return [f"on CPUs; `make test-gpu` runs {number} tests on GPUs"] if number else []
 
@@ -110,9 +110,10 @@ def num_needed(item: pytest.Item) -> int:
 
 
 def numbers_for(item: pytest.Item) -> tuple[int, ...]:
-    """Return with how many emulated GPUs a test runs: one number, which the seed chooses.
+    """Return with how many emulated GPUs a test runs.
 
-    Or with all that are enough, if it says so. With 8 only those run that say so, or need them.
+    With ``every=True``, all numbers that are enough; otherwise one of them, chosen by the seed,
+    which is 8 only for a test that needs 8.
     """
     needed = num_needed(item)
     enough = tuple(number for number in NUMBERS_OF_GPUS if number >= needed)

@@ -1,4 +1,4 @@
-"""How the tests are shared out between processes, and the summary of them all."""
+"""How the tests are distributed to processes, and the summary of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_each_file_is_taken_by_one_process(monkeypatch, tmp_path):
     assert [take(path) for path in paths] == [False, False]
 
 
-def test_files_with_processes_come_first_and_no_file_is_torn_apart():
+def test_files_with_processes_come_first_and_no_file_is_divided():
     def item(name, is_dist):
         return SimpleNamespace(path=name[0], name=name, get_closest_marker=lambda _: is_dist)
 

@@ -1,4 +1,4 @@
-"""DeferredBatchNorm ends each mini-batch where nn.BatchNorm, given the whole of it, would."""
+"""DeferredBatchNorm ends each mini-batch with the statistics of nn.BatchNorm for all of it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_an_unfinished_mini_batch_is_forgotten() -> None:
     assert_same_state(deferred, plain)
 
 
-def test_eval_in_the_middle_of_a_mini_batch_leaves_it_alone() -> None:
+def test_eval_in_the_middle_of_a_mini_batch_does_not_change_it() -> None:
     (batch,) = batches((10, 3), num=1)
     plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
     plain(batch)
@@ -170,9 +170,9 @@ def test_low_precision_is_added_up_in_float32(dtype: torch.dtype, is_module_low:
         deferred.to(dtype)
     deferred.begin()
     outputs = [deferred(micro_batch) for micro_batch in low.split(2)]
-    noted = deferred._moments
-    assert noted is not None
-    assert noted.mean.dtype == noted.squares.dtype == torch.float32
+    moments = deferred._moments
+    assert moments is not None
+    assert moments.mean.dtype == moments.squares.dtype == torch.float32
     deferred.commit()
     torch.cat(outputs).sum().backward()
     plain(low.detach().float())
@@ -213,7 +213,7 @@ def test_state_dicts_interchange() -> None:
     plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
     feed(deferred, batch, [5, 5])
     deferred.begin()
-    deferred(batch)  # noted, but not part of the state
+    deferred(batch)  # recorded, but not part of the state
     plain.load_state_dict(deferred.state_dict())
     assert_same_state(plain, deferred, tolerance=0.0)
     plain(batch)
@@ -260,7 +260,7 @@ def test_convert_leaves_sync_batch_norm() -> None:
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda norm: pickle.loads(pickle.dumps(norm))]
 )
-def test_copies_go_on_by_themselves(duplicate: Any) -> None:
+def test_copies_are_independent(duplicate: Any) -> None:
     (batch,) = batches((10, 3), num=1)
     plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
     deferred.begin()
@@ -275,7 +275,7 @@ def test_copies_go_on_by_themselves(duplicate: Any) -> None:
     assert_same_state(twin, plain)
 
 
-def test_training_with_convolutions_ends_where_the_plain_model_does() -> None:
+def test_training_with_convolutions_ends_with_the_plain_models_state() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).double()
     deferred: Any = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain))
@@ -309,7 +309,7 @@ def test_gradients_of_an_input_through_a_stage(checkpoint):
         output = stage(ours)
         output.square().sum().backward()
         norm(theirs)
-        # The gradient is that of micro-batches that are each normalised by themselves.
+        # Each micro-batch is normalised by itself, so its gradient is, too.
         plain = nn.BatchNorm2d(3).double()
         torch.cat([plain(part) for part in theirs.chunk(4)]).square().sum().backward()
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Containers of the user's own classes keep their class, on any way through a pipeline."""
+"""Containers of the user's own classes keep their class on every path through a pipeline."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Box(Generic[T]):
     held: T
 
 
-class Asked(type):
-    """A metaclass whose classes note what they are asked for."""
+class Recorded(type):
+    """A metaclass that records the attributes that are read from its classes."""
 
     names: list[str] = []  # noqa: RUF012 - of all its classes
 
     def __getattr__(cls, name: str) -> Any:
-        Asked.names.append(name)
+        Recorded.names.append(name)
         raise AttributeError(name)
 
 
-class Guarded(metaclass=Asked):
+class Guarded(metaclass=Recorded):
     pass
 
 
@@ -72,7 +72,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class ModelOutput(collections.OrderedDict):
-    """As Hugging Face has it: each field that is not None is an item, too."""
+    """Like Hugging Face's class: each field that is not None is an item, too."""
 
     loss: Any = None
     logits: Any = None
@@ -97,7 +97,7 @@ class ModelOutput(collections.OrderedDict):
 
 
 class Encoding(collections.UserDict):
-    """As Hugging Face's BatchEncoding."""
+    """Like Hugging Face's BatchEncoding."""
 
     def __init__(self, data, num_sequences):
         super().__init__(data)
@@ -194,7 +194,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Compare with classes, attributes, order of keys, and the very tensors."""
+    """Compare classes, attributes, order of keys, and the identity of tensors."""
     if isinstance(a, Tensor) or type(a) is not type(b):
         return a is b
     if isinstance(a, dict) and not all(map(is_same, dict.items(a), dict.items(b))):
@@ -208,7 +208,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES)
-def test_a_container_keeps_its_class_by_way_of_json(make):
+def test_a_container_keeps_its_class_through_json(make):
     value = make()
     tensors, structure = flatten(value)
     through = from_json(json.loads(json.dumps(structure)))
@@ -217,7 +217,7 @@ def test_a_container_keeps_its_class_by_way_of_json(make):
     assert is_same(unflatten(tensors, through), value)
 
 
-def test_a_tensor_that_is_item_and_attribute_travels_once():
+def test_a_tensor_that_is_item_and_attribute_is_sent_once():
     value = VALUES["ModelOutput"]()
     tensors, structure = flatten(value)
     assert len(tensors) == 2
@@ -235,17 +235,17 @@ def test_no_code_of_a_class_runs_to_rebuild_it():
 
 
 def test_no_code_of_a_metaclass_is_run():
-    Asked.names.clear()
+    Recorded.names.clear()
     with pytest.raises(BoundaryError, match="this one has no such"):
         built(f"{__name__}:Guarded", ((), (), (), ""), [])
-    assert Asked.names == []
+    assert Recorded.names == []
 
 
-def test_a_generic_dataclass_of_a_named_type_travels():
+def test_a_generic_dataclass_of_a_named_type_is_sent():
     tensors, structure = flatten(Box[Tensor](torch.ones(2)))
-    arrived = unflatten(tensors, from_json(json.loads(json.dumps(structure))))
-    assert type(arrived) is Box
-    assert arrived.held is tensors[0]
+    rebuilt = unflatten(tensors, from_json(json.loads(json.dumps(structure))))
+    assert type(rebuilt) is Box
+    assert rebuilt.held is tensors[0]
 
 
 def test_a_defaultdict_keeps_its_factory():
@@ -262,7 +262,7 @@ def local_class() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (local_class(), r"Local cannot travel .* define it at the module's top level"),
         ([Output(hidden=[{1}])], r"type builtins\.set at \[0\]\.hidden\[0\] cannot travel"),
@@ -274,8 +274,8 @@ def local_class() -> Any:
         (Encoding({torch.float32: 1}, 1), r"key of type dtype at \.data cannot travel"),
     ],
 )
-def test_what_cannot_be_rebuilt_is_refused_by_its_sender(value, told):
-    with pytest.raises(BoundaryError, match=told):
+def test_a_value_that_cannot_be_rebuilt_is_refused_by_its_sender(value, message):
+    with pytest.raises(BoundaryError, match=message):
         flatten(value)
 
 
@@ -305,7 +305,7 @@ FORM = ((), (), (), "")
         (":", FORM, []),
     ],
 )
-def test_names_that_a_message_may_not_have(name, form, children):
+def test_names_that_a_message_may_not_have_are_refused(name, form, children):
     with pytest.raises(BoundaryError, match=r"came from another rank|cannot be put together"):
         built(name, form, children)
     assert "antigravity" not in sys.modules
@@ -336,7 +336,7 @@ def test_outputs_of_micro_batches_are_joined_in_their_class():
 
 
 @pytest.mark.parametrize(
-    ("outputs", "told"),
+    ("outputs", "message"),
     [
         (
             [ModelOutput(logits=torch.ones(2)), ModelOutput(logits=torch.ones(2), loss=1)],
@@ -349,16 +349,16 @@ def test_outputs_of_micro_batches_are_joined_in_their_class():
         ),
     ],
 )
-def test_outputs_built_differently(outputs, told):
-    with pytest.raises(ValueError, match=told):
+def test_outputs_built_differently(outputs, message):
+    with pytest.raises(ValueError, match=message):
         gather(outputs)
 
 
-def test_a_container_in_words():
-    told = in_words([Output(torch.ones(2), Pair(1, None)), local_class()])
-    assert told == "[Output(.loss: float32 (2,), .hidden: Pair([0]: 1, [1]: None)), Local]"
+def test_containers_as_text():
+    text = in_words([Output(torch.ones(2), Pair(1, None)), local_class()])
+    assert text == "[Output(.loss: float32 (2,), .hidden: Pair([0]: 1, [1]: None)), Local]"
 
 
-def test_other_values_than_containers():
+def test_other_values_than_containers_are_not_opened():
     assert opened({1}) is None
     assert opened(Output) is None

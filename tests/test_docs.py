@@ -1,4 +1,4 @@
-"""The code in the documentation is run as it stands there, and what it names exists."""
+"""The code in the documentation runs, and the names in it exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,7 @@ from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.timeline.pictures import render_text
 from procpipe.torch_versions import release_of
-from tests.dist.pool import job_environment
-from tests.dist.script import run_forked, run_script
+from tests.dist.script import run_forked
 
 TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"
@@ -43,9 +41,9 @@ def python_blocks(page: Path = README) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("nproc", [None, 2])
+@pytest.mark.parametrize("num_ranks", [None, 2])
 def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
-    nproc: int | None, tmp_path: Path
+    num_ranks: int | None, tmp_path: Path
 ) -> None:
     training, with_own_loss, saving = python_blocks()
     assert "rank ==" not in training + with_own_loss + saving
@@ -53,8 +51,7 @@ def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
     code += "input, target = loader[0]\noptimizer.zero_grad()\n" + with_own_loss
     code += "optimizer.step()\n" + saving.replace("runs/digits", str(tmp_path)) * 2
     code += "stage.print('done')\n"
-    done = run_forked(code) if nproc is None else run_script(code, nproc=nproc)
-    done.check()
+    done = run_forked(code, num_ranks=num_ranks).check()
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
     assert len(losses) == 20
     assert losses[-1] < losses[0] + 0.1
@@ -106,7 +103,7 @@ def test_replicas_whose_gradients_are_averaged_by_hand_train_as_one_model() -> N
     code = REPLICA + TRAIN_REPLICA.format(loop=loop)
     with ThreadPoolExecutor() as pool:
         jobs = [
-            pool.submit(run_script, set_environment(env | {"REPLICA": replica}) + code, nproc=2)
+            pool.submit(run_forked, set_environment(env | {"REPLICA": replica}) + code, num_ranks=2)
             for replica in ("0", "1")
         ]
         lines = [job.result().check().stdout.split() for job in jobs]
@@ -126,18 +123,18 @@ def set_environment(env: dict[str, str]) -> str:
 
 
 def two_free_ports() -> int:
-    """Return a port that is free, as is the next."""
+    """Return the first of two free ports in a row."""
     for port in range(20000 + os.getpid() % 5000 * 2, 32000, 2):
-        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as next_one:
-            one.bind(("127.0.0.1", port))
-            next_one.bind(("127.0.0.1", port + 1))
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
             return port
     raise AssertionError("no two ports are free")
 
 
 # -- docs/coming_from.md -------------------------------------------------------------------------
 
-#: Those that need nothing of the peers are whole programs.
+#: The programs that use procpipe; they need nothing of the peers.
 PROGRAMS = [block for block in python_blocks(COMING_FROM) if "from procpipe import" in block]
 
 
@@ -148,7 +145,7 @@ def test_each_peer_has_a_program_before_and_after() -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("program", PROGRAMS, ids=["torchgpipe", "Pipe", "pipelining"])
-def test_the_programs_of_those_who_come_print_the_same_on_any_number_of_stages(
+def test_the_programs_print_the_same_on_any_number_of_stages(
     program: str,
 ) -> None:
     alone, together = (run_forked(program, num_ranks=n).check() for n in (None, 2))
@@ -186,7 +183,7 @@ def test_every_public_name_of_pytorchs_pipelining_is_in_the_table() -> None:
     assert not missing
 
 
-def test_the_table_says_in_which_release_of_torch_a_name_appeared() -> None:
+def test_the_table_has_the_release_of_torch_in_which_a_name_appeared() -> None:
     marked = re.findall(r"`(?:\w+\.)?(\w+)` \(2\.(\d+)\)", table_of_pytorchs_pipelining())
     assert len(marked) > 10
     release = release_of(torch.__version__)
@@ -200,7 +197,7 @@ def test_the_table_says_in_which_release_of_torch_a_name_appeared() -> None:
 
 
 @pytest.mark.dist
-def test_the_recorded_program_leaves_a_timeline_that_reads_as_on_its_page(
+def test_the_timeline_of_the_recorded_program_has_the_tables_of_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -211,13 +208,13 @@ def test_the_recorded_program_leaves_a_timeline_that_reads_as_on_its_page(
     done = run_forked(code, num_ranks=2, tears_down=True).check()
     assert done.stdout.count("Split(stage=") == 2
     assert main(["timeline", "run.json"]) == 0
-    told = capsys.readouterr().out
+    out = capsys.readouterr().out
     (shown,) = re.findall(r"```text\n(.*?)```", TIMELINE.read_text(), re.DOTALL)
-    table, shown_table = (re.sub(r"[\d.]+", "0", text).split("\n\n")[:2] for text in (told, shown))
+    table, shown_table = (re.sub(r"[\d.]+", "0", text).split("\n\n")[:2] for text in (out, shown))
     assert [line.split() for line in table] == [line.split() for line in shown_table]
-    assert told.endswith("\nrun.html\n")
-    # The report's table is the page's; only the clocks were read once more.
-    ours, theirs = (re.findall(r"^ +[01] .*%.*$", text, re.M)[-2:] for text in (done.stdout, told))
+    assert out.endswith("\nrun.html\n")
+    # The report has the table of the page; only the clocks were read again.
+    ours, theirs = (re.findall(r"^ +[01] .*%.*$", text, re.M)[-2:] for text in (done.stdout, out))
     assert [line.split()[:2] for line in ours] == [line.split()[:2] for line in theirs]
 
 
@@ -239,13 +236,13 @@ def test_the_grids_of_the_page_are_those_of_the_schedules() -> None:
         drawn = [line[4 + column :][:40].rstrip() for line in page.splitlines()]
         for line in render_text(plan).splitlines()[1:]:
             words = line.split()
-            assert words in [each.split() for each in drawn], line
+            assert words in [row.split() for row in drawn], line
 
 
 # -- docs/schedules_auto.md ----------------------------------------------------------------------
 
 
-def test_the_search_finds_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_search_prints_what_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = python_blocks(SCHEDULES_AUTO)
     (printed,) = re.findall(r"```text\n(.*?)```", SCHEDULES_AUTO.read_text(), re.DOTALL)
     exec(program, {})
@@ -270,16 +267,10 @@ def test_the_commands_of_planning_run(
     for words in (from_model, from_costs):
         assert main(words) == 0
         assert "\nstage = Stage(model, balance=[" in capsys.readouterr().out
-    checked = subprocess.run(
-        [sys.executable, "-m", "procpipe.launch", *with_check],
-        env=job_environment({}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    check = "import os, sys; from procpipe.launch.main import main; os.chdir(sys.argv[1])\n"
+    check += "sys.path.insert(0, ''); sys.exit(main(sys.argv[2:]))"
+    checked = run_forked(check, args=[str(tmp_path), *with_check]).check()
 
-    assert checked.returncode == 0, checked.stderr
     compared = checked.stdout.partition("predicted and measured")[2]
     whats = ["step", r"\w+ 0, forward", r"\w+ 1, forward"]
     for what in whats if "came to another plan" in compared else [*whats, "idle"]:
@@ -308,7 +299,7 @@ def test_every_test_of_the_checklist_exists() -> None:
     assert not missing
 
 
-def test_every_row_of_the_checklist_names_a_test_or_says_why_none() -> None:
+def test_every_row_of_the_checklist_names_a_test_or_a_reason() -> None:
     rows = [line for line in PEER_TESTS.read_text().splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not re.match(r"\| (torchgpipe's|documented)", row)]
     assert len(rows) > 100

@@ -1,7 +1,7 @@
-"""The emulated GPU itself: each property, and that it goes when it is switched off.
+"""The emulated GPU: each property, with its setting on and off.
 
-Run on emulated GPUs only (``make test-gpu``). Each test calls CUDA by its C interface in processes
-with settings of their own; what they do is one of the functions below.
+Run on emulated GPUs only (``make test-gpu``). Each test calls CUDA's C interface in processes with
+their own settings, each of which runs one of the functions below.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ LIMIT_S = 60
 class Process:
     """A process that calls a function; forked from one that has never used CUDA.
 
-    Its function may ``say`` something, and ``listen`` until the test says something.
+    Its function may ``report`` values to the test, and ``wait_for_test``.
     """
 
     def __init__(self, function, *arguments: object, **settings: object) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        self._connection, theirs = context.Pipe()
+        self._connection, child_end = context.Pipe()
         variables = {"EMULATED_GPU_DELAY_US": "0", "EMULATED_GPU_STARVE_MS": "0"}
         for name, value in {"count": 2, **settings}.items():
             known = name.upper().startswith(("CUDA_", "NCCL_", "RANK"))
             variables[name.upper() if known else f"EMULATED_GPU_{name.upper()}"] = str(value)
-        given = (theirs, variables, function, arguments)
-        self._process = context.Process(target=_work, args=given, daemon=True)
+        work_arguments = (child_end, variables, function, arguments)
+        self._process = context.Process(target=_work, args=work_arguments, daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
 
-    def first(self) -> Any:
-        """Wait for what it says next, or returns."""
-        assert self._connection.poll(LIMIT_S), "says nothing"
+    def next_report(self) -> Any:
+        """Wait for the next value that its function reports or returns."""
+        assert self._connection.poll(LIMIT_S), "no report"
         return self._connection.recv()
 
     def result(self) -> Any:
-        """Let it go on if it listens, and wait until it ends."""
+        """Continue the process if it waits, and return its result when it has ended."""
         with contextlib.suppress(BrokenPipeError):  # it has ended already
-            self._connection.send("go on")
-        found = self.first()
+            self._connection.send("continue")
+        found = self.next_report()
         assert self.exit_code() == 0
         return found
 
@@ -80,7 +80,7 @@ class Process:
         self.exit_code()
 
 
-#: How this process talks to its test.
+#: The connection of this process to its test.
 _PARENT: list[Connection] = []
 
 
@@ -89,15 +89,15 @@ def _work(parent: Connection, variables: dict[str, str], function, arguments) ->
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     os.environ.update(variables)
-    say(function(*arguments))
-    CUDA.exit(0)  # as a program ends: with what libraries do then
+    report(function(*arguments))
+    CUDA.exit(0)  # as a program ends, with the exit functions of libraries
 
 
-def say(what: object) -> None:
-    _PARENT[0].send(what)
+def report(value: object) -> None:
+    _PARENT[0].send(value)
 
 
-def listen() -> None:
+def wait_for_test() -> None:
     _PARENT[0].recv()
 
 
@@ -118,7 +118,7 @@ def check(name: str, *arguments: object) -> None:
 
 
 def made(name: str, *arguments: object) -> Any:
-    """Call what returns a handle or an address by its first argument."""
+    """Make a call that returns a handle or an address by its first argument."""
     result = ctypes.c_void_p()
     check(name, ctypes.byref(result), *arguments)
     return result
@@ -133,7 +133,7 @@ def new_memory(num_bytes: int = 4096) -> Any:
 
 
 def at(address: Any, num_bytes: int = 8) -> bytes:
-    """Read memory as only the emulator's host can."""
+    """Read device memory, which is possible only in the emulator."""
     return ctypes.string_at(address, num_bytes)
 
 
@@ -153,7 +153,7 @@ def copy(to, source, stream, num_bytes: int = 8) -> None:
 
 
 def hold(stream: Any) -> Any:
-    """Make a stream wait until ``let_go`` of what is returned."""
+    """Make a stream wait until ``let_go`` of the returned gate."""
     gate = made("cudaHostAlloc", ctypes.c_size_t(8), 0)
     ctypes.memset(gate, 0, 8)
     check("cuStreamWaitValue64_v2", stream, gate, ctypes.c_uint64(1), 0)
@@ -198,13 +198,13 @@ def read_in_stream_order():
     return [before, list(at(target))]
 
 
-def test_copies_read_and_write_when_their_stream_gets_there(tmp_path):
+def test_copies_read_and_write_in_stream_order(tmp_path):
     assert run(read_in_stream_order, folder=tmp_path) == [[POISON] * 8, [2] * 8]
 
 
 def write_behind():
     memory = new_memory(5000)
-    ctypes.memset((memory.value + 5000) // 4096 * 4096 + 4096, 1, 1)  # behind the block's pages
+    ctypes.memset((memory.value + 5000) // 4096 * 4096 + 4096, 1, 1)  # after the block's pages
 
 
 def use_after_free():
@@ -219,7 +219,7 @@ def test_wrong_addresses_end_the_process(tmp_path, function):
     assert Process(function, folder=tmp_path).exit_code() == -signal.SIGSEGV
 
 
-def test_without_guard_pages_nothing_is_noticed(tmp_path):
+def test_without_guard_pages_a_wrong_write_is_not_detected(tmp_path):
     assert run(write_behind, folder=tmp_path, guard=0) is None
 
 
@@ -231,20 +231,20 @@ def allocate(mib: int, device: int = 0):
     return [error, free.value >> 20, total.value >> 20]
 
 
-def allocate_and_stay(mib: int):
-    say(allocate(mib))
-    listen()
+def allocate_and_wait(mib: int):
+    report(allocate(mib))
+    wait_for_test()
 
 
-def test_memory_is_limited_over_all_processes_that_live(tmp_path):
+def test_memory_is_limited_over_all_living_processes(tmp_path):
     settings = {"folder": tmp_path, "memory_mib": "64,32"}
     assert run(allocate, 40, **settings) == [0, 24, 64]
-    other = Process(allocate_and_stay, 40, **settings)  # what the first had is free again
-    assert other.first() == [0, 24, 64]
+    second = Process(allocate_and_wait, 40, **settings)  # the first one's memory is free again
+    assert second.next_report() == [0, 24, 64]
     assert run(allocate, 40, **settings) == [OUT_OF_MEMORY, 24, 64]
     assert run(allocate, 20, 1, **settings) == [0, 12, 32]
     assert run(allocate, 40, 0, **settings, cuda_visible_devices=1) == [OUT_OF_MEMORY, 32, 32]
-    other.kill()
+    second.kill()
     assert run(allocate, 40, **settings) == [0, 24, 64]
 
 
@@ -278,9 +278,9 @@ def test_delays_depend_on_the_seed_and_the_rank_only(tmp_path):
 
 
 def starve(wait: str):
-    """Queue something on streams; return whether some do nothing, and what one of these does.
+    """Queue work on streams; return whether all chosen ones starve, and the state of one.
 
-    There are as many streams as it takes until the seed has chosen both kinds, and 12 at least.
+    Streams are made until the seed has chosen some to starve and some not, and at least 12.
     """
     memory = new_memory()
     starved: list[Any] = []
@@ -302,19 +302,19 @@ def starve(wait: str):
         check("cudaEventRecord", event, stream)
         check("cudaStreamWaitEvent", others[0], event, 0)
         wait_until_done([others[0], stream])
-    elif wait == "nobody":
+    elif wait == "time":
         wait_until_done(starved)
     return [num_starved == len(starved), query(stream)]
 
 
 @pytest.mark.parametrize(("wait", "end"), [("host", 0), ("stream", 0), ("not at all", NOT_READY)])
-def test_some_streams_do_nothing_until_somebody_waits(tmp_path, wait, end):
+def test_some_streams_do_nothing_until_they_are_waited_for(tmp_path, wait, end):
     assert run(starve, wait, folder=tmp_path, starve_ms=LONG_MS) == [True, end]
 
 
 def test_streams_starve_for_a_limited_time(tmp_path):
-    assert run(starve, "nobody", folder=tmp_path, starve_ms=200)[1] == 0
-    assert run(starve, "nobody", folder=tmp_path, starve_ms=0)[1] == 0
+    assert run(starve, "time", folder=tmp_path, starve_ms=200)[1] == 0
+    assert run(starve, "time", folder=tmp_path, starve_ms=0)[1] == 0
 
 
 def count() -> int:
@@ -322,15 +322,15 @@ def count() -> int:
 
 
 def copy_pageable():
-    """Copy from and to memory that is not pinned, behind a slow operation; then from pinned."""
+    """Copy from and to memory that is not pinned, after a slow operation; then from pinned."""
     stream, memory = new_stream(), new_memory()
-    ours = ctypes.create_string_buffer(b"1" * 8)
+    buffer = ctypes.create_string_buffer(b"1" * 8)
     fill(memory, 2, stream)
-    copy(ours, memory, stream)  # to the host: there when the call returns
-    arrived = list(at(ours))
-    ours.raw = b"3" * 9
-    copy(memory, ours, stream)
-    ours.raw = b"4" * 9  # from the host: it was read when the call returned
+    copy(buffer, memory, stream)  # to the host: complete when the call returns
+    arrived = list(at(buffer))
+    buffer.raw = b"3" * 9
+    copy(memory, buffer, stream)
+    buffer.raw = b"4" * 9  # from the host: the buffer was read when the call returned
     check("cudaStreamSynchronize", stream)
     sent, counted = list(at(memory)), count()
     gate = hold(stream)
@@ -366,17 +366,17 @@ def wait_for_events():
     first, second, third, memory = new_stream(), new_stream(), new_stream(), new_memory()
     event = made("cudaEventCreateWithFlags", NO_TIMING)
     never = [call("cudaEventQuery", event), call("cudaEventSynchronize", event)]
-    check("cudaStreamWaitEvent", second, event, 0)  # never recorded: nothing to wait for
+    check("cudaStreamWaitEvent", second, event, 0)  # never recorded: does not wait
     check("cudaStreamSynchronize", second)
     gate = hold(first)
     check("cudaEventRecord", event, first)
     pending = [call("cudaEventQuery", event), call("cudaGetLastError"), call("cudaGetLastError")]
     check("cudaStreamWaitEvent", second, event, 0)
-    check("cudaEventRecord", event, third)  # recorded again: a later wait is for this one
+    check("cudaEventRecord", event, third)  # recorded again: later waits are for this record
     check("cudaStreamSynchronize", third)
     again = [call("cudaEventQuery", event), query(second)]
     check("cudaEventDestroy", event)
-    check("cudaStreamDestroy", first)  # what was queued is still done
+    check("cudaStreamDestroy", first)  # its queued work is still done
     fill(memory, 5, second)
     gone = [call("cudaEventQuery", event), query(first), query(second)]
     let_go(gate)
@@ -384,10 +384,10 @@ def wait_for_events():
     return [never, pending, again, gone, list(at(memory))]
 
 
-def test_waiting_for_an_event_is_for_its_last_record(tmp_path):
+def test_a_wait_for_an_event_is_for_its_last_record(tmp_path):
     never, pending, again, gone, written = run(wait_for_events, folder=tmp_path)
     assert never == [0, 0]
-    assert pending == [NOT_READY, NOT_READY, 0]  # noted as the last error, and no longer
+    assert pending == [NOT_READY, NOT_READY, 0]  # the last error is cleared when read
     assert again == [0, NOT_READY]
     assert gone == [INVALID_HANDLE, INVALID_HANDLE, NOT_READY]
     assert written == [5] * 8
@@ -415,11 +415,11 @@ def time_events():
     check("cudaStreamSynchronize", stream)
     errors = [pending, elapsed(untimed), elapsed(never), elapsed(second)]
     check("cudaSetDevice", 1)
-    other = call("cudaEventRecord", second, new_stream())
-    return [errors, other, held_ms, ms.value]
+    other_device = call("cudaEventRecord", second, new_stream())
+    return [errors, other_device, held_ms, ms.value]
 
 
-def test_events_time_what_a_stream_did(tmp_path):
+def test_events_measure_the_time_of_a_streams_work(tmp_path):
     errors, other_device, held_ms, ms = run(time_events, folder=tmp_path)
     assert errors == [NOT_READY, INVALID_HANDLE, INVALID_HANDLE, 0]
     assert other_device == INVALID_HANDLE
@@ -458,9 +458,9 @@ def test_a_process_ends_though_its_streams_are_busy(tmp_path):
 
 
 def own_memory(replaced: bool = False):
-    """Say a handle, and what opening it here gives; stay until the test says something.
+    """Report a handle of memory, and the result of opening it here; wait for the test.
 
-    Of memory that was freed since, and replaced by other memory, with ``replaced``.
+    With ``replaced``, the memory was freed and replaced by other memory.
     """
     memory, handle = filled(7), (ctypes.c_char * 64)()
     check("cuIpcGetMemHandle", handle, memory)
@@ -468,8 +468,8 @@ def own_memory(replaced: bool = False):
     if replaced:
         check("cudaFree", memory)
         memory = new_memory()
-    say([opened, bytes(handle)])
-    listen()
+    report([opened, bytes(handle)])
+    wait_for_test()
     return list(at(memory))
 
 
@@ -483,18 +483,18 @@ def open_memory(raw: bytes, device: int):
     error = call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, 1)
     if error:
         return [error, None]
-    seen = list(ctypes.string_at(address.value, 8))
+    content = list(ctypes.string_at(address.value, 8))
     stream = new_stream()
-    ours = call("cuStreamWriteValue64_v2", stream, address, ctypes.c_uint64(9), 0)
+    write_error = call("cuStreamWriteValue64_v2", stream, address, ctypes.c_uint64(9), 0)
     check("cudaStreamSynchronize", stream)
     for expected in (0, INVALID_VALUE):
         assert call("cuIpcCloseMemHandle", address) == expected
-    return [seen, ours]
+    return [content, write_error]
 
 
 def test_memory_is_shared_with_other_processes(tmp_path):
     owner = Process(own_memory, folder=tmp_path)
-    refused, handle = owner.first()
+    refused, handle = owner.next_report()
     assert refused == [INVALID_CONTEXT, None]  # by the process itself
     assert run(open_memory, handle, 0, folder=tmp_path) == [[7] * 8, 0]
     assert owner.result() == [9, *[0] * 7]
@@ -503,7 +503,7 @@ def test_memory_is_shared_with_other_processes(tmp_path):
 
 def test_a_handle_of_freed_memory_is_invalid(tmp_path):
     owner = Process(own_memory, True, folder=tmp_path)
-    _, handle = owner.first()
+    _, handle = owner.next_report()
     assert run(open_memory, handle, 0, folder=tmp_path) == [INVALID_VALUE, None]
     assert owner.result() == [POISON] * 8
 
@@ -521,25 +521,25 @@ def test_memory_of_another_gpu_needs_peer_access_and_streams_do_not_write_it(
     tmp_path, settings, expected
 ):
     owner = Process(own_memory, folder=tmp_path)
-    _, handle = owner.first()
+    _, handle = owner.next_report()
     device = 0 if "cuda_visible_devices" in settings else 1
     assert run(open_memory, handle, device, folder=tmp_path, **settings) == expected
     owner.result()
 
 
-def ask_peers():
+def query_peers():
     can = ctypes.c_int()
     check("cudaDeviceCanAccessPeer", ctypes.byref(can), 0, 1)
     return [can.value, *(call("cudaDeviceEnablePeerAccess", peer, 0) for peer in (1, 1, 0))]
 
 
 def test_peers(tmp_path):
-    assert run(ask_peers, folder=tmp_path) == [1, 0, 0, INVALID_DEVICE]
-    assert run(ask_peers, folder=tmp_path, peer_access=0) == [0, 217, 217, INVALID_DEVICE]
+    assert run(query_peers, folder=tmp_path) == [1, 0, 0, INVALID_DEVICE]
+    assert run(query_peers, folder=tmp_path, peer_access=0) == [0, 217, 217, INVALID_DEVICE]
 
 
 def wait_for_values():
-    """Return for each way to wait whether its stream waits, before and after the number changes."""
+    """Return whether a stream waits before the number changes, for each comparison; and errors."""
     found = []
     for flags, value, before, after in ((0, 5, 4, 6), (1, 5, 6, 5), (2, 5, 2, 4), (3, ~5, 5, 2)):
         stream, number = new_stream(), new_memory(8)
@@ -572,7 +572,7 @@ def use_in_forked_child(first: bool):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_forked_child_cannot_use_what_its_parent_has_used(tmp_path):
+def test_a_forked_child_cannot_use_cuda_after_its_parent_has(tmp_path):
     assert run(use_in_forked_child, True, folder=tmp_path) == INITIALIZATION_ERROR
     assert run(use_in_forked_child, False, folder=tmp_path) == 0
 
@@ -631,7 +631,7 @@ def launch_kernel():
     return [error, CUDA.cudaGetErrorString(error).decode()]
 
 
-def test_a_kernel_is_an_error(tmp_path):
+def test_the_launch_of_a_kernel_is_an_error(tmp_path):
     error, text = run(launch_kernel, folder=tmp_path)
     assert error == 98
     assert "kernels are not emulated" in text

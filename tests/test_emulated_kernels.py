@@ -1,4 +1,4 @@
-"""The emulated GPU's operators: the CPU's results to the last bit, in stream order.
+"""The emulated GPU's operators: equal to the CPU's results in every bit, in stream order.
 
 python -m tests.emulated_gpu --delay-us 300 --starve-ms 20 -- python -m pytest --gpus=all FILE
 """
@@ -39,10 +39,10 @@ def on_gpu(value: Any, device: str = "cuda") -> Any:
 
 
 def assert_same(cpu: Any, gpu: Any) -> None:
-    """Assert that two structures hold the same bits; those of the second are on a GPU."""
-    ours, theirs = tree_flatten(cpu)[0], tree_flatten(gpu)[0]
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
+    """Assert that two structures hold the same bits; the second one's tensors are on a GPU."""
+    on_cpu, on_gpus = tree_flatten(cpu)[0], tree_flatten(gpu)[0]
+    assert len(on_cpu) == len(on_gpus)
+    for a, b in zip(on_cpu, on_gpus, strict=True):
         if isinstance(a, Tensor):
             assert b.is_cuda
             torch.testing.assert_close(b.cpu(), a, rtol=0, atol=0, equal_nan=True)
@@ -188,7 +188,7 @@ def test_operator(name):
     ],
 )
 def test_factory(make):
-    with torch.device("cuda"):  # a mode of torch functions, which meta kernels must not see
+    with torch.device("cuda"):  # a torch function mode, which must not affect meta kernels
         assert_same(make("cpu"), make("cuda"))
 
 
@@ -293,11 +293,11 @@ def test_autocast_and_scaler(dtype):
         scaler.step(steps)
         scaler.update()
         results.append([p.detach() for p in module.parameters()])
-    for a, b in zip(*results, strict=True):  # autocast has other lists of operators on the CPU
+    for a, b in zip(*results, strict=True):  # on the CPU autocast casts other operators
         torch.testing.assert_close(b.cpu(), a, rtol=0.02, atol=0.02)
 
 
-def test_attention_chooses_what_the_cpu_computes():
+def test_attention_chooses_a_kernel_that_the_cpu_has():
     with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(batch, batch, batch, is_causal=True)
     gpu = batch.cuda()
@@ -380,7 +380,7 @@ def test_random(draw):
     )
 
 
-def test_dropout_scales_what_it_keeps():
+def test_dropout_scales_the_kept_elements():
     kept = F.dropout(torch.ones(1000, device="cuda"), 0.25)
     assert set(kept.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     assert 650 < int((kept > 0).sum()) < 850
@@ -403,7 +403,7 @@ def test_errors():
 
 
 def hold(stream: torch.cuda.Stream) -> None:
-    """Keep a stream busy for a while, so that what follows on it runs late."""
+    """Keep a stream busy for a while, so that later work on it runs late."""
     with torch.cuda.stream(stream):
         a = torch.ones(600, 600, device="cuda")
         for _ in range(20):
@@ -435,14 +435,14 @@ def test_record_stream(records, writes):
     hold(side)
     with torch.cuda.stream(side):
         if writes:
-            given += 1  # into memory that is another tensor's by then, without record_stream
+            given += 1  # without record_stream the memory belongs to another tensor by then
         else:
             result += given
     if records:
         given.record_stream(side)
     address = given.data_ptr()
     del given
-    # nothing else overwrites what is read: only that freed memory is poisoned shows
+    # Nothing else overwrites the memory: only the poison of freed memory changes the result.
     other = (torch.zeros if writes else torch.empty)(100, device="cuda")
     assert (other.data_ptr() == address) is not records
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""The emulated GPU's NCCL: each rule that a pipeline can break, and that it goes when switched off.
+"""The emulated GPU's NCCL: each rule that a pipeline can break, with its setting on and off.
 
-Run on emulated GPUs only. Each test starts a process a rank; what it does there is one of the
-functions below, whose first argument is the rank. That an operation does not end is seen by waiting
-for a while: where it would end, it does so within milliseconds.
+Run on emulated GPUs only. Each test starts one process per rank, which runs one of the functions
+below; the first argument is the rank. An operation that has not ended after a while is assumed
+never to end: others end within milliseconds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.test_emulated_gpu import (
     filled,
     hold,
     let_go,
-    listen,
     new_memory,
     new_stream,
     query,
-    say,
+    report,
+    wait_for_test,
 )
 
 pytestmark = [
@@ -88,7 +88,7 @@ def receive(communicator, data, peer, stream, count=8, dtype=UINT8) -> int:
 
 
 def ends(*streams: Any) -> bool:
-    """Whether streams have nothing left to do, before a while is over."""
+    """Return whether streams complete all their work within ``WHILE_S``."""
     until = time.monotonic() + WHILE_S
     while any(query(stream) == NOT_READY for stream in streams):
         if time.monotonic() > until:
@@ -107,24 +107,24 @@ def start(function, *arguments: object, **settings: object) -> list[Process]:
 
 def exchange(rank, name, grouped):
     communicator, stream = connect(name, rank), new_stream()
-    mine, theirs = filled(rank + 1), new_memory()
+    sent, received = filled(rank + 1), new_memory()
     if grouped:
         check("ncclGroupStart")
-    assert send(communicator, mine, 1 - rank, stream) == 0
-    assert receive(communicator, theirs, 1 - rank, stream) == 0
+    assert send(communicator, sent, 1 - rank, stream) == 0
+    assert receive(communicator, received, 1 - rank, stream) == 0
     if grouped:
         check("ncclGroupEnd")
-    say(ends(stream))
-    listen()  # until the other rank has looked too
+    report(ends(stream))
+    wait_for_test()  # until the other rank has reported too
     check("ncclCommAbort", communicator)
     check("cudaStreamSynchronize", stream)
-    return at(theirs)[0]
+    return at(received)[0]
 
 
 @pytest.mark.parametrize(("grouped", "found"), [(True, [2, 1]), (False, [POISON, POISON])])
 def test_sends_and_receives_of_a_group_progress_together(tmp_path, grouped, found):
     processes = start(exchange, new_id(), grouped, folder=tmp_path)
-    assert [process.first() for process in processes] == [grouped, grouped]
+    assert [process.next_report() for process in processes] == [grouped, grouped]
     assert [process.result() for process in processes] == found
 
 
@@ -132,9 +132,9 @@ def send_early(rank, name):
     communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
     if rank == 0:
         assert send(communicator, memory, 1, stream) == 0
-        say(ends(stream))
+        report(ends(stream))
     else:
-        listen()
+        wait_for_test()
         assert receive(communicator, memory, 0, stream) == 0
     check("cudaStreamSynchronize", stream)
     return at(memory)[0]
@@ -142,7 +142,7 @@ def send_early(rank, name):
 
 def test_a_send_does_not_end_before_its_receive_has_begun(tmp_path):
     sender, receiver = start(send_early, new_id(), folder=tmp_path)
-    assert sender.first() is False
+    assert sender.next_report() is False
     assert [receiver.result(), sender.result()] == [1, 1]
 
 
@@ -169,26 +169,26 @@ def test_operations_of_a_communicator_run_in_issue_order_over_streams(tmp_path):
 
 
 def group_in_two_streams(rank, name):
-    """Send and receive an empty tensor and two others in one group; a stream is busy at first."""
+    """Send and receive an empty tensor and two others in one group; one stream is held at first."""
     communicator, streams = connect(name, rank), [new_stream(), new_stream()]
-    mine, theirs = [filled(rank + 1), filled(rank + 3)], [new_memory(), new_memory()]
+    sent, received = [filled(rank + 1), filled(rank + 3)], [new_memory(), new_memory()]
     gate = hold(streams[1])
     check("ncclGroupStart")
-    assert send(communicator, mine[0], 1 - rank, streams[0], 0) == 0
-    assert receive(communicator, theirs[0], 1 - rank, streams[0], 0) == 0
-    for memory in mine:
+    assert send(communicator, sent[0], 1 - rank, streams[0], 0) == 0
+    assert receive(communicator, received[0], 1 - rank, streams[0], 0) == 0
+    for memory in sent:
         assert send(communicator, memory, 1 - rank, streams[0]) == 0
-    for memory in theirs:
+    for memory in received:
         assert receive(communicator, memory, 1 - rank, streams[1]) == 0
     check("ncclGroupEnd")
     before = ends(streams[0])
     let_go(gate)
     for stream in streams:
         check("cudaStreamSynchronize", stream)
-    return [before, *(at(memory)[0] for memory in theirs)]
+    return [before, *(at(memory)[0] for memory in received)]
 
 
-def test_a_group_begins_after_what_is_in_all_its_streams(tmp_path):
+def test_a_group_begins_after_the_work_in_all_its_streams(tmp_path):
     processes = start(group_in_two_streams, new_id(), folder=tmp_path)
     assert [process.result() for process in processes] == [[False, 2, 4], [False, 1, 3]]
 
@@ -204,31 +204,32 @@ def disagree(rank, name, counts, dtypes):
 
 
 @pytest.mark.parametrize(
-    ("counts", "dtypes", "told"),
+    ("counts", "dtypes", "operations"),
     [
         ((8, 4), (UINT8, UINT8), ("rank 0 sends 8 of uint8", "rank 1 receives 4 of uint8")),
         ((8, 2), (UINT8, INT32), ("rank 0 sends 8 of uint8", "rank 1 receives 2 of int32")),
     ],
 )
-def test_a_receive_must_fit_its_send(tmp_path, counts, dtypes, told):
+def test_a_receive_must_fit_its_send(tmp_path, counts, dtypes, operations):
     for rank, process in enumerate(start(disagree, new_id(), counts, dtypes, folder=tmp_path)):
         error, value, later, text = process.result()
         assert (error, value) == (LAUNCH_FAILURE, rank + 1)
         assert later == LAUNCH_FAILURE  # every later call fails as well
-        assert told[0] in text
-        assert told[1] in text
+        assert operations[0] in text
+        assert operations[1] in text
 
 
 def use_wrongly(rank, name):
     communicator, stream, memory = connect(name, rank, 1), new_stream(), new_memory()
     check("cudaSetDevice", 1)
-    there, theirs, host = new_stream(), new_memory(), ctypes.create_string_buffer(8)
+    other_stream, other_memory = new_stream(), new_memory()
+    host_memory = ctypes.create_string_buffer(8)
     return [
         [send(communicator, data, peer, where), last_error()]
         for data, where, peer in (
-            (memory, there, 0),
-            (theirs, stream, 0),
-            (host, stream, 0),
+            (memory, other_stream, 0),
+            (other_memory, stream, 0),
+            (host_memory, stream, 0),
             (memory, stream, 1),
         )
     ]
@@ -256,18 +257,18 @@ def connect_alone(rank, name):
 
     thread = threading.Thread(target=initialise)
     thread.start()
-    say(done.wait(WHILE_S))
+    report(done.wait(WHILE_S))
     thread.join()
     return errors
 
 
 @pytest.mark.parametrize("early", [0, 1])
-def test_initialisation_blocks_until_all_ranks_came(tmp_path, early):
+def test_initialisation_blocks_until_all_ranks_call_it(tmp_path, early):
     name = new_id()
     first = Process(connect_alone, early, name, folder=tmp_path)
-    assert first.first() is False
+    assert first.next_report() is False
     second = Process(connect_alone, 1 - early, name, folder=tmp_path)
-    second.first()
+    second.next_report()
     assert [first.result(), second.result()] == [[0], [0]]
 
 
@@ -306,7 +307,7 @@ def test_an_operation_with_a_dead_peer_ends_only_by_an_abort(tmp_path):
 def abort(rank, names, grouped):
     communicators = [connect(name, rank) for name in names]
     if rank == 1:
-        listen()
+        wait_for_test()
         return None
     memory, streams = new_memory(), [new_stream() for _ in names]
     for communicator, stream in zip(communicators, streams, strict=True):
@@ -327,7 +328,7 @@ def abort(rank, names, grouped):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_aborts_one_by_one_hang_and_in_a_group_or_together_do_not(tmp_path, grouped):
+def test_aborts_hang_unless_they_are_in_a_group_or_parallel(tmp_path, grouped):
     waiting, other = start(abort, [new_id(), new_id()], grouped, folder=tmp_path)
     assert waiting.result() is True
     assert other.result() is None
@@ -336,13 +337,13 @@ def test_aborts_one_by_one_hang_and_in_a_group_or_together_do_not(tmp_path, grou
 def finalize(rank, name):
     communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
     if rank == 1:
-        listen()
+        wait_for_test()
     assert (send if rank else receive)(communicator, memory, 1 - rank, stream) == 0
     finalizing = threading.Thread(target=check, args=("ncclCommFinalize", communicator))
     finalizing.start()
     if rank == 0:
         finalizing.join(WHILE_S)
-        say(finalizing.is_alive())
+        report(finalizing.is_alive())
     finalizing.join()
     check("ncclCommDestroy", communicator)
     return [at(memory)[0], send(communicator, memory, 1 - rank, stream), last_error()]
@@ -350,7 +351,7 @@ def finalize(rank, name):
 
 def test_finalizing_waits_for_operations(tmp_path):
     receiver, sender = start(finalize, new_id(), folder=tmp_path)
-    assert receiver.first() is True
+    assert receiver.next_report() is True
     after = [2, INVALID_ARGUMENT, "the communicator was closed"]
     assert [sender.result(), receiver.result()] == [after, after]
 
@@ -364,12 +365,12 @@ def post_ahead(rank, names):
         uses.insert(0, uses.pop())
     for i, (communicator, memory, stream) in enumerate(uses):
         if rank == 1 and i == 1:
-            listen()
+            wait_for_test()
         assert operation(communicator, memory, 1 - rank, stream) == 0
         if rank == 0 and i < 2:
-            assert not ends(stream)  # so that it has its place before the next
+            assert not ends(stream)  # so that it has its slot before the next one
     if rank == 0:
-        say(ends(streams[2]))
+        report(ends(streams[2]))
     for stream in streams:
         check("cudaStreamSynchronize", stream)
     return [at(memory)[0] for memory in memories]
@@ -379,7 +380,7 @@ def post_ahead(rank, names):
 def test_a_gpu_has_room_for_some_communicators(tmp_path, slots, fits):
     names = [new_id() for _ in range(3)]
     receiver, sender = start(post_ahead, names, folder=tmp_path, kernel_slots=slots)
-    assert receiver.first() is fits
+    assert receiver.next_report() is fits
     assert [sender.result(), receiver.result()] == [[2, 2, 2], [2, 2, 2]]
 
 
@@ -425,18 +426,18 @@ before, after = (rank - 1) % size, (rank + 1) % size
 values = torch.arange(100_000, dtype=torch.float64)
 for turn in range(4):
     sent = (values + rank + turn).to(device)
-    came = torch.empty_like(sent)
+    received = torch.empty_like(sent)
     groups[0]._start_coalescing()
     groups[0].send([sent], after, 0)
-    groups[0].recv([came], before, 0)
+    groups[0].recv([received], before, 0)
     groups[0]._end_coalescing().wait()
-    assert torch.equal(came.cpu(), values + before + turn), (rank, turn)
-groups[0].allreduce([came]).wait()
-assert torch.equal(came.cpu(), sum(values + r + turn for r in range(size)))
+    assert torch.equal(received.cpu(), values + before + turn), (rank, turn)
+groups[0].allreduce([received]).wait()
+assert torch.equal(received.cpu(), sum(values + r + turn for r in range(size)))
 print("agrees")
 if rank == 0:
-    come = [torch.empty(4, device=device) for _ in groups]
-    works = [group.recv([tensor], 1, 0) for group, tensor in zip(groups, come)]
+    targets = [torch.empty(4, device=device) for _ in groups]
+    works = [group.recv([tensor], 1, 0) for group, tensor in zip(groups, targets)]
 aborts = [threading.Thread(target=group.abort) for group in groups]
 aborts[0].start()
 if rank == 0:
@@ -450,7 +451,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.gpu(2)
-def test_torch_exchanges_and_aborts_groups_together_only():
+def test_torch_exchanges_tensors_and_aborts_groups_in_parallel():
     size = min(num_gpus(), 4)
     lines = sorted(run_forked(TORCH, num_ranks=size).check().stdout.splitlines())
     assert lines == [*["agrees"] * size, "hangs True"]

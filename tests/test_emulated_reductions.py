@@ -1,6 +1,6 @@
-"""The emulated GPU's all-reduces: each operator, what ranks must agree on, and what is refused.
+"""The emulated GPU's all-reduces: each operator, disagreeing ranks, and calls that are refused.
 
-Run on emulated GPUs only, as ``test_emulated_nccl.py``, from which the calls are.
+Run on emulated GPUs only, like ``test_emulated_nccl.py``, which has the helpers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FLOAT32, FLOAT64, FLOAT8 = 7, 8, 10
 SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE, CUSTOM = range(6)
 CTYPES: dict[int, Any] = {INT32: ctypes.c_int32, FLOAT32: ctypes.c_float, FLOAT64: ctypes.c_double}
 
-#: What each of three ranks gives.
+#: The inputs of three ranks.
 GIVEN = [[1, -2, 6], [4, 5, -3], [4, 3, 0]]
 
 
@@ -52,7 +52,7 @@ def all_reduce(communicator, source, target, stream, op, dtype=UINT8, count=8) -
 
 
 def reduce_numbers(rank, name, op, dtype, *, in_place):
-    """Reduce this rank's numbers; the emulator's host can write them, and read the result."""
+    """Reduce this rank's numbers; in the emulator the host can access device memory."""
     communicator, stream = connect(name, rank, len(GIVEN)), new_stream()
     numbers = (CTYPES[dtype] * 3)(*GIVEN[rank])
     source = new_memory()
@@ -83,7 +83,7 @@ def reduce_elsewhere(rank, name, op, dtype):
         (AVERAGE, [3, 2, 1]),
     ],
 )
-def test_all_ranks_get_the_numbers_of_all_reduced(tmp_path, op, dtype, expected):
+def test_all_ranks_get_the_reduced_numbers(tmp_path, op, dtype, expected):
     name, function = new_id(), reduce_in_place if dtype == FLOAT32 else reduce_elsewhere
     processes = [
         Process(function, rank, name, op, dtype, folder=tmp_path, count=3) for rank in range(3)
@@ -91,7 +91,7 @@ def test_all_ranks_get_the_numbers_of_all_reduced(tmp_path, op, dtype, expected)
     assert [process.result() for process in processes] == [expected] * 3
 
 
-def reduce_otherwise(rank, name, ops):
+def reduce_by_different_operators(rank, name, ops):
     communicator, stream, target = connect(name, rank), new_stream(), new_memory()
     assert all_reduce(communicator, new_memory(), target, stream, ops[rank]) == 0, last_error()
     error = call("cudaStreamSynchronize", stream)
@@ -100,14 +100,15 @@ def reduce_otherwise(rank, name, ops):
 
 
 def test_ranks_must_agree_on_the_operator(tmp_path):
-    for process in start(reduce_otherwise, new_id(), (SUM, MAXIMUM), folder=tmp_path):
+    operators = SUM, MAXIMUM
+    for process in start(reduce_by_different_operators, new_id(), operators, folder=tmp_path):
         error, value, text = process.result()
         assert (error, value) == (LAUNCH_FAILURE, POISON)
         assert "rank 0 reduces 8 of uint8 by sum" in text
         assert "rank 1 reduces 8 of uint8 by maximum" in text
 
 
-def reduce_the_impossible(rank, name):
+def call_what_is_not_emulated(rank, name):
     communicator, stream, memory = connect(name, rank, 1), new_stream(), new_memory()
     scale, op = ctypes.c_float(0.5), ctypes.c_int()
     return [
@@ -141,8 +142,8 @@ def reduce_the_impossible(rank, name):
     ]
 
 
-def test_what_is_not_emulated_is_an_error_that_says_so(tmp_path):
-    found = Process(reduce_the_impossible, 0, new_id(), folder=tmp_path).result()
+def test_reductions_that_are_not_emulated_are_errors(tmp_path):
+    found = Process(call_what_is_not_emulated, 0, new_id(), folder=tmp_path).result()
     assert found == [
         [INVALID_USAGE, "a type or an operator that is not emulated"],
         [INVALID_USAGE, "a type or an operator that is not emulated"],

@@ -1,4 +1,4 @@
-"""What holds something shared gives it up in a forked child, and nowhere else."""
+"""Shared resources are given up in a forked child, and nowhere else."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from procpipe.forks import give_up_in_children
 
 
 def in_child(act: Callable[[], object]) -> str:
-    """Run something in a forked child; return what it returns, or its error, as text."""
+    """Call a function in a forked child; return its result or its error as text."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            told = str(act())
+            result = str(act())
         except BaseException:
-            told = traceback.format_exc()
-        os.write(writer, told.encode())
+            result = traceback.format_exc()
+        os.write(writer, result.encode())
         os._exit(0)
     os.close(writer)
     with open(reader) as file:
-        told = file.read()
+        result = file.read()
     os.waitpid(pid, 0)
-    return told
+    return result
 
 
 class Holder:
@@ -41,7 +41,7 @@ class Holder:
             raise self.error
 
 
-def test_it_is_given_up_in_the_child_only():
+def test_resources_are_given_up_in_the_child_only():
     holder = Holder()
 
     assert in_child(lambda: holder.num_given_up) == "1"
@@ -55,12 +55,12 @@ def test_a_child_of_a_child_gives_up_nothing():
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_error_does_not_keep_others_from_being_given_up(first, capfd):
-    others = [Holder(), Holder()]
+def test_after_an_error_the_other_resources_are_given_up_too(first, capfd):
+    holders = [Holder(), Holder()]
     faulty = Holder(ValueError("faulty")) if first else None
-    others += [Holder(), Holder()]
+    holders += [Holder(), Holder()]
 
-    assert in_child(lambda: [holder.num_given_up for holder in others]) == "[1, 1, 1, 1]"
+    assert in_child(lambda: [holder.num_given_up for holder in holders]) == "[1, 1, 1, 1]"
     assert ("ValueError: faulty" in capfd.readouterr().err) == (faulty is not None)
 
 

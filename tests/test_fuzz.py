@@ -1,4 +1,4 @@
-"""A few cases of the fuzzer, the same each time; and that it detects what it looks for."""
+"""A few cases of the fuzzer, the same each time; and its detection of differences."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ EXACT = Case(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_random_cases_are_as_the_plain_model(ranks, num_ranks):
+def test_random_cases_equal_the_plain_model(ranks, num_ranks):
     cases = [case for case in DRAWN if case.num_ranks == num_ranks]
     stories = ranks(num_ranks).run(run_cases, cases, world=False).values()
     for case, of_ranks in zip(cases, zip(*stories, strict=True), strict=True):
         assert of_ranks == (None,) * num_ranks, case
 
 
-def test_few_cases_have_much():
+def test_the_cases_cover_all_options():
     assert {case.num_ranks for case in DRAWN} == {1, 2, 3, 4}
     assert {case.schedule for case in DRAWN} == set(SCHEDULES)
     assert 10 <= sum(case.is_exact for case in DRAWN) <= 30
@@ -48,7 +48,7 @@ def test_few_cases_have_much():
     assert {call.partition(":")[0] for case in many for call in case.calls} == set(ACTS)
 
 
-def test_a_case_is_drawn_and_read_again():
+def test_a_case_is_drawn_the_same_and_read_back():
     for number, case in enumerate(DRAWN):
         assert draw(SEED, number) == case
         assert Case.from_text(case.to_text()) == case
@@ -57,7 +57,7 @@ def test_a_case_is_drawn_and_read_again():
 
 
 @pytest.mark.parametrize(
-    ("change", "truth", "told"),
+    ("change", "truth", "message"),
     [
         ({}, {}, ""),
         ({}, {"is_weighted": True}, "loss: off by"),
@@ -65,7 +65,7 @@ def test_a_case_is_drawn_and_read_again():
         ({"layers": "batchnorm"}, {"is_deferred": True}, "state.*running_mean.*: off by"),
     ],
 )
-def test_a_difference_is_noticed(ranks, change, truth, told):
+def test_a_difference_is_detected(ranks, change, truth, message):
     assert EXACT.is_exact
     case = EXACT
     if change:
@@ -75,7 +75,7 @@ def test_a_difference_is_noticed(ranks, change, truth, told):
     if truth == case:
         outcomes.values()
     else:
-        with pytest.raises(RanksFailedError, match=told):
+        with pytest.raises(RanksFailedError, match=message):
             outcomes.values()
 
 

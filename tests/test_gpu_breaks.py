@@ -1,4 +1,4 @@
-"""Each deliberate break still fits the code; ``gpu_breaks.py`` runs them, which takes minutes."""
+"""Each deliberate fault still applies to the code; ``gpu_breaks.py`` runs them, for minutes."""
 
 import shlex
 from pathlib import Path

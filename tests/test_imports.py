@@ -1,10 +1,10 @@
-"""The rules of which part may import which, checked by reading every source file.
+"""The rules for which part may import which, checked by reading every source file.
 
     launch  examples  benchmarks         public names; plan, timeline and tuning
                  |
         stage.py  __init__.py            anything
                  |
-        build.py                         anything; the optional only where it is asked for
+        build.py                         anything; the optional only where a user selects it
                  |
     balance  tuning  timeline  state     optional: nothing above loads them, see OPTIONAL
                  |
@@ -19,7 +19,7 @@
      errors  containers  tree            leaves: for all (the last two for all but plan)
      torch_internals  torch_versions     leaves: likewise for all but plan
      forks  signals  notes  limits       leaves: what processes share, report and open
-         processes  optional             leaves: what /proc says; what this installation lacks
+         processes  optional             leaves: what is in /proc; what this installation lacks
                words                     leaf: lists in English
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
@@ -38,7 +38,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-#: Part of the house -> the parts it may import besides itself.
+#: Part of procpipe -> the parts that it may import besides itself.
 MAY_IMPORT = {
     "errors": set(),
     "torch_versions": set(),
@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "state": {"run", "stage", "errors", "forks", "notes", "version"},
 }
 
-#: Loaded only where a user asks for them; deleted in turn in tests/test_rooms.py.
+#: Loaded only where a user selects them; deleted in turn in tests/test_rooms.py.
 OPTIONAL = tuple(
     f"procpipe.{name}" for name in ("balance", "tuning", "timeline", "state", "launch")
 )
@@ -80,13 +80,13 @@ USERS = ("procpipe.launch", "examples", "benchmarks")
 #: The launcher's commands; none imports another one, and nothing else imports any.
 COMMANDS = ("run", "doctor", "timeline", "plan")
 
-#: Whose __all__ holds names for users.
+#: Packages whose __all__ has the names for users.
 PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state")
 
 #: Packages whose modules benchmarks, examples and the launcher may import, too.
 OPEN = ("procpipe.plan", "procpipe.timeline", "procpipe.tuning")
 
-#: What the launcher may import besides: none is for users.
+#: What the launcher may import, too: none is for users.
 FOR_LAUNCHER = (
     "procpipe.channel",
     "procpipe.errors",
@@ -102,7 +102,7 @@ FOR_LAUNCHER = (
     "procpipe.tree",
 )
 
-#: Standard library only, and each other.
+#: Modules that import only the standard library and each other.
 PURE = (
     "procpipe.plan",
     "procpipe.errors",
@@ -127,7 +127,7 @@ PURE = (
     "procpipe.state.pickles",
 )
 
-#: Benchmarks compare with peers that live in torch.distributed.
+#: Modules that may import torch.distributed; benchmarks compare with peers in it.
 MAY_IMPORT_DISTRIBUTED = (
     "procpipe.channel.gloo",
     "procpipe.channel.nccl",
@@ -153,7 +153,7 @@ class Import:
         return self.module if self.name is None else f"{self.module}.{self.name}"
 
 
-def test_the_law_holds():
+def test_all_sources_keep_the_rules():
     assert faults(read_sources()) == []
 
 
@@ -178,7 +178,7 @@ def test_importing_procpipe_loads_nothing_optional():
 
 
 def at_load(tree: ast.Module) -> ast.Module:
-    """Return what of a module runs when it is imported, as far as it imports."""
+    """Return the imports of a module that run when it is imported."""
     imports: list[ast.stmt] = []
     nodes: list[ast.AST] = [*tree.body]
     for node in nodes:
@@ -268,11 +268,11 @@ BAD_EXAMPLES = {
 
 
 @pytest.mark.parametrize(("sources", "fault"), BAD_EXAMPLES.values(), ids=BAD_EXAMPLES)
-def test_a_breach_is_seen(sources, fault):
+def test_a_violation_is_reported(sources, fault):
     assert faults(sources) == [fault]
 
 
-def test_what_the_law_allows_is_allowed():
+def test_allowed_imports_are_no_violations():
     good = {
         "procpipe": "from procpipe.stage import Stage\n__all__ = ['Stage']",
         "procpipe.errors": "from collections.abc import Sequence",
@@ -291,7 +291,7 @@ def test_what_the_law_allows_is_allowed():
 
 
 def read_sources() -> dict[str, str]:
-    """Return the text of every module under the law, by its name when installed."""
+    """Return the text of every module that is checked, by its name when installed."""
     folders = {"procpipe": "procpipe", "launch": "procpipe.launch"}
     folders |= {"examples": "examples", "benchmarks": "benchmarks"}
     sources = {}
@@ -304,7 +304,7 @@ def read_sources() -> dict[str, str]:
 
 
 def faults(sources: dict[str, str]) -> list[str]:
-    """Return each breach of the law, one sentence each."""
+    """Return all violations, one sentence each."""
     trees = {module: ast.parse(source) for module, source in sources.items()}
     public = {module: public_names(trees[module]) for module in PUBLIC if module in trees}
     found: list[str] = []
@@ -321,7 +321,7 @@ def faults(sources: dict[str, str]) -> list[str]:
 
 
 def fault_of(module: str, an_import: Import, public: dict[str, set[str]]) -> str | None:
-    """Say what is wrong with one import, or return ``None``."""
+    """Return what is wrong with one import, or ``None``."""
     target = str(an_import)
     if not within(target, ("procpipe",)):
         is_standard = target.partition(".")[0] in sys.stdlib_module_names
@@ -353,7 +353,7 @@ def fault_of_user(module: str, an_import: Import, public: dict[str, set[str]]) -
 
 
 def fault_of_command(module: str, target: str) -> str | None:
-    """Say what is wrong with an import within the launcher, whose commands can be deleted."""
+    """Return what is wrong with an import within the launcher, whose commands can be deleted."""
     here, there = (name.split(".")[2:3] for name in (module, target))
     if there[0] in COMMANDS and here != there:
         return f"imports {target}, a command, which can be deleted"
@@ -421,10 +421,10 @@ def public_names(root: ast.Module) -> set[str]:
 
 
 def part_of(module: str) -> str:
-    """Return the part of the house: ``run`` for ``procpipe.job.world``."""
+    """Return the part of procpipe: ``job`` for ``procpipe.job.world``."""
     return module.removeprefix("procpipe").removeprefix(".").partition(".")[0]
 
 
 def within(module: str, packages: tuple[str, ...]) -> bool:
-    """Say whether a module (or a name in one) is in one of the packages, or is one of them."""
+    """Return whether a module (or a name in one) is in one of the packages, or is one of them."""
     return any(module == package or module.startswith(f"{package}.") for package in packages)

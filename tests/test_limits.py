@@ -28,38 +28,38 @@ def test_the_limit_is_raised_to_what_is_allowed():
     subprocess.run([sys.executable, "-c", RAISE], cwd=root, timeout=60, check=True)
 
 
-def test_what_fits_is_no_error():
+def test_a_number_below_the_limit_is_no_error():
     limits.check_file_limit(1, "a socket")
     with limits.naming_file_limit("a socket"):
         pass
 
 
-def test_the_error_of_what_does_not_fit_has_both_numbers():
+def test_the_error_of_a_number_above_the_limit_has_both_numbers():
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/proc/self/fd")) - 1
 
     with pytest.raises(FileLimitError) as caught:
         limits.check_file_limit(limit, "the connections")
 
-    told = str(caught.value)
-    assert f"has {num_open} files open and may open {limit} (ulimit -n" in told
-    assert f"needs {limit} more for the connections" in told
-    assert f"a limit of {num_open + limit} or more" in told
+    message = str(caught.value)
+    assert f"has {num_open} files open and may open {limit} (ulimit -n" in message
+    assert f"needs {limit} more for the connections" in message
+    assert f"a limit of {num_open + limit} or more" in message
 
 
 @pytest.mark.parametrize(
     ("number", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max")]
 )
-def test_an_error_of_the_system_names_what_was_wanted(number, words):
+def test_an_error_of_the_system_names_its_limit_and_what_needs_the_file(number, words):
     with pytest.raises(FileLimitError, match=words) as caught, limits.naming_file_limit("a pipe"):
         raise OSError(number, "Too many open files")
     assert "1 more" in str(caught.value)
     assert "for a pipe" in str(caught.value)
 
 
-def test_other_errors_stay_as_they_are():
+def test_other_errors_are_unchanged():
     with pytest.raises(FileNotFoundError), limits.naming_file_limit("a pipe"):
         raise FileNotFoundError(errno.ENOENT, "gone")
-    told = FileLimitError("told before")
-    with pytest.raises(FileLimitError, match="told before"), limits.naming_file_limit("a pipe"):
-        raise told
+    error = FileLimitError("raised before")
+    with pytest.raises(FileLimitError, match="raised before"), limits.naming_file_limit("a pipe"):
+        raise error

@@ -1,4 +1,4 @@
-"""A note is written where that can be done, and ends nothing where it cannot."""
+"""A note is written where that is possible; elsewhere it is dropped without an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_stream_that_cannot_be_written_to_is_no_error(monkeypatch, stream):
     write_note("a note")
 
 
-def test_a_note_goes_to_what_stands_for_standard_error(monkeypatch):
+def test_a_note_goes_to_the_stream_that_replaces_standard_error(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
 
@@ -76,7 +76,7 @@ print("goes on", flush=True)
     ids=["well", "broken pipe", "full disk", "no descriptor", "closed", "None"],
 )
 def test_the_process_still_ends_with_exit_code_0(before):
-    """What stays in Python's buffer fails as it is flushed at the end: exit code 120."""
+    """Text left in Python's buffer would fail when it is flushed at the end: exit code 120."""
     from procpipe import notes
 
     code = WRITER.format(path=notes.__file__, before=before)
@@ -89,7 +89,7 @@ def test_the_process_still_ends_with_exit_code_0(before):
 
 
 def test_a_warning_that_cannot_be_written_is_dropped(monkeypatch):
-    def show(*arguments, **options):  # as Python's own does, but pytest has replaced it
+    def show(*arguments, **options):  # like Python's own, which pytest has replaced
         closed().write("something")
 
     with warnings.catch_warnings():
@@ -102,7 +102,7 @@ def test_a_warning_that_cannot_be_written_is_dropped(monkeypatch):
             warn("something", stacklevel=1)
 
 
-def test_a_warning_names_the_place_that_is_meant():
+def test_a_warning_names_the_place_given_by_stacklevel():
     def here():
         warn("something", stacklevel=2)
 

@@ -1,4 +1,4 @@
-"""How the tests for GPUs are shared out between emulated GPUs and seeds."""
+"""How the tests for GPUs are distributed to emulated GPUs and seeds."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ def test_everything_a_developer_installs_is_pinned():
             assert version, f"constraints.txt: {line!r} pins no version"
             pinned.add(name.lower())
     extras = PROJECT["project"]["optional-dependencies"].values()
-    asked = [*PROJECT["project"]["dependencies"], *itertools.chain(*extras)]
-    names = {name_of(requirement) for requirement in asked} - {"procpipe"}
+    required = [*PROJECT["project"]["dependencies"], *itertools.chain(*extras)]
+    names = {name_of(requirement) for requirement in required} - {"procpipe"}
 
     assert names <= pinned
 

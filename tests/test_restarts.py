@@ -10,6 +10,7 @@ import shutil
 import pytest
 
 from benchmarks import restarts
+from tests.dist.script import run_forked
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]  # a busy machine
 
@@ -18,18 +19,20 @@ ARGS = ["--epochs", "2", "--save-every", "4"]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """Give what one process saves that nobody disturbs."""
-    return restarts.undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", 1, ARGS)
+    """Return the folder in which one undisturbed process saved."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    run_forked(restarts.SCRIPT, args=["--save", str(folder), *ARGS]).check()
+    return folder
 
 
 @pytest.fixture(scope="module")
 def disturbed(expected, tmp_path_factory):
-    """Give how two processes end, one of which is killed twice, and what they saved."""
+    """Return the folder and the outcome of two processes that were killed twice."""
     folder = tmp_path_factory.mktemp("disturbed") / "run"
     return folder, restarts.disturbed(folder, 2, ARGS, num_kills=2, seed=3, expected=expected)
 
 
-def test_killed_at_random_times(disturbed):
+def test_a_run_that_is_killed_at_random_times_ends_the_same(disturbed):
     _, outcome = disturbed
 
     assert outcome.num_kills == 2, outcome.output
@@ -38,15 +41,14 @@ def test_killed_at_random_times(disturbed):
     assert outcome.num_left == 0
 
 
-def test_gone_on_with_one_process_less(disturbed, expected):
+def test_a_run_resumes_with_one_process_less(disturbed, expected):
     folder, _ = disturbed
     *_, older, old, new = sorted(folder.iterdir())
     assert new.name.endswith("-step-46")
     shutil.rmtree(old)
     shutil.rmtree(new)
-    with restarts.Run(folder, 1, ARGS) as run:
-        assert run.wait() == 0, run.output()
+    done = run_forked(restarts.SCRIPT, num_ranks=1, args=["--save", str(folder), *ARGS]).check()
 
-    assert f"resumed after {older.name.rpartition('-')[2]} steps" in run.output()
-    assert "balance [16]" in run.output()
+    assert f"resumed after {older.name.rpartition('-')[2]} steps" in done.stdout
+    assert "balance [16]" in done.stdout
     assert restarts.differences(folder, expected) == ()

@@ -1,4 +1,4 @@
-"""What is optional can be deleted: a GPipe step over shared memory needs none of it."""
+"""Optional parts can be deleted: a GPipe step over shared memory needs none of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import os, socket, sys, traceback
 import torch, torch.distributed
 from torch import nn
 
-ASKED = {
+OPTIONS = {
     "balance": {"balance": "time", "sample": torch.ones(2, 1)},
     "tuning": {"schedule": "auto"},
     "timeline": {"trace": "run.json"},
@@ -43,10 +43,10 @@ def forked(function, *args):
         os._exit(code)
     return pid
 
-def all_end_well(*pids):
+def check_exit_codes(*pids):
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * len(pids)
 
-def run_step(room, rank, port):
+def run_step(part, rank, port):
     import procpipe
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -56,56 +56,55 @@ def run_step(room, rank, port):
     stage = procpipe.Stage(model, [1, 1], chunks=2, **options)
     stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))
     assert all(parameter.grad.any() for parameter in stage.parameters())
-    if room == "timeline":
+    if part == "timeline":
         try:
             stage.report()
         except ModuleNotFoundError as error:
             assert "report() needs procpipe.timeline" in str(error)
-        stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))  # it goes on
+        stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))  # the stage still works
     stage.close()
 
-def ask_for(room):
+def build_with(part):
     import procpipe
-    options = {"balance": [1]} | ASKED[room]
+    options = {"balance": [1]} | OPTIONS[part]
     try:
         procpipe.Stage(nn.Sequential(nn.Linear(1, 1)), **options)
     except ModuleNotFoundError as error:
-        assert f" needs procpipe.{room}, which this installation of procpipe lacks" in str(error)
+        assert f" needs procpipe.{part}, which this installation of procpipe lacks" in str(error)
     else:
-        raise AssertionError(f"a stage was built without {room}")
+        raise AssertionError(f"a stage was built without {part}")
 
-def check(room, tree):
+def check(part, tree):
     # An editable installation would add what the tree lacks.
-    others = (each for each in sys.meta_path if not each.__module__.startswith("__editable__"))
-    sys.meta_path[:] = others
+    finders = (f for f in sys.meta_path if not f.__module__.startswith("__editable__"))
+    sys.meta_path[:] = finders
     sys.path.insert(0, tree)
     import procpipe
     assert procpipe.__file__.startswith(tree), procpipe.__file__
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    all_end_well(*(forked(run_step, room, rank, port) for rank in range(2)))
-    if room in ASKED:
-        all_end_well(forked(ask_for, room))
-    print(room, flush=True)
+    check_exit_codes(*(forked(run_step, part, rank, port) for rank in range(2)))
+    if part in OPTIONS:
+        check_exit_codes(forked(build_with, part))
+    print(part, flush=True)
 
-for room, tree in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-    all_end_well(forked(check, room, tree))
+for part, tree in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    check_exit_codes(forked(check, part, tree))
 """
 
 
 @pytest.mark.dist
-def test_a_step_runs_without_what_is_optional(tmp_path):
+def test_a_step_runs_without_each_optional_part(tmp_path):
     arguments = []
-    for number, room in enumerate(OPTIONAL):
+    for number, part in enumerate(OPTIONAL):
         package = tmp_path / str(number) / "procpipe"
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "procpipe", package, ignore=ignored)
-        shutil.copytree(ROOT / "launch", package / "launch", ignore=ignored)
-        gone = package / room
-        assert gone.exists(), room
+        shutil.copytree(ROOT / "procpipe", package)
+        shutil.copytree(ROOT / "launch", package / "launch")
+        gone = package / part
+        assert gone.exists(), part
         shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-        arguments += [room, str(package.parent)]
+        arguments += [part, str(package.parent)]
 
     done = run_script(SCRIPT, args=arguments).check()
 

@@ -1,4 +1,4 @@
-"""Handlers of signals run after the block that puts them off, and no sooner."""
+"""Handlers of signals run only after the block that delays them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from procpipe.signals import put_off
 
 
 class WokenError(Exception):
-    """What the handler raises."""
+    """Raised by the handler."""
 
 
 @pytest.fixture
 def raising():
-    """Have SIGUSR1 raise in the main thread."""
+    """Make SIGUSR1 raise in the main thread."""
 
     def handler(number, frame):
         raise WokenError
@@ -47,9 +47,9 @@ def test_an_error_of_the_block_is_not_lost(raising):
             os.kill(os.getpid(), signal.SIGUSR1)
             raise KeyError("boom")
 
-    with pytest.raises(WokenError) as told:
+    with pytest.raises(WokenError) as caught:
         block()
-    assert isinstance(told.value.__context__, KeyError)
+    assert isinstance(caught.value.__context__, KeyError)
 
 
 def test_blocks_may_be_nested(raising):
@@ -77,11 +77,11 @@ def test_without_a_signal_nothing_changes():
 def test_other_threads_have_no_handlers_to_delay(raising):
     seen = []
 
-    def look():
+    def run():
         with put_off():
             seen.append(signal.getsignal(signal.SIGUSR1))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     assert seen == [raising]

@@ -1,4 +1,4 @@
-"""A Stage without a launcher: the whole model in one stage, and every mistake an error at once."""
+"""A Stage without a launcher: the whole model in one stage; every mistake raises at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _no_launcher(monkeypatch):
 
 @pytest.fixture
 def stage_of():
-    """Give ``stage_of(model, balance, **options)``; the stages are closed at the end."""
+    """Return ``stage_of(model, balance, **options)``; the stages are closed at the end."""
     stages = []
 
     def make(*args, **options):
@@ -89,7 +89,7 @@ def four():
 
 
 @pytest.mark.parametrize(
-    ("model", "balance", "options", "error", "told"),
+    ("model", "balance", "options", "error", "message"),
     [
         (Layers, [1], {}, TypeError, "the model is a Layers: pass an nn.Sequential"),
         (lambda: [nn.Linear(2, 2)], [1], {}, TypeError, "the model is a list"),
@@ -113,8 +113,8 @@ def four():
         (lambda: with_a_layer_named("balance"), [1], {}, ValueError, "is named 'balance'"),
     ],
 )
-def test_mistakes_of_the_constructor(model, balance, options, error, told):
-    with pytest.raises(error, match=told):
+def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, error, message):
+    with pytest.raises(error, match=message):
         Stage(model(), balance, **options)
 
 
@@ -124,7 +124,7 @@ class Bare(nn.Module):
         self.weight = nn.Parameter(torch.empty(2))
 
 
-def test_a_model_that_nothing_initialises():
+def test_a_model_that_nothing_initialises_is_refused():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Bare())
     with pytest.raises(ValueError, match=r"nothing initialises 1\.weight \(Bare has no reset_par"):
@@ -135,7 +135,7 @@ def test_a_model_that_nothing_initialises():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "told"),
+    ("call", "error", "message"),
     [
         (lambda s: s.step(1.0), TypeError, "holds no tensor that could be split"),
         (lambda s: s(), TypeError, "holds no tensor that could be split"),
@@ -158,9 +158,9 @@ def test_a_model_that_nothing_initialises():
         (lambda s: s.step(*batch(), torch.ones(10)), TypeError, r"step\(a, b, target=y\)"),
     ],
 )
-def test_mistakes_of_a_call(stage_of, call, error, told):
+def test_each_mistake_in_a_call_is_an_error(stage_of, call, error, message):
     stage = stage_of(make_model(), [4], loss_fn=F.cross_entropy)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         call(stage)
     with pytest.raises(StageClosedError, match=r"step\(\) cannot run: .* failed on this rank with"):
         stage.step(*batch())
@@ -172,31 +172,31 @@ def test_a_step_needs_a_loss(stage_of):
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "told"),
+    ("loss_fn", "message"),
     [
         (lambda output, target: output, r"loss_fn returned shape \(5, 3\), but must return"),
         (lambda output, target: 1.0, "loss_fn returned <class 'float'>"),
         (lambda output, target: None, "loss_fn returned <class 'NoneType'>"),
     ],
 )
-def test_a_loss_must_be_a_number_of_the_graph(stage_of, loss_fn, told):
+def test_a_loss_must_be_a_number_of_the_graph(stage_of, loss_fn, message):
     stage = stage_of(make_model(), [4], chunks=2, loss_fn=loss_fn)
-    with pytest.raises(ValueError, match=told) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         stage.step(*batch())
     assert "task F0@0 (micro-batch 0), loss_fn" in "\n".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize(
-    ("weight", "told"),
+    ("weight", "message"),
     [
         (lambda target: -1.0, r"micro-batches are \[-1.0, -1.0\], which add up to -2.0: each must"),
         (lambda target: math.inf, "each must be a finite number from 0"),
         (lambda target: math.nan, "each must be a finite number from 0"),
     ],
 )
-def test_loss_weights_must_make_a_mean(stage_of, weight, told):
+def test_loss_weights_must_make_a_mean(stage_of, weight, message):
     stage = stage_of(make_model(), [4], chunks=2, loss_fn=F.cross_entropy, loss_weight=weight)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         stage.step(*batch())
 
 
@@ -206,7 +206,7 @@ def test_loss_weights_need_a_target(stage_of):
         stage.step(batch()[0])
 
 
-def test_a_layer_that_fails_keeps_its_exception_and_says_where(stage_of):
+def test_the_exception_of_a_layer_is_kept_with_a_note_of_its_place(stage_of):
     stage = stage_of(make_model(), [4], chunks=4, loss_fn=F.cross_entropy)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         stage.step(torch.ones(8, 5).double(), torch.ones(8).long())
@@ -243,7 +243,7 @@ def test_a_balance_of_several_parts_makes_one_stage(stage_of):
     assert shared[0].weight is shared[1].weight
 
 
-def test_it_is_an_nn_sequential(stage_of):
+def test_a_stage_is_an_nn_sequential(stage_of):
     model = make_model()
     layers = list(model)
     stage = stage_of(model, [4])
@@ -283,7 +283,7 @@ def test_training_equals_the_plain_model(stage_of):
         assert torch.equal(value, plain.state_dict()[key]), key
 
 
-def test_nothing_is_between_the_user_and_an_output(stage_of):
+def test_an_output_of_one_micro_batch_is_that_of_the_plain_model(stage_of):
     plain = make_model()
     stage = stage_of(copy.deepcopy(plain), [4], chunks=1)
     inputs = batch()[0].requires_grad_()
@@ -366,7 +366,7 @@ def test_statistics_and_report(stage_of):
     header, line, _, *table = stage.report().splitlines()
     assert header.split()[:5] == ["stage", "steps", "F", "R", "B"]
     assert line.split()[:5] == ["0", "2", "10", "8", "10"]
-    # One stage idles for no plan and no other stage.
+    # A single stage is idle neither for its plan nor for another stage.
     split = stage.statistics().split
     assert split is not None
     assert (split.bubble_s, split.imbalance_s) == (0, 0)
@@ -375,7 +375,7 @@ def test_statistics_and_report(stage_of):
     assert f"{split.busy_s * 1e3:.2f}" in table[-1]
 
 
-def test_a_trace_needs_a_place(stage_of, tmp_path):
+def test_a_trace_needs_a_file_in_an_existing_folder(stage_of, tmp_path):
     for path in (tmp_path, tmp_path / "nowhere" / "run.json"):
         with pytest.raises(ValueError, match="must be a file in a folder that is there"):
             stage_of(make_model(), [4], trace=path)
@@ -387,7 +387,7 @@ def test_a_trace_needs_a_place(stage_of, tmp_path):
         stage_of(make_model(), [4], trace=tmp_path / "run.json")
 
 
-def test_a_recording_says_which_schedule_was_chosen_for_each_step(stage_of, tmp_path):
+def test_a_recording_names_the_schedule_chosen_for_each_step(stage_of, tmp_path):
     path = tmp_path / "run.json"
     options = {"schedule": "auto", "chunks": 2, "loss_fn": F.cross_entropy}
     stage = stage_of(make_model(), [4], trace=path, **options)
@@ -403,7 +403,7 @@ def test_a_recording_says_which_schedule_was_chosen_for_each_step(stage_of, tmp_
     assert chosen[0].startswith("auto: ")
 
 
-def test_a_closed_stage_says_so(stage_of):
+def test_calls_of_a_closed_stage_are_errors(stage_of):
     stage = stage_of(make_model(), [4], loss_fn=F.cross_entropy)
     stage.step(*batch())
     stage.close()
@@ -421,18 +421,18 @@ def test_a_closed_stage_says_so(stage_of):
     assert stage.state_dict().keys() == make_model().state_dict().keys()
 
 
-def test_a_closed_stage_can_be_forgotten():
+def test_a_closed_stage_can_be_deleted():
     stage = Stage(make_model(), [4], chunks=2, loss_fn=F.cross_entropy)
     stage.step(*batch())
     stage(batch()[0]).sum().backward()
-    note = weakref.ref(stage)
+    reference = weakref.ref(stage)
     stage.close()
     del stage
     gc.collect()
-    assert note() is None
+    assert reference() is None
 
 
-def test_the_state_of_the_random_generator_is_the_users(stage_of):
+def test_the_state_of_the_random_generator_is_unchanged(stage_of):
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).double()
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -441,7 +441,7 @@ def test_the_state_of_the_random_generator_is_the_users(stage_of):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_stages_layers_stay_and_it_has_no_copy():
+def test_a_stage_cannot_be_changed_or_copied():
     stage = Stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [2])
     for change in (
         lambda: stage.append(nn.ReLU()),
@@ -456,7 +456,7 @@ def test_a_stages_layers_stay_and_it_has_no_copy():
         copy.deepcopy(stage)
 
 
-def test_a_step_that_trains_nothing_is_told():
+def test_a_step_that_trains_nothing_is_an_error():
     stage = Stage(
         nn.Sequential(nn.Linear(2, 2)), [1],
         loss_fn=lambda output, target: (output.argmax(1) == target).float().mean(),
@@ -466,12 +466,12 @@ def test_a_step_that_trains_nothing_is_told():
 
 
 @pytest.mark.parametrize("devices", ["cpu", ["bogus"], ["cuda"], [0], [None]], ids=str)
-def test_devices_that_are_none(devices):
+def test_wrong_devices_are_refused(devices):
     with pytest.raises(ValueError, match="list one device a process"):
         Stage(nn.Sequential(nn.Linear(2, 2)), [1], devices=devices)
 
 
-def test_checkpoint_and_chunks_of_other_types():
+def test_wrong_checkpoint_and_chunks_are_refused():
     with pytest.raises(TypeError, match="must be a str"):
         Stage(nn.Sequential(nn.Linear(2, 2)), [1], checkpoint=["always"])  # type: ignore[arg-type]
     stage = Stage(nn.Sequential(nn.Linear(2, 2)), [1])
@@ -482,7 +482,7 @@ def test_checkpoint_and_chunks_of_other_types():
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_spectral_norm_is_recomputed(width):
-    """Its power iteration may write the values a buffer had already."""
+    """Its power iteration may write the values that a buffer has already."""
     torch.manual_seed(0)
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, width))
     stage = Stage(
@@ -492,7 +492,7 @@ def test_spectral_norm_is_recomputed(width):
         stage.step(torch.randn(6, 4), torch.randn(6, width))
 
 
-def test_the_peak_of_what_is_held_can_start_anew(stage_of):
+def test_the_peak_of_held_bytes_can_be_reset(stage_of):
     stage = stage_of(make_model(), [4], chunks=2, loss_fn=F.cross_entropy)
     with pytest.raises(StageClosedError, match="nothing is counted before the first call"):
         stage.reset_peak_held_bytes()
@@ -512,8 +512,8 @@ def test_the_tasks_of_the_last_step_are_timed():
         stage.last_step()
     stage.step(torch.randn(4, 2), torch.randn(4, 2))
     timed = stage.last_step()
-    assert [str(one.task) for one in timed] == ["F0@0", "F1@0", "B1@0", "R0@0", "B0@0"]
-    moments = [moment for one in timed for moment in (one.start_s, one.end_s)]
+    assert [str(span.task) for span in timed] == ["F0@0", "F1@0", "B1@0", "R0@0", "B0@0"]
+    moments = [moment for span in timed for moment in (span.start_s, span.end_s)]
     assert moments == sorted(moments)
 
 
@@ -528,7 +528,7 @@ def test_settings_are_plain_values():
     stage.close()
 
 
-def test_a_missing_balance_recommends_to_have_it_found():
+def test_the_error_of_a_missing_balance_recommends_an_automatic_one():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(
         BalanceError, match=r"for instance balance=\[2\], .* balance='time', sample=x"
@@ -539,7 +539,7 @@ def test_a_missing_balance_recommends_to_have_it_found():
     stage.close()
 
 
-def test_plain_values_travel_beside_a_tensor_and_others_do_not(stage_of):
+def test_plain_values_beside_a_tensor_are_passed_on_and_others_refused(stage_of):
     stage = stage_of(nn.Sequential(nn.Identity()), [1])
     assert stage((torch.ones(2), "hello"))[1] == "hello"
     with pytest.raises(BoundaryError, match=r"is a builtins\.object"):

@@ -1,4 +1,4 @@
-"""Which private names of torch there are, in which releases, and that no other is used."""
+"""The private names of torch that procpipe uses, in which releases they are, and no others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def options_of_nccl() -> Any:
     return nccl().Options()
 
 
-#: How to find each name, and the releases in which it was seen.
+#: How to find each name, and the releases that have it.
 NAMES = {
     "_engine_run_backward": (lambda: torch.autograd.graph, TESTED),
     "_will_engine_execute_node": (lambda: torch._C, TESTED),
@@ -57,7 +57,7 @@ NAMES = {
     "SUPPORTED_NODES": (lambda: torch.utils._pytree, TESTED),
     "SUPPORTED_SERIALIZED_TYPES": (lambda: torch.utils._pytree, TESTED),
     "shutdown_timeout": (lambda: launch_config(), ((2, 13), (2, 15))),
-    # Of files: the names that a saved state's index has.
+    # Names in the index of a saved state.
     "_StorageInfo": (lambda: checkpoint("filesystem"), TESTED),
     "_MEM_FORMAT_ENCODING": (lambda: checkpoint("metadata"), TESTED),
     "_get_layout": (lambda: torch.serialization, TESTED),
@@ -77,7 +77,7 @@ def checkpoint(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_private_name_is_in_the_releases_in_which_it_was_seen(name):
+def test_a_private_name_is_in_its_releases_only(name):
     find, releases = NAMES[name]
     release = release_of(torch.__version__)
     assert all(is_tested(f"{major}.{minor}") for major, minor in releases)
@@ -157,7 +157,7 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     return [gradient.clone() for gradient in gradients if gradient is not None]
 
 
-def test_without_the_engines_function_or_under_an_unknown_torch(monkeypatch):
+def test_gradients_are_right_without_the_engines_function_or_under_an_unknown_torch(monkeypatch):
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(18, 1))
     expected = gradients_of(model)
 

@@ -1,4 +1,4 @@
-"""Nested values are taken apart and put together again, also by way of JSON."""
+"""Nested values are flattened and rebuilt, also through JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TENSORS = st.integers(0, 9).map(lambda number: torch.tensor(float(number)))
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Compare with types, order of keys, and the very tensors."""
+    """Compare types, order of keys, and the identity of tensors."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -68,7 +68,7 @@ def test_round_trip(value):
 
 
 @given(nested(PLAIN | TENSORS))
-def test_round_trip_by_way_of_json(value):
+def test_round_trip_through_json(value):
     tensors, structure = flatten(value)
     through = from_json(json.loads(json.dumps(structure)))
     assert through == structure
@@ -77,12 +77,12 @@ def test_round_trip_by_way_of_json(value):
 
 
 @given(nested(PLAIN | TENSORS), nested(PLAIN | TENSORS))
-def test_structures_differ_where_values_are_built_differently(one, other):
+def test_structures_differ_where_values_are_built_differently(first, second):
     def skeleton(value):
         return repr(map_tensors(lambda tensor: "a tensor", value))
 
-    has_same_structure = repr(flatten(one)[1]) == repr(flatten(other)[1])
-    assert has_same_structure == (skeleton(one) == skeleton(other))
+    has_same_structure = repr(flatten(first)[1]) == repr(flatten(second)[1])
+    assert has_same_structure == (skeleton(first) == skeleton(second))
 
 
 def test_a_literal_structure():
@@ -111,7 +111,7 @@ def test_unusual_plain_values_survive_json(value):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ({1, 2}, "a value of type builtins.set cannot travel between stages: use tensors, None"),
         ([0, {"k": (1, object())}], r"type builtins\.object at \[1\]\['k'\]\[1\] cannot travel"),
@@ -123,8 +123,8 @@ def test_unusual_plain_values_survive_json(value):
         (torch.float32, r"type torch\.dtype cannot travel"),
     ],
 )
-def test_other_types_are_refused_and_placed(value, told):
-    with pytest.raises(BoundaryError, match=told):
+def test_other_types_are_refused_and_placed(value, message):
+    with pytest.raises(BoundaryError, match=message):
         flatten(value)
 
 
@@ -146,7 +146,7 @@ def test_flat_takes_tensors_out_of_their_graph():
     assert seven == 7
 
 
-def test_a_structure_that_does_not_fit_is_our_own_fault():
+def test_a_structure_that_does_not_fit_is_an_assertion_error():
     _, structure = flatten((torch.ones(1), torch.ones(1)))
     with pytest.raises(AssertionError, match="more tensors than the structure has places"):
         unflatten([1, 2, 3], structure)

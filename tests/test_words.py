@@ -8,7 +8,7 @@ from procpipe.words import bytes_text, counted
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "told"),
+    ("num_bytes", "expected"),
     [
         (0, "0 B"),
         (999, "999 B"),
@@ -20,12 +20,12 @@ from procpipe.words import bytes_text, counted
         (2**40, "1,024 GiB"),
     ],
 )
-def test_a_size_has_the_unit_that_suits_it(num_bytes: int, told: str) -> None:
-    assert bytes_text(num_bytes) == told
+def test_a_size_has_the_unit_that_suits_it(num_bytes: int, expected: str) -> None:
+    assert bytes_text(num_bytes) == expected
 
 
 def test_a_count_has_its_noun_in_the_right_number() -> None:
-    told = [(0, "layer"), (1, "stage"), (2, "stage"), (1, "process"), (2, "process"), (3, "batch")]
-    assert [counted(number, noun) for number, noun in told] == [
+    cases = [(0, "layer"), (1, "stage"), (2, "stage"), (1, "process"), (2, "process"), (3, "batch")]
+    assert [counted(number, noun) for number, noun in cases] == [
         *("0 layers", "1 stage", "2 stages", "1 process", "2 processes", "3 batches")
     ]

@@ -1,7 +1,7 @@
-"""What every rank of a step runs: calls one function, which records what it finds.
+"""The script of every rank of a step: calls one function, which records its findings.
 
-Writes the stacks of all its threads and ends when the step's time is over, whatever it is blocked
-in, and also if the process that started it is gone.
+When the step's time is over, it writes the stacks of all its threads and ends, even if it is
+blocked and even if the process that started it is gone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
         call(record, **options)
         dist.barrier()
     except Exception as error:
-        if not isinstance(error, RemoteStageError):  # it began here
+        if not isinstance(error, RemoteStageError):  # this rank failed first
             line = f"rank {rank}: {type(error).__name__}: {error}".partition("\n")[0]
             append(results, {"step": step, "kind": "error", "error": line[:300]})
         raise

@@ -1,4 +1,4 @@
-"""A GPT in bf16 autocast: beside one process, beside peers, and beside its own plan.
+"""A GPT in bf16 autocast, compared with one process, with peers and with its own plan.
 
     profile the layers on rank 0 ── balance ── simulated step, and bytes of each stage
     build each contender in turn ── two steps, peak of the allocator on each rank
@@ -33,7 +33,7 @@ from procpipe.tuning.model import Layer, Link, Model
 
 _SCHEDULE, _MODE = "1f1b", "never"
 
-#: Of a profile's numbers those that a plan's layer has for each size of a micro-batch.
+#: The numbers of a profiled layer that a plan's layer has for each size of a micro-batch.
 _BY_SIZE = (
     *("forward_s", "backward_s", "input_gradient_s", "output_bytes", "kept_bytes"),
     *("kept_input_bytes", "kept_output_bytes", "put_off_bytes"),
@@ -53,7 +53,7 @@ def gpt(
     """Measure steps and peaks; every rank calls it.
 
     Args:
-        record: takes what is found.
+        record: records a finding.
         devices: one a rank.
         transport: procpipe's.
         sizes: words, blocks, width, heads and context of the model.
@@ -109,9 +109,9 @@ def gpt(
         record("gpt", name, {"ms a step": plan["all_tasks_s"] * 1e3})
     times = measure(steps, num_rounds=num_rounds, num_steps=1)
     against = list(times)[-1]
-    for name, of_it in times.items():
-        ratio = f"{spread(of_it, times[against])} of {against}"
-        record("gpt", name, {"ms a step": median_ms(of_it), "ratio": ratio}, times=of_it)
+    for name, seconds in times.items():
+        ratio = f"{spread(seconds, times[against])} of {against}"
+        record("gpt", name, {"ms a step": median_ms(seconds), "ratio": ratio}, times=seconds)
     stages[0].close()
 
 
@@ -121,7 +121,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def model_of(profile: Any, num_samples: int) -> Model:
-    """Make what a plan knows of a model from its measured profile."""
+    """Make a plan's model from a measured profile."""
 
     def layer(measured: Any) -> Layer:
         values = asdict(measured)

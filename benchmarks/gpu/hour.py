@@ -1,7 +1,7 @@
 """The first hour on a real GPU: tests, parity, figures, the most important first.
 
-Within a few minutes in all, without a network: each step has processes of its own and a part of
-the time (steps.py), and what it finds is kept as it finds it (results.py).
+It takes a few minutes and needs no network: each step has processes of its own and a part of the
+time (steps.py), and each finding is written at once (results.py).
 
     FOLDER/results.jsonl   every finding, as it came
     FOLDER/logs.txt        all output of all processes
@@ -30,7 +30,7 @@ from benchmarks.gpu.processes import MARK, ROOT, run_all
 from benchmarks.gpu.results import RESULTS, append, read
 from benchmarks.gpu.steps import SHORTEST_S, Step, allowance_s, steps_for
 
-#: What is left at the end for the tables, and for processes that are slow to end.
+#: Kept at the end for the tables, and for processes that are slow to end.
 _RESERVE_S = 8.0
 
 #: The most for the first step, on which the others depend.
@@ -85,7 +85,7 @@ class _Run:
         folder: where its files are.
         budget_s: how long it may take.
         is_tiny: whether sizes are those for an emulated GPU.
-        nccl: the libnccl.so.2 for steps that share a GPU by it.
+        nccl: the libnccl.so.2 for steps whose ranks share a GPU over NCCL.
     """
 
     def __init__(self, folder: Path, budget_s: float, is_tiny: bool, nccl: Path | None) -> None:
@@ -102,12 +102,12 @@ class _Run:
         self._is_tiny = is_tiny or is_emulated
         self._is_nccl_given = nccl is not None
         self._with_nccl = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-        if nccl and not is_emulated:  # which has an NCCL of its own
+        if nccl and not is_emulated:  # an emulated GPU has its own NCCL
             self._with_nccl["LD_PRELOAD"] = _before(str(nccl.resolve()), "LD_PRELOAD")
         append(self._results, {"kind": "run", "emulated": is_emulated})
 
     def all_steps(self, only: Sequence[str] | None) -> None:
-        """Run the steps in their order, as far as the time goes; ``only`` names some of them."""
+        """Run the steps in order until the time is over; ``only`` names some of them."""
         self._run(steps_for(1)[0], _FIRST_S)
         steps = [step for step in self._steps() if only is None or step.name in only]
         for step in steps:
@@ -119,7 +119,7 @@ class _Run:
             self._run(step, allowance_s(left_s, [later.weight for later in to_run[k:]]))
 
     def _steps(self) -> list[Step]:
-        """Choose the steps by what the first has found; one GPU is assumed where it has failed."""
+        """Choose the steps by what the first has found; one GPU is assumed if it failed."""
         found = next((r for r in read(self._results) if r["kind"] == "versions"), {})
         why_no_tests = "" if _test_files() else "the folder tests/ is not here"
         if importlib.util.find_spec("pytest") is None:
@@ -153,7 +153,7 @@ class _Run:
 
 
 def _commands(step: Step, limit_s: float) -> list[list[str]]:
-    """Return what each rank runs."""
+    """Return each rank's command."""
     if not step.function:
         return [[sys.executable, "-m", "pytest", *_PYTEST, *_test_files()]]
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -165,7 +165,7 @@ def _commands(step: Step, limit_s: float) -> list[list[str]]:
 
 
 def _test_files() -> list[str]:
-    """List the files with tests for GPUs, so that the others need not be imported."""
+    """List the files with tests for GPUs, so that no other file is imported."""
     files = sorted(ROOT.joinpath("tests").rglob("test_*.py"))
     marks = re.compile(r"mark\.(on_gpus|gpu)\b")
     return [str(file.relative_to(ROOT)) for file in files if marks.search(file.read_text())]
@@ -181,7 +181,7 @@ def _before(path: str, variable: str) -> str:
 
 
 def _report(folder: Path) -> int:
-    """Print and write all that has been found; return 1 if a step has not ended well."""
+    """Print and write all findings; return 1 if a step has not ended well."""
     from benchmarks.gpu.tables import markdown, tables_of
 
     records = read(folder / "results.jsonl")
@@ -194,7 +194,7 @@ def _report(folder: Path) -> int:
     folder.joinpath("gpu.json").write_text(json.dumps(written, indent=1) + "\n")
     print(f"(also in {folder}: gpu.txt, gpu.md, gpu.json, results.jsonl, logs.txt)", flush=True)
     outcomes = {r["name"]: r.get("outcome", "") for r in records if r["kind"] in ("begin", "end")}
-    return 0 if all(each.startswith(("done", "not run")) for each in outcomes.values()) else 1
+    return 0 if all(text.startswith(("done", "not run")) for text in outcomes.values()) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

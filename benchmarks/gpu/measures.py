@@ -1,13 +1,13 @@
-"""What the steps measure on every rank; each function records what it finds.
+"""The measurements of the steps on every rank; each function records its findings.
 
-    versions               what is there
+    versions               of libraries, GPUs and the host
     parity                 largest differences to the plain model, in float64
     against_one_process    parity, and a step's time beside one process
     host                   cost of a task, how far the host is ahead, synchronisations
     messages               latency and bandwidth, by size
     trace                  a timeline of all stages, and where its time went
 
-In all but the first every rank calls, with ``devices`` one a rank, and waits for the others.
+Every rank calls all but the first, with ``devices`` one a rank, and waits for the others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def versions(record: Recorder, **_: Any) -> None:
     gpus = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
     if not gpus:
         raise RuntimeError("torch finds no CUDA device: see nvidia-smi, and torch.version.cuda")
-    both = [(k, other) for k in range(len(gpus)) for other in range(len(gpus)) if other != k]
+    both = [(k, peer) for k in range(len(gpus)) for peer in range(len(gpus)) if peer != k]
     apart = [pair for pair in both if not torch.cuda.can_device_access_peer(*pair)]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     machine = {
@@ -83,7 +83,7 @@ def parity(
     """Compare outputs, losses, gradients and buffers with the plain model's on the same GPU.
 
     Args:
-        record: takes what is found.
+        record: records a finding.
         devices: one a rank.
         transport: procpipe's.
         pairs: schedules and checkpoint modes.
@@ -137,7 +137,7 @@ def against_one_process(
 
 
 def host(record: Recorder, devices: Sequence[str], transport: str | None, **sizes: int) -> None:
-    """Measure what a task costs the host, how far it runs ahead, and how often it waits."""
+    """Measure the host's cost of a task, how far the host runs ahead, and how often it waits."""
     m = 16
     stage, step, _ = _blocks(devices, transport, width=16, rows=4, num_micro_batches=m)
     times = measure({"tiny": _synchronised(step)}, num_rounds=5, num_steps=5)["tiny"]
@@ -337,7 +337,7 @@ def _differences(
 
 
 def _count_waits(step: Step) -> int:
-    """Count how often the host waits for the device in one step, as far as torch knows."""
+    """Count how often the host waits for the device in one step, as torch counts it."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -356,7 +356,7 @@ def _where(devices: Sequence[str], transport: str | None) -> str:
 
 
 def _nccl_version() -> str:
-    """Ask the library that is loaded; torch knows the one that it was compiled with."""
+    """Return the loaded library's version; torch's is that of the build."""
     version = ctypes.c_int(0)
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"

@@ -1,4 +1,4 @@
-"""A plugin of pytest: records every test as it ends, and runs those first that matter most.
+"""A plugin of pytest: records every test as it ends, and runs the most important tests first.
 
 pytest -p benchmarks.gpu.plugin --gpus
 """
@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu.results import RESULTS, append
 
-#: What a test's name has in it, the most important first.
+#: Words in the names of tests, the most important first.
 _ORDER = ("parity", "ipc", "nccl", "share", "message", "kill", "fail", "stall", "state", "trace")
 
 

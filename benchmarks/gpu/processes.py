@@ -1,7 +1,7 @@
 """Starts the processes of one step, and ends all of them at a time limit.
 
-Each is in a session of its own, and all write to one log. When all have ended, one failed a while
-ago or the limit has passed, every process is killed that has the run's mark in its environment.
+Each is in a session of its own, and all write to one log. When all have ended, some time after one
+has failed, or at the limit, every process with the run's mark in its environment is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 ROOT = Path(__file__).parents[2]
 
-#: The variable that marks all processes of a run, those too that a step's processes start.
+#: The variable that marks all processes of a run, including those that its processes start.
 MARK = "PROCPIPE_GPU_HOUR"
 
 #: How long other ranks may take to end once one has failed; procpipe ends them within a second.
@@ -70,7 +70,7 @@ def _started(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> str:
-    """Wait for the end; return how the rank ended that failed first, or an empty text."""
+    """Wait for the end; return how the first rank that failed ended, or an empty text."""
     failed = ""
     while time.monotonic() < deadline_s:
         codes = [process.poll() for process in processes]
@@ -87,7 +87,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> st
 
 
 def _kill_all(processes: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
-    """Kill what is left of a step, in whatever session it is."""
+    """Kill what is left of a step, in any session."""
     deadline_s = time.monotonic() + 5.0
     while (left := _marked(mark)) and time.monotonic() < deadline_s:
         for pid in left:
@@ -103,10 +103,10 @@ def _kill_all(processes: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    wanted = f"{MARK}={mark}".encode()
+    entry = f"{MARK}={mark}".encode()
     found = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if wanted in file.read_bytes().split(b"\0") and int(file.parent.name) != os.getpid():
+            if entry in file.read_bytes().split(b"\0") and int(file.parent.name) != os.getpid():
                 found.append(int(file.parent.name))
     return found

@@ -1,7 +1,7 @@
 """What a run has found so far: a file with one JSON object a line, which only grows.
 
-Every process of a run appends to it as soon as it knows something, with one write a line, so that
-whatever ends the run costs at most the line that is being written.
+Every process of a run appends each finding at once, with one write a line, so that the end of the
+run costs at most the line that is being written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 #: The variable that names the file, for all processes of a run.
 RESULTS = "PROCPIPE_GPU_HOUR_RESULTS"
 
-#: One finding, plain JSON; "kind" says what it is of, "step" which step found it.
+#: One finding, plain JSON; "kind" says what was found, "step" in which step.
 Record = dict[str, Any]
 
 

@@ -1,9 +1,9 @@
 """Which steps a run has on a machine, in which order, and how long each may take. Pure.
 
-The steps that matter most come first. Each has a weight: its part of the time that is left when it
-begins, compared with the steps still to come. So a step that ends early leaves its time to all that
-follow, and a step that hangs takes nothing from them but its own part. Where there is too little
-time for all, the last steps are not run.
+The most important steps come first. Each has a weight: its part of the time that is left when it
+begins, compared with the steps still to come. So all later steps share the time that a step saves,
+and a step that hangs costs them only its own part. If there is too little time for all, the last
+steps are not run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: A step gets as much as this while there is any time: its processes start in some seconds.
+#: A step gets at least this while there is time: its processes start in some seconds.
 LEAST_S = 15.0
 
 #: A step is not begun with less time than this.
@@ -70,7 +70,7 @@ class Step:
 def steps_for(
     num_gpus: int, *, is_tiny: bool = False, shares_by_nccl: bool = False, why_no_tests: str = ""
 ) -> list[Step]:
-    """Return the steps in their order; those that the machine cannot do say why.
+    """Return the steps in their order; those that the machine cannot run have a reason.
 
     Args:
         num_gpus: GPUs that torch can use.

@@ -1,7 +1,7 @@
 """Lays out what a run has found: tables for the terminal, and text for the documentation. Pure.
 
 A finding belongs to the table of its kind: its name is the row, its cells are the columns. Later
-findings of the same step and name add cells. Every title of a run on an emulated GPU says so.
+findings of the same step and name add cells. Every title of a run on an emulated GPU is marked.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _TABLES = {
 
 
 def tables_of(records: Sequence[Record]) -> list[Table]:
-    """Return a table for each kind of finding that there is, an overview first."""
+    """Return a table for each kind of finding, an overview first."""
     tables = [*_steps(records), *_tests(records)]
     for kind, (title, *notes) in _TABLES.items():
         tables += _findings(_of(records, kind), title, notes)
     if not _is_emulated(records):
         return tables
     return [
-        replace(each, title=_EMULATED + each.title, notes=[*each.notes, _EMULATED_NOTE])
-        for each in tables
+        replace(table, title=_EMULATED + table.title, notes=[*table.notes, _EMULATED_NOTE])
+        for table in tables
     ]
 
 

@@ -1,7 +1,7 @@
-"""No pipeline at all: one process, with one thread or several, and several that work side by side.
+"""No pipeline: one process, with one thread or several, and several independent processes.
 
-The independent copies show what the machine can give: they share its caches and its memory
-bandwidth as stages do, and wait for nobody.
+The independent copies show the speed of the machine: they share its caches and its memory
+bandwidth as stages do, and do not wait for one another.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def _step(job: Job) -> Step:
 
 
 def _nothing() -> None:
-    """Leave the step to rank 0."""
+    """Do nothing on ranks other than 0."""
 
 
 @contextmanager
 def _threads(num_threads: int) -> Iterator[None]:
-    """Let this process, which procpipe may have pinned to some cores, use all of them."""
+    """Use all cores in this process, which procpipe may have pinned to some of them."""
     pinned = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch.set_num_threads(num_threads)

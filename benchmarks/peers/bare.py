@@ -1,4 +1,4 @@
-"""What one would write by hand: isend and irecv of tensors whose sizes everyone knows.
+"""A pipeline written by hand: isend and irecv of tensors whose sizes all ranks know.
 
 The floor of host cost over gloo: no skips, no changing shapes, no recomputation, nothing checked,
 and the loss stays on the last rank.

@@ -14,7 +14,7 @@ def procpipe(
 ) -> Step:
     """Train as a pipeline of all ranks, each with so many partitions.
 
-    With ``schedule="auto"`` the steps in which it measures and tries are made before.
+    With ``schedule="auto"`` it runs first the steps that measure and try plans.
     """
     stage = stage_of(job, checkpoint, partitions_per_stage=partitions_per_stage, **options)
     step = step_of(stage, job)
@@ -28,7 +28,7 @@ def procpipe(
 def stage_of(
     job: Job, checkpoint: str = "never", *, partitions_per_stage: int = 1, **options: Any
 ) -> Stage:
-    """Make this rank's stage, for those who ask it for more than steps."""
+    """Make this rank's stage, for callers that need more than its step."""
     return Stage(
         job.model(),
         job.balance(partitions_per_stage * job.num_stages),

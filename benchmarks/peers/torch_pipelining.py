@@ -1,6 +1,6 @@
 """``torch.distributed.pipelining`` with each of its schedules, over gloo.
 
-It knows no skip tensors. A U-Net's are carried through every boundary, as its users do by hand.
+It has no skip tensors. Those of a U-Net are carried through every boundary by hand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""torchgpipe 0.0.7, which procpipe is heir to; in one process, all stages on its CPU.
+"""torchgpipe 0.0.7, procpipe's model; in one process, all stages on its CPU.
 
-It gives all CPU devices one worker thread, so on CPUs its stages run one after the other: it tells
-what results and how much memory are right there, and is no rival in speed.
+It gives all CPU devices one worker thread, so on CPUs its stages run one after the other: a
+reference for results and memory, not for speed.
 
 Source: https://github.com/kakaobrain/torchgpipe
 """
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from benchmarks.rounds import Step
 from benchmarks.workloads import Job
 
-#: Goes under every table that has a row of it.
-NOTE = "torchgpipe has one worker for all CPU devices: an oracle there, and no rival in speed"
+#: The note under every table with a row of torchgpipe.
+NOTE = "torchgpipe has one worker for all CPU devices: a reference for results, not for speed"
 
 
 def why_not() -> str | None:
-    """Tell why torchgpipe cannot be run, or return None."""
+    """Return why torchgpipe cannot be run, or None."""
     try:
         import torchgpipe  # noqa: F401
     except ImportError:

@@ -11,5 +11,5 @@
 By default each is scaled down to what two cores do in a minute or two. ``--full`` takes the
 published sizes, mini-batches and balances, and needs as many GPUs as there are stages.
 
-What others published is in ``figures.py``, and stands in the tables beside what is measured here.
+Published figures are in ``figures.py``; the tables show them beside what is measured here.
 """

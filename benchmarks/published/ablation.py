@@ -1,10 +1,10 @@
 """What each component of the pipeline is worth: added one after the other, with timelines.
 
-The published one adds torchgpipe's components to a U-Net (5, 64) on four GPUs. Here a U-shaped
-model of four stages has tasks that take a fixed time without using a core, and real messages; so
-what shows is the order of tasks and transfers, also on a machine with fewer cores than stages. The
-messages go by gloo, which tells when one has arrived; a last row has them in shared memory, the
-default on one host. ``--full`` is the published U-Net, on GPUs.
+The published ablation adds torchgpipe's components to a U-Net (5, 64) on four GPUs. Here a
+U-shaped model of four stages has tasks that take a fixed time without using a core, and real
+messages; so the times depend on the order of tasks and transfers only, also on a machine with
+fewer cores than stages. The messages go by gloo, which reports when one has arrived; a last row
+has them in shared memory, the default on one host. ``--full`` is the published U-Net, on GPUs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> Report:
         )
     names = list(VARIANTS) if options.full else [*VARIANTS, SHARED_MEMORY]
     figures: dict[str, Any] = {}
-    for group in [[name] for name in names] if options.full else [names]:  # memory told apart
+    for group in [[name] for name in names] if options.full else [names]:  # memory apart
         figures |= launch(
             "benchmarks.published.ablation:measure_variants",
             NUM_STAGES,
@@ -98,7 +98,7 @@ def measure_variants(
 
     Returns:
         By variant: ``times``, seconds a step; ``loss``; and ``stages``, of each stage ``busy``,
-        its share of time in tasks; ``memory_bytes``, on CPUs of tensors that travel or wait;
+        its share of time in tasks; ``memory_bytes``, on CPUs of tensors that are sent or held;
         ``sent_bytes`` a step; and ``tasks``, the timeline of one more step.
     """
     make = _published if full else _waiting
@@ -110,7 +110,7 @@ def measure_variants(
         dist.barrier()  # so that the timelines of all stages begin at once
         loss = step()
         of_stages: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_stages, _told(stage))
+        dist.all_gather_object(of_stages, _figures_of(stage))
         figures[name] = {"times": times[name], "loss": loss, "stages": of_stages}
     return figures
 
@@ -130,7 +130,7 @@ def _waiting(name: str, task_s: float, mib: int, m: int) -> tuple[Stage, Step]:
 
 
 def _published(name: str, task_s: float, mib: int, m: int) -> tuple[Stage, Step]:
-    """Make a stage of the published experiment, whatever the sizes given."""
+    """Make a stage of the published experiment, which ignores the given sizes."""
     stage = SwitchedStage(
         unet(5, 5, 64),
         [34, 76, 70, 61],
@@ -152,15 +152,15 @@ def _published(name: str, task_s: float, mib: int, m: int) -> tuple[Stage, Step]
     return stage, step
 
 
-def _told(stage: Stage) -> dict[str, Any]:
-    told = stage.statistics()
-    memory_bytes = told.peak_held_bytes
+def _figures_of(stage: Stage) -> dict[str, Any]:
+    counts = stage.statistics()
+    memory_bytes = counts.peak_held_bytes
     if stage.device.type == "cuda":
         memory_bytes = torch.cuda.max_memory_reserved(stage.device)
     return {
-        "busy": 1.0 - told.bubble,
+        "busy": 1.0 - counts.bubble,
         "memory_bytes": memory_bytes,
-        "sent_bytes": sum(told.sent_bytes.values()) // told.num_steps,
+        "sent_bytes": sum(counts.sent_bytes.values()) // counts.num_steps,
         "tasks": [(str(t.task), t.start_s, t.end_s) for t in stage.last_step()],
     }
 
@@ -169,7 +169,7 @@ def _told(stage: Stage) -> dict[str, Any]:
 
 
 def tabulate(figures: Figures, options: argparse.Namespace) -> Table:
-    """Lay out each variant beside what was published of it."""
+    """Lay out each variant beside its published figures."""
     first = figures[next(iter(VARIANTS))]["times"]
     rows: list[list[Cell]] = []
     for name, published in zip_longest(figures, ABLATION):

@@ -43,7 +43,7 @@ EXPERIMENT = Experiment(
         _setting(8, 4, 480, (2, 2, 2, 3, 3, 4, 4, 4)),
         _setting(8, 32, 1280, (2, 2, 2, 3, 3, 4, 4, 4)),
     ),
-    # Nobody published one; it links what is measured with 2, 4 and 8 processes.
+    # None was published; it relates the measurements with 2, 4 and 8 processes.
     baseline=Setting(BASELINE, 1, 1, 48),
     reference="n=2, m=1",
     figures=AMOEBANET_SPEED,

@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def ideal(self) -> float:
-        """Speed-up over one device if nothing but the bubble of fill and drain took time."""
+        """Speed-up over one device if only the bubble of fill and drain took time."""
         m, n = self.num_micro_batches, self.num_stages
         return n * m / (m + n - 1)
 
@@ -78,14 +78,14 @@ class Experiment:
 
     Attributes:
         part: the name of its module.
-        model: the model's name, with those of its sizes.
+        model: the name of the model and of its sizes.
         build: builds it from a scale's size.
         target: ``(batch_size, image_size) -> target``.
         loss_fn: ``(output, target) -> 0-dim loss``.
         settings: as published, those with the same number of stages one after the other.
         baseline: one device without a pipeline, as published.
         reference: the setting whose speed-up is 1.
-        figures: what was published of each setting, and of the baseline if anything was.
+        figures: the published figures of each setting, and of the baseline if there are any.
         published: the published scale.
         small: the scale for two cores.
     """

@@ -1,4 +1,4 @@
-"""What others published: data to set beside what is measured here, and never measured here.
+"""Published figures, to be compared with what is measured here.
 
 Sources:
 
@@ -45,8 +45,8 @@ class Memory:
         size: of the model, (B, C) or (L, D).
         num_parameters: torchgpipe's.
         total_gib: all memory that torchgpipe used; None where it ran out of it.
-        model_gib: of it, parameters, gradients and what the optimizer keeps.
-        activation_gib: of it, the rest.
+        model_gib: the part for parameters, gradients and the optimizer's state.
+        activation_gib: the rest.
         huang_activation_gb: peak activation memory of Huang et al., in GB.
     """
 

@@ -110,7 +110,7 @@ def _now_s(device: torch.device) -> float:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Measure as a stage runs; only on CPUs does it matter."""
+    """Use one thread, as a stage does; this matters on CPUs only."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,11 +1,11 @@
 """What the experiments of memory have in common: a model for each number of devices, and its bytes.
 
 The published point: with n devices a model of about n times the size can be trained, in the same
-memory a device. On GPUs torch's allocator tells the memory; on CPUs it is by how much a process's
-resident memory grows, from before the model is built to its peak in two training steps.
+memory a device. On GPUs the memory is that of torch's allocator; on CPUs it is the growth of a
+process's resident memory, from before the model is built to its peak in two training steps.
 
-What the published sizes would take is counted, not measured: parameters on the meta device, to the
-last one; bytes by ``procpipe.balance.layer_sizes``.
+Published sizes are counted, not measured: parameters on the meta device, to the last one; bytes by
+``procpipe.balance.layer_sizes``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Experiment:
 
     Attributes:
         part: the name of its module.
-        model: the model's name, with those of its sizes.
+        model: the name of the model and of its sizes.
         build: builds it from a setting's size.
         target: ``(batch_size, image_size) -> target``.
         loss_fn: ``(output, target) -> 0-dim loss``.
@@ -70,7 +70,7 @@ class Experiment:
         small_sizes: of the model in each setting, for two cores.
         small_batch_size: samples in a mini-batch, for two cores.
         small_image_size: height and width of the images, for two cores.
-        figures: what was published of each setting.
+        figures: the published figures of each setting.
     """
 
     part: str
@@ -100,7 +100,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found out of one setting.
+    """The results of one setting.
 
     Attributes:
         setting: as it was run.
@@ -204,7 +204,7 @@ def measure(
 
     Returns:
         Of each stage, on rank 0: ``parameters``, a number; ``bytes``, by how much its memory grew;
-        ``held_bytes``, the most in tensors that travel or wait between tasks.
+        ``held_bytes``, the most in tensors that are sent or held between tasks.
     """
     experiment: Experiment = importlib.import_module(f"benchmarks.published.{part}").EXPERIMENT
     of_setting = Setting(**setting)
@@ -247,25 +247,25 @@ def _train(
 
 
 def _load_code(experiment: Experiment) -> None:
-    """Have torch load and compile what a first training step makes it, before memory counts."""
+    """Load and compile what a first training step needs, before memory is measured."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     model(torch.rand(2, 3, 8, 8)).sum().backward()
     experiment.optimizer(model.parameters(), _LEARNING_RATE).step()
 
 
 class _Memory:
-    """The memory of this process on its device, from now on."""
+    """The growth of this process's memory on its device, from now on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             self._start_bytes = _resident_bytes("VmRSS")
 
     def growth_bytes(self) -> int:
-        """Return by how much memory has grown at its peak."""
+        """Return the growth at the peak."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_reserved(self._device)
         return _resident_bytes("VmHWM") - self._start_bytes
@@ -284,7 +284,7 @@ def _resident_bytes(name: str) -> int:
 def tabulate(
     experiment: Experiment, rows: Sequence[Row], batch_size: int, image_size: int
 ) -> list[Table]:
-    """Lay out what was measured here, and what the published size takes and took."""
+    """Lay out the measurements, and the counted and published memory of the published sizes."""
     published = f"{experiment.part}, published: {experiment.model}, {experiment.batch_size} images"
     return [
         _measured_table(

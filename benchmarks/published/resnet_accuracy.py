@@ -1,16 +1,16 @@
 """Whether a ResNet learns the same with and without the pipeline, on real images.
 
-The published experiment trains ResNet-101 on ImageNet. Here a small ResNet tells scikit-learn's
-handwritten digits apart (or ``--cifar10 FOLDER`` holds CIFAR-10's binary version), with the
-published optimizer and schedule over fewer epochs, from several seeds:
+The published experiment trains ResNet-101 on ImageNet. Here a small ResNet classifies
+scikit-learn's handwritten digits (or CIFAR-10, in its binary version in ``--cifar10 FOLDER``),
+with the published optimizer and schedule over fewer epochs, from several seeds:
 
     whole          one process, whole mini-batches: training without a pipeline
     pieces         one process, the pipeline's micro-batches in the pipeline's order
     pipeline       2 stages, as published: batch normalisation by micro-batch
     deferred       2 stages, deferred_batch_norm=True
 
-What a pipeline computes is what *pieces* computes, and should be so to the last digit. What differs
-from *whole* is batch normalisation, which sees a micro-batch at a time.
+A pipeline should compute what *pieces* computes, to the last digit. It differs from *whole* in
+batch normalisation, which normalises each micro-batch by itself.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ def measure_seed(
 
     Returns:
         On every rank: ``errors``, by way the top-1 error in percent; ``difference``, the largest
-        between a number in the pipeline's state and the same in that of *pieces*.
+        difference of a number in the pipeline's state from the state of *pieces*.
     """
     training = _Training(data, build, seed, epochs, batch_size, m)
     rank = dist.get_rank()
-    # The two of one process at the same time.
+    # Rank 0 trains *whole* while rank 1 trains *pieces*.
     error, state = training.alone(m if rank == 1 else 1)
     alone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(alone, (error, state if rank == 1 else {}))
@@ -262,14 +262,14 @@ def _device() -> torch.device:
 
 
 def tabulate(figures: list[dict[str, Any]], sizes: dict[str, Any]) -> Table:
-    """Lay out errors, mean and deviation over seeds, and beside them what was published."""
+    """Lay out errors, mean and deviation over seeds, beside the published errors."""
     published = ACCURACY[256]
     beside = {WHOLE: published.data_parallel, PIPELINE: published.torchgpipe}
     whole = [figure["errors"][WHOLE] for figure in figures]
     rows: list[list[Cell]] = []
     for way, words in _WORDS.items():
         errors = [figure["errors"][way] for figure in figures]
-        gaps = [error - other for error, other in zip(errors, whole, strict=True)]
+        gaps = [error - base for error, base in zip(errors, whole, strict=True)]
         rows.append([words, _spread(errors), None if way == WHOLE else _spread(gaps, "+")])
         rows[-1].append(_written(beside.get(way)))
     model = "ResNet-101" if sizes["full"] else "ResNet of 4 bottleneck blocks"

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, experiment: Experiment) -> Report:
 
 @dataclass
 class Results:
-    """What was found out.
+    """The results of a run.
 
     Attributes:
         baseline: one device without a pipeline, scaled.
@@ -105,7 +105,7 @@ def _scale(options: argparse.Namespace, experiment: Experiment) -> Scale:
 def _measure(
     experiment: Experiment, scale: Scale, results: Results, options: argparse.Namespace
 ) -> None:
-    """Measure settings with as many stages in one launch; at full size each alone, for memory."""
+    """Measure settings with equal numbers of stages in one launch; at full size each alone."""
 
     def times_of(*settings: Setting) -> Times:
         times: Times = launch(

@@ -1,18 +1,18 @@
-"""A stage with components of its pipeline switched off, for the ablation and nothing else.
+"""A stage with components of its pipeline switched off, for the ablation only.
 
     ordered     backward with the micro-batches in reverse, each recomputed while its gradient is
                 still to come
     beside      receives are posted ahead, and sends are not waited for
     direct      skip tensors go straight to the stage that pops them
 
-Off is what one would have without the component:
+With a component off:
 
     ordered     the backward pass is in the order of the forward pass, and a micro-batch is
                 recomputed once its gradient is there (``unordered``)
     beside      each end of a transfer waits until it is over (``_WaitingSender`` and
                 ``_WaitingReceiver``), at the fence of the cycle that made the tensor: as there is
-                one order of transfers for all stages, nobody waits for ever
-    direct      each layer hands the skip tensors under way on to the next (``carrying``)
+                one order of transfers for all stages, no stage waits for ever
+    direct      each layer passes the skip tensors on to the next (``carrying``)
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SwitchedStage(Stage):
     """A stage of which some components are off.
 
     Takes what :class:`~procpipe.Stage` takes. Where transfers are not beside compute, large tensors
-    have to go by a transport that tells their arrival (``transport="gloo"`` on CPUs), and every
-    tensor that a stage hands on has to want a gradient.
+    have to go by a transport that reports their arrival (``transport="gloo"`` on CPUs), and every
+    tensor that a stage passes on has to require a gradient.
 
     Args:
         module: the full model.
@@ -125,7 +125,7 @@ _BESIDE_COMPUTE = (ACTIVATION, GRADIENT, SKIP, SKIP_GRADIENT)
 
 
 class _WaitingSender:
-    """The sending end of a channel that waits until the receiver has what was sent."""
+    """The sending end of a channel; waits until the receiver has what was sent."""
 
     def __init__(self, sender: Any) -> None:
         self._sender = sender
@@ -139,7 +139,7 @@ class _WaitingSender:
 
 
 class _WaitingReceiver:
-    """The receiving end of a channel that waits for a message where it allows a buffer for it."""
+    """The receiving end of a channel; waits for each message when a buffer is allowed for it."""
 
     def __init__(self, receiver: Any) -> None:
         self._receiver = receiver
@@ -150,7 +150,7 @@ class _WaitingReceiver:
         self._messages.append(self._receiver.take())
 
     def forgo(self) -> None:
-        raise NotImplementedError("every tensor that a stage hands on has to want a gradient")
+        raise NotImplementedError("every tensor that a stage passes on has to require a gradient")
 
     def take(self) -> Any:
         return self._messages.popleft()
@@ -158,7 +158,7 @@ class _WaitingReceiver:
 
 # -- direct ---------------------------------------------------------------------------------------
 
-_ORIGINAL = "__wrapped__"  # the forward that yields, beneath the one that @skippable makes of it
+_ORIGINAL = "__wrapped__"  # the generator that @skippable has wrapped
 
 
 def carrying(model: nn.Sequential) -> nn.Sequential:
@@ -168,14 +168,14 @@ def carrying(model: nn.Sequential) -> nn.Sequential:
     without parameters.
     """
     layers = [
-        (name, _Skip(layer) if hasattr(layer.forward, _ORIGINAL) else _Bystander(layer))
+        (name, _Skip(layer) if hasattr(layer.forward, _ORIGINAL) else _Passing(layer))
         for name, layer in model.named_children()
     ]
     return nn.Sequential(OrderedDict[str, nn.Module](layers))
 
 
-class _Bystander(nn.Module):
-    """A layer that hands on the skip tensors that come beside its input."""
+class _Passing(nn.Module):
+    """A layer that passes on the skip tensors that come beside its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class _Skip(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        # No submodule: what it declares would be found, and have a route made for it.
+        # Not a submodule: Stage would find its declarations and make routes for them.
         self._steps = partial(getattr(layer.forward, _ORIGINAL), layer)
 
     def forward(self, value: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
@@ -201,13 +201,13 @@ class _Skip(nn.Module):
         steps, given = self._steps(x), None
         while True:
             try:
-                wish = steps.send(given)
+                request = steps.send(given)
             except StopIteration as end:
                 return _joined(end.value, stack)
             given = None
-            if isinstance(wish, stash):
-                stack.append(wish.tensor)
-            elif isinstance(wish, pop):
+            if isinstance(request, stash):
+                stack.append(request.tensor)
+            elif isinstance(request, pop):
                 given = stack.pop()
 
 

@@ -3,8 +3,8 @@
     stage 0   wait, stash "outer" ─────────────────────────> pop "outer", wait   stage 3
     stage 1       wait, stash "inner" ─────> pop "inner", wait                   stage 2
 
-Its messages are real, so on a machine with fewer cores than stages it shows what a pipeline does
-with them.
+Its messages are real, so it shows how a pipeline handles them, also on a machine with fewer cores
+than stages.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from examples.models.unet import Stash
 from procpipe.skip import Namespace, pop, skippable
 
-#: One convolution, if it were one, and one skip layer on each stage.
+#: One waiting layer and one skip layer on each stage.
 BALANCE = [2, 2, 2, 2]
 
 
 def waiting_unet(task_s: float) -> nn.Sequential:
-    """Build the model; what goes in comes out, plus a skip tensor twice.
+    """Build the model, which returns its input plus two skip tensors.
 
     Args:
         task_s: seconds of a forward on each stage; a backward takes twice as long.
@@ -46,7 +46,7 @@ def waiting_unet(task_s: float) -> nn.Sequential:
 
 
 class Wait(nn.Module):
-    """Stands for a computation with a parameter, whose gradient is 0."""
+    """Simulates a computation with a parameter, whose gradient is 0."""
 
     def __init__(self, task_s: float) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The models of the published benchmarks, each a flat ``nn.Sequential`` that can be cut anywhere.
 
-Every layer has a name that tells its place, and every connection that passes over layers is a skip
+Every layer has a name that shows its place, and every connection that passes over layers is a skip
 tensor (``procpipe.skip``), so any balance is possible.
 
     unet         U-Net (B, C): skip tensors over most of the model

@@ -220,7 +220,7 @@ class FactorizedReduction(nn.Module):
 class Classifier(nn.Module):
     """Averages the last cell's output over the image, and computes the classes' scores.
 
-    Of 224 x 224 pixels 7 x 7 are left by then.
+    An image of 224 x 224 pixels is 7 x 7 here.
     """
 
     def __init__(self, in_channels: int, num_classes: int) -> None:

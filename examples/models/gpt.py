@@ -2,7 +2,7 @@
 
     tokens ─> embedding ─> attention0 ─> feed_forward0 ─> attention1 ─> ... ─> norm ─> head
 
-So between any two layers passes one tensor, ``(batch, time, d_model)`` float.
+So one tensor passes between any two layers: ``(batch, time, d_model)`` float.
 
 The head has weights of its own: GPT-2 uses the embedding's, which would have to be on the first
 and on the last stage.
@@ -31,18 +31,18 @@ def gpt(
     token after each, ``(batch, time, vocab_size)`` float.
 
     Args:
-        vocab_size: tokens there are.
+        vocab_size: number of different tokens.
         num_layers: blocks, each of one attention and one feed-forward layer.
         d_model: length of the vector at each place; a multiple of ``num_heads``.
         num_heads: heads of each attention.
-        context: tokens that a prediction can look back on, its own included.
+        context: tokens that a prediction depends on at most.
 
     Raises:
         ValueError: ``d_model`` is no multiple of ``num_heads``.
     """
     if d_model % num_heads:
         raise ValueError(f"d_model is {d_model}: make it a multiple of num_heads, {num_heads}")
-    # All layers add to the same vector: the more there are, the less each adds.
+    # All layers add to the same vector, so with more layers each adds less.
     output_std = STD / math.sqrt(2 * num_layers)
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         embedding=Embedding(vocab_size, d_model, context)

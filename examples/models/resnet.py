@@ -1,6 +1,6 @@
 """ResNets in sequential form: every module is a layer, so they can be cut inside a block too.
 
-What passes by the convolutions of a block is a skip tensor:
+A skip tensor carries the input of a block past its convolutions:
 
     stash ─> conv1, norm1, relu1, conv2, norm2, relu2, conv3, norm3 ─> add ─> relu3
       └───────────────────────── identity ──────────────────────────────┘
@@ -29,7 +29,7 @@ def resnet101(num_classes: int = 1000) -> nn.Sequential:
     ``(batch, num_classes)`` float.
 
     Args:
-        num_classes: classes to tell apart.
+        num_classes: number of classes.
     """
     return resnet(num_classes, (3, 4, 23, 3), 64)
 
@@ -40,7 +40,7 @@ def resnet(num_classes: int, num_blocks: Sequence[int], base_channels: int) -> n
     Input: ``(batch, 3, height, width)`` float. Output: ``(batch, num_classes)`` float.
 
     Args:
-        num_classes: classes to tell apart.
+        num_classes: number of classes.
         num_blocks: blocks in each section; a section has half the height and width of the one
             before, and twice the channels.
         base_channels: channels of the first convolution, and within the first section's blocks.

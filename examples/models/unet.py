@@ -35,7 +35,7 @@ def unet(
     """Build a U-Net.
 
     Input: ``(batch, in_channels, height, width)`` float. Output: ``(batch, out_channels, height,
-    width)`` float. Any size from ``2 ** depth`` on will do, if one side has twice that: instance
+    width)`` float. Any size from ``2 ** depth`` on is allowed, if one side has twice that: instance
     norm needs two pixels at the bottleneck.
 
     Args:

@@ -1,4 +1,4 @@
-"""Balances of whole models, with the intents of torchgpipe's own tests."""
+"""Balances of whole models, as in torchgpipe's own tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from procpipe.errors import BalanceError
 
 
 class Busy(nn.Module):
-    """Computes much more than others."""
+    """Computes much more than the other layers."""
 
     def forward(self, x):
         for _ in range(2000):
@@ -22,7 +22,7 @@ class Busy(nn.Module):
 
 
 class Expand(nn.Module):
-    """Holds so many copies of its input until backward."""
+    """Holds ``num_copies`` copies of its input until backward."""
 
     def __init__(self, num_copies):
         super().__init__()
@@ -125,7 +125,7 @@ def test_wrong_number_of_partitions_is_reported_before_any_layer_runs(balance_by
 
 
 @pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
-def test_a_model_that_is_not_sequential(balance_by):
+def test_a_model_that_is_not_sequential_is_refused(balance_by):
     with pytest.raises(TypeError, match="the model is a Linear"):
         balance_by(1, nn.Linear(1, 1), torch.rand(1))
 
@@ -151,7 +151,7 @@ def test_a_model_with_gradients_is_balanced_and_keeps_them(balance_by):
 
 
 @pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
-def test_a_model_that_takes_and_gives_a_pair_is_balanced(balance_by):
+def test_a_model_that_takes_and_returns_a_pair_is_balanced(balance_by):
     class Twin(nn.Module):
         def forward(self, pair):
             a, b = pair

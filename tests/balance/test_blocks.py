@@ -1,4 +1,4 @@
-"""Dividing costs: examples to check by eye, errors, and every small case against brute force."""
+"""Dividing costs: small examples, errors, and every small case compared with brute force."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_examples(costs, num_partitions, expected):
 def test_the_smallest_largest_part_comes_before_the_smallest_sum_of_squares():
     # 6 | 2 | 3 has the smaller sum of squares, 49 to 51, but 6 is more than 5.
     assert blocks([1, 5, 2, 3], 3) == [1, 1, 2]  # 1 | 5 | 5
-    # Here even of the divisions whose every cut is within reach, the evenest has a part of 13.
+    # Here the most even of all divisions whose cuts are within reach has a part of 13.
     assert blocks([9, 2, 4, 8, 5, 8, 3, 3, 9, 8], 7) == [1, 2, 1, 1, 2, 2, 1]  # at most 12
 
 
@@ -46,13 +46,13 @@ def test_zeros_leave_no_part_empty():
     assert blocks([0, 0, 5, 0, 0], 3) == [1, 1, 3]
 
 
-def test_of_equals_later_parts_have_more_layers():
+def test_with_equal_costs_later_parts_have_more_layers():
     assert blocks([1] * 10, 4) == [2, 2, 3, 3]
     assert blocks([1] * 11, 3) == [3, 4, 4]
 
 
 @pytest.mark.parametrize("num_partitions", [0, -1])
-def test_non_positive_number_of_parts(num_partitions):
+def test_a_non_positive_number_of_parts_is_refused(num_partitions):
     with pytest.raises(
         BalanceError, match=f"3 layers .* into {num_partitions} partitions: .*at least"
     ):
@@ -60,15 +60,15 @@ def test_non_positive_number_of_parts(num_partitions):
 
 
 @pytest.mark.parametrize(("num_layers", "num_partitions"), [(0, 1), (1, 2), (3, 5)])
-def test_fewer_layers_than_parts(num_layers, num_partitions):
-    told = f"{num_layers} layers .* into {num_partitions} partitions, .* at most {num_layers}"
-    with pytest.raises(ValueError, match=told):
+def test_fewer_layers_than_parts_are_refused(num_layers, num_partitions):
+    message = f"{num_layers} layers .* into {num_partitions} partitions, .* at most {num_layers}"
+    with pytest.raises(ValueError, match=message):
         blocks([1.0] * num_layers, num_partitions)
-    with pytest.raises(BalanceError, match=told):
+    with pytest.raises(BalanceError, match=message):
         check_num_partitions(num_partitions, num_layers)
 
 
-def test_all_costs_that_are_none_are_listed():
+def test_all_invalid_costs_are_listed():
     with pytest.raises(
         ValueError, match="cost -2 of layer 1, cost nan of layer 2, cost inf of layer 4: give each"
     ):
@@ -92,14 +92,14 @@ costs = st.one_of(
 
 
 @given(costs=costs, data=st.data())
-def test_like_brute_force(costs, data):
+def test_divisions_equal_those_of_brute_force(costs, data):
     num_partitions = data.draw(st.integers(1, len(costs)))
 
     assert blocks(costs, num_partitions) == best_of_all(costs, num_partitions)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_like_brute_force_of_many_parts(seed):
+def test_divisions_into_many_parts_equal_those_of_brute_force(seed):
     numbers = random.Random(seed)
     costs = [numbers.choice([0, 1, 1, 2, 7, numbers.random()]) for _ in range(13)]
 
@@ -117,7 +117,7 @@ def test_the_unit_does_not_matter(costs, factor, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["equal", "random", "one giant"])
-def test_ten_thousand_layers(kind):
+def test_ten_thousand_layers_are_divided_in_seconds(kind):
     numbers = random.Random(0)
     costs = [1.0 if kind == "equal" else numbers.random() for _ in range(10_000)]
     if kind == "one giant":
@@ -126,7 +126,7 @@ def test_ten_thousand_layers(kind):
     begun = time.process_time()
     parts = blocks(costs, 64)
 
-    assert time.process_time() - begun < 30  # takes 0.02 to 3 s; the obvious way takes an hour
+    assert time.process_time() - begun < 30  # takes 0.02 to 3 s; a simple algorithm takes an hour
     assert len(parts) == 64
     assert sum(parts) == 10_000
     if kind == "equal":

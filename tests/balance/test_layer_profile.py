@@ -1,4 +1,4 @@
-"""What a profile for planning counts, against what can be counted by hand."""
+"""A profile for planning, compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_linear_and_relu_counted_by_hand() -> None:
     assert not relu.is_in_place
 
 
-def test_what_is_kept_inside_a_layer() -> None:
+def test_bytes_kept_inside_a_layer() -> None:
     block = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
 
     (layer,) = profiled(block, sample=torch.rand(8, 10)).layers
@@ -53,7 +53,7 @@ def test_what_is_kept_inside_a_layer() -> None:
     assert layer.put_off_bytes == float32(8, 10) + 2 * float32(8, 20) + float32(8, 5)
 
 
-def test_what_a_transformer_puts_off_is_what_a_partition_does() -> None:
+def test_the_bytes_that_a_transformer_puts_off_are_those_of_a_partition() -> None:
     block = nn.TransformerEncoderLayer(128, 2, 512, dropout=0.0, batch_first=True)
     x = torch.rand(8, 32, 128)
 
@@ -67,7 +67,7 @@ def test_what_a_transformer_puts_off_is_what_a_partition_does() -> None:
     assert layer.input_gradient_s < layer.backward_s
 
 
-def test_layers_that_work_in_place_or_hand_on_a_view() -> None:
+def test_layers_that_work_in_place_or_return_a_view() -> None:
     sample = torch.rand(8, 4, 5)
     layers = profiled(nn.Linear(5, 5), nn.ReLU(inplace=True), nn.Flatten(), sample=sample).layers
 
@@ -95,7 +95,7 @@ def test_the_loss_is_a_last_layer() -> None:
     assert profile.loss is not None
     assert profile.loss.output_bytes == float32()
     assert profile.loss.kept_input_bytes == float32(8, 20)
-    assert profile.loss.kept_bytes == 0  # it keeps the target, which is there anyway
+    assert profile.loss.kept_bytes == 0  # it keeps only the target, which is held anyway
     assert (profile.input_bytes, profile.target_bytes) == (float32(8, 10), float32(8, 20))
     assert len(profile.layers) == 1
 
@@ -130,7 +130,7 @@ def test_skip_tensors() -> None:
     assert (skip.source, skip.destinations) == (1, (3,))
     assert skip.tensor_bytes == skip.kept_bytes == float32(8, 10)
     stashing, popping = profile.layers[1], profile.layers[3]
-    assert stashing.kept_bytes == 0  # the sine keeps what is stashed, which counts as that
+    assert stashing.kept_bytes == 0  # the sine keeps the stashed tensor, which counts as a skip
     assert (popping.kept_bytes, popping.kept_input_bytes) == (0, float32(8, 10))
 
 
@@ -142,7 +142,7 @@ def test_seconds_of_forward_and_backward() -> None:
     found = profiled(*layers, sample=sample, clock=clock).layers
 
     assert [(layer.forward_s, layer.backward_s) for layer in found] == [(1.0, 2.0), (0.5, 4.0)]
-    # Nothing that could be put off: all of the backward is for the gradient of the input.
+    # Nothing can be put off: all of the backward is for the gradient of the input.
     assert [layer.input_gradient_s for layer in found] == [2.0, 4.0]
 
 
@@ -282,7 +282,7 @@ def test_the_first_half_has_the_gradients_of_skip_tensors() -> None:
     assert (popping.backward_s, popping.input_gradient_s) == (1.0, 1.0)
 
 
-def test_the_model_and_the_sample_stay_as_they_are() -> None:
+def test_the_model_and_the_sample_are_unchanged() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout())
     sample = torch.rand(8, 4)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -304,7 +304,7 @@ def test_several_inputs() -> None:
     assert profile.input_bytes == float32(2, 7)
 
 
-def test_what_is_no_chain_of_layers_is_refused() -> None:
+def test_models_that_cannot_be_profiled_are_refused() -> None:
     with pytest.raises(TypeError, match=r"the model is a Linear: pass an nn\.Sequential"):
         profile_layers(nn.Linear(1, 1), torch.ones(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on the meta device nothing is computed"):

@@ -1,4 +1,4 @@
-"""What profiling measures, and all that it must leave as it was."""
+"""What profiling measures, and what it must not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from procpipe.errors import BoundaryError
 
 
 class Clock:
-    """Time that passes only where a layer says so."""
+    """A clock that only layers advance."""
 
     def __init__(self):
         self.now = 0.0
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Taking(nn.Module):
-    """Takes its time, by a given clock: of forward passes one after the other, and of backward."""
+    """Advances a clock by given times: one for each forward pass, and one for backward."""
 
     def __init__(self, clock, forward_s, backward_s):
         super().__init__()
@@ -35,7 +35,7 @@ class Taking(nn.Module):
         self.clock = clock
 
     def __deepcopy__(self, memo):
-        return self  # to count its calls; it has nothing to protect
+        return self  # so that the copy continues the same times
 
     def forward(self, x):
         self.clock.now += next(self.spend)
@@ -57,7 +57,7 @@ class Delay(torch.autograd.Function):
 class Calling(nn.Module):
     """Applies a function, by default one that passes the first input on."""
 
-    def __init__(self, function=lambda x, *others: x, seen=None):
+    def __init__(self, function=lambda x, *rest: x, seen=None):
         super().__init__()
         self.function = function
         self.seen = Seen() if seen is None else seen
@@ -68,7 +68,7 @@ class Calling(nn.Module):
 
 
 class Seen(list):
-    """What layers noted; a layer's copy notes in the same."""
+    """Inputs that layers have recorded; copies of a layer share the list."""
 
     def __deepcopy__(self, memo):
         return self
@@ -137,7 +137,7 @@ def float32(*shape):
     return 4 * torch.Size(shape).numel()
 
 
-def test_what_autograd_saves_and_the_output():
+def test_sizes_are_those_of_saved_tensors_and_outputs():
     model = nn.Sequential(
         nn.Linear(10, 20),  # saves its input, which is not its own
         nn.Sigmoid(),  # saves its output
@@ -149,9 +149,9 @@ def test_what_autograd_saves_and_the_output():
 
     sizes = layer_sizes(model, torch.rand(8, 10), param_scale=0)
 
-    one = float32(8, 20)
-    assert sizes[:4] == [one, one, 3 * one, 0]
-    assert sizes[4] in (one + one // 4, 2 * one)
+    tensor_bytes = float32(8, 20)
+    assert sizes[:4] == [tensor_bytes, tensor_bytes, 3 * tensor_bytes, 0]
+    assert sizes[4] in (tensor_bytes + tensor_bytes // 4, 2 * tensor_bytes)
     assert sizes[5] == 0
 
 
@@ -190,7 +190,7 @@ def test_leaves_that_a_layer_makes_are_held_by_its_graph():
     assert layer_sizes(model, torch.rand(10)) == [2 * float32(10)]
 
 
-def test_what_a_layer_recomputes_itself_is_not_held():
+def test_tensors_that_a_layer_recomputes_are_not_held():
     def costly(x):
         return x.sin().cos().exp()
 
@@ -253,11 +253,11 @@ def test_sizes_are_the_same_every_time():
     assert first == second
 
 
-# -- what is left as it was -----------------------------------------------------------------------
+# -- what is not changed --------------------------------------------------------------------------
 
 
 @measures
-def test_the_model_stays_as_it_was(measure):
+def test_the_model_is_unchanged(measure):
     model = conv_model()
     model(torch.rand(4, 3, 8, 8)).sum().backward()  # already has gradients
     model[1].eval()
@@ -276,7 +276,7 @@ def test_the_model_stays_as_it_was(measure):
 
 
 @measures
-def test_the_sample_stays_as_it_was(measure):
+def test_the_sample_is_unchanged(measure):
     sample = torch.rand(4, 3, 8, 8, requires_grad=True)
     sample.sum().backward()
     before = sample.detach().clone()
@@ -289,7 +289,7 @@ def test_the_sample_stays_as_it_was(measure):
 
 
 @measures
-def test_the_random_numbers_go_on_as_if_nothing_had_been(measure):
+def test_the_state_of_the_random_generator_is_unchanged(measure):
     before = torch.get_rng_state()
 
     measure(nn.Sequential(nn.Dropout(), Calling(torch.rand_like)), torch.zeros(100))
@@ -336,10 +336,10 @@ def test_each_layer_is_copied_alone(measure):
             Counted.num_copies += 1
             copied.append(Counted.num_copies)
             new = Counted(2, 2)
-            weakref.finalize(new, forget)
+            weakref.finalize(new, count_down)
             return new
 
-    def forget():
+    def count_down():
         Counted.num_copies -= 1
 
     measure(nn.Sequential(*(Counted(2, 2) for _ in range(4))), torch.rand(1, 2))
@@ -347,7 +347,7 @@ def test_each_layer_is_copied_alone(measure):
     assert set(copied) == {1}
 
 
-# -- what may go in, and between layers -----------------------------------------------------------
+# -- inputs, and values between layers ------------------------------------------------------------
 
 
 @measures
@@ -418,7 +418,7 @@ def test_a_backward_pass_ends_where_its_layer_begins():
 
 
 @measures
-def test_an_error_keeps_its_type_and_says_where(measure):
+def test_an_error_keeps_its_type_and_names_the_layer(measure):
     model = nn.Sequential(nn.Identity())
     model.add_module("bad", nn.Linear(3, 3))
 
@@ -428,14 +428,14 @@ def test_an_error_keeps_its_type_and_says_where(measure):
 
 
 @measures
-def test_a_value_that_cannot_leave_a_stage(measure):
+def test_a_value_that_cannot_be_sent_is_refused(measure):
     with pytest.raises(BoundaryError, match=r"builtins\.set") as caught:
         measure(nn.Sequential(Calling(lambda x: {x})), torch.rand(1))
     assert "layer '0' (Calling)" in caught.value.__notes__[0]
 
 
 @measures
-def test_a_model_that_is_not_sequential(measure):
+def test_a_model_that_is_not_sequential_is_refused(measure):
     with pytest.raises(TypeError, match=r"the model is a Linear: pass an nn\.Sequential"):
         measure(nn.Linear(1, 1), torch.rand(1))
 
@@ -446,7 +446,7 @@ def test_an_empty_model(measure):
 
 
 @pytest.mark.parametrize(("chunks", "scale"), [(0, 2.0), (1, -1.0), (1, float("nan"))])
-def test_sizes_refuse(chunks, scale):
+def test_wrong_chunks_and_scales_are_refused(chunks, scale):
     with pytest.raises(ValueError, match=f"chunks is {chunks} and param_scale {scale}: give"):
         layer_sizes(nn.Sequential(nn.Linear(1, 1)), torch.rand(1), chunks=chunks, param_scale=scale)
 

@@ -15,7 +15,7 @@ FLOAT32 = 4
 
 @skippable(stash={"skip": 2})
 class Stash(nn.Module):
-    """Stashes something it computes on the way to its output."""
+    """Stashes a tensor that it computes for its output."""
 
     def forward(self, x):
         hidden = x.exp()
@@ -32,7 +32,7 @@ class StashNone(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Changes what it pops, in place."""
+    """Changes the popped tensor in place."""
 
     def forward(self, x):
         skip = yield pop("skip")
@@ -54,17 +54,17 @@ def model():
 
 def test_a_model_with_skips_is_profiled():
     sample = torch.rand(4, 8)
-    one = FLOAT32 * 4 * 8
+    tensor_bytes = FLOAT32 * 4 * 8
 
     assert len(layer_times(model(), sample, timeout=0)) == 6
     sizes = layer_sizes(model(), sample, param_scale=0)
-    # Stash makes exp(x), saved and stashed, and its sine. Pop saves what it gets; its own output.
-    assert sizes == [one, 2 * one, 0, one, 0, one]
+    # Stash makes exp(x), saved and stashed, and its sine. Pop saves its inputs; its own output.
+    assert sizes == [tensor_bytes, 2 * tensor_bytes, 0, tensor_bytes, 0, tensor_bytes]
     assert sum(balance_by_time(3, model(), sample, timeout=0)) == 6
     assert balance_by_size(2, model(), sample, param_scale=0) == [2, 4]
 
 
-def test_what_is_only_stashed_counts_for_the_layer_that_stashes():
+def test_a_tensor_that_is_only_stashed_counts_for_the_layer_that_stashes():
     @skippable(stash=["mask"])
     class Mask(nn.Module):
         def forward(self, x):
@@ -113,7 +113,7 @@ def test_a_layer_made_of_layers_may_pop_what_it_stashes():
     assert len(layer_sizes(nn.Sequential(nn.Linear(2, 2), inner), torch.rand(1, 2))) == 2
 
 
-def test_namespaces_outlive_copying():
+def test_namespaces_are_kept_in_copies():
     spaces = Namespace(), Namespace()
     layers = [Stash().isolate(space) for space in spaces]  # type: ignore[operator]
     layers += [Pop().isolate(space) for space in spaces * 2]  # type: ignore[operator]
@@ -121,12 +121,12 @@ def test_namespaces_outlive_copying():
     layer_sizes(nn.Sequential(nn.Linear(2, 2), *layers), torch.rand(1, 2))
 
 
-def test_a_pop_of_nothing():
+def test_popping_an_unknown_name_is_an_error():
     with pytest.raises(RuntimeError, match="'skip' is popped but was not stashed: see verify"):
         layer_sizes(nn.Sequential(Pop()), torch.rand(1))
 
 
-def test_the_tracker_of_the_context_is_put_back():
+def test_the_tracker_of_the_context_is_restored():
     before = current_tracker()
 
     layer_sizes(model(), torch.rand(4, 8))

@@ -1,4 +1,4 @@
-"""Which contender takes part in what, and the limit that their times are compared with."""
+"""Which contender can do which job, and the limit that their times are compared with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.workloads import WORKLOADS, Job
         (1, 4, False, 10.0),  # one micro-batch: no two stages work at once
     ],
 )
-def test_limit(m, n, is_bubble_free, expected_s):
+def test_the_limit_of_a_pipeline(m, n, is_bubble_free, expected_s):
     assert limit_s(10.0, m, n, is_bubble_free=is_bubble_free) == pytest.approx(expected_s)
 
 
@@ -31,7 +31,7 @@ def test_no_pipeline_of_many_stages_beats_its_share_of_the_machine():
     assert limits_s[-1] == pytest.approx(1 / 4, rel=1e-3)
 
 
-def test_who_cannot_do_a_job_says_why():
+def test_a_contender_that_cannot_do_a_job_has_a_reason():
     unet, tiny = (Job(WORKLOADS[name], 2, 8) for name in ("unet", "tiny"))
 
     refused = {name for name, contender in CONTENDERS.items() if contender.why_not(unet)}
@@ -41,7 +41,7 @@ def test_who_cannot_do_a_job_says_why():
     }
 
 
-def test_throughput_by_eye():
+def test_the_table_of_throughput():
     job = Job(dataclasses.replace(WORKLOADS["tiny"], sizes="small"), 2, 8)
     times = {
         PROCPIPE: [0.006, 0.006, 0.012],
@@ -50,7 +50,7 @@ def test_throughput_by_eye():
         COPIES: [0.0096, 0.0096, 0.0192],
     }
 
-    table = tabulate(job, times, {"bare gloo": "has a cold", PROCPIPE: None}, [3, 5])
+    table = tabulate(job, times, {"bare gloo": "not here", PROCPIPE: None}, [3, 5])
 
     rows = {row[0]: row[1:] for row in table.rows}
     assert rows[PROCPIPE][:4] == pytest.approx([6.0, 6.0, 12.0, 10 / 6])
@@ -63,7 +63,7 @@ def test_throughput_by_eye():
     assert rows["limit"][0] == pytest.approx(4.8 * 9 / 8)
     assert rows["limit without a bubble"][3] == pytest.approx(10 / 4.8)
     assert table.notes[0] == "balance: [3, 5]"
-    assert table.notes[-1] == "not run: bare gloo: has a cold"
+    assert table.notes[-1] == "not run: bare gloo: not here"
     assert table.to_text()
 
 

@@ -1,4 +1,4 @@
-"""The kit for a machine with a GPU: what of it needs none."""
+"""``python -m benchmarks gpu``: mostly the parts that need no GPU."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_a_step_may_take_its_part_of_what_is_left():
     assert allowance_s(50.0, [2]) == 50.0
 
 
-def test_a_step_has_enough_to_start_in_while_there_is_any_time():
+def test_a_step_has_the_time_to_start_while_there_is_any():
     assert allowance_s(60.0, [1, 9]) == LEAST_S
     assert allowance_s(9.0, [1, 9]) == 9.0
 
 
-def test_what_a_step_leaves_goes_to_all_later_ones():
-    assert allowance_s(99.0, [1, 2]) == 33.0  # the one before was there for 1 s, and not for 25
+def test_all_later_steps_share_the_time_that_a_step_saves():
+    assert allowance_s(99.0, [1, 2]) == 33.0  # the step before took 1 s of its 25 s
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -113,7 +113,7 @@ def test_four_gpus():
     assert not any(step.with_nccl for step in steps.values())
 
 
-def test_without_pytest_its_step_says_so():
+def test_without_pytest_the_step_of_tests_has_a_reason():
     (tests,) = (step for step in steps_for(1, why_no_tests="no pytest") if step.why_not[:2] == "no")
 
     assert (tests.name, tests.why_not) == ("tests", "no pytest")
@@ -162,25 +162,25 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_ranks_that_end_well(run):
+def test_ranks_that_succeed_are_done(run):
     outcome, _, log = run('echo "I am $1"')
 
     assert outcome == "done"
     assert sorted(log.splitlines()) == ["I am 0", "I am 1"]
 
 
-def test_a_rank_that_was_killed(run):
+def test_a_rank_that_is_killed_is_named(run):
     assert run("if [ $1 = 1 ]; then kill -KILL $$; fi; sleep 100")[0] == "failed: rank 1: signal 9"
 
 
-def test_what_hangs_is_cut_off_with_all_it_has_started(run):
+def test_ranks_that_hang_are_killed_with_their_children(run):
     outcome, seconds, _ = run("setsid sleep 100 & sleep 100", limit_s=0.5)
 
     assert outcome == "cut off"
     assert seconds < 50.0
 
 
-def test_ranks_that_wait_for_one_that_failed_are_ended(run):
+def test_ranks_that_wait_for_a_failed_rank_are_killed(run):
     outcome, *_ = run("if [ $1 = 0 ]; then sleep 100; fi; exit 3")
 
     assert outcome == "failed: rank 1: exit code 3"
@@ -226,7 +226,7 @@ RECORDS: list[dict[str, Any]] = [
 ]
 
 
-def test_tables_by_eye():
+def test_tables_as_text():
     steps, parity = tables_of(RECORDS)
 
     assert steps.to_text() == (
@@ -253,7 +253,7 @@ def test_tables_by_eye():
     )
 
 
-def test_what_is_emulated_says_so_everywhere():
+def test_every_table_of_an_emulated_run_is_marked():
     records = [{"kind": "run", "emulated": True}, *RECORDS[1:]]
 
     tables = tables_of(records)
@@ -266,7 +266,7 @@ def test_what_is_emulated_says_so_everywhere():
     assert "EMULATED" not in markdown(RECORDS)
 
 
-def test_nothing_found_is_a_table_too():
+def test_a_run_without_findings_has_a_table():
     (steps,) = tables_of([{"kind": "run", "emulated": False}, RECORDS[-1]])
 
     assert "not run" in steps.to_text()
@@ -275,14 +275,14 @@ def test_nothing_found_is_a_table_too():
 # -- on a GPU -------------------------------------------------------------------------------------
 
 
-#: Those of a few seconds each.
+#: Steps of a few seconds each.
 STEPS = ("parity", "host", "trace")
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_whole_command(tmp_path):
+def test_the_command_runs_its_steps_and_writes_all_files(tmp_path):
     done = run_script(
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmarks.__main__ import main; "
         "sys.exit(main(sys.argv[1:]))",

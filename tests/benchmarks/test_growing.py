@@ -37,7 +37,7 @@ def test_boundary_counts_messages_both_ways():
 
 
 @pytest.mark.parametrize(("kib", "text"), [(1, "1 KiB"), (256, "256 KiB"), (1536, "1.5 MiB")])
-def test_sizes_in_words(kib, text):
+def test_sizes_as_text(kib, text):
     assert boundary.size_text(kib) == text
 
 
@@ -82,15 +82,15 @@ def uses(pipeline, *, whole, by_micro_batches, one_stage):
     }
 
 
-def test_memory_by_eye():
+def test_the_table_of_memory():
     job = Job(WORKLOADS["tiny"], 2, 8)
     found = uses([20, 30], whole=100, by_micro_batches=60, one_stage=50)
 
-    table = memory.tabulate(job, found, {"torch ZBV": "has a cold"})
+    table = memory.tabulate(job, found, {"torch ZBV": "not here"})
 
     assert table.rows[0] == ["procpipe always", 20, 30, 46, 4, 3, 0.3, 0.5]
     assert table.rows[1][1:6] == [100, None, 100, 0, None]
-    assert table.notes[-1] == "not run: torch ZBV: has a cold"
+    assert table.notes[-1] == "not run: torch ZBV: not here"
     assert table.to_text()
 
 
@@ -111,7 +111,7 @@ def test_no_limit_where_one_process_needs_no_more():
     assert "not run" in memory.tabulate_limit(None, {}).to_text()
 
 
-def test_memory_is_seen_and_its_peak_starts_again():
+def test_memory_is_read_and_its_peak_is_reset():
     before = memory._memory()
     taken = bytearray(32 * MIB)
     peak = memory._memory()["VmHWM"]

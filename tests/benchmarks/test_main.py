@@ -13,11 +13,11 @@ from benchmarks.report import Report, Table
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Put two parts in the place of all, and tell what they were run with."""
+    """Replace all parts by two, and return the options that they are run with."""
     ran = []
 
     def make(name):
-        module = types.ModuleType(f"benchmarks.{name}", f"Tells {name}.")
+        module = types.ModuleType(f"benchmarks.{name}", f"Measures {name}.")
 
         def run(options):
             ran.append((name, options.rounds))
@@ -44,7 +44,7 @@ def test_one_part_with_its_options(parts, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["two.json", "two.txt"]
 
 
-def test_all_parts_as_they_are(parts, tmp_path):
+def test_all_parts_run_with_their_default_options(parts, tmp_path):
     assert command.main(["all", "--out", str(tmp_path)]) == 0
 
     assert parts == [("one", 3), ("two", 3)]
@@ -71,7 +71,7 @@ def test_an_unknown_part_is_refused(capsys):
 
 
 @pytest.mark.parametrize("part", [*command.QUICK, *command.PUBLISHED])
-def test_every_part_explains_itself(part, capsys):
+def test_every_part_has_a_help_text(part, capsys):
     with pytest.raises(SystemExit, match="0"):
         command.main([part, "--help"])
 

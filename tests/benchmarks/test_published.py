@@ -1,4 +1,4 @@
-"""The published experiments: what they take as published, and that they do what they say."""
+"""The published experiments: their published figures, their measurements and their tables."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_measured_speed_ups_are_laid_out_beside_published_ones(monkeypatch):
 
     table = speed.tabulate(AMOEBANET_SPEED, scale, results)
 
-    # Speed-ups over one process: 0.5 and 1 in the rounds of the first, which is 1.00 in the table.
+    # Speed-ups over one process: 0.5 and 1 in the rounds of the first; the table is relative to it.
     assert [row[0] for row in table.rows] == ["n=2, m=1", "n=2, m=32", "n=4, m=32", "n=8, m=32"]
     assert [row[4] for row in table.rows] == [1.0, pytest.approx(8 / 3), "2.67*", None]
     assert [row[5] for row in table.rows] == [1.0, 2.0, 4.0, None]
@@ -134,7 +134,7 @@ def test_measured_speed_ups_are_laid_out_beside_published_ones(monkeypatch):
 
 @pytest.fixture
 def group():
-    """A process group of this process alone, as a launched process has one of several."""
+    """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -217,7 +217,7 @@ def test_errors_are_laid_out_beside_what_was_published():
 # -- ablation -------------------------------------------------------------------------------------
 
 
-def test_the_unordered_plan():
+def test_the_unordered_plan_of_two_micro_batches_on_three_stages():
     assert (
         render_text(unordered(2, 3, {0}))
         == """\
@@ -249,7 +249,7 @@ def test_unordered_plans_run_and_recompute_late(mode):
 
 
 class Recorder:
-    """An end of a channel that notes what is called."""
+    """An end of a channel that records its calls."""
 
     num_bytes = 8
 
@@ -264,7 +264,7 @@ class Recorder:
         return note
 
 
-def test_waiting_ends_wait_at_once():
+def test_waiting_ends_of_a_channel_wait_at_once():
     sender, receiver = Recorder(), Recorder()
 
     _WaitingSender(sender).send("x")
@@ -299,10 +299,10 @@ def test_a_carrying_model_computes_the_same_without_skip_routes():
 def test_all_variants_compute_the_same(ranks):
     outcomes = ranks(3).run(run_variants, world=False).values()
 
-    for told in zip(*outcomes, strict=True):
-        has_skips = [of_rank["sent a skip"] for of_rank in told]
-        backward = [of_rank["backward"] for of_rank in told]
-        is_first, is_last = told[0]["variant"] == 0, told[0]["variant"] == 3
+    for results in zip(*outcomes, strict=True):
+        has_skips = [of_rank["sent a skip"] for of_rank in results]
+        backward = [of_rank["backward"] for of_rank in results]
+        is_first, is_last = results[0]["variant"] == 0, results[0]["variant"] == 3
         assert has_skips == ([True, False, False] if is_last else [False] * 3)
         assert backward == [[0, 1, 2] if is_first else [2, 1, 0]] * 3
 
@@ -313,7 +313,7 @@ def run_variants(bare: BareWorld) -> list[dict[str, Any]]:
     plain, balance = small_unet(), [8, 10, 11]
     loss = plain_step(plain, (x,), y, 3, F.mse_loss)
     truth = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    told = []
+    results = []
     for number, components in enumerate(ablation.VARIANTS.values()):
         stage = SwitchedStage(
             small_unet(),
@@ -326,10 +326,10 @@ def run_variants(bare: BareWorld) -> list[dict[str, Any]]:
         )
         torch.testing.assert_close(stage.step(x, y), loss)
         for name, parameter in stage.named_parameters():
-            expected = truth[name.replace(".layer.", ".")]  # which a carrying layer adds
+            expected = truth[name.replace(".layer.", ".")]  # a carrying layer adds it
             torch.testing.assert_close(parameter.grad, expected)
         tasks = [timed.task for timed in stage.last_step()]
-        told.append(
+        results.append(
             {
                 "variant": number,
                 "sent a skip": SKIP in stage.statistics().sent_bytes,
@@ -337,7 +337,7 @@ def run_variants(bare: BareWorld) -> list[dict[str, Any]]:
             }
         )
         stage.close()
-    return told
+    return results
 
 
 def test_the_waiting_model_is_cut_into_its_stages():
@@ -364,7 +364,7 @@ def test_variants_are_laid_out_beside_the_published_ones():
     assert table.rows[0][3:6] == [50.0, 4.0, 8.0]
     assert [row[7] for row in table.rows[:4]] == pytest.approx([1.0, 1.347, 1.8, 1.907], abs=1e-3)
     assert table.rows[4][6:] == [None] * 4
-    # 11 forward, then 8 backward of twice that with 7 recomputations, and 3 backward to fill.
+    # 11 forward, then 8 backward (twice as long) with 7 recomputations, and 3 backward to fill.
     assert table.notes[-1].endswith(f"{10 * (11 + 16 + 7 + 6)} ms (simulated)")
 
 

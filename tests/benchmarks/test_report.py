@@ -1,4 +1,4 @@
-"""How a part's figures are printed: tables by eye, and the files beside them."""
+"""How a part's figures are printed as tables and written to files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TABLE = Table(
 )
 
 
-def test_a_table_by_eye():
+def test_a_table_as_text():
     assert TABLE.to_text() == (
         "speed: 2 stages\n"
         "\n"
@@ -38,16 +38,16 @@ def test_a_report_is_printed_and_written(tmp_path, capsys):
     publish(Report("speed", [TABLE, TABLE], {"raw": [1.5]}, {"rounds": 3}), tmp_path / "new")
 
     text = (tmp_path / "new/speed.txt").read_text()
-    told = json.loads((tmp_path / "new/speed.json").read_text())
+    written = json.loads((tmp_path / "new/speed.json").read_text())
     assert text.count(TABLE.to_text()) == 2
     assert text in capsys.readouterr().out
-    assert (told["part"], told["figures"], told["options"]) == (
+    assert (written["part"], written["figures"], written["options"]) == (
         "speed",
         {"raw": [1.5]},
         {"rounds": 3},
     )
-    assert told["tables"][0]["rows"][1] == ["one process", 24.69, None]
-    assert told["machine"] == machine()
+    assert written["tables"][0]["rows"][1] == ["one process", 24.69, None]
+    assert written["machine"] == machine()
     assert not (tmp_path / "new/speed.png").exists()
 
 

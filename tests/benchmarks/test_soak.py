@@ -1,4 +1,4 @@
-"""The soak test's short form, each fault once; and that it detects what it looks for."""
+"""The soak test's short form: each fault once; and each kind of wrong ending is detected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.soak_rounds import (
     expected_of,
     faults_of,
 )
-from tests.dist.script import LEARNS_LATE
+from tests.dist.script import REPORTED_LATE
 
 SEED = 4
 
@@ -37,7 +37,7 @@ def soak():
 
 @pytest.fixture(scope="module")
 def shared_soak():
-    """Keeps the Python that forks."""
+    """A soak test for the whole module, which keeps its fork server."""
     made = Soak(TIME_LIMIT_S, False, "python -m benchmarks.soak")
     yield made
     made.close()
@@ -53,8 +53,8 @@ FORKED = [fault for fault in FAULTS if fault[0] not in NEED_LAUNCHER]
     ids=["-".join(filter(None, fault)) for fault in FORKED],
 )
 def test_each_fault_once(shared_soak, capsys, number, fault):
-    if fault[0] == "exit beside a thread" and LEARNS_LATE:
-        pytest.skip(LEARNS_LATE)
+    if fault[0] == "exit beside a thread" and REPORTED_LATE:
+        pytest.skip(REPORTED_LATE)
     before = shared_soak.sums.copy()
     shared_soak.run(number, a_round(number, fault))
 
@@ -65,7 +65,7 @@ def test_each_fault_once(shared_soak, capsys, number, fault):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_nobody_outlives_torchruns_agent(soak, capsys):
+def test_no_process_outlives_torchruns_agent(soak, capsys):
     soak.run(0, a_round(0, ("kill the launcher", "")))
 
     assert soak.sums["faults survived"] == 1, capsys.readouterr()
@@ -73,16 +73,16 @@ def test_nobody_outlives_torchruns_agent(soak, capsys):
 
 
 @pytest.mark.dist
-def test_a_hang_is_noticed_and_ended(capsys):
-    soak = Soak(0.2, False, "python -m benchmarks.soak --seed 4")  # nothing is done by then
-    this = a_round(7, ("none", ""))
-    soak.run(7, this)
+def test_a_hang_is_detected_and_ended(capsys):
+    soak = Soak(0.2, False, "python -m benchmarks.soak --seed 4")  # too short for any round
+    round_ = a_round(7, ("none", ""))
+    soak.run(7, round_)
     soak.close()
 
     assert soak.sums["hangs"] == 1
-    told = capsys.readouterr().out
-    assert "round 7 went wrong: none; " in told
-    assert "repeat it with: python -m benchmarks.soak --seed 4 --first 7 --rounds 1" in told
+    printed = capsys.readouterr().out
+    assert "round 7 went wrong: none; " in printed
+    assert "repeat it with: python -m benchmarks.soak --seed 4 --first 7 --rounds 1" in printed
 
 
 def a_round(number, fault):
@@ -93,20 +93,20 @@ def a_round(number, fault):
 # -- rounds --------------------------------------------------------------------------------------
 
 
-def test_a_round_is_known_by_seed_and_number():
+def test_a_round_depends_on_seed_and_number_only():
     rounds = [draw(1, number, max_ranks=4) for number in range(2000)]
 
     assert rounds == [draw(1, number, max_ranks=4) for number in range(2000)]
     assert rounds[:10] != [draw(2, number, max_ranks=4) for number in range(10)]
-    assert {(this.act, this.where) for this in rounds} == set(FAULTS)
-    assert {this.num_ranks for this in rounds} == {2, 3, 4}
-    assert {(this.num_ranks, this.origin) for this in rounds if this.act == "kill"} == {
+    assert {(round_.act, round_.where) for round_ in rounds} == set(FAULTS)
+    assert {round_.num_ranks for round_ in rounds} == {2, 3, 4}
+    assert {(round_.num_ranks, round_.origin) for round_ in rounds if round_.act == "kill"} == {
         (n, rank) for n in (2, 3, 4) for rank in range(n)
     }
-    for this in rounds:
-        assert this.origin != this.actor
-        assert 0 <= this.step < this.num_steps - 1
-        assert this.launcher != FORK or this.act not in NEED_LAUNCHER
+    for round_ in rounds:
+        assert round_.origin != round_.actor
+        assert 0 <= round_.step < round_.num_steps - 1
+        assert round_.launcher != FORK or round_.act not in NEED_LAUNCHER
 
 
 # -- verdicts ------------------------------------------------------------------------------------
@@ -115,79 +115,79 @@ def test_a_round_is_known_by_seed_and_number():
 @pytest.fixture
 def raised() -> Round:
     """A layer of rank 1 of 3 raises."""
-    this = draw(SEED, 0, max_ranks=2, launchers=(FORK,), faults=(("raise", "forward"),))
-    return dataclasses.replace(this, num_ranks=3, origin=1)
+    round_ = draw(SEED, 0, max_ranks=2, launchers=(FORK,), faults=(("raise", "forward"),))
+    return dataclasses.replace(round_, num_ranks=3, origin=1)
 
 
-STORY = """Traceback (most recent call last):
-IllError: ill in forward
-procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer 'l2' (IllLayer)
+REPORT = """Traceback (most recent call last):
+FaultError: fault in forward
+procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer 'l2' (FaultyLayer)
 """
-VICTIM = "procpipe: rank {} ends, because rank 1 failed in step(): IllError: ill in forward\n"
+VICTIM = "procpipe: rank {} ends, because rank 1 failed in step(): FaultError: fault in forward\n"
 
 
-OUTPUTS = (VICTIM.format(0), STORY, VICTIM.format(2))
+OUTPUTS = (VICTIM.format(0), REPORT, VICTIM.format(2))
 
 
 def ending(codes=(1, 1, 1), outputs=OUTPUTS, launcher=""):
     return Ending(codes, outputs, launcher, 1.0, 0.1, (), 0, (), 0)
 
 
-def test_a_right_ending_is_right(raised):
+def test_an_expected_ending_has_no_faults(raised):
     assert faults_of(raised, ending()) == []
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "fault"),
     [
         (ending(codes=(1, 1, 0)), "exit code 0 of rank 2"),
         (ending(outputs=("", "", "")), "0 tracebacks, not 1"),
-        (ending(outputs=(STORY, STORY, "")), "2 tracebacks, not 1"),
-        (ending(outputs=(STORY, "", "")), "'IllError: ill in forward' is not told"),
+        (ending(outputs=(REPORT, REPORT, "")), "2 tracebacks, not 1"),
+        (ending(outputs=(REPORT, "", "")), "'FaultError: fault in forward' is not printed"),
         (
-            ending(outputs=("procpipe: rank 0 ends, because rank 2 failed", STORY, "")),
-            "rank 2 is blamed",
+            ending(outputs=("procpipe: rank 0 ends, because rank 2 failed", REPORT, "")),
+            "rank 2 is named",
         ),
     ],
 )
-def test_a_wrong_story_is_noticed(raised, wrong, told):
-    assert told in faults_of(raised, wrong)
+def test_a_wrong_report_is_detected(raised, wrong, fault):
+    assert fault in faults_of(raised, wrong)
 
 
-def test_whom_torchrun_blames_is_noticed(raised):
-    this = dataclasses.replace(raised, launcher=TORCHRUN)
+def test_the_rank_that_torchrun_names_is_checked(raised):
+    round_ = dataclasses.replace(raised, launcher=TORCHRUN)
     report = "Root Cause (first observed failure):\n[0]:\n  rank      : {} (local_rank: 0)\n"
 
-    assert faults_of(this, ending((1,), launcher=report.format(1))) == []
-    assert faults_of(this, ending((1,), launcher=report.format(2))) == ["torchrun blames rank 2"]
-    assert faults_of(this, ending((1,))) == ["torchrun names no rank"]
-    assert "exit code 0 of a job that must fail" in faults_of(this, ending((0,)))
+    assert faults_of(round_, ending((1,), launcher=report.format(1))) == []
+    assert faults_of(round_, ending((1,), launcher=report.format(2))) == ["torchrun names rank 2"]
+    assert faults_of(round_, ending((1,))) == ["torchrun names no rank"]
+    assert "exit code 0 of a job that must fail" in faults_of(round_, ending((0,)))
 
 
-def test_whom_procpipe_run_blames_is_noticed(raised):
-    this = dataclasses.replace(raised, launcher="procpipe run")
+def test_the_rank_that_procpipe_run_names_is_checked(raised):
+    round_ = dataclasses.replace(raised, launcher="procpipe run")
     report = (
         "procpipe: rank 0 ends, because rank 1 failed\nprocpipe: stage {0} (rank {0}) failed in …"
     )
 
-    assert faults_of(this, ending((1,), launcher=report.format(1))) == []
-    assert faults_of(this, ending((1,), launcher=report.format(2))) == [
-        "procpipe run blames rank 2"
+    assert faults_of(round_, ending((1,), launcher=report.format(1))) == []
+    assert faults_of(round_, ending((1,), launcher=report.format(2))) == [
+        "procpipe run names rank 2"
     ]
 
 
-def test_a_job_that_must_end_well_may_not_complain(raised):
-    this = dataclasses.replace(raised, act="none")
+def test_a_job_that_must_end_well_may_not_report_a_failure(raised):
+    round_ = dataclasses.replace(raised, act="none")
     quiet = ("", "", "")
 
-    assert expected_of(this).is_well
-    assert faults_of(this, ending((0, 0, 0), quiet)) == []
-    assert faults_of(this, ending((0, -6, 0), quiet)) != []
-    assert faults_of(this, ending((0, 0, 0), ("", "procpipe: rank 1 left early", ""))) != []
-    assert faults_of(this, ending((0, 0, 0), (STORY, "", ""))) == ["1 tracebacks, not 0"]
+    assert expected_of(round_).is_well
+    assert faults_of(round_, ending((0, 0, 0), quiet)) == []
+    assert faults_of(round_, ending((0, -6, 0), quiet)) != []
+    assert faults_of(round_, ending((0, 0, 0), ("", "procpipe: rank 1 left early", ""))) != []
+    assert faults_of(round_, ending((0, 0, 0), (REPORT, "", ""))) == ["1 tracebacks, not 0"]
 
 
-def test_a_fault_that_never_came_is_not_survived(soak, raised):
+def test_a_fault_that_never_happened_is_not_counted(soak, raised):
     quiet, strangers = ("", "", ""), dataclasses.replace(raised, act="strangers")
     assert soak._judge(strangers, ending((0, 0, 0), quiet)) == ["no stranger came"]
     came = dataclasses.replace(ending((0, 0, 0), quiet), num_acts=2)
@@ -199,7 +199,7 @@ def test_a_fault_that_never_came_is_not_survived(soak, raised):
     assert soak.sums["faults survived"] == 1
 
 
-def test_what_is_left_is_counted(soak, raised, capsys):
+def test_processes_memory_and_files_that_are_left_are_counted(soak, raised, capsys):
     left = dataclasses.replace(ending(), left=("python x",), shared_bytes=7, files=("tmp",))
 
     assert soak._judge(raised, left) == [

@@ -1,12 +1,12 @@
-"""What every transport must do: one list of cases, each run by both ends of two connected ranks.
+"""The cases that every transport must pass, each run by both ends of two connected ranks.
 
     case(end)      called on rank 0 and on rank 1 at the same time (threads or processes)
-      end.rank                 which of the two this is
+      end.rank                 0 or 1
       end.sender(kind)         to the other rank, FIFO by kind
       end.receiver(kind)       from the other rank
-      end.meet()               waits for the other rank, by another way than the channels
+      end.meet()               waits for the other rank, without the channels
 
-A case raises ``AssertionError`` on the rank that sees a fault. Knows no transport.
+A case raises ``AssertionError`` on the rank that detects a fault. Independent of transports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
 from procpipe.tree import TENSOR, Flat, flatten
 
-#: Kinds of channel that are open in both directions.
+#: Kinds of channels that are open in both directions.
 KINDS = (1, 2, 3)
 
 MIB = 1 << 20
@@ -48,7 +48,7 @@ Case = Callable[[End], None]
 # -- the cases ----------------------------------------------------------------------------------
 
 
-def messages_come_in_order(end: End) -> None:
+def messages_arrive_in_order(end: End) -> None:
     transfer(end, [torch.tensor([k]) for k in range(200)])
 
 
@@ -61,7 +61,7 @@ def sizes_around_the_inline_limit(end: End) -> None:
     sizes = [INLINE_BYTES + k for k in (-4, 0, 4)]
     transfer(end, [numbers(size // 4, torch.float32) for size in sizes])
     transfer(end, [numbers(INLINE_BYTES + k, torch.uint8) for k in (-1, 0, 1)])
-    # Together above the limit, each below it.
+    # Several tensors, each below the limit, together above it.
     transfer(end, [[numbers(INLINE_BYTES // 2 + k, torch.uint8) for k in range(3)]])
 
 
@@ -100,24 +100,24 @@ def everything_may_change_with_each_message(end: End) -> None:
     )
 
 
-def wishes_for_gradients_travel_along(end: End) -> None:
-    wishes = [(True, False), (False, True), (False, False), (True, True), (True, True)]
+def requires_grad_is_sent(end: End) -> None:
+    all_flags = [(True, False), (False, True), (False, False), (True, True), (True, True)]
     tensors = [torch.ones(2), torch.zeros(3)]
     for size in (1, INLINE_BYTES):
-        for wish in wishes:
+        for flags in all_flags:
             if end.rank == 0:
-                tensors = [torch.ones(size, device=end.device) for _ in wish]
-                end.sender().send(Flat(tensors, ("t", (TENSOR, TENSOR)), wish))
+                tensors = [torch.ones(size, device=end.device) for _ in flags]
+                end.sender().send(Flat(tensors, ("t", (TENSOR, TENSOR)), flags))
             else:
                 end.receiver().expect()
                 message = end.receiver().take()
-                assert message.requires_grad == wish, (message.requires_grad, wish)
+                assert message.requires_grad == flags, (message.requires_grad, flags)
                 assert not any(tensor.requires_grad for tensor in message.tensors)
     settle(end)
 
 
 def many_tensors_in_one_message(end: End) -> None:
-    """1,500 parts are more than one ``sendmsg`` takes (IOV_MAX is 1,024 on Linux)."""
+    """1,500 parts are more than ``sendmsg`` accepts (IOV_MAX is 1,024 on Linux)."""
     transfer(end, [[torch.tensor([k]) for k in range(1500)], [torch.ones(1)]])
     transfer(end, [[numbers(INLINE_BYTES // 8 + k, torch.uint8) for k in range(20)]])
 
@@ -140,7 +140,7 @@ def every_dtype(end: End) -> None:
     transfer(end, [numbers(INLINE_BYTES + 1, dtype) for dtype in dtypes])
 
 
-def what_is_not_contiguous(end: End) -> None:
+def non_contiguous_tensors(end: End) -> None:
     for rows in (4, INLINE_BYTES // 4):
         t = numbers(rows * 6, torch.float32).reshape(rows, 6)
         z = torch.complex(t, t + 1)
@@ -168,12 +168,12 @@ def structures_and_plain_values_are_exact(end: End) -> None:
     transfer(end, [[t, value] for value in plain])
     transfer(end, [plain, {"a": {1: (t,), "1": []}, "": ()}, (), [], {}, None])
     transfer(end, [(((((t, None), [None]), {}), {"k": [t, {"k": t}]}), t)])
-    # Equal to Python, but not the same: the metadata of the one before must not be used again.
+    # Equal in Python, but not the same: the previous metadata must not be used again.
     transfer(end, [[t, 1], [t, True], [t, 1.0], [t, True], [t, 0.0], [t, -0.0], [t, False]])
 
 
 def sends_do_not_wait_for_the_receiver(end: End) -> None:
-    """16 MB under way, in tokens and behind them, while the receiver does nothing at all."""
+    """Send 16 MB, in tokens and after them, before the receiver does anything."""
     sizes = [INLINE_BYTES] * 128 + [MIB] * 8
     if end.rank == 0:
         for k, size in enumerate(sizes):
@@ -203,7 +203,7 @@ def several_megabytes_both_ways_at_once(end: End) -> None:
 
 
 def ping_and_pong(end: End) -> None:
-    """Each message depends on the one before: nothing may wait for a later call."""
+    """Each message depends on the previous one: no send may wait for a later call."""
     value = torch.zeros(INLINE_BYTES // 4 + 1)
     for k in range(10):
         if k % 2 == end.rank:
@@ -215,7 +215,7 @@ def ping_and_pong(end: End) -> None:
     settle(end)
 
 
-def allowances_may_run_ahead_and_be_taken_back(end: End) -> None:
+def expect_may_run_ahead_and_forgo_undoes_it(end: End) -> None:
     contents = [numbers(size, torch.uint8) for size in (1, INLINE_BYTES + 1, 2)]
     if end.rank == 0:
         for content in contents:
@@ -232,7 +232,7 @@ def allowances_may_run_ahead_and_be_taken_back(end: End) -> None:
     settle(end)
 
 
-def a_message_is_not_touched_by_the_next(end: End) -> None:
+def a_message_is_not_changed_by_the_next(end: End) -> None:
     sizes = (3, 3, INLINE_BYTES + 1, INLINE_BYTES + 1, 3)
     if end.rank == 0:
         for k, size in enumerate(sizes):
@@ -244,11 +244,11 @@ def a_message_is_not_touched_by_the_next(end: End) -> None:
             taken.append(end.receiver().take().value)
         for k, (value, size) in enumerate(zip(taken, sizes, strict=True)):
             assert_same(value, torch.full((size,), float(k)))
-            value.add_(1)  # and it is the receiver's own
+            value.add_(1)  # which must not change the others
     settle(end)
 
 
-def what_was_sent_is_counted(end: End) -> None:
+def sent_bytes_and_messages_are_counted(end: End) -> None:
     sender = end.sender(2)
     assert (sender.num_bytes, sender.num_messages) == (0, 0)
     t = torch.ones(3, dtype=torch.float64)
@@ -259,8 +259,8 @@ def what_was_sent_is_counted(end: End) -> None:
         assert sender.num_bytes == 5 * 8 + 0 + 4 * INLINE_BYTES + 2 * INLINE_BYTES
 
 
-def settled_means_that_nothing_is_held(end: End) -> None:
-    settle(end)  # of nothing
+def settle_releases_sent_tensors(end: End) -> None:
+    settle(end)  # without messages
     for size in (1, MIB):
         if end.rank == 0:
             tensor = torch.ones(size, device=end.device)
@@ -278,32 +278,32 @@ def settled_means_that_nothing_is_held(end: End) -> None:
 
 
 CASES: tuple[Case, ...] = (
-    messages_come_in_order,
+    messages_arrive_in_order,
     bulk_and_inline_mix_in_one_channel,
     sizes_around_the_inline_limit,
     kinds_and_directions_are_independent,
     everything_may_change_with_each_message,
-    wishes_for_gradients_travel_along,
+    requires_grad_is_sent,
     many_tensors_in_one_message,
     empty_and_dimensionless_tensors,
     every_dtype,
-    what_is_not_contiguous,
+    non_contiguous_tensors,
     structures_and_plain_values_are_exact,
     sends_do_not_wait_for_the_receiver,
     several_megabytes_both_ways_at_once,
     ping_and_pong,
-    allowances_may_run_ahead_and_be_taken_back,
-    a_message_is_not_touched_by_the_next,
-    what_was_sent_is_counted,
-    settled_means_that_nothing_is_held,
+    expect_may_run_ahead_and_forgo_undoes_it,
+    a_message_is_not_changed_by_the_next,
+    sent_bytes_and_messages_are_counted,
+    settle_releases_sent_tensors,
 )
 
 
-# -- what they are made of ----------------------------------------------------------------------
+# -- parts of the cases -------------------------------------------------------------------------
 
 
 def transfer(end: End, values: list[Any], kind: int = 1) -> None:
-    """Send values from rank 0 to rank 1, where they must be what they were."""
+    """Send values from rank 0 to rank 1, which checks them."""
     if end.rank == 0:
         for value in values:
             end.sender(kind).send(flat(end, value))
@@ -317,7 +317,7 @@ def transfer(end: End, values: list[Any], kind: int = 1) -> None:
 
 
 def settle(end: End) -> None:
-    """Let both ends come to rest."""
+    """Wait until both ends have received everything."""
     for kind in KINDS:
         end.sender(kind).settle()
     end.meet()
@@ -330,22 +330,22 @@ def flat(end: End, value: Any) -> Flat:
 
 
 def numbers(size: int, dtype: torch.dtype) -> Tensor:
-    """Return ``size`` numbers that are not all alike and fit the dtype."""
+    """Return ``size`` numbers that are not all equal and fit the dtype."""
     return (torch.arange(size) % 113).to(dtype)
 
 
 def assert_same(received: Any, sent: Any) -> None:
-    """Check that a nested value is the same to the bit, types included."""
-    ours, their_structure = flatten(received)
-    theirs, structure = flatten(sent)
-    # repr tells 1 from True and 1.0, 0.0 from -0.0, and holds nan equal to itself.
-    assert repr(their_structure) == repr(structure), f"{their_structure} is not {structure}"
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
+    """Check that a nested value is equal in every bit, types included."""
+    received_tensors, received_structure = flatten(received)
+    tensors, structure = flatten(sent)
+    # repr distinguishes 1 from True and 1.0, and 0.0 from -0.0; nan is equal to itself.
+    assert repr(received_structure) == repr(structure), f"{received_structure} is not {structure}"
+    assert len(received_tensors) == len(tensors)
+    for a, b in zip(received_tensors, tensors, strict=True):
         form = f"{tuple(a.shape)} {a.dtype}"
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{form}, not {tuple(b.shape)} {b.dtype}"
         same = torch.equal(a.cpu(), b.resolve_conj().resolve_neg())
-        assert same, f"the elements of {form} are others: {a}, not {b}"
+        assert same, f"the elements of {form} differ: {a}, not {b}"
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,7 +1,6 @@
 """A channel inside one process: both ends in one object.
 
-The message is handed over as it is; nothing is copied. ``take`` waits for a sender in another
-thread.
+Messages are passed without a copy. ``take`` waits for a sender in another thread.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class MemoryChannel:
         self._changed = threading.Condition()
 
     def send(self, message: Flat) -> None:
-        """Hand a message over."""
+        """Append a message."""
         with self._changed:
             self._messages.append(message)
             self.num_messages += 1
@@ -41,7 +40,7 @@ class MemoryChannel:
             self._changed.notify_all()
 
     def reap(self) -> int:
-        """Return 0: what is handed over is the receiver's."""
+        """Return 0: the sender holds no messages."""
         return 0
 
     def settle(self) -> None:
@@ -49,14 +48,14 @@ class MemoryChannel:
         self._wait_until(lambda: not self._messages, "to be taken")
 
     def wait_reusable(self) -> None:
-        """Return: the receiver has the very tensors, so they must never be written to."""
+        """Return: the receiver has the same tensors, which must never be written to."""
 
     def expect(self) -> None:
         """Allow one more message to be taken."""
         self._num_allowed += 1
 
     def forgo(self) -> None:
-        """Take one allowance back: that message will not be sent."""
+        """Undo one ``expect``: that message will not be sent."""
         self._num_allowed -= 1
 
     def take(self) -> Flat:

@@ -1,12 +1,12 @@
-"""A GPU that several processes share, simulated: its work is done in any order that CUDA allows.
+"""A simulated GPU that several processes share; it does work in any order that CUDA allows.
 
-    Device           streams of all processes, and the memory they share
+    Device           streams of all processes, and their common memory
     Process          the ``Gpu`` of one process
 
-What a process queues on a stream waits there until the device gets to it: the device picks any
-stream whose first piece of work is ready, and does that. New memory is full of large numbers, and
-has another address in each process that opens it. Memory that is used without being open, or given
-back while it is in use or open elsewhere, is an error.
+A process queues work on streams. The device repeatedly picks any stream whose first work is ready,
+and does that work. New memory is filled with large numbers, and has another address in each process
+that opens it. To use memory that is not open, or to free memory that is in use or open elsewhere,
+is an error.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Device:
     """The GPU.
 
     Args:
-        chance: picks what is done next, and when; None does all that is ready at once.
+        chance: chooses the next work and its time; None does all ready work at once.
 
     Attributes:
-        is_paused: whether work is done only where a host waits for it.
+        is_paused: whether work is done only when a host waits for it.
     """
 
     def __init__(self, chance: random.Random | None = None):
@@ -58,24 +58,24 @@ class Device:
         return self.blocks[handle]
 
     def queued(self):
-        """What queues new work calls this."""
+        """Do some work, as chance has it; called for each new work."""
         if self.is_paused:
             return
         if self._chance is None:
             while self._do_one():
                 pass
         elif self._chance.random() < 0.1:
-            self._chance.shuffle(self._streams)  # the first go on before all others
+            self._chance.shuffle(self._streams)  # the first ones have priority
             for _ in range(self._chance.choice((1, 5, 50))):
                 self._do_one()
 
     def run_until(self, is_done):
         with self.lock:
             while not is_done():
-                assert self._do_one(), "the device waits for what nobody has queued"
+                assert self._do_one(), "the device waits for work that no process has queued"
 
     def drop(self, process):
-        """Forget what a process has queued, as when it is killed."""
+        """Drop the queued work of a process, as when it is killed."""
         with self.lock:
             for stream in process._streams:
                 stream.work.clear()
@@ -149,7 +149,7 @@ class Stream:
 
 
 class Process(Gpu):
-    """One process's side of the GPU; nothing is left of the real one's."""
+    """One process's view of the GPU; replaces all of ``Gpu``."""
 
     def __init__(self, device: Device) -> None:
         self._shared = device
@@ -189,8 +189,8 @@ class Process(Gpu):
     def free(self, address):
         with self._shared.lock:
             block = self._blocks.pop(address)
-            assert not block.num_open, "memory is given back that another process has open"
-            assert not self._is_in_use(block), "memory is given back that is still used"
+            assert not block.num_open, "memory is freed that another process has open"
+            assert not self._is_in_use(block), "memory is freed that is still used"
             del self._shared.blocks[block.handle]
 
     def export(self, address):
@@ -199,7 +199,7 @@ class Process(Gpu):
     def open(self, handle):
         with self._shared.lock:
             block = self._shared.blocks[handle]
-            assert block not in self._blocks.values(), "memory is opened where it is from"
+            assert block not in self._blocks.values(), "memory is opened in its own process"
             block.num_open += 1
             address = self._shared.new_address()
             self._blocks[address] = block
@@ -214,8 +214,8 @@ class Process(Gpu):
     def copy(self, stream, to, source, num_bytes):
         ends = (self._find(to, num_bytes), self._find(source, num_bytes))
         blocks = [block for _, block in ends if block is not None]
-        (ours, _), (theirs, _) = ends
-        stream.queue(Work(lambda: ctypes.memmove(ours, theirs, num_bytes), blocks=blocks))
+        (target, _), (origin, _) = ends
+        stream.queue(Work(lambda: ctypes.memmove(target, origin, num_bytes), blocks=blocks))
 
     def clear(self, stream, address, num_bytes):
         memory, block = self._find(address, num_bytes)
@@ -240,7 +240,7 @@ class Process(Gpu):
         return ctypes.c_int64.from_address(place), block
 
     def _find(self, address, num_bytes):
-        """Return where memory really is, and its block; a tensor's is in no block."""
+        """Return the real address of memory, and its block; a tensor is in no block."""
         for start, block in self._blocks.items():
             if start <= address < start + (1 << 44):
                 offset = address - start

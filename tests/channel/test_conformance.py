@@ -1,4 +1,4 @@
-"""Every transport runs the one list of cases in ``conformance.py``."""
+"""Every transport passes the cases in ``conformance.py``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = [case.__name__ for case in CASES]
 
 
 class Side:
-    """One rank's side: channels of every kind to and from the other, and a way to meet."""
+    """One rank's end: channels of every kind to and from the other rank, and ``meet``."""
 
     def __init__(self, rank, channels, meet, device=CPU):
         senders, receivers = channels
@@ -47,10 +47,10 @@ def memory_sides():
 
 
 def link_sides(transports=(None, None)):
-    """Two meshes in one process, a thread each; everything travels inside tokens."""
+    """Two meshes in one process, one thread each; all data is sent in tokens."""
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
-    ours, theirs = socket.socketpair()
-    meshes = [mesh_over(0, {1: ours}), mesh_over(1, {0: theirs})]
+    first, second = socket.socketpair()
+    meshes = [mesh_over(0, {1: first}), mesh_over(1, {0: second})]
     sides = [
         Side(rank, links(meshes[rank], transports[rank], CPU), barrier.wait) for rank in (0, 1)
     ]
@@ -58,7 +58,7 @@ def link_sides(transports=(None, None)):
 
 
 def simulated_gpu_sides():
-    """The same, but tensors travel by slots of a simulated GPU: of CUDA IPC, all but CUDA."""
+    """The same, but with CUDA IPC on a simulated GPU for tensors."""
     gpu, pids = Device(), dict.fromkeys((0, 1), os.getpid())
     return link_sides([CudaIpcTransport(Process(gpu), pids) for _ in pids])
 
@@ -106,7 +106,7 @@ def test_in_one_process(make, case):
 
 
 def run_all(world, transport_name):
-    """Run every case over one transport, in real processes; say what each one raised."""
+    """Run every case over one transport, in real processes; return what each one raised."""
     device = CPU
     if transport_name in ("nccl", "cuda_ipc"):
         device = torch.device("cuda", world.rank if transport_name == "nccl" else 0)
@@ -115,13 +115,13 @@ def run_all(world, transport_name):
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
     (transport,) = world.open_transports(TransportChoice(transport_name, ["", ""]), routes).values()
-    stories = stories_of(CASES, world, lambda: links(mesh, transport, device))
-    if not any(stories.values()):
+    errors = errors_of(CASES, world, lambda: links(mesh, transport, device))
+    if not any(errors.values()):
         world.drain()
-    return stories
+    return errors
 
 
-def stories_of(cases, world, channels):
+def errors_of(cases, world, channels):
     """Run cases on this rank until one fails, which leaves the channels in an unknown state.
 
     Args:
@@ -132,22 +132,22 @@ def stories_of(cases, world, channels):
     Returns:
         What each case raised, by its name; None if it raised nothing.
     """
-    stories: dict[str, str | None] = {}
+    errors: dict[str, str | None] = {}
     for case in cases:
         side = Side(world.rank, channels(), Meeting(world, case.__name__), world.device)
         try:
-            side.meet()  # the channels of this case are there on both sides
+            side.meet()  # the channels of this case exist on both ranks
             case(side)
             side.meet()
-            stories[case.__name__] = None
+            errors[case.__name__] = None
         except Exception:
-            stories[case.__name__] = traceback.format_exc()
+            errors[case.__name__] = traceback.format_exc()
             break
-    return stories
+    return errors
 
 
 class Meeting:
-    """Waits for the other rank through the store, so that nobody looks at the sockets."""
+    """Waits for the other rank by the store, without reading the sockets."""
 
     def __init__(self, world, name):
         self._world = world
@@ -162,33 +162,33 @@ class Meeting:
 
 
 @pytest.fixture(scope="module")
-def gloo_stories(ranks):
+def gloo_errors(ranks):
     return ranks(2).run(run_all, "gloo").values()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gloo(gloo_stories, name):
-    assert [story.get(name, "did not run") for story in gloo_stories] == [None, None]
+def test_gloo(gloo_errors, name):
+    assert [by_case.get(name, "did not run") for by_case in gloo_errors] == [None, None]
 
 
 @pytest.fixture(scope="module")
-def shm_stories(ranks):
+def shm_errors(ranks):
     return ranks(2).run(run_all, "shm").values()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shm(shm_stories, name):
-    assert [story.get(name, "did not run") for story in shm_stories] == [None, None]
+def test_shm(shm_errors, name):
+    assert [by_case.get(name, "did not run") for by_case in shm_errors] == [None, None]
 
 
 @pytest.mark.gpu
 def test_cuda_ipc(ranks):
     """Both ranks on one GPU."""
-    for stories in ranks(2).run(run_all, "cuda_ipc").values():
-        assert stories == dict.fromkeys(NAMES)
+    for errors in ranks(2).run(run_all, "cuda_ipc").values():
+        assert errors == dict.fromkeys(NAMES)
 
 
 @pytest.mark.gpu(2)
 def test_nccl(ranks):
-    for stories in ranks(2).run(run_all, "nccl").values():
-        assert stories == dict.fromkeys(NAMES)
+    for errors in ranks(2).run(run_all, "nccl").values():
+        assert errors == dict.fromkeys(NAMES)

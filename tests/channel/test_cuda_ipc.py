@@ -1,6 +1,6 @@
 """CUDA IPC without CUDA: notes, slots and the order of work, on a simulated GPU.
 
-What only a GPU can show is in ``test_conformance.py`` and ``tests/dist/test_gpu.py``.
+``test_conformance.py`` and ``tests/dist/test_gpu.py`` test what needs a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 class Ends:
-    """Two processes that share a GPU, both in this one."""
+    """Two ends that share a simulated GPU, both in this process."""
 
     def __init__(self, chance=None):
         self.device = Device(chance)
@@ -45,7 +45,7 @@ class Ends:
         return pending, received
 
     def drain(self):
-        """Let both drain at the same time."""
+        """Drain both at the same time."""
         threads = [threading.Thread(target=each.drain) for each in self.transports]
         for thread in threads:
             thread.start()
@@ -84,7 +84,7 @@ NOTES = [
 
 
 @pytest.mark.parametrize("note", NOTES)
-def test_a_note_is_read_as_it_was_written(note):
+def test_a_note_reads_back(note):
     assert Note.unpack(note.pack()) == note
 
 
@@ -94,7 +94,7 @@ def test_a_note_is_short():
 
 @pytest.mark.parametrize("note", NOTES)
 @pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"\0", lambda b: b[:10]])
-def test_other_bytes_than_a_note_are_refused(note, change):
+def test_bytes_that_are_not_a_note_are_refused(note, change):
     with pytest.raises(ValueError, match="not the note of a slot: b'"):
         Note.unpack(change(note.pack()))
 
@@ -115,9 +115,9 @@ def test_all_kinds_of_tensors_arrive(ends):
     _, received = ends.transfer(sent)
 
     assert len(received) == len(sent)
-    for ours, theirs in zip(received, sent, strict=True):
-        assert ours.shape == theirs.shape
-        assert torch.equal(ours, theirs)
+    for found, expected in zip(received, sent, strict=True):
+        assert found.shape == expected.shape
+        assert torch.equal(found, expected)
 
 
 def test_a_message_without_elements_arrives(ends):
@@ -141,22 +141,22 @@ def test_a_slot_is_used_again_once_the_receiver_has_queued_its_copies(ends):
 
 
 def test_slots_are_used_in_turn(ends):
-    """So that the copy into one waits for a copy that was queued as long ago as can be."""
+    """So that a copy into a slot waits for the copy that was queued the longest time ago."""
     notes = [ends.send([numbers(10)])[1] for _ in range(3)]
     for note in notes:
         ends.receive([numbers(10)], note)
 
-    told = []
+    unpacked = []
     for _ in range(4):
         _, note = ends.send([numbers(10)])
         ends.receive([numbers(10)], note)
-        told.append(Note.unpack(note))
+        unpacked.append(Note.unpack(note))
 
-    assert [note.number for note in told] == [0, 1, 2, 0]
-    assert [note.serial for note in told] == [2, 2, 2, 3]
+    assert [note.number for note in unpacked] == [0, 1, 2, 0]
+    assert [note.serial for note in unpacked] == [2, 2, 2, 3]
 
 
-def test_the_handle_travels_once(ends):
+def test_the_handle_is_sent_once(ends):
     for k in range(3):
         _, note = ends.send([numbers(10)])
         assert bool(Note.unpack(note).handle) == (k == 0)
@@ -171,7 +171,7 @@ def test_channels_do_not_share_slots(ends):
 
 
 def test_slots_are_whole_granules(ends):
-    """The driver would share with a smaller one what it has cut out of the same block."""
+    """With a smaller slot the driver would also share other memory of the same block."""
     ends.transfer([numbers(1)])
     ends.transfer([torch.zeros(4 * MIB, dtype=torch.uint8)], kind=2)
 
@@ -185,7 +185,7 @@ def test_slots_that_have_become_too_small_are_freed(ends):
             assert torch.equal(ends.transfer(sent)[1][0], sent[0])
         assert len(ends.slots) == ends.num_opened == 1
 
-    ends.transfer([numbers(1)])  # goes into the large one
+    ends.transfer([numbers(1)])  # uses the large slot
     ends.sender._free_closed()
     assert [len(block.content) for block in ends.device.blocks.values()] == [6 * MIB]
 
@@ -205,7 +205,7 @@ def test_a_dropped_slot_is_closed_only_when_its_copies_are_done(ends):
     ends.gpus[1].synchronize()
 
 
-def test_the_host_waits_for_nothing_but_the_making_of_a_slot(ends):
+def test_the_host_waits_only_when_a_slot_is_made(ends):
     ends.transfer([numbers(10)])
     ends.device.is_paused = True
     sent = numbers(10)
@@ -240,7 +240,7 @@ def test_a_message_does_not_wait_for_one_of_another_rank():
     gpus = [Process(device) for _ in range(3)]
     transports = [CudaIpcTransport(gpu, {0: PID, 1: PID, 2: PID}) for gpu in gpus]
     never = Event()
-    gpus[0].current_stream().wait_event(never)  # is still computing what it sends
+    gpus[0].current_stream().wait_event(never)  # rank 0 still computes its message
     sent = [numbers(10)], [numbers(10, 1)]
     meta = describe(Flat.of(sent[0]))
 
@@ -253,7 +253,7 @@ def test_a_message_does_not_wait_for_one_of_another_rank():
     assert torch.equal(received[1][0][0], sent[1][0])
 
 
-def test_a_message_is_done_when_the_tensors_are_free_and_the_receiver_needs_nothing(ends):
+def test_a_send_is_done_when_the_receiver_has_copied_the_message(ends):
     pending, note = ends.send([numbers(10)])
     assert not pending.is_done()
 
@@ -277,7 +277,7 @@ def test_all_memory_is_freed_when_both_drain(ends):
     assert len(ends.device.blocks) >= 3
 
     for transport in ends.transports:
-        transport.drain()  # one is done long before the other
+        transport.drain()  # one ends long before the other
     for transport in ends.transports:
         transport.close()
 
@@ -295,7 +295,7 @@ def test_drain_waits_until_the_receiver_has_its_copies(ends):
 
 
 def test_memory_that_a_peer_has_open_is_not_freed(ends):
-    """What ``cuMemFree`` does then is undefined; the process's end does it well."""
+    """``cuMemFree`` would be undefined then; the end of the process frees the memory."""
     ends.transfer([numbers(10)])
 
     ends.sender.drain()
@@ -305,7 +305,7 @@ def test_memory_that_a_peer_has_open_is_not_freed(ends):
 
 
 def test_nothing_is_freed_after_a_failure(ends):
-    """Whoever closes without ``drain`` does not know what others are still reading."""
+    """Without ``drain``, other processes may still read the memory."""
     ends.transfer([numbers(10)])
     for transport in ends.transports:
         transport.close()
@@ -331,8 +331,8 @@ def test_descriptors_are_closed_with_the_transports():
 # -- any order of work --------------------------------------------------------------------------
 
 
-class Story:
-    """Two processes that send, take, compute and overwrite at random, and what has arrived."""
+class RandomTransfers:
+    """Two processes that send, take, compute and overwrite at random; records what arrives."""
 
     def __init__(self, seed):
         self.chance = random.Random(seed)
@@ -340,9 +340,9 @@ class Story:
         self.sent = defaultdict(list)
         self.under_way = defaultdict(deque)
         self.arrived = defaultdict(list)
-        self.kept = []  # a GPU's allocator keeps what a stream still uses
+        self.kept = []  # as a GPU's allocator keeps memory that a stream still uses
 
-    def play(self, num_steps):
+    def run(self, num_steps):
         for _ in range(num_steps):
             self.chance.choice((self.send, self.send, self.take))()
         while any(self.under_way.values()):
@@ -383,30 +383,30 @@ class Story:
 
 
 def content(tensor):
-    """Return the values in a tensor, as far as a look here and there tells."""
+    """Return the set of about 50 values of a tensor."""
     return set(tensor[:: max(1, len(tensor) // 50)].tolist())
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_the_order_of_work_what_arrives_is_what_was_sent(seed):
-    story = Story(seed)
+def test_messages_arrive_unchanged_in_any_order_of_work(seed):
+    transfers = RandomTransfers(seed)
 
-    story.play(60)
+    transfers.run(60)
 
-    for channel, sent in story.sent.items():
-        for ours, theirs in zip(story.arrived[channel], sent, strict=True):
-            assert ours == [(size, {value} if size else set()) for size, value in theirs]
-    story.ends.drain()
-    for transport in story.ends.transports:
+    for channel, sent in transfers.sent.items():
+        for found, expected in zip(transfers.arrived[channel], sent, strict=True):
+            assert found == [(size, {value} if size else set()) for size, value in expected]
+    transfers.ends.drain()
+    for transport in transfers.ends.transports:
         transport.close()
-    assert not story.ends.device.blocks
+    assert not transfers.ends.device.blocks
 
 
 # -- failures -----------------------------------------------------------------------------------
 
 
 def test_the_transfers_of_a_sender_whose_receiver_has_died_end(ends):
-    """The next message waits until the one before is taken, which nobody does any more."""
+    """The next message waits until the one before is taken, but its receiver is dead."""
     _, note = ends.send([numbers(10)])
     ends.receive([numbers(10)], note)
     ends.device.is_paused = True
@@ -430,7 +430,7 @@ def test_the_transfers_of_a_receiver_whose_sender_has_died_end(ends):
     _, note = ends.send(sent)
     ends.device.drop(ends.gpus[0])
     _, pending = ends.receive(sent, note)
-    pending.wait()  # and so is what its compute waits for
+    pending.wait()  # its compute waits for the transfer
     ends.device.is_paused = False
     assert ends.receiver.busy_with() == [0]
 
@@ -441,7 +441,7 @@ def test_the_transfers_of_a_receiver_whose_sender_has_died_end(ends):
 
 
 def test_a_live_receiver_gets_its_message_although_the_sender_has_failed(ends):
-    """The sender ends its transfers; the receiver has not heard of the failure yet."""
+    """The sender ends its transfers before the receiver is informed of the failure."""
     ends.device.is_paused = True
     first, second = [numbers(10)], [numbers(10, 50)]
     _, note = ends.send(first)
@@ -457,7 +457,7 @@ def test_a_live_receiver_gets_its_message_although_the_sender_has_failed(ends):
 
 
 def test_ending_transfers_waits_for_the_compute_that_is_queued_before_them(ends):
-    """Two steps of a large model, which take seconds, are no device that is stuck."""
+    """A device that computes for seconds, as in two steps of a large model, is not stuck."""
     busy_until_s = time.monotonic() + 3.5
     ends.gpus[0].current_stream().queue(Work(is_ready=lambda: time.monotonic() > busy_until_s))
     ends.send([numbers(10)])
@@ -467,7 +467,7 @@ def test_ending_transfers_waits_for_the_compute_that_is_queued_before_them(ends)
     assert ends.sender.busy_with() == []
 
 
-def test_a_good_end_waits_for_nothing(ends, monkeypatch):
+def test_abort_after_drain_does_not_wait(ends, monkeypatch):
     monkeypatch.setattr(cuda_ipc, "_TAKE_TIMEOUT_S", 1000.0)
     ends.transfer([numbers(10)])
     ends.drain()

@@ -1,6 +1,6 @@
-"""How CUDA's driver is called: by a library in its place that has the same prototypes.
+"""Calls of CUDA's driver, tested with a library of the same prototypes in its place.
 
-What the driver does is for tests on a GPU; here it is arguments, contexts and errors.
+Tested are arguments, contexts and errors; tests on a GPU cover the driver's behaviour.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from procpipe.channel import gpu as gpu_module
 from procpipe.channel.gpu import HANDLE_BYTES, Gpu
 
-#: The prototypes are those of ``cuda.h``. Status 1 means that a call was not made as it must be.
+#: The prototypes are those of ``cuda.h``. Status 1 means that a call has wrong arguments.
 SOURCE = r"""
 #include <stdlib.h>
 #include <string.h>
@@ -42,7 +42,7 @@ int cuGetErrorString(int error, const char **text)
 int cuMemAlloc_v2(Address *address, size_t size) {
     REQUIRE(depth == 1);
     if (size > (1ULL << 33)) return 2;  /* CUDA_ERROR_OUT_OF_MEMORY */
-    if (size == (1ULL << 33) && num_refused++ == 0) return 2;  /* torch has it, and gives it back */
+    if (size == (1ULL << 33) && num_refused++ == 0) return 2;  /* until torch's cache is freed */
     *address = (Address)calloc(1, size & 0xffff);
     return 0;
 }
@@ -122,7 +122,7 @@ def test_memory_is_shared_by_its_handle(gpu):
     gpu.free(address)
 
 
-def test_copies_and_numbers_go_where_they_should(gpu):
+def test_copies_and_numbers_use_the_given_addresses(gpu):
     address = gpu.allocate(4096)
     tensor = torch.arange(100)
 

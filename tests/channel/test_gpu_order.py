@@ -1,8 +1,8 @@
-"""In which order a GPU does what a transport queues: a test holds a stream, and looks what goes on.
+"""The order in which a GPU does a transport's work: a test holds a stream, and queries the others.
 
-Each case runs on both ends of two connected ranks, as those of ``conformance.py`` do, over CUDA IPC
-and over NCCL. Held streams make certain what delays make likely, for instance that compute has not
-yet read a message when the next one comes.
+Each case runs on both ends of two connected ranks, like those of ``conformance.py``, over CUDA IPC
+and NCCL. A held stream gives a certain order, where a delay would only make it likely, for instance
+that compute has not yet read a message when the next one arrives.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from procpipe.channel.gpu import Gpu
 from procpipe.channel.meta import describe
 from procpipe.job.transports import TransportChoice
 from procpipe.tree import Flat
-from tests.channel.test_conformance import Meeting, links, stories_of
+from tests.channel.test_conformance import Meeting, errors_of, links
 from tests.held import happens, held, hold_for
 
-#: A block of torch's allocator that nothing else fits into.
+#: The size of a block of torch's allocator that is used for nothing else.
 SIZE = 12 << 20
 
 KIND = 1
@@ -36,7 +36,7 @@ PATIENCE_S, TIMEOUT_S = 0.2, 5.0
 # -- the cases ----------------------------------------------------------------------------------
 
 
-def compute_waits_for_what_it_receives(end: Any) -> None:
+def compute_waits_for_received_tensors(end: Any) -> None:
     if end.rank == 0:
         with held(compute(end)):
             send(end, 7)
@@ -68,7 +68,7 @@ def a_transfer_does_not_wait_for_the_receivers_compute(end: Any) -> None:
 
 
 def received_memory_is_kept_for_compute(end: Any) -> None:
-    """It may take the allocator some messages to see that the transfer does not use it any more."""
+    """The allocator may need several messages to detect that the transfer has ended."""
     num_later = 10
     if end.rank == 0:
         for k in range(1 + num_later):
@@ -111,20 +111,20 @@ def assert_the_second_is_7(end: Any) -> None:
     assert_all(received, 7)
 
 
-def what_is_sent_is_kept_until_it_has_left(end: Any) -> None:
+def sent_memory_is_kept_until_it_has_been_read(end: Any) -> None:
     if end.rank == 0:
         with held_sends(end):
             send(end, 7)
             assert end.sender().reap() == 2
-            others = [full(end, 9) for _ in range(2)]  # where the message was, if nothing keeps it
+            later = [full(end, 9) for _ in range(2)]  # would reuse the message's memory if freed
             assert happens(compute(end).query, TIMEOUT_S)
         end.meet()
-        del others
+        del later
     else:
         assert_the_second_is_7(end)
 
 
-def what_was_sent_may_be_written_to_by_what_is_queued_later(end: Any) -> None:
+def sent_memory_may_be_overwritten_by_later_work(end: Any) -> None:
     if end.rank == 0:
         with held_sends(end):
             tensor = full(end, 7)
@@ -138,7 +138,7 @@ def what_was_sent_may_be_written_to_by_what_is_queued_later(end: Any) -> None:
 
 
 def a_slot_is_filled_without_the_receiver(end: Any) -> None:
-    """Else streams may wait in a circle, for what a host queues later."""
+    """Otherwise streams could deadlock, waiting for work that a host queues later."""
     if end.rank == 0:
         for k in range(2):
             send(end, k)
@@ -166,13 +166,13 @@ def a_slot_is_filled_again_only_when_it_was_read(end: Any) -> None:
         assert_all(take(end), 9)
 
 
-def torch_watches_no_transfer(end: Any) -> None:
-    """Its watchdog would end the process, with a story of its own."""
+def torch_runs_no_watchdog(end: Any) -> None:
+    """Torch's watchdog would end the process, with its own error."""
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     assert not [name for name in names if "watchd" in name], names
 
 
-def draining_waits_for_what_is_under_way(end: Any) -> None:
+def drain_waits_for_pending_transfers(end: Any) -> None:
     if end.rank == 0:
         hold_for(compute(end), PATIENCE_S)
         send(end, 7)
@@ -186,7 +186,7 @@ def draining_waits_for_what_is_under_way(end: Any) -> None:
 
 
 def another_thread_may_use_another_gpu(end: Any) -> None:
-    """As one does that ends transfers while the main thread is stuck: it has no current device."""
+    """Like the one that ends transfers of a stuck main thread; it has no current device."""
     failures: list[str] = []
 
     def use() -> None:
@@ -204,26 +204,26 @@ def another_thread_may_use_another_gpu(end: Any) -> None:
     assert not failures, failures
 
 
-CASES: tuple[Callable[[Any], None], ...] = (  # of both transports
-    compute_waits_for_what_it_receives,
+CASES: tuple[Callable[[Any], None], ...] = (  # for both transports
+    compute_waits_for_received_tensors,
     a_transfer_does_not_wait_for_the_receivers_compute,
     received_memory_is_kept_for_compute,
     memory_that_compute_still_reads_is_not_received_into,
-    what_is_sent_is_kept_until_it_has_left,
-    what_was_sent_may_be_written_to_by_what_is_queued_later,
+    sent_memory_is_kept_until_it_has_been_read,
+    sent_memory_may_be_overwritten_by_later_work,
     another_thread_may_use_another_gpu,
-    draining_waits_for_what_is_under_way,  # the last, as slots are closed then
+    drain_waits_for_pending_transfers,  # the last case, since it closes the slots
 )
 OF_SLOTS = (a_slot_is_filled_again_only_when_it_was_read, a_slot_is_filled_without_the_receiver)
-CASES_OF = {"nccl": (torch_watches_no_transfer, *CASES), "cuda_ipc": (*OF_SLOTS, *CASES)}
+CASES_OF = {"nccl": (torch_runs_no_watchdog, *CASES), "cuda_ipc": (*OF_SLOTS, *CASES)}
 
 
-# -- what they are made of ----------------------------------------------------------------------
+# -- parts of the cases -------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def held_sends(end: Any) -> Iterator[None]:
-    """Hold what is sent in the block, but no compute: it is behind a message that is not made."""
+    """Hold all sends in the block, but no compute: they are queued after a held message."""
     stream = torch.cuda.Stream(end.device)
     with held(stream):
         with torch.cuda.stream(stream):
@@ -259,7 +259,7 @@ def assert_all(tensor: Tensor, value: int) -> None:
 
 
 def run_all(world: Any, transport_name: str) -> dict[str, str | None]:
-    """Run every case on this rank; say what each one raised."""
+    """Run every case on this rank; return what each one raised."""
     if transport_name == "cuda_ipc":
         world.device = torch.device("cuda", 0)
         torch.cuda.set_device(world.device)
@@ -277,16 +277,16 @@ def run_all(world: Any, transport_name: str) -> dict[str, str | None]:
         return run
 
     cases = map(settled, CASES_OF[transport_name])
-    stories: dict[str, str | None] = stories_of(
+    errors: dict[str, str | None] = errors_of(
         cases, world, lambda: links(mesh, transport, world.device)
     )
-    if any(stories.values()):
+    if any(errors.values()):
         transport.abort()
-    return stories
+    return errors
 
 
 @pytest.fixture(scope="module")
-def stories(ranks: Any) -> Callable[[str], list[dict[str, str | None]]]:
+def errors(ranks: Any) -> Callable[[str], list[dict[str, str | None]]]:
     found: dict[str, list[dict[str, str | None]]] = {}
 
     def of(name: str) -> list[dict[str, str | None]]:
@@ -299,12 +299,12 @@ def stories(ranks: Any) -> Callable[[str], list[dict[str, str | None]]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES_OF["cuda_ipc"]])
-def test_cuda_ipc(stories: Any, case: str) -> None:
-    assert [story.get(case, "did not run") for story in stories("cuda_ipc")] == [None, None]
+def test_cuda_ipc(errors: Any, case: str) -> None:
+    assert [by_case.get(case, "did not run") for by_case in errors("cuda_ipc")] == [None, None]
 
 
 def one_channel_held(world: Any) -> None:
-    """Hold what rank 0 sends on channel 0; send on the one that is 32 streams of torch later."""
+    """Hold rank 0's sends on channel 0; send on a channel that is 32 of torch's streams later."""
     last = 16
     world.connect()
     routes = [(a, 1 - a, kind) for kind in range(last + 1) for a in (0, 1)]
@@ -337,5 +337,5 @@ def test_no_channels_share_a_stream(ranks: Any) -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES_OF["nccl"]])
-def test_nccl(stories: Any, case: str) -> None:
-    assert [story.get(case, "did not run") for story in stories("nccl")] == [None, None]
+def test_nccl(errors: Any, case: str) -> None:
+    assert [by_case.get(case, "did not run") for by_case in errors("nccl")] == [None, None]

@@ -1,4 +1,4 @@
-"""The handshake accepts ranks that know the job's key, and rejects all others."""
+"""The handshake accepts ranks with the job's key, and rejects all other processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = b"k" * 32
 
 @pytest.fixture(params=["unix", "tcp"])
 def listener(request):
-    """One listening socket, of either kind, with its address."""
+    """One listening socket, Unix or TCP, with its address."""
     sockets, address = listen("127.0.0.1")
     unix, tcp = sockets
     if request.param == "unix":
@@ -75,7 +75,7 @@ def connect(address, rank=1, key=KEY, timeout_s=5.0, check=lambda: None, peer=0)
 
 
 def stranger(address):
-    """Connect without a word."""
+    """Connect without sending anything."""
     if address.unix:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(f"\0{address.unix}")
@@ -83,7 +83,7 @@ def stranger(address):
     return socket.create_connection(address.tcp)
 
 
-def test_ranks_that_know_the_key_connect(listener):
+def test_ranks_with_the_key_connect(listener):
     sockets, address = listener
     with Acceptor(sockets, expected=(1, 2, 3)) as acceptor:
         links = {rank: connect(address, rank) for rank in (3, 1, 2)}
@@ -120,7 +120,7 @@ def test_an_impostor_rank_is_rejected_and_blocks_no_peer(listener):
         connect(address).close()
 
 
-def test_a_listener_that_does_not_know_the_key_is_left(listener, short_handshakes):
+def test_a_listener_with_another_key_is_refused(listener, short_handshakes):
     sockets, address = listener
     with (
         pytest.raises(WaitTimeoutError),
@@ -152,7 +152,7 @@ def test_a_rank_connects_once(listener):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         b"",
         b"G",
@@ -164,11 +164,11 @@ def test_a_rank_connects_once(listener):
     ids=["nothing", "a byte", "http", "half a hello", "a hello of rank 0", "noise"],
 )
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_stranger_blocks_no_peer(listener, short_handshakes, words, closes):
+def test_a_stranger_blocks_no_peer(listener, short_handshakes, message, closes):
     sockets, address = listener
     with stranger(address) as unknown, Acceptor(sockets) as acceptor:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            unknown.sendall(words)  # it may be turned away in the middle
+            unknown.sendall(message)  # the listener may close it before all is sent
         if closes:
             unknown.close()
         connect(address).close()
@@ -178,13 +178,13 @@ def test_a_stranger_blocks_no_peer(listener, short_handshakes, words, closes):
 
 
 def test_a_replayed_handshake_is_rejected(listener, short_handshakes):
-    """The acceptor's challenge is new each time, so an old proof proves nothing."""
+    """The acceptor's challenge is new each time, so an old proof is invalid."""
     sockets, address = listener
     hello = handshake._HELLO.pack(handshake._MAGIC, 1, b"c" * 32)
     with Acceptor(sockets) as acceptor:
         with stranger(address) as unknown:
             unknown.sendall(hello + b"p" * 32)
-            # Its own proof sent back to it is no proof either: the roles differ.
+            # The acceptor's own proof is not accepted either, since the roles differ.
         with stranger(address) as unknown:
             unknown.sendall(hello)
             unknown.settimeout(5.0)
@@ -195,8 +195,8 @@ def test_a_replayed_handshake_is_rejected(listener, short_handshakes):
         acceptor.wait_end()
 
 
-def test_a_full_queue_is_tried_again():
-    """On unix sockets the system does not wait for room, but fails with EAGAIN."""
+def test_connecting_to_a_full_queue_is_retried():
+    """With a full queue, ``connect`` on a Unix socket does not wait but fails with EAGAIN."""
     sockets, address = listen(None)
     sockets[0].listen(0)
     waiting: list[socket.socket] = []
@@ -214,20 +214,20 @@ def test_a_full_queue_is_tried_again():
         sock.close()
 
 
-def test_a_peer_that_many_strangers_have_pushed_out_connects_again(listener, monkeypatch):
-    """The other end is closed before it is answered, as if all places had been taken."""
+def test_a_peer_displaced_by_strangers_connects_again(listener, monkeypatch):
+    """The acceptor closes the connection before it answers, as if all places were taken."""
     sockets, address = listener
     closed: list[int] = []
     pick_up = handshake._pick_up
 
-    def pushes_out_the_first(listening, callers):
+    def displace_the_first(listening, callers):
         pick_up(listening, callers)
         if len(closed) < 3:
             closed.extend(callers)
             for caller in tuple(callers.values()):
                 handshake._hang_up(caller, callers)
 
-    monkeypatch.setattr(handshake, "_pick_up", pushes_out_the_first)
+    monkeypatch.setattr(handshake, "_pick_up", displace_the_first)
     with Acceptor(sockets) as acceptor:
         connect(address).close()
         acceptor.wait_end()
@@ -254,40 +254,40 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser ca
 
 
 def as_nobody(act):
-    """Run a function in a process of another user; return how it ended: "" or its exception."""
-    ours, theirs = os.pipe()
-    with warnings.catch_warnings():  # newer versions of Python warn that there are threads
+    """Run a function in another user's process; return "" or the exception that ended it."""
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():  # newer versions of Python warn of threads
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        told = ""
+        text = ""
         try:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             act()
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}"
-        os.write(theirs, told.encode())
+            text = f"{type(error).__name__}: {error}"
+        os.write(write_end, text.encode())
         os._exit(0)
-    os.close(theirs)
-    with open(ours, "rb") as file:
-        told = file.read().decode()
+    os.close(write_end)
+    with open(read_end, "rb") as file:
+        text = file.read().decode()
     os.waitpid(pid, 0)
-    return told
+    return text
 
 
 @needs_root
-def test_another_user_who_knows_the_key_is_rejected():
-    """The key can be read in a launcher's store, by every user of the host."""
+def test_another_user_with_the_key_is_rejected():
+    """Every user of the host can read the key in a launcher's store."""
     sockets, address = listen(None)
 
     def attacks():
-        vars(handshake)["is_of_this_user"] = lambda link: True  # it would not mind
+        vars(handshake)["is_of_this_user"] = lambda link: True  # an attacker does not check it
         connect(address, timeout_s=0.3)
 
     with Acceptor(sockets) as acceptor:
-        told = as_nobody(attacks)
-        assert "could not connect to rank 0 in time" in told
+        error = as_nobody(attacks)
+        assert "could not connect to rank 0 in time" in error
         assert not acceptor.peers
         connect(address).close()
         acceptor.wait_end()
@@ -295,8 +295,8 @@ def test_another_user_who_knows_the_key_is_rejected():
 
 
 @needs_root
-def test_a_listener_of_another_user_who_knows_the_key_is_left():
-    """Its name may have come from a store that every user of the host can write to."""
+def test_a_listener_of_another_user_is_refused():
+    """Its name may be from a store that every user of the host can write to."""
     name = f"procpipe-test-{os.getpid()}-{time.monotonic_ns()}"
     ready, wait = os.pipe(), os.pipe()
 
@@ -322,7 +322,7 @@ def test_a_listener_of_another_user_who_knows_the_key_is_left():
 
 @needs_root
 def test_peers_connect_while_another_user_floods_them():
-    """So often that the queue of the listener is full, and more than there are places."""
+    """With enough connections to fill the listener's queue and all places."""
     stop = os.pipe()
     pairs = [listen(None) for _ in range(10)]
 
@@ -359,7 +359,7 @@ def test_peers_connect_while_another_user_floods_them():
 # -- waiting -------------------------------------------------------------------------------------
 
 
-def test_waiting_for_peers_ends(listener):
+def test_waiting_for_peers_times_out(listener):
     sockets, _ = listener
     with (
         pytest.raises(WaitTimeoutError, match="rank 0 waited in vain for ranks 1, 3 to connect"),
@@ -368,8 +368,8 @@ def test_waiting_for_peers_ends(listener):
         pass
 
 
-def test_waiting_for_an_answer_ends(listener):
-    _, address = listener  # which nobody serves
+def test_waiting_for_an_answer_times_out(listener):
+    _, address = listener  # without an acceptor
 
     with pytest.raises(WaitTimeoutError, match="rank 2 connected to rank 0, which did not answer"):
         connect(address, rank=2, timeout_s=0.0)
@@ -387,7 +387,7 @@ def test_waiting_ends_when_the_start_has_failed(listener):
         connect(address, check=check)
 
 
-def test_nothing_listens_on_the_network_where_nobody_needs_it():
+def test_without_an_address_nothing_listens_on_the_network():
     sockets, address = listen(None)
 
     assert address.tcp == ("", 0)
@@ -395,22 +395,22 @@ def test_nothing_listens_on_the_network_where_nobody_needs_it():
     listening = psutil.Process().net_connections(kind="inet")
     ours = {sock.fileno() for sock in sockets}
     assert not [c for c in listening if c.fd in ours]
-    # In the abstract namespace: no file, nothing to remove, nothing to guess.
+    # In the abstract namespace: no file to remove, and no name to guess.
     assert sockets[0].getsockname() == f"\0{address.unix}".encode()
     assert len(address.unix) > 32
     for sock in sockets:
         sock.close()
 
 
-def test_one_host_is_one_host():
+def test_a_host_has_one_identity():
     assert host_identity() == host_identity()
     sockets, address = listen(None)
     assert address.host == host_identity()
     sockets[0].close()
 
 
-def test_silent_strangers_are_waited_for_all_at_once():
-    """Rank 0 waits for the first words of all connections together, not one after the other."""
+def test_silent_strangers_are_waited_for_at_the_same_time():
+    """Rank 0 waits for the greetings of all connections together, not one after the other."""
     sockets, address = listen(None)
     with contextlib.ExitStack() as strangers:
         for _ in range(8):

@@ -1,4 +1,4 @@
-"""What a link does beside the common conformance: tokens, allowances, silent transports."""
+"""Links, beyond the cases of all transports: tokens, allowances, failing transports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
 
 
 class Slow:
-    """A transport that does nothing, and is done when it has been asked three times."""
+    """A transport that sends nothing; a transfer is done when it has been queried three times."""
 
     needs_acknowledgement = False
     blocks = False
@@ -58,14 +58,14 @@ class Transfer:
 
 
 class Late(Slow):
-    """A transport whose device has ended a transfer some time after the other end has."""
+    """A transport whose send ends some time after the receive."""
 
     def post_send(self, tensors, peer, kind):
         return Transfer(iter([False] * 20 + [True])), b""
 
 
 class Broken(Slow):
-    """A transport whose transfers fail, as gloo's do when the process at the other end is gone."""
+    """A transport whose transfers fail, as gloo's do when the peer's process has ended."""
 
     needs_acknowledgement = True
 
@@ -108,7 +108,7 @@ def meshes():
 
 
 def test_settling_a_silent_transport_does_not_wait_for_a_socket(meshes):
-    """NCCL tells nobody that a send is over: close() took stall_timeout_s, and told of a stall."""
+    """NCCL sends no message when a send ends: close() took stall_timeout_s and reported a stall."""
     sender = Sender(meshes[0], 1, 1, Slow(), CPU)
     sender.send(Flat.of(BIG))
     start = time.monotonic()
@@ -118,7 +118,7 @@ def test_settling_a_silent_transport_does_not_wait_for_a_socket(meshes):
     assert time.monotonic() - start < 0.5
 
 
-def test_what_is_under_way_is_released_as_it_ends(meshes):
+def test_sent_tensors_are_released_as_transfers_end(meshes):
     sender = Sender(meshes[0], 1, 1, Slow(), CPU)
 
     for _ in range(100):
@@ -153,7 +153,7 @@ def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
     assert posted == [0, 0, 1, 2, 3, 3, 3, 4]
 
 
-def test_metadata_travels_when_it_changes(meshes):
+def test_metadata_is_sent_only_when_it_changes(meshes):
     flags = []
     meshes[1].on(0, 1, lambda sequence, flag, body: flags.append(flag & 1))
     sender = Sender(meshes[0], 1, 1, None, CPU)
@@ -189,7 +189,7 @@ def test_a_sender_that_has_left_is_named(meshes):
     assert caught.value.rank == 0
 
 
-def test_a_transfer_may_end_here_when_its_receiver_has_left(meshes):
+def test_a_send_may_end_after_its_receiver_has_left(meshes):
     sender = Sender(meshes[0], 1, 1, Late(), CPU)
     sender.send(Flat.of(BIG))
     meshes[1].close()
@@ -206,8 +206,8 @@ def test_a_message_must_be_expected(meshes):
         receiver.take()
 
 
-def test_a_transfer_that_breaks_names_the_rank_that_broke_it(meshes):
-    """Gloo's own error comes first, and says nothing: the peer's story is on its way."""
+def test_a_receive_that_fails_names_the_failed_rank(meshes):
+    """Gloo's own error comes first, without the cause; the peer's report comes later."""
     sender = Sender(meshes[0], 1, 1, Broken(), CPU)
     receiver = Receiver(meshes[1], 0, 1, Broken(), "x")
     sender.send(Flat.of(BIG))
@@ -219,7 +219,7 @@ def test_a_transfer_that_breaks_names_the_rank_that_broke_it(meshes):
         receiver.take()
 
 
-def test_a_send_that_breaks_names_the_rank_that_broke_it(meshes):
+def test_a_send_that_fails_names_the_failed_rank(meshes):
     sender = Sender(meshes[1], 0, 1, Broken(), CPU)
     sender.send(Flat.of(BIG))
     meshes[0].send_failure(0, "the story")
@@ -228,7 +228,7 @@ def test_a_send_that_breaks_names_the_rank_that_broke_it(meshes):
         sender.send(Flat.of(BIG))
 
 
-def test_a_transfer_that_breaks_for_no_known_reason_keeps_its_error(meshes, monkeypatch):
+def test_a_transfer_that_fails_for_an_unknown_reason_keeps_its_error(meshes, monkeypatch):
     monkeypatch.setattr("procpipe.channel.mesh._FAILURE_TIMEOUT_S", 0.05)
     sender = Sender(meshes[0], 1, 1, Broken(), CPU)
     receiver = Receiver(meshes[1], 0, 1, Broken(), "x")
@@ -239,8 +239,8 @@ def test_a_transfer_that_breaks_for_no_known_reason_keeps_its_error(meshes, monk
         receiver.take()
 
 
-def test_without_a_transport_a_large_message_comes_in_pieces(meshes):
-    """So that neither end holds a copy of it; the next one is in order."""
+def test_without_a_transport_a_large_message_is_sent_in_pieces(meshes):
+    """So that neither end needs a copy of it; the next message stays in order."""
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU)
     large = torch.arange(3 * PIECE_BYTES // 8 + 1)
@@ -263,8 +263,8 @@ def test_without_a_transport_a_large_message_comes_in_pieces(meshes):
     assert (empty.shape, flag.item(), second.item()) == ((0,), True, 7)
 
 
-def test_pieces_that_stop_coming_are_waited_for_as_long_as_any_message(meshes):
-    """Each is progress, so a long transfer is no stall; one that stands still is."""
+def test_a_message_that_stops_between_pieces_times_out(meshes):
+    """Each piece is progress, so a long transfer is no stall unless the pieces stop."""
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU)
     receiver.expect()

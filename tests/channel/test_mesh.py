@@ -21,7 +21,7 @@ HEADER = struct.Struct("<QIBB")
 
 @pytest.fixture
 def net():
-    """Make meshes; close what is left of them."""
+    """Return a function that makes connected meshes, which are closed at the end."""
     made = []
 
     def make(num_ranks, **options):
@@ -32,27 +32,27 @@ def net():
         for ours in sockets:
             for sock in ours.values():
                 sock.setblocking(False)
-        meshes = [mesh(rank, sockets[rank], **options) for rank in range(num_ranks)]
+        meshes = [make_mesh(rank, sockets[rank], **options) for rank in range(num_ranks)]
         made.extend(meshes)
         return meshes
 
     yield make
-    for one in made:
-        one.close()
+    for each in made:
+        each.close()
 
 
 @pytest.fixture
 def wired(net):
-    """One mesh, rank 1, whose peer 0 is a bare socket."""
+    """The mesh of rank 1, whose peer 0 is a plain socket."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    one = mesh(1, {0: ours})
-    yield one, theirs
-    one.close()
+    mesh = make_mesh(1, {0: ours})
+    yield mesh, theirs
+    mesh.close()
     theirs.close()
 
 
-def mesh(rank, sockets, timeout_s=5.0, stall_timeout_s=5.0, reports=None):
+def make_mesh(rank, sockets, timeout_s=5.0, stall_timeout_s=5.0, reports=None):
     return Mesh(
         rank,
         sockets,
@@ -62,11 +62,15 @@ def mesh(rank, sockets, timeout_s=5.0, stall_timeout_s=5.0, reports=None):
     )
 
 
-def heard_by(one, peer, kind):
-    """Note all frames of a kind from a peer."""
-    heard = []
-    one.on(peer, kind, lambda sequence, flags, body: heard.append((sequence, flags, bytes(body))))
-    return heard
+def received_by(mesh, peer, kind):
+    """Return a list to which all frames of a kind from a peer are appended."""
+    received = []
+
+    def append(sequence, flags, body):
+        received.append((sequence, flags, bytes(body)))
+
+    mesh.on(peer, kind, append)
+    return received
 
 
 def frame(kind, body=b"", sequence=0, flags=0):
@@ -82,42 +86,43 @@ def nothing():
 
 def test_a_frame_arrives_as_it_was_sent(net):
     a, b = net(2)
-    heard = heard_by(b, 0, 7)
+    received = received_by(b, 0, 7)
 
     a.send(1, 7, 3, 0xFFFFFFFF, b"ab", bytearray(b"cd"), memoryview(b"ef"))
     a.send(1, 7, 0, 0)
-    b.wait(lambda: len(heard) == 2, nothing)
+    b.wait(lambda: len(received) == 2, nothing)
 
-    assert heard == [(0xFFFFFFFF, 3, b"abcdef"), (0, 0, b"")]
+    assert received == [(0xFFFFFFFF, 3, b"abcdef"), (0, 0, b"")]
 
 
 def test_frames_are_dispatched_by_peer_and_type(net):
     a, b, c = net(3)
-    heard = [heard_by(c, 0, 1), heard_by(c, 0, 2), heard_by(c, 1, 1)]
+    received = [received_by(c, 0, 1), received_by(c, 0, 2), received_by(c, 1, 1)]
 
     a.send(2, 1, 0, 0, b"from 0, kind 1")
     a.send(2, 2, 0, 0, b"from 0, kind 2")
     b.send(2, 1, 0, 0, b"from 1, kind 1")
-    c.wait(lambda: all(heard), nothing)
+    c.wait(lambda: all(received), nothing)
 
-    assert [one[0][2] for one in heard] == [b"from 0, kind 1", b"from 0, kind 2", b"from 1, kind 1"]
+    bodies = [frames[0][2] for frames in received]
+    assert bodies == [b"from 0, kind 1", b"from 0, kind 2", b"from 1, kind 1"]
     assert (a.peers, b.peers, c.peers) == ((1, 2), (0, 2), (0, 1))
 
 
-def test_frames_may_come_byte_by_byte(wired):
-    one, peer = wired
-    heard = heard_by(one, 0, 7)
+def test_frames_may_arrive_byte_by_byte(wired):
+    mesh, peer = wired
+    received = received_by(mesh, 0, 7)
 
     for byte in frame(7, b"hello", 5) + frame(7) + frame(7, b"!", 6, 1):
         peer.sendall(bytes([byte]))
-        one.poll()
+        mesh.poll()
 
-    assert heard == [(5, 0, b"hello"), (0, 0, b""), (6, 1, b"!")]
+    assert received == [(5, 0, b"hello"), (0, 0, b""), (6, 1, b"!")]
 
 
-def test_frames_may_come_cut_anywhere(wired):
-    one, peer = wired
-    heard = heard_by(one, 0, 7)
+def test_frames_may_arrive_split_anywhere(wired):
+    mesh, peer = wired
+    received = received_by(mesh, 0, 7)
     draw = random.Random(0)
     bodies = [draw.randbytes(draw.choice([0, 1, 10, 5000, 400_000])) for _ in range(40)]
     stream = b"".join(frame(7, body, k) for k, body in enumerate(bodies))
@@ -127,70 +132,70 @@ def test_frames_may_come_cut_anywhere(wired):
         size = draw.choice([1, 9, 10, 11, 4096, 100_000])
         peer.sendall(stream[position : position + size])
         position += size
-        one.poll()
+        mesh.poll()
 
-    assert [body for _, _, body in heard] == bodies
-    assert [sequence for sequence, _, _ in heard] == list(range(40))
+    assert [body for _, _, body in received] == bodies
+    assert [sequence for sequence, _, _ in received] == list(range(40))
 
 
 def test_many_frames_in_one_read(wired):
-    one, peer = wired
-    heard = heard_by(one, 0, 7)
+    mesh, peer = wired
+    received = received_by(mesh, 0, 7)
 
     peer.sendall(b"".join(frame(7, b"x", k) for k in range(1000)))
-    one.poll()
+    mesh.poll()
 
-    assert [sequence for sequence, _, _ in heard] == list(range(1000))
+    assert [sequence for sequence, _, _ in received] == list(range(1000))
 
 
-def test_a_frame_that_comes_early_waits_for_its_handler(net):
+def test_an_early_frame_is_kept_for_its_handler(net):
     a, b = net(2)
-    order = heard_by(b, 0, 1)
+    order = received_by(b, 0, 1)
 
     a.send(1, 7, 0, 0, b"early")
     a.send(1, 7, 1, 1, b"too")
     a.send(1, 1, 0, 0)
     b.wait(lambda: order, nothing)
-    heard = heard_by(b, 0, 7)
+    received = received_by(b, 0, 7)
     a.send(1, 7, 0, 2, b"late")
-    b.wait(lambda: len(heard) == 3, nothing)
+    b.wait(lambda: len(received) == 3, nothing)
 
-    assert heard == [(0, 0, b"early"), (1, 1, b"too"), (2, 0, b"late")]
+    assert received == [(0, 0, b"early"), (1, 1, b"too"), (2, 0, b"late")]
 
 
 def test_a_body_may_be_written_to(net):
     a, b = net(2)
-    heard = []
-    b.on(0, 7, lambda sequence, flags, body: heard.append((body.readonly, len(body))))
+    received = []
+    b.on(0, 7, lambda sequence, flags, body: received.append((body.readonly, len(body))))
 
     a.send(1, 7, 0, 0, b"small")
     a.send(1, 7, 0, 0, bytes(1 << 20))
     flushing = threading.Thread(target=a.flush)
     flushing.start()
-    b.wait(lambda: len(heard) == 2, nothing)
+    b.wait(lambda: len(received) == 2, nothing)
     flushing.join()
 
-    assert heard == [(False, 5), (False, 1 << 20)]
+    assert received == [(False, 5), (False, 1 << 20)]
 
 
 def test_more_parts_than_one_system_call_takes(net):
-    """Linux takes 1,024 buffers in a ``sendmsg``: the 1,025th made the frame vanish."""
+    """``sendmsg`` takes 1,024 buffers on Linux: with one more the frame was lost."""
     a, b = net(2)
-    heard = heard_by(b, 0, 7)
+    received = received_by(b, 0, 7)
 
     for num_parts in (1022, 1023, 1024, 1025, 5000):
         a.send(1, 7, 0, 0, *[b"x"] * num_parts)
-    b.wait(lambda: len(heard) == 5, nothing)
+    b.wait(lambda: len(received) == 5, nothing)
 
-    assert [len(body) for _, _, body in heard] == [1022, 1023, 1024, 1025, 5000]
+    assert [len(body) for _, _, body in received] == [1022, 1023, 1024, 1025, 5000]
 
 
-# -- what a socket does not take ------------------------------------------------------------------
+# -- full sockets ---------------------------------------------------------------------------------
 
 
 def test_sending_never_blocks_and_keeps_a_copy(net):
     a, b = net(2)
-    heard = heard_by(b, 0, 7)
+    received = received_by(b, 0, 7)
     content = bytearray(b"\x01") * (1 << 20)
 
     for k in range(20):
@@ -199,32 +204,32 @@ def test_sending_never_blocks_and_keeps_a_copy(net):
     assert a.has_unsent(1)
     sender = threading.Thread(target=a.flush)
     sender.start()
-    b.wait(lambda: len(heard) == 20, nothing)
+    b.wait(lambda: len(received) == 20, nothing)
     sender.join()
 
     assert not a.has_unsent(1)
-    assert [(k, len(body), {*body}) for k, _, body in heard] == [
+    assert [(k, len(body), {*body}) for k, _, body in received] == [
         (k, 1 << 20, {k + 1}) for k in range(20)
     ]
 
 
 def test_two_ranks_that_fill_each_others_sockets(net):
     a, b = net(2)
-    heard = [heard_by(a, 1, 7), heard_by(b, 0, 7)]
+    received = [received_by(a, 1, 7), received_by(b, 0, 7)]
     for _ in range(20):
         a.send(1, 7, 0, 0, bytes(1 << 20))
         b.send(0, 7, 0, 0, bytes(1 << 20))
 
-    def read_all_and_write_all(one, frames):
-        one.wait(lambda: len(frames) == 20, nothing)
-        one.flush()  # the first to have everything still has something for the other
+    def read_all_and_write_all(mesh, frames):
+        mesh.wait(lambda: len(frames) == 20, nothing)
+        mesh.flush()  # the first to receive everything still has frames to send
 
-    other = threading.Thread(target=read_all_and_write_all, args=(a, heard[0]))
-    other.start()
-    read_all_and_write_all(b, heard[1])
-    other.join()
+    thread = threading.Thread(target=read_all_and_write_all, args=(a, received[0]))
+    thread.start()
+    read_all_and_write_all(b, received[1])
+    thread.join()
 
-    assert [len(frames) for frames in heard] == [20, 20]
+    assert [len(frames) for frames in received] == [20, 20]
 
 
 def test_flush_of_nothing_returns(net):
@@ -236,40 +241,40 @@ def test_flush_of_nothing_returns(net):
 # -- waiting --------------------------------------------------------------------------------------
 
 
-def test_waiting_for_what_is_there_reads_nothing(wired):
-    one, peer = wired
+def test_waiting_for_a_true_condition_reads_nothing(wired):
+    mesh, peer = wired
     peer.close()
 
-    one.wait(lambda: True, nothing)
+    mesh.wait(lambda: True, nothing)
 
 
-def test_a_timeout_says_who_waited_how_long_for_what(net):
+def test_a_timeout_error_has_the_rank_the_time_and_the_message(net):
     _, b = net(2, timeout_s=0.05)
 
     with pytest.raises(WaitTimeoutError) as caught:
         b.wait(lambda: False, lambda: "activation 3 from stage 0 (rank 0)")
 
-    told = str(caught.value)
-    assert told.startswith("rank 1 has waited 0.1 s for activation 3 from stage 0 (rank 0)")
-    assert "timeout_s" in told
+    text = str(caught.value)
+    assert text.startswith("rank 1 has waited 0.1 s for activation 3 from stage 0 (rank 0)")
+    assert "timeout_s" in text
     assert isinstance(caught.value, TimeoutError)
 
 
 def test_a_stall_is_reported_again_after_twice_the_time(net):
-    seen = Seen()
-    _, b = net(2, timeout_s=0.5, stall_timeout_s=0.05, reports=seen)
+    recorded = Recorded()
+    _, b = net(2, timeout_s=0.5, stall_timeout_s=0.05, reports=recorded)
 
     with pytest.raises(WaitTimeoutError):
         b.wait(lambda: False, lambda: "something")
 
-    assert {what for what, _ in seen.stalls} == {"something"}
-    assert len(seen.stalls) == 4  # after 0.05, 0.1, 0.2 and 0.4 s
-    for (_, waited_s), at_least_s in zip(seen.stalls, (0.05, 0.1, 0.2, 0.4), strict=True):
+    assert {what for what, _ in recorded.stalls} == {"something"}
+    assert len(recorded.stalls) == 4  # after 0.05, 0.1, 0.2 and 0.4 s
+    for (_, waited_s), at_least_s in zip(recorded.stalls, (0.05, 0.1, 0.2, 0.4), strict=True):
         assert waited_s >= at_least_s
 
 
-class Seen(WaitReports):
-    """Notes what it is told."""
+class Recorded(WaitReports):
+    """Records all reports."""
 
     def __init__(self):
         self.stalls = []
@@ -289,49 +294,49 @@ class Seen(WaitReports):
 
 
 def test_a_long_wait_is_reported_and_a_short_one_is_not(net):
-    seen = Seen()
-    a, b = net(2, reports=seen)
-    heard = heard_by(b, 0, 1)
+    recorded = Recorded()
+    a, b = net(2, reports=recorded)
+    received = received_by(b, 0, 1)
     a.send(1, 1, 0, 0, b"at once")
-    b.wait(lambda: heard, lambda: "the first")
-    assert seen.waits == []
+    b.wait(lambda: received, lambda: "the first")
+    assert recorded.waits == []
 
     timer = threading.Timer(0.3, lambda: a.send(1, 1, 0, 1, b"late"))
     timer.start()
-    b.wait(lambda: len(heard) == 2, lambda: "the second")
+    b.wait(lambda: len(received) == 2, lambda: "the second")
     timer.join()
 
-    assert seen.waits == ["the second", "over"]
+    assert recorded.waits == ["the second", "over"]
 
 
-def test_the_report_of_a_wait_that_fails_stays(net):
-    seen = Seen()
-    _, b = net(2, timeout_s=0.2, reports=seen)
+def test_a_wait_that_fails_is_not_reported_as_ended(net):
+    recorded = Recorded()
+    _, b = net(2, timeout_s=0.2, reports=recorded)
 
     with pytest.raises(WaitTimeoutError):
         b.wait(lambda: False, lambda: "something")
 
-    assert seen.waits == ["something"]
+    assert recorded.waits == ["something"]
 
 
-def test_the_error_says_where_a_dead_peer_was_last_seen():
+def test_the_error_has_the_place_where_a_dead_peer_was_last_seen():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    one = mesh(1, {0: ours}, reports=Seen())
+    mesh = make_mesh(1, {0: ours}, reports=Recorded())
     theirs.close()
 
     with pytest.raises(PeerLostError, match=r"ended without a word.*; rank 0 was seen in F3"):
-        one.wait(lambda: False, nothing)
+        mesh.wait(lambda: False, nothing)
 
-    one.close()
+    mesh.close()
 
 
-def test_a_condition_that_no_frame_shows_is_polled(net):
+def test_a_condition_without_frames_is_polled(net):
     _, b = net(2)
-    asked = iter([False, False, False, True])
+    answers = iter([False, False, False, True])
     start = time.monotonic()
 
-    b.wait(lambda: next(asked), nothing, every_s=0.001)
+    b.wait(lambda: next(answers), nothing, every_s=0.001)
 
     assert time.monotonic() - start < 1.0
 
@@ -343,37 +348,37 @@ def test_a_killed_peer_is_named(net):
     a, b, c = net(3)
     for sock in (
         each.sock for each in a._connections.values()
-    ):  # as the kernel does for a killed process
+    ):  # as the kernel does when a process is killed
         sock.shutdown(socket.SHUT_RDWR)
 
-    for one in (b, c):
+    for survivor in (b, c):
         with pytest.raises(PeerLostError, match="rank 0 ended without a word") as caught:
-            one.wait(lambda: False, nothing)
+            survivor.wait(lambda: False, nothing)
         assert caught.value.rank == 0
 
 
-def test_what_came_before_the_end_is_delivered_first(wired):
-    one, peer = wired
-    heard = heard_by(one, 0, 7)
+def test_frames_before_the_end_are_delivered_first(wired):
+    mesh, peer = wired
+    received = received_by(mesh, 0, 7)
     peer.sendall(frame(7, b"last words"))
     peer.close()
 
-    one.wait(lambda: heard, nothing)
+    mesh.wait(lambda: received, nothing)
 
-    assert heard == [(0, 0, b"last words")]
+    assert received == [(0, 0, b"last words")]
     with pytest.raises(PeerLostError):
-        one.wait(lambda: False, nothing)
+        mesh.wait(lambda: False, nothing)
 
 
 def test_the_end_in_the_middle_of_a_frame_is_a_loss(wired):
-    one, peer = wired
-    heard = heard_by(one, 0, 7)
+    mesh, peer = wired
+    received = received_by(mesh, 0, 7)
     peer.sendall(frame(7, b"cut off")[:-1])
     peer.close()
 
     with pytest.raises(PeerLostError):
-        one.wait(lambda: heard, nothing)
-    assert heard == []
+        mesh.wait(lambda: received, nothing)
+    assert received == []
 
 
 def test_a_reset_connection_is_a_loss():
@@ -381,32 +386,32 @@ def test_a_reset_connection_is_a_loss():
         peer = socket.create_connection(server.getsockname())
         ours, _ = server.accept()
     ours.setblocking(False)
-    one = mesh(1, {0: ours})
+    mesh = make_mesh(1, {0: ours})
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     peer.close()  # sends RST
 
     with pytest.raises(PeerLostError, match="rank 0"):
-        one.wait(lambda: False, nothing)
-    one.close()
+        mesh.wait(lambda: False, nothing)
+    mesh.close()
 
 
 def test_a_goodbye_is_no_fault_unless_a_rank_waits_for_that_peer(net):
     a, b, c = net(3)
-    heard = heard_by(c, 1, 7)
+    received = received_by(c, 1, 7)
     a.close()
     b.send(2, 7, 0, 0, b"still here")
 
-    c.wait_for(1, lambda: heard, nothing)  # rank 1 has not left
+    c.wait_for(1, lambda: received, nothing)  # rank 1 has not left
 
     with pytest.raises(PeerLostError) as caught:
         c.wait_for(0, lambda: False, lambda: "the order for step()")
-    told = str(caught.value)
+    text = str(caught.value)
     assert caught.value.rank == 0
-    assert "rank 0 has left the pipeline" in told
-    assert "while rank 2 waits for the order for step()" in told
+    assert "rank 0 has left the pipeline" in text
+    assert "while rank 2 waits for the order for step()" in text
 
 
-def test_what_a_peer_did_before_it_left_may_show_later(net):
+def test_a_condition_may_become_true_after_a_goodbye(net):
     a, b = net(2)
     a.close()
     answers = iter([False] * 20 + [True] * 2)
@@ -419,33 +424,33 @@ def test_what_a_peer_did_before_it_left_may_show_later(net):
 
 def test_sending_to_a_peer_that_has_left_is_a_fault(net):
     a, b = net(2)
-    heard = heard_by(b, 0, 7)
+    received = received_by(b, 0, 7)
     a.send(1, 7, 0, 0)
     a.close()
-    b.wait(lambda: heard, nothing)
+    b.wait(lambda: received, nothing)
     b.poll()
 
     with pytest.raises(PeerLostError, match=r"rank 0 has left the pipeline .* while rank 1 sends"):
         b.send(0, 7, 0, 0)
 
 
-def test_what_a_peer_sent_before_its_goodbye_counts(net):
+def test_frames_before_a_goodbye_are_delivered(net):
     a, b = net(2)
-    heard = heard_by(b, 0, 7)
+    received = received_by(b, 0, 7)
     a.send(1, 7, 0, 0, b"the loss")
     a.close()
 
-    b.wait_for(0, lambda: heard, nothing)
+    b.wait_for(0, lambda: received, nothing)
 
-    assert heard == [(0, 0, b"the loss")]
+    assert received == [(0, 0, b"the loss")]
 
 
-def test_a_failure_reaches_all_and_is_passed_on():
+def test_a_failure_is_forwarded_to_all_ranks():
     (a1, b0), (b2, c1) = socket.socketpair(), socket.socketpair()
     for sock in (a1, b0, b2, c1):
         sock.setblocking(False)
-    # Rank 2 cannot hear it from rank 0 itself.
-    meshes = a, b, c = mesh(0, {1: a1}), mesh(1, {0: b0, 2: b2}), mesh(2, {1: c1})
+    # Rank 2 is not connected to rank 0.
+    meshes = a, b, c = make_mesh(0, {1: a1}), make_mesh(1, {0: b0, 2: b2}), make_mesh(2, {1: c1})
     a.send_failure(0, "the story")
 
     with pytest.raises(RemoteStageError) as first:
@@ -457,16 +462,16 @@ def test_a_failure_reaches_all_and_is_passed_on():
         assert type(caught.value) is RemoteStageError
         assert (caught.value.rank, caught.value.story) == (0, "the story")
         assert str(caught.value) == "rank 0 failed:\nthe story"
-    for one in meshes:
-        one.close()
+    for each in meshes:
+        each.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
-def test_a_lost_peer_is_a_lost_peer_on_ranks_that_receive_the_failure(how):
+def test_a_forwarded_loss_of_a_peer_is_a_peer_lost_error(how):
     (a1, b0), (b2, c1) = socket.socketpair(), socket.socketpair()
     for sock in (a1, b0, b2, c1):
         sock.setblocking(False)
-    meshes = a, b, c = mesh(0, {1: a1}), mesh(1, {0: b0, 2: b2}), mesh(2, {1: c1})
+    meshes = a, b, c = make_mesh(0, {1: a1}), make_mesh(1, {0: b0, 2: b2}), make_mesh(2, {1: c1})
     if how == "killed":
         a1.shutdown(socket.SHUT_RDWR)
     else:
@@ -477,9 +482,9 @@ def test_a_lost_peer_is_a_lost_peer_on_ranks_that_receive_the_failure(how):
     with pytest.raises(PeerLostError, match="killed" if how == "killed" else "has left") as caught:
         c.wait(lambda: False, nothing)
 
-    assert caught.value.rank == 0  # and not rank 1, which ended because of it
-    for one in meshes:
-        one.close()
+    assert caught.value.rank == 0  # not rank 1, which ended because of it
+    for each in meshes:
+        each.close()
 
 
 def test_a_failure_is_sent_once(net):
@@ -495,7 +500,7 @@ def test_a_failure_is_sent_once(net):
 
 
 def test_the_first_failure_wins(wired):
-    one, peer = wired
+    mesh, peer = wired
     peer.sendall(
         frame(FAILURE, json.dumps({"rank": 2, "story": "first", "is_lost": False}).encode())
     )
@@ -505,43 +510,43 @@ def test_the_first_failure_wins(wired):
     peer.close()
 
     with pytest.raises(RemoteStageError, match="first") as caught:
-        one.wait(lambda: False, nothing)
+        mesh.wait(lambda: False, nothing)
     assert caught.value.rank == 2
 
 
-def test_what_is_there_is_taken_before_a_failure_is_raised(net):
-    """Rank 0 tells all ranks of a disagreement and fails of it: all must hear what it was."""
+def test_received_frames_are_handled_before_a_failure_is_raised(net):
+    """Rank 0 sends a disagreement to all ranks and then fails: all must receive it first."""
     a, b = net(2)
-    heard = heard_by(b, 0, 7)
+    received = received_by(b, 0, 7)
     a.send(1, 7, 0, 0, b"what is wrong")
     a.send_failure(0, "it is wrong")
 
-    b.wait(lambda: heard, nothing)
+    b.wait(lambda: received, nothing)
 
-    assert heard == [(0, 0, b"what is wrong")]
+    assert received == [(0, 0, b"what is wrong")]
     with pytest.raises(RemoteStageError):
         b.poll()
 
 
-def test_a_failure_overtakes_what_could_not_be_sent(net):
-    """A rank that ran ahead of a busy one, and then failed, is no rank that was killed."""
+def test_a_failure_overtakes_unsent_frames(net):
+    """A rank that failed while it was ahead of a busy peer is not reported as killed."""
     a, b = net(2)
-    heard = heard_by(b, 0, 7)
+    received = received_by(b, 0, 7)
     for _ in range(100):
         a.send(1, 7, 0, 0, bytes(1 << 20))
     failing = threading.Thread(target=lambda: (a.send_failure(0, "the story"), a.close()))
     failing.start()
 
     with pytest.raises(RemoteStageError) as caught:
-        b.wait(lambda: len(heard) == 100, nothing)
+        b.wait(lambda: len(received) == 100, nothing)
     failing.join()
 
     assert type(caught.value) is RemoteStageError, str(caught.value)
     assert caught.value.story == "the story"
-    assert all(body == bytes(1 << 20) for _, _, body in heard)
+    assert all(body == bytes(1 << 20) for _, _, body in received)
 
 
-def test_a_peer_that_does_not_read_cannot_hold_up_a_failing_rank(net, monkeypatch):
+def test_a_peer_that_does_not_read_cannot_block_a_failing_rank(net, monkeypatch):
     monkeypatch.setattr("procpipe.channel.mesh._LAST_FRAME_TIMEOUT_S", 0.05)
     a, b = net(2)
     for _ in range(100):
@@ -554,15 +559,15 @@ def test_a_peer_that_does_not_read_cannot_hold_up_a_failing_rank(net, monkeypatc
     assert time.monotonic() - start < 0.5
 
 
-def test_closing_says_goodbye_even_behind_unsent_frames(net):
+def test_closing_sends_a_goodbye_after_unsent_frames(net):
     a, b = net(2)
-    heard = heard_by(b, 0, 7)
+    received = received_by(b, 0, 7)
     for _ in range(20):
         a.send(1, 7, 0, 0, bytes(1 << 20))
     closing = threading.Thread(target=lambda: (a.flush(), a.close()))
     closing.start()
 
-    b.wait_for(0, lambda: len(heard) == 20, nothing)
+    b.wait_for(0, lambda: len(received) == 20, nothing)
     closing.join()
 
     with pytest.raises(PeerLostError, match="has left"):
@@ -582,19 +587,19 @@ def test_closing_does_not_wait_for_a_peer_that_has_ended(net):
     assert time.monotonic() - start < 0.5
 
 
-def test_closing_twice_is_closing_once(net):
+def test_a_mesh_may_be_closed_twice(net):
     a, _ = net(2)
     a.close()
     a.close()
 
 
 def test_a_mesh_of_one_rank():
-    alone = mesh(0, {})
+    alone = make_mesh(0, {})
 
     alone.poll()
     alone.flush()
     alone.wait(lambda: True, nothing)
-    alone.send_failure(0, "nobody hears it")
+    alone.send_failure(0, "without peers")
     alone.close()
     assert alone.peers == ()
 
@@ -611,17 +616,17 @@ def test_no_socket_is_left_open(net):
 
 
 def test_a_frame_may_be_longer_than_4_gib(wired):
-    """Symptom: struct.error where one was sent."""
-    one, peer = wired
-    heard = heard_by(one, 0, 7)
+    """Symptom: struct.error when one was sent."""
+    mesh, peer = wired
+    received = received_by(mesh, 0, 7)
 
     peer.sendall(HEADER.pack(5 << 30, 0xFFFFFFFF, 7, 0) + b"its first bytes")
-    one.poll()
+    mesh.poll()
 
-    peer.sendall(frame(7, b"whole"))  # which belongs to it
-    one.poll()
+    peer.sendall(frame(7, b"whole"))  # part of the long frame's body
+    mesh.poll()
 
-    assert heard == []
+    assert received == []
 
 
 def test_a_peer_may_end_without_a_goodbye_after_receiving_one(net):

@@ -1,4 +1,4 @@
-"""The end of a peer's process is seen even while a child of its has the socket open."""
+"""The end of a peer's process is detected even while its child has the socket open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.test_forks import in_child
 
 HEADER = struct.Struct("<QIBB")
 
-#: A peer connects, sends what it is told to, and forks a child as native code does.
+#: A peer connects, sends the content of a file, and forks a child as native code does.
 PEER = """
 import ctypes, os, socket, sys
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -38,17 +38,17 @@ else:
 
 @pytest.fixture
 def peer(tmp_path):
-    """Start a peer that has sent some bytes; return its process and a mesh that is joined to it."""
+    """Start a peer that has sent some bytes; return its process and a mesh connected to it."""
     processes, meshes = [], []
 
-    def start(said=b""):
-        path, said_path = str(tmp_path / "socket"), tmp_path / "said"
-        said_path.write_bytes(said)
+    def start(message=b""):
+        path, message_path = str(tmp_path / "socket"), tmp_path / "message"
+        message_path.write_bytes(message)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(path)
             listener.listen()
             process = subprocess.Popen(
-                [sys.executable, "-c", PEER, path, str(said_path)],
+                [sys.executable, "-c", PEER, path, str(message_path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
@@ -88,22 +88,22 @@ def test_a_killed_peer_whose_child_lives(peer, monkeypatch, has_peerpidfd):
         mesh.wait(lambda: False, nothing)
 
 
-def test_what_a_killed_peer_had_sent_counts(peer, monkeypatch):
+def test_frames_of_a_killed_peer_are_delivered(peer, monkeypatch):
     monkeypatch.setattr(mesh_module, "READ_BYTES", 1 << 14)
-    heard = []
+    received = []
     story = {"rank": 0, "story": "boom", "is_lost": False}
-    many = b"".join(frame(3, bytes(40_000)) for _ in range(2))
-    process, mesh = peer(many + frame(FAILURE, json.dumps(story).encode()))
-    mesh.on(0, 3, lambda sequence, flags, body: heard.append(len(body)))
+    frames = b"".join(frame(3, bytes(40_000)) for _ in range(2))
+    process, mesh = peer(frames + frame(FAILURE, json.dumps(story).encode()))
+    mesh.on(0, 3, lambda sequence, flags, body: received.append(len(body)))
     os.kill(process.pid, signal.SIGKILL)
 
-    with pytest.raises(RemoteStageError, match="rank 0 failed:\nboom") as told:
+    with pytest.raises(RemoteStageError, match="rank 0 failed:\nboom") as caught:
         mesh.wait(lambda: False, nothing)
-    assert not isinstance(told.value, PeerLostError)
-    assert heard == [40_000] * 2
+    assert not isinstance(caught.value, PeerLostError)
+    assert received == [40_000] * 2
 
 
-def test_a_goodbye_before_the_end_counts(peer):
+def test_a_goodbye_before_the_end_is_no_loss(peer):
     process, mesh = peer(frame(GOODBYE))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -131,7 +131,7 @@ def test_all_descriptors_are_closed(peer):
     _, mesh = peer()
     mesh.close()
 
-    # The two pipes of the peer's process are the test's.
+    # The test itself holds two pipes of the peer's process.
     assert len(os.listdir("/proc/self/fd")) == len(before) + 2
 
 
@@ -149,7 +149,7 @@ def test_a_forked_child_cannot_send_for_its_parent():
     mesh = Mesh(1, {0: ours}, timeout_s=5.0, stall_timeout_s=5.0, reports=WaitReports())
     mesh.send(0, 3, 0, 0, b"before")
 
-    def speak():
+    def send_in_child():
         for act in (
             lambda: mesh.send(0, 3, 0, 0, b"a child"),
             lambda: mesh.wait(lambda: False, nothing),
@@ -162,7 +162,7 @@ def test_a_forked_child_cannot_send_for_its_parent():
         mesh.close()
         return ours.fileno()
 
-    assert in_child(speak) == "-1"
+    assert in_child(send_in_child) == "-1"
     mesh.check_process()
     mesh.send(0, 3, 0, 0, b"after")
     mesh.close()

@@ -1,4 +1,4 @@
-"""Metadata reads back as it was written, and nothing else is taken for metadata."""
+"""Metadata reads back as it was written; other bytes are refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_any_json_is_metadata_or_a_value_error(structure, tensors):
         b"",
     ],
 )
-def test_near_misses_are_refused(data):
+def test_nearly_valid_metadata_is_refused(data):
     with pytest.raises(ValueError, match="not the metadata of a message"):
         decode(data)
 
@@ -101,21 +101,21 @@ def test_a_message_is_described():
     assert encode(meta) == b'[["t",["*","*"]],[[[2,3],"float32",true],[[],"bool",false]]]'
 
 
-def test_infinities_travel():
+def test_infinities_are_preserved():
     meta = Meta(("t", (("v", math.inf), ("v", -math.inf), ("v", -0.0))), ())
 
     assert repr(decode(encode(meta))) == repr(meta)
 
 
 @pytest.mark.gpu
-def test_indices_that_never_arrive_on_a_gpu_are_in_range():
-    """Torch 2.15 ended the process (SIGABRT) after an index out of range, and so without its story.
+def test_index_tensors_that_are_never_received_are_zero():
+    """Torch 2.15 aborted the process (SIGABRT) after an index out of range, so its report was lost.
 
-    An aborted transfer leaves what was in memory, and a loss behind it takes that for a target.
+    After an aborted transfer the memory keeps its old values, and a loss may use them as a target.
     """
     tensors = TensorMeta((1000,), torch.int64, False), TensorMeta((9,), torch.bool, False)
     meta = Meta(("t", (TENSOR, TENSOR)), tensors)
-    torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device="cuda")  # is handed out again
+    torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device="cuda")  # reused below
 
     for tensor in allocate(meta, "cuda"):
         assert not tensor.any()

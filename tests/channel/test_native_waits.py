@@ -15,8 +15,8 @@ from procpipe.channel.native_waits import WaitReports
 from procpipe.tree import Flat
 
 
-class Standing:
-    """A transport whose transfers stand still until the stall is told."""
+class Stalled:
+    """A transport whose transfers stall until the stall is reported."""
 
     needs_acknowledgement = False
     blocks = True
@@ -24,8 +24,8 @@ class Standing:
     max_posted = 1
     inline_bytes = 0
 
-    def __init__(self, told):
-        self.told = told
+    def __init__(self, is_reported):
+        self.is_reported = is_reported
 
     def post_send(self, tensors, peer, kind):
         return self, b""
@@ -34,50 +34,50 @@ class Standing:
         return allocate(meta, "cpu"), self
 
     def wait(self):
-        assert self.told.wait(20.0), "nobody has told of the stall"
+        assert self.is_reported.wait(20.0), "the stall is not reported"
 
     def is_done(self):
         return False
 
 
-class Listener(WaitReports):
-    """Notes what it is told."""
+class Recorder(WaitReports):
+    """Records all reports."""
 
     def __init__(self):
-        self.heard = []
-        self.told = threading.Event()
+        self.lines = []
+        self.is_reported = threading.Event()
 
     def start_wait(self, what, since_s):
-        self.heard.append(f"waits for {what}")
+        self.lines.append(f"waits for {what}")
 
     def end_wait(self):
-        self.heard.append("goes on")
+        self.lines.append("continues")
 
     def stalled(self, what, waited_s):
         assert waited_s >= 0.1
-        self.heard.append(f"has waited too long for {what}")
-        self.told.set()
+        self.lines.append(f"has waited too long for {what}")
+        self.is_reported.set()
 
 
 def test_a_rank_that_stops_in_the_middle_of_a_transfer_is_reported():
     """A rank may stop after it has sent its token and before all of a large tensor.
 
-    The receiver is then in gloo's ``Work.wait``, which does not report how long it takes.
+    The receiver is then in gloo's ``Work.wait``, which reports no stalls.
     """
     a, b = socket.socketpair()
     for sock in (a, b):
         sock.setblocking(False)
-    listener, cpu = Listener(), torch.device("cpu")
-    ends = Mesh(0, {1: a}, timeout_s=20.0, stall_timeout_s=0.1, reports=WaitReports())
-    ours = Mesh(1, {0: b}, timeout_s=20.0, stall_timeout_s=0.1, reports=listener)
-    transport: Any = Standing(listener.told)
-    receiver = Receiver(ours, 0, 1, transport, "activation from stage 0 (rank 0)")
-    Sender(ends, 1, 1, transport, cpu).send(Flat.of([torch.ones(INLINE_BYTES)]))
+    reports, cpu = Recorder(), torch.device("cpu")
+    senders = Mesh(0, {1: a}, timeout_s=20.0, stall_timeout_s=0.1, reports=WaitReports())
+    receivers = Mesh(1, {0: b}, timeout_s=20.0, stall_timeout_s=0.1, reports=reports)
+    transport: Any = Stalled(reports.is_reported)
+    receiver = Receiver(receivers, 0, 1, transport, "activation from stage 0 (rank 0)")
+    Sender(senders, 1, 1, transport, cpu).send(Flat.of([torch.ones(INLINE_BYTES)]))
     receiver.expect()
     receiver.take()
 
     what = "activation from stage 0 (rank 0)"
-    assert listener.heard == [f"waits for {what}", f"has waited too long for {what}", "goes on"]
-    for mesh_ in (ends, ours):
-        mesh_.close()
+    assert reports.lines == [f"waits for {what}", f"has waited too long for {what}", "continues"]
+    for mesh in (senders, receivers):
+        mesh.close()
     assert not any(thread.name == "procpipe native waits" for thread in threading.enumerate())

@@ -9,7 +9,7 @@ from procpipe.torch_internals import in_a_batch
 
 
 def between(num_ranks, num_channels):
-    """Return so many channels each way between each rank and the next."""
+    """Return this many channels in each direction between each rank and the next."""
     return [
         channel
         for rank in range(num_ranks - 1)
@@ -23,7 +23,7 @@ def between(num_ranks, num_channels):
     [(2, 1, 4), (2, 4, 4), (3, 2, 4), (3, 4, 2), (2, 8, 2), (2, 16, 1), (2, 29, 1)],
 )
 def test_transfers_share_the_blocks_that_all_may_take(num_ranks, num_channels, expected):
-    """The number is the same on every rank: that of the rank with most channels."""
+    """All ranks use the same number, which the rank with most channels needs."""
     assert _num_blocks(between(num_ranks, num_channels)) == expected
 
 
@@ -65,7 +65,7 @@ def fail():
 
 
 def test_a_batch_that_fails_is_ended():
-    """Else nothing that this thread sends by another group would ever begin."""
+    """Otherwise no later transfer of this thread in another group would begin."""
     group = Batches()
 
     with pytest.raises(KeyError, match="boom"):

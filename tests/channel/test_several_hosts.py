@@ -22,7 +22,7 @@ from procpipe.errors import WaitTimeoutError
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told(monkeypatch):
+def _no_address_variables(monkeypatch):
     monkeypatch.delenv("PROCPIPE_ADDRESS", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
 
@@ -41,41 +41,41 @@ def test_by_default_the_address_is_the_one_towards_rank_0(monkeypatch):
     assert own_address() == "127.0.0.1"
 
 
-def test_the_users_address_counts(monkeypatch):
+def test_the_users_address_is_used(monkeypatch):
     monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.7")
     assert own_address() == "127.0.0.7"
     assert address_towards(0, [("a", "127.0.0.7"), ("b", "192.0.2.1")]) == "127.0.0.7"
 
 
-@pytest.mark.parametrize("told", ["192.0.2.1", "no such host."])
-def test_an_address_of_another_host_is_refused(monkeypatch, told):
-    monkeypatch.setenv("PROCPIPE_ADDRESS", told)
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host."])
+def test_an_address_of_another_host_is_refused(monkeypatch, host):
+    monkeypatch.setenv("PROCPIPE_ADDRESS", host)
 
-    with pytest.raises(ValueError, match=f"PROCPIPE_ADDRESS='{told}' is not an address of this ho"):
+    with pytest.raises(ValueError, match=f"PROCPIPE_ADDRESS='{host}' is not an address of this ho"):
         own_address()
 
 
 def test_processes_given_different_addresses_are_on_different_hosts(monkeypatch):
-    alone = host_identity()
+    default = host_identity()
     monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.2")
-    told = host_identity()
+    given = host_identity()
     monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.3")
 
-    assert len({alone, told, host_identity()}) == 3
+    assert len({default, given, host_identity()}) == 3
 
 
-def test_nothing_listens_where_all_are_on_one_host():
+def test_nothing_listens_if_all_ranks_are_on_one_host():
     assert address_towards(1, [("a", "127.0.0.1"), ("a", "127.0.0.1")]) is None
 
 
-def test_an_address_that_leads_to_peers_stays():
+def test_an_address_that_reaches_peers_is_kept():
     hosts = [("a", "192.0.2.1"), ("b", "192.0.2.2"), ("b", "192.0.2.2")]
 
-    assert [address_towards(rank, hosts) for rank in range(3)] == [told for _, told in hosts]
+    assert [address_towards(rank, hosts) for rank in range(3)] == [address for _, address in hosts]
 
 
-def test_where_rank_0s_name_leads_to_itself_the_way_to_another_host_counts(monkeypatch):
-    """As on Debian, where /etc/hosts gives a host's own name 127.0.1.1."""
+def test_a_loopback_address_of_rank_0_is_replaced(monkeypatch):
+    """As on Debian, where /etc/hosts has 127.0.1.1 for the host's own name."""
     monkeypatch.setattr(sockets, "_address_on_the_way_to", lambda host: f"towards {host}")
 
     found = address_towards(0, [("a", "127.0.1.1"), ("a", "127.0.1.1"), ("b", "192.0.2.2")])
@@ -107,18 +107,18 @@ def can_bind(address):
 # -- hosts that do not answer --------------------------------------------------------------------
 
 
-def test_a_port_where_nobody_listens():
+def test_a_port_without_a_listener():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))  # and does not listen
         port = sock.getsockname()[1]
         with pytest.raises(ConnectionError) as caught:
             connect(("127.0.0.1", port))
 
-    told = str(caught.value)
-    assert told.startswith(f"rank 4 cannot reach rank 3 at 127.0.0.1 port {port} (")
-    assert "refused" in told
-    assert "firewall" in told
-    assert "PROCPIPE_ADDRESS" in told
+    text = str(caught.value)
+    assert text.startswith(f"rank 4 cannot reach rank 3 at 127.0.0.1 port {port} (")
+    assert "refused" in text
+    assert "firewall" in text
+    assert "PROCPIPE_ADDRESS" in text
 
 
 @pytest.mark.parametrize("limit", ["reach", "deadline"])
@@ -134,7 +134,7 @@ def test_a_host_that_does_not_answer(monkeypatch, limit):
 
 
 def silent(address):
-    """Begin to connect, which fills the queue of one who does not accept."""
+    """Begin to connect to a listener that does not accept, which fills its queue."""
     sock = socket.socket()
     sock.setblocking(False)
     sock.connect_ex(address)
@@ -171,25 +171,25 @@ def test_an_idle_connection_is_probed(tcp_pair):
         assert idle + interval * count == sockets._VANISHED_AFTER_S
 
 
-def test_what_is_never_answered_is_noticed(monkeypatch):
+def test_a_host_that_never_answers_has_vanished(monkeypatch):
     monkeypatch.setattr(sockets, "_VANISHED_AFTER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         waiting = [silent(full.getsockname()) for _ in range(4)]
         wait_until(lambda: has_vanished(waiting[-1]))
-        assert not has_vanished(waiting[0])  # it had room
+        assert not has_vanished(waiting[0])  # the queue had room for it
         for sock in waiting:
             sock.close()
 
 
 def test_a_reader_that_is_stopped_has_not_vanished(monkeypatch, tcp_pair):
-    """Its system says that there is no room, and goes on saying so."""
+    """Its kernel keeps answering that the receive buffer is full."""
     monkeypatch.setattr(sockets, "_VANISHED_AFTER_S", 0.0)
     ours, _ = tcp_pair
     with contextlib.suppress(BlockingIOError):
         while True:
             ours.send(bytes(1 << 20))
 
-    wait_until(lambda: not has_vanished(ours))  # the last bytes are under way
+    wait_until(lambda: not has_vanished(ours))  # the last bytes may not be acknowledged yet
 
 
 def wait_until(condition):

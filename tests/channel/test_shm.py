@@ -1,4 +1,4 @@
-"""Slots of shared memory: used in place, used again, bounded, and gone without a trace."""
+"""Slots of shared memory: read in place, used again, bounded in number, and freed completely."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def numbers(size):
     return torch.arange(size, dtype=torch.float64)
 
 
-def test_what_arrives_is_a_copy_of_what_was_sent_and_lies_in_the_slot(ends):
+def test_a_received_tensor_is_a_copy_inside_the_slot(ends):
     sent = numbers(1000)
 
     _, (received,) = ends.transfer([sent])
@@ -76,10 +76,10 @@ def test_all_kinds_of_tensors_arrive(ends):
     _, received = ends.transfer(sent)
 
     assert len(received) == len(sent)
-    for ours, theirs in zip(received, sent, strict=True):
-        assert ours.shape == theirs.shape
-        assert torch.equal(ours, theirs)
-        assert ours.data_ptr() % 64 == 0
+    for found, expected in zip(received, sent, strict=True):
+        assert found.shape == expected.shape
+        assert torch.equal(found, expected)
+        assert found.data_ptr() % 64 == 0
 
 
 def test_a_slot_is_used_again_once_all_its_tensors_are_gone(ends):
@@ -107,7 +107,7 @@ def test_there_are_as_many_slots_as_messages_in_use(ends):
         held.clear()
 
 
-def test_autograd_keeps_what_it_saved(ends):
+def test_a_slot_is_kept_while_autograd_needs_it(ends):
     weight = torch.ones(4, requires_grad=True, dtype=torch.float64)
     _, (received,) = ends.transfer([numbers(4)])
     loss = (weight * received).sum()
@@ -128,7 +128,7 @@ def test_slots_that_have_become_too_small_are_dropped_on_both_sides(ends):
         assert len(ends.slots) == 1
         assert ends.num_mapped == 1
 
-    ends.transfer([numbers(10)])  # goes into the large one
+    ends.transfer([numbers(10)])  # uses the large slot
     assert len(ends.slots) == 1
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 3
@@ -164,8 +164,8 @@ def test_tensors_are_ordinary_in_inference_mode(ends):
     received.requires_grad_().sum().backward()
 
 
-def test_nothing_has_a_name():
-    """Other programs may use /dev/shm at the same time, but not each time."""
+def test_slots_have_no_names():
+    """Repeated, because other programs may add files to /dev/shm at the same time."""
 
     def adds_a_name():
         before = set(os.listdir("/dev/shm"))
@@ -210,15 +210,15 @@ except MemoryError as error:
 
 
 @pytest.mark.dist
-def test_a_slot_for_which_there_is_no_memory_is_a_clear_error():
-    """``posix_fallocate`` fails where a write into the mapping would be a SIGBUS."""
+def test_a_slot_without_memory_is_a_clear_error():
+    """``posix_fallocate`` fails then, before a write into the mapping could raise SIGBUS."""
     done = run_forked(NO_MEMORY).check()
 
     assert done.stdout.startswith("there is no shared memory for a message of 8.0 MiB (")
     assert "transport='gloo'" in done.stdout
 
 
-def test_what_is_under_way_arrives_after_the_sender_has_closed(ends):
+def test_a_message_arrives_after_the_sender_has_closed(ends):
     sent = [numbers(1000)]
     pending, note = ends.sender.post_send(sent, 1, KIND)
     ends.sender.close()
@@ -242,7 +242,7 @@ def test_a_forked_child_frees_no_slot(ends):
     assert slot.memory[0] == 0
     before = bytes(slot.memory)
     assert in_child(lambda: None) == "None"
-    assert bytes(slot.memory) == before, "the child gave its parent's memory back to the system"
+    assert bytes(slot.memory) == before, "the child freed its parent's memory"
 
 
 def test_a_forked_child_fills_no_slot_of_its_parent(ends):

@@ -1,4 +1,4 @@
-"""How much memory operations take at a time."""
+"""How much memory an operation allocates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Sizes(TorchDispatchMode):
-    """Notes the most bytes of new memory that an operation's result has."""
+    """Records the most bytes of new memory in an operation's result."""
 
     most = 0
 

@@ -13,7 +13,7 @@ from procpipe.errors import RecomputeError
 
 
 class Counter(nn.Module):
-    """Changes its buffer in the way that is asked for."""
+    """Changes its buffer in a given way."""
 
     count: Any
 
@@ -35,7 +35,7 @@ class Counter(nn.Module):
 
 
 def forward(buffers, layer):
-    """Run a first forward; return its output and what its recomputation needs."""
+    """Run a first forward; return its output and the copies that its recomputation needs."""
     copies = buffers.before_forward()
     output = layer()
     buffers.after_forward()
@@ -45,7 +45,7 @@ def forward(buffers, layer):
 @pytest.mark.parametrize(
     ("how", "start"), [("in place", 0), ("assigned", 0), ("created", None)], ids=str
 )
-def test_recomputation_repeats_and_leaves_no_trace(how, start):
+def test_recomputation_repeats_and_leaves_buffers_unchanged(how, start):
     layer = Counter(how, start)
     buffers = Buffers({"counter": layer})
     firsts = [forward(buffers, layer) for _ in range(3)]
@@ -59,16 +59,16 @@ def test_recomputation_repeats_and_leaves_no_trace(how, start):
     assert forward(buffers, layer)[0] == 4
 
 
-def test_only_what_changes_is_copied_after_the_first_forward():
-    layer, other = Counter(), Counter(how="never")
-    buffers = Buffers({"a": layer, "b": nn.Sequential(other)})
+def test_only_buffers_that_change_are_copied_after_the_first_forward():
+    layer, constant = Counter(), Counter(how="never")
+    buffers = Buffers({"a": layer, "b": nn.Sequential(constant)})
     _, first = forward(buffers, layer)
     _, second = forward(buffers, layer)
     assert set(first) == {
         (layer, "count"),
         (layer, "steady"),
-        (other, "count"),
-        (other, "steady"),
+        (constant, "count"),
+        (constant, "steady"),
     }
     assert set(second) == {(layer, "count")}
 
@@ -111,7 +111,7 @@ def test_a_buffer_that_changes_only_now_is_an_error(how, start):
         forward(buffers, layer)
 
 
-def test_buffers_come_back_after_an_exception():
+def test_buffers_are_restored_after_an_exception():
     layer = Counter()
     buffers = Buffers({"counter": layer})
     _, copies = forward(buffers, layer)

@@ -1,4 +1,4 @@
-"""A layer whose recomputation differs is detected, and rounding is not taken for a difference."""
+"""A layer whose recomputation differs is detected; rounding is no difference."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def compare(first: Any, again: Any, is_coarse=False):
     """Compare two runs of one layer, given its input and its output in each."""
     digests = Digests()
-    looks: list[Any] = [digests.start()]
+    digests_of_runs: list[Any] = [digests.start()]
     for place, value in enumerate(first, start=-1):
         digests.add(place, value)
     digests.stop()
-    digests.start_again(looks[0])
+    digests.start_again(digests_of_runs[0])
     for place, value in enumerate(again, start=-1):
         digests.add(place, value)
-    looks.append(digests.stop())
-    found = difference(*looks, is_coarse=is_coarse)
+    digests_of_runs.append(digests.stop())
+    found = difference(*digests_of_runs, is_coarse=is_coarse)
     return found.place if found else None
 
 
@@ -48,7 +48,7 @@ def test_the_first_layer_that_differs_is_named(dtype):
     assert compare([x, y, z], [x, y, z.flip(0)], is_coarse=True) == 1
 
 
-def test_chunks_that_change_places_differ():
+def test_swapped_chunks_are_a_difference():
     x, y = torch.randn(2, 4 * 2**16)
     swapped = y.view(4, -1)[[1, 0, 2, 3]].flatten()
     assert compare([x, y], [x, swapped]) == 0
@@ -61,7 +61,7 @@ def test_rounding_is_no_difference(dtype):
     noise = 1 + eps * torch.randn(y.shape, dtype=torch.float64)
     rounded = (y.double() * noise).to(dtype)
     assert compare([x, y, z], [x, rounded, z]) is None
-    # What cancels out is rounding alone.
+    # The mean is rounding only.
     centred = y - y.mean()
     mean = centred.mean()
     assert compare([x, centred, mean], [x, centred, mean + eps]) is None
@@ -75,25 +75,25 @@ def test_amplified_rounding_is_no_difference():
     assert compare([x, y, z], [x, rounded, nn.functional.dropout(z, 0.1)]) == 1
 
 
-def test_another_way_through_the_layers_is_a_difference():
+def test_another_order_of_layers_is_a_difference():
     x, y, _ = outputs()
     digests = Digests()
-    looks: list[Any] = [digests.start()]
+    digests_of_runs: list[Any] = [digests.start()]
     digests.add(-1, x)
     digests.add(0, y)
     digests.stop()
-    digests.start_again(looks[0])
+    digests.start_again(digests_of_runs[0])
     digests.add(-1, x)
     digests.add(1, y)
-    looks.append(digests.stop())
-    assert difference(*looks, is_coarse=False) is not None
+    digests_of_runs.append(digests.stop())
+    assert difference(*digests_of_runs, is_coarse=False) is not None
 
 
-def test_one_element_of_many_is_seen():
+def test_one_changed_element_of_many_is_detected():
     x, y, _ = outputs()
-    other = y.clone()
-    other[60_000] += 1
-    assert compare([x, y], [x, other]) == 0
+    changed = y.clone()
+    changed[60_000] += 1
+    assert compare([x, y], [x, changed]) == 0
 
 
 def test_values_that_are_not_finite_are_compared_too():
@@ -127,7 +127,7 @@ def test_values_that_are_not_finite_are_compared_too():
     ],
     ids=lambda value: str(type(value)),
 )
-def test_any_output_can_be_looked_at(value):
+def test_any_output_can_be_compared(value):
     assert compare([torch.ones(2), value], [torch.ones(2), value]) is None
     assert compare([torch.ones(2), value], [torch.ones(2), torch.ones(7)]) == 0
 
@@ -149,31 +149,31 @@ def test_no_copy_is_made_of_a_large_tensor(tensor):
 
 def test_strides_are_no_difference():
     x = torch.randn(20, 300, 50, 2, generator=torch.Generator().manual_seed(1))
-    other = torch.empty(2, 50, 300, 20).permute(3, 2, 1, 0).copy_(x)
-    assert compare([x], [other]) is None
-    other[-1, -1, -1, -1] += 1
-    assert compare([x], [other]) == -1
+    strided = torch.empty(2, 50, 300, 20).permute(3, 2, 1, 0).copy_(x)
+    assert compare([x], [strided]) is None
+    strided[-1, -1, -1, -1] += 1
+    assert compare([x], [strided]) == -1
 
 
 def test_integers_are_compared():
     x = torch.arange(100_000)
-    other = x.clone()
-    other[5] += 1
+    changed = x.clone()
+    changed[5] += 1
     assert compare([x, x], [x, x.clone()]) is None
-    assert compare([x, x], [x, other]) == 0
+    assert compare([x, x], [x, changed]) == 0
     flags = torch.rand(1000) > 0.5
     assert compare([x * 0, flags], [x * 0, ~flags]) == 0
 
 
-def test_mini_batches_that_are_looked_at():
+def test_the_mini_batches_that_are_compared():
     digests = Digests()
     seen = []
     for number in range(1, 1100):
         digests.begin()
-        if number % 2:  # nothing was recomputed in the others
-            looks = [digests.start() is not None for _ in range(3)]
-            assert len(set(looks)) == 1
-            if looks[0]:
+        if number % 2:  # nothing is recomputed in even ones
+            is_compared = [digests.start() is not None for _ in range(3)]
+            assert len(set(is_compared)) == 1
+            if is_compared[0]:
                 seen.append((number + 1) // 2)
     assert seen == [1, 2, 16, 128]
     digests.begin()
@@ -181,22 +181,22 @@ def test_mini_batches_that_are_looked_at():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_looking_leaves_no_graph_and_depends_on_nothing_around(autocast):
+def test_digests_have_no_graph_and_do_not_depend_on_settings(autocast):
     x = torch.randn(50, 3, requires_grad=True)
-    looks = []
+    results = []
     default = torch.get_default_dtype()
     for dtype, enabled in itertools.product((torch.float32, torch.float64), (False, autocast)):
         torch.set_default_dtype(dtype)
         try:
             with torch.autocast("cpu", enabled=enabled), torch.device("meta"):
                 digests = Digests()
-                look = digests.start()
+                digest = digests.start()
                 digests.add(0, x * 2)
         finally:
             torch.set_default_dtype(default)
-        assert look is not None
-        numbers = look[0][1][0].numbers
+        assert digest is not None
+        numbers = digest[0][1][0].numbers
         assert numbers is not None
         assert not numbers.requires_grad
-        looks.append(numbers.tolist())
-    assert all(numbers == looks[0] for numbers in looks)
+        results.append(numbers.tolist())
+    assert all(numbers == results[0] for numbers in results)

@@ -1,4 +1,4 @@
-"""The generators that layers may draw from are found, and go on from any state that they had."""
+"""The generators that layers may draw from are found, and repeat from any earlier state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def generators_of(*layers):
 
 
 def check_repeats(generators, draw, repetitions=7):
-    """Each draw is repeated, in reverse, and afterwards the numbers go on as if it were not."""
+    """Check that each draw can be repeated, in reverse, without changing the numbers after it."""
     states, drawn = [], []
     for _ in range(repetitions):
         states.append([(source, source.get()) for source in generators.sources()])
@@ -71,14 +71,14 @@ def check_repeats(generators, draw, repetitions=7):
 @pytest.mark.parametrize("name", GLOBAL)
 def test_global_generators_repeat(name):
     generators = generators_of()
-    for num_before in range(3):  # a second normal number may be in store
+    for num_before in range(3):  # a generator may have stored a second normal number
         for _ in range(num_before):
             np.random.randn(), random.gauss(0, 1)
         check_repeats(generators, GLOBAL[name])
 
 
 @pytest.mark.parametrize("bits", [np.random.MT19937, np.random.PCG64])
-def test_a_bit_generator_that_numpy_was_given_repeats(bits):
+def test_a_bit_generator_set_in_numpy_repeats(bits):
     generators = generators_of()
     generators.sources()
     numpy_random: Any = np.random
@@ -86,13 +86,13 @@ def test_a_bit_generator_that_numpy_was_given_repeats(bits):
     try:
         numpy_random.set_bit_generator(bits(1))
         for name, draw in GLOBAL.items():
-            if name != "numpy, seeded":  # no other than the first can be
+            if name != "numpy, seeded":  # only the first bit generator can be seeded
                 check_repeats(generators, draw)
     finally:
         numpy_random.set_bit_generator(own)
 
 
-def test_where_the_memory_of_python_is_unknown_its_state_is_compared(monkeypatch):
+def test_if_the_memory_of_pythons_generator_is_unknown_its_state_is_compared(monkeypatch):
     monkeypatch.setattr(
         "procpipe.compute.generators._Python._is_where_expected", lambda self: False
     )
@@ -143,7 +143,7 @@ def test_attributes_without_a_generators_state_are_ignored():
     assert len(generators_of(layer).sources()) == len(generators_of().sources())
 
 
-def test_a_global_state_is_read_out_once_until_somebody_draws():
+def test_a_global_state_is_read_once_until_a_number_is_drawn():
     generators = generators_of()
     for name in ("random", "numpy"):
         np.random.seed(1)

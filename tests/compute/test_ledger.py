@@ -8,7 +8,7 @@ import torch
 from procpipe.compute.ledger import Ledger, num_bytes
 
 
-def test_the_peak_is_of_what_is_held_together():
+def test_the_peak_is_the_most_held_at_one_time():
     ledger = Ledger()
     ledger.hold("a", 10)
     ledger.hold("b", 5)
@@ -22,7 +22,7 @@ def test_the_peak_is_of_what_is_held_together():
     assert (ledger.peak_bytes, ledger.held_bytes) == (15, 0)
 
 
-def test_a_size_may_come_after_it_is_held():
+def test_a_size_may_be_set_after_holding():
     ledger = Ledger()
     ledger.hold("early")
     ledger.hold("b", 5)
@@ -52,7 +52,7 @@ def test_clear_forgets_all_but_the_peak():
     assert (ledger.peak_bytes, ledger.held_bytes) == (3, 0)
 
 
-def test_the_peak_starts_anew_from_what_is_held():
+def test_a_reset_peak_starts_from_what_is_held():
     ledger = Ledger()
     ledger.hold("a", 5)
     ledger.hold("b", 3)
@@ -67,14 +67,14 @@ def test_the_peak_starts_anew_from_what_is_held():
     assert ledger.peak_bytes == 4
 
 
-def test_what_is_held_must_have_a_size():
+def test_every_held_entry_must_have_a_size():
     ledger = Ledger()
     ledger.hold("a")
     with pytest.raises(KeyError):
         ledger.settle()
 
 
-def test_num_bytes():
+def test_the_bytes_of_tensors():
     tensors = [
         torch.ones(2, 3),
         None,

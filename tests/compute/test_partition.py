@@ -41,10 +41,10 @@ def partition_of(*layers: Any, is_first: bool = False) -> Partition:
     return Partition(named, CPU, is_first=is_first)
 
 
-def received(value: Any, wants: bool = True) -> Flat:
-    """Return a value as it comes from the stage before."""
+def received(value: Any, requires_grad: bool = True) -> Flat:
+    """Return a value as received from the stage before."""
     tensors, structure, _ = Flat.of(value)
-    flags = tuple(wants and tensor.is_floating_point() for tensor in tensors)
+    flags = tuple(requires_grad and tensor.is_floating_point() for tensor in tensors)
     return Flat([tensor.clone() for tensor in tensors], structure, flags)
 
 
@@ -55,8 +55,8 @@ def run(partition, inputs, gradient=1.0, recompute=False, i=0):
         partition.recompute(i)
     given = [
         torch.full_like(tensor, gradient)
-        for tensor, wants in zip(output.tensors, output.requires_grad, strict=True)
-        if wants
+        for tensor, requires_grad in zip(output.tensors, output.requires_grad, strict=True)
+        if requires_grad
     ]
     return output, partition.backward(i, given)
 
@@ -105,9 +105,9 @@ def test_micro_batches_run_backward_in_any_order(recompute):
             partition.recompute(i)
         (gradient,) = partition.backward(i, [torch.ones_like(outputs[i].tensors[0])])
         assert gradient is not None
-        wanted = expected[i]
-        assert wanted is not None
-        assert torch.equal(gradient, wanted)
+        truth = expected[i]
+        assert truth is not None
+        assert torch.equal(gradient, truth)
     assert partition.num_held == 0
 
 
@@ -120,19 +120,19 @@ def test_without_backward_nothing_is_kept():
 
 
 @BOTH
-def test_gradients_are_wanted_for_what_depends_on_parameters_or_on_wanting_inputs(recompute):
-    def case(layer, value, wants_inputs=True):
+def test_outputs_require_gradients_if_parameters_or_inputs_do(recompute):
+    def case(layer, value, with_gradients=True):
         output, gradients = run(
-            partition_of(layer), received(value, wants_inputs), recompute=recompute
+            partition_of(layer), received(value, with_gradients), recompute=recompute
         )
         return output.requires_grad, [gradient is not None for gradient in gradients]
 
     x, ids = torch.randn(4, 3), torch.arange(4)
     linear, frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
     assert case(linear, x) == ((True,), [True])
-    assert case(linear, x, wants_inputs=False) == ((True,), [])
+    assert case(linear, x, with_gradients=False) == ((True,), [])
     assert case(frozen, x) == ((True,), [True])
-    assert case(frozen, x, wants_inputs=False) == ((False,), [])
+    assert case(frozen, x, with_gradients=False) == ((False,), [])
     assert case(Do(lambda t: (t[0], t[1] > 2)), (x, ids)) == ((True, False), [True])
     assert case(nn.Embedding(4, 2), ids) == ((True,), [])
     assert case(Do(lambda t: t.detach()), x) == ((False,), [False])
@@ -152,12 +152,12 @@ def test_gradients_may_be_missing(recompute):
     assert gradient.tolist() == [3.0, 3.0]
 
 
-def test_recomputation_tells_the_bytes_of_its_roots():
+def test_recomputation_returns_the_bytes_of_its_roots():
     partition = partition_of(nn.Linear(3, 4, dtype=torch.float64))
     partition.forward(0, received(torch.randn(5, 3).double()), keep=True, recompute=True)
     assert partition.recompute(0) == 5 * 4 * 8
     frozen = partition_of(nn.Linear(3, 4).requires_grad_(False))
-    frozen.forward(0, received(torch.randn(5, 3), wants=False), keep=True, recompute=True)
+    frozen.forward(0, received(torch.randn(5, 3), requires_grad=False), keep=True, recompute=True)
     assert frozen.recompute(0) == 0
     assert frozen.backward(0, []) == []
 
@@ -175,15 +175,15 @@ def test_a_layer_may_change_what_it_receives_in_place(recompute):
         assert inputs.tensors[0].tolist() == [-1.0, 2.0]
 
 
-@pytest.mark.parametrize("wants", [True, False])
-def test_a_change_in_place_of_what_is_kept_is_told(wants):
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_change_in_place_of_the_partitions_input_is_an_error(requires_grad):
     partition = partition_of({"view": Do(lambda t: t[:]), "add": Do(lambda t: t.add_(1))})
     with pytest.raises(RecomputeError, match=r"layer 'add' \(Do\) changed its partition's input"):
-        partition.forward(0, received(torch.ones(2), wants), keep=True, recompute=True)
+        partition.forward(0, received(torch.ones(2), requires_grad), keep=True, recompute=True)
     assert partition.where() == "layer 'add' (Do)"
 
 
-def test_a_change_between_forward_and_recomputation_is_told():
+def test_a_change_between_forward_and_recomputation_is_an_error():
     partition = partition_of(nn.Linear(2, 2))
     inputs = received(torch.ones(3, 2))
     partition.forward(4, inputs, keep=True, recompute=True)
@@ -204,7 +204,7 @@ def test_views_of_one_tensor_do_not_count_as_changed_by_each_other():
         assert partition.backward(i, [torch.ones(2, 2)]) != [None]
 
 
-def test_recomputation_that_goes_another_way_is_told():
+def test_a_recomputation_with_another_path_is_an_error():
     calls: list[int] = []
 
     def another_way(t: Tensor) -> Any:
@@ -220,7 +220,7 @@ def test_recomputation_that_goes_another_way_is_told():
 
 
 class AnotherShape(nn.Module):
-    """Gives fewer rows when it is recomputed, once it is told to."""
+    """Returns fewer rows when it is recomputed, if ``is_on``."""
 
     is_on = False
 
@@ -228,7 +228,7 @@ class AnotherShape(nn.Module):
         return t[:1] if self.is_on and is_recomputing() else t
 
 
-def test_a_recomputed_output_of_another_shape_is_told():
+def test_a_recomputed_output_of_another_shape_is_an_error():
     layer = AnotherShape()
     partition = partition_of({"a": nn.Identity(), "b": layer, "c": nn.Identity()})
     layer.is_on = True
@@ -242,7 +242,7 @@ def test_a_recomputed_output_of_another_shape_is_told():
     assert partition.where() == "layer 'b' (AnotherShape)"
 
 
-def test_another_shape_is_told_where_outputs_are_not_looked_at_too():
+def test_another_shape_is_an_error_also_where_outputs_are_not_compared():
     layer = AnotherShape()
     partition = partition_of(layer)
     for _ in range(2):
@@ -304,26 +304,26 @@ def test_a_later_difference_is_found_in_the_next_compared_mini_batch(mini_batch)
         run(partition, received(torch.ones(2)), recompute=True)
 
 
-def test_backward_is_that_of_torch():
-    """The engine is called past torch.autograd.backward: it must do the same, hooks included."""
+def test_backward_equals_that_of_torch():
+    """The engine is called without torch.autograd.backward; it must do the same, with hooks."""
     found = []
     for run in (torch.autograd.backward, run_backward):
         torch.manual_seed(1)
         layer = nn.Linear(3, 2)
-        heard: list[Tensor] = []
-        layer.weight.register_hook(heard.append)
+        hook_gradients: list[Tensor] = []
+        layer.weight.register_hook(hook_gradients.append)
         x = torch.ones(4, 3, requires_grad=True)
         y = layer(x)
         roots, gradients = (y, y.exp()), (torch.ones(4, 2), torch.rand(4, 2))
         run(roots, gradients)
-        found.append((x.grad, layer.weight.grad, layer.bias.grad, len(heard)))
+        found.append((x.grad, layer.weight.grad, layer.bias.grad, len(hook_gradients)))
         with pytest.raises(RuntimeError, match="second time"):
             run(roots[1:], gradients[1:])
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
 
-def test_what_leaves_must_be_of_tensors_on_the_device():
+def test_outputs_must_consist_of_plain_tensors_on_the_device():
     with pytest.raises(BoundaryError, match=r"layer '0' \(Do\) returned a tensor on meta"):
         run(partition_of(Do(lambda t: t.to("meta"))), received(torch.ones(2)))
     with pytest.raises(BoundaryError, match=r"layout torch\.sparse_coo"):
@@ -341,7 +341,7 @@ def test_the_first_layer_takes_several_inputs_and_the_others_one():
 
 
 @pytest.mark.parametrize("num_inputs", [1, 2])
-def test_no_layers_pass_their_input_on(num_inputs):
+def test_a_partition_without_layers_passes_its_input_on(num_inputs):
     value = tuple(torch.full((2,), float(k)) for k in range(num_inputs))
     output, _ = run(partition_of({}, is_first=True), received(value))
     assert len(output.tensors) == num_inputs
@@ -377,17 +377,17 @@ def test_a_failing_layer_is_named():
     assert partition.num_held == 0
 
 
-def test_freezing_and_unfreezing_is_seen_at_the_next_mini_batch():
+def test_freezing_and_unfreezing_takes_effect_at_the_next_mini_batch():
     layer = nn.Linear(2, 2)
     partition = partition_of(layer)
-    for wants in (True, False, True):
-        layer.requires_grad_(wants)
+    for flags in ((True,), (False,), (True,)):
+        layer.requires_grad_(*flags)
         partition.begin()
-        inputs = received(torch.ones(2, 2), wants=False)
-        assert partition.forward(0, inputs, keep=True, recompute=True).requires_grad == (wants,)
+        inputs = received(torch.ones(2, 2), requires_grad=False)
+        assert partition.forward(0, inputs, keep=True, recompute=True).requires_grad == flags
 
 
-# -- what is changed from outside, and what cannot travel ----------------------------------------
+# -- changes from outside, and outputs that cannot be sent ----------------------------------------
 
 
 class Scaled(nn.Module):
@@ -413,8 +413,8 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("told", OUTSIDE)
-def test_what_changes_between_a_forward_and_its_recomputation_is_named(told):
+@pytest.mark.parametrize("change", OUTSIDE)
+def test_a_change_between_a_forward_and_its_recomputation_is_named(change):
     layers = {"a": nn.Linear(3, 4), "b": Scaled(), "c": nn.BatchNorm1d(4)}
     partition = partition_of(layers)
     for _ in range(2):
@@ -430,12 +430,12 @@ def test_what_changes_between_a_forward_and_its_recomputation_is_named(told):
     partition.begin()
     for i in (0, 1):
         partition.forward(i, received(torch.randn(5, 3)), keep=True, recompute=True)
-    OUTSIDE[told](layers)
-    with pytest.raises(RecomputeError, match=rf"^{re.escape(told)} after the first forward of"):
+    OUTSIDE[change](layers)
+    with pytest.raises(RecomputeError, match=rf"^{re.escape(change)} after the first forward of"):
         partition.recompute(1)
 
 
-def test_what_a_layer_changes_in_its_own_forward_is_its_own():
+def test_a_layer_may_change_its_parameters_in_its_own_forward():
     partition = partition_of(nn.Embedding(9, 4, max_norm=1.0, _weight=torch.randn(9, 4)))
     for i in (0, 1):
         partition.forward(i, received(torch.tensor([i, 5])), keep=True, recompute=True)
@@ -448,19 +448,19 @@ class Marked(Tensor):
     """A class of a user's own."""
 
 
-def test_a_tensor_of_another_class_does_not_leave_a_partition():
+def test_a_tensor_of_another_class_is_not_sent():
     layers = {"0": nn.Linear(3, 3), "1": Do(lambda x: x.as_subclass(Marked))}
     with torch.no_grad():
         output = Partition(layers, CPU, is_first=False).forward(
             0, received(torch.randn(2, 3)), keep=False, recompute=False
         )
-    assert not is_plain(output.tensors[0])  # as in the plain model, since nothing comes after
+    assert not is_plain(output.tensors[0])  # as in the plain model: the partition is the last
     partition = Partition(layers, CPU, is_first=False, is_last=False)
     with pytest.raises(BoundaryError, match=r"^layer '1' \(Do\) returned.*\.Marked of"):
         partition.forward(0, received(torch.randn(2, 3)), keep=False, recompute=False)
 
 
-def test_a_parameter_leaves_as_a_tensor():
+def test_a_parameter_is_sent_as_a_tensor():
     partition = Partition({"0": ReturnsWeight()}, CPU, is_first=False, is_last=False)
     output = partition.forward(0, received(torch.randn(2, 3)), keep=True, recompute=False)
     assert type(output.tensors[0]) is Tensor

@@ -23,7 +23,7 @@ def phases():
     return is_checkpointing(), is_recomputing(), torch.is_grad_enabled()
 
 
-def test_a_layer_can_tell_in_which_phase_it_is():
+def test_a_layer_can_detect_its_phase():
     assert phases() == (False, False, True)
     with checkpointing():
         assert phases() == (True, False, False)
@@ -50,7 +50,7 @@ def test_other_threads_have_phases_of_their_own():
     assert seen == [False]
 
 
-def test_random_numbers_are_repeated_and_then_go_on():
+def test_random_numbers_are_repeated_and_then_continue():
     torch.manual_seed(3)
     ambient = Ambient.now(CPU)
     first, second = torch.rand(4), torch.rand(4)
@@ -62,7 +62,7 @@ def test_random_numbers_are_repeated_and_then_go_on():
     assert torch.equal(torch.rand(4), second)
 
 
-def test_random_numbers_go_on_after_an_exception_too():
+def test_random_numbers_continue_after_an_exception():
     torch.manual_seed(3)
     ambient = Ambient.now(CPU)
     expected = torch.get_rng_state()

@@ -35,19 +35,19 @@ def test_inputs_outputs_and_parameters_are_counted_elsewhere() -> None:
     assert saved_bytes(nn.Tanh(), is_first=False) == 0, "its output is the stage's"
 
 
-def test_what_several_nodes_keep_counts_once() -> None:
+def test_a_tensor_kept_by_several_nodes_counts_once() -> None:
     """The first Tanh keeps its output, and so does the linear layer after it."""
     layers = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()
     assert saved_bytes(*layers) == 3 * ROW
     assert saved_bytes(*layers, is_first=False) == 3 * ROW
 
 
-def test_a_second_forward_keeps_what_a_first_would() -> None:
+def test_a_recomputation_keeps_the_same_bytes() -> None:
     layers = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)
     assert saved_bytes(*layers, recompute=True) == saved_bytes(*layers) == 3 * ROW
 
 
-def test_gradients_are_right_while_somebody_looks() -> None:
+def test_gradients_are_right_while_saved_tensors_are_counted() -> None:
     layer, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.0)), torch.randn(3, 8)
 
     def gradient(saved: SavedTensors | None) -> Tensor:

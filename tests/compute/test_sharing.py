@@ -1,7 +1,7 @@
-"""Tensors that share memory leave a partition, and one of them is changed in place after that.
+"""A partition returns tensors that share memory, and one is changed in place after that.
 
-The plain model changes all of them. Partitions do as the plain model, or there is one error that
-names the layer that made the change; never another result.
+The plain model changes all of them. Partitions give the plain model's result, or one error that
+names the layer that made the change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Do(nn.Module):
 
 @skippable(stash=["t"])
 class StashT(nn.Module):
-    """Stashes what it returns."""
+    """Stashes its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class StashU(nn.Module):
 
 
 class Pop(nn.Module):
-    """Adds what it pops, perhaps changed in place."""
+    """Adds the popped tensor, which it may change in place."""
 
     def __init__(self, name: str, change: bool = False) -> None:
         super().__init__()
@@ -106,10 +106,10 @@ def plus_one(x: Tensor) -> Tensor:
 
 
 class Case(NamedTuple):
-    """Four layers, and which of them is blamed; None where stages do as the plain model."""
+    """Four layers, and the one that the error names; None where stages equal the plain model."""
 
     layers: tuple[nn.Module, ...]
-    blamed: int | None
+    named: int | None
 
 
 def made(function: Any, num_features: int = 4) -> Do:
@@ -145,15 +145,15 @@ def cases() -> dict[str, Case]:
     }
 
 
-def travelled(message: Flat) -> Flat:
-    """Return a message as it arrives in another process."""
+def sent(message: Flat) -> Flat:
+    """Return a message as received by another process."""
     meta = decode(encode(describe(message)))
     tensors = [tensor.clone() for tensor in message.tensors]
     return Flat(tensors, meta.structure, meta.requires_grad).sharing(meta.memories, meta.changes)
 
 
 def run_in_turn(
-    layers: list[nn.Module], x: Tensor, *, keep: bool, recompute: bool, travels: bool
+    layers: list[nn.Module], x: Tensor, *, keep: bool, recompute: bool, is_sent: bool
 ) -> Tensor:
     """Run a partition a layer forward, all in this process."""
     parts: list[dict[str, nn.Module]] = [{str(k): layer} for k, layer in enumerate(layers)]
@@ -175,30 +175,30 @@ def run_in_turn(
         output = partition.forward(0, joined(inputs), keep=keep, recompute=recompute)
         makes = routes.made_by(task)
         for transfer, flat in zip(makes, parted(output, len(makes)) if makes else [], strict=True):
-            made[transfer] = travelled(flat) if travels else flat
+            made[transfer] = sent(flat) if is_sent else flat
     return output.tensors[0]
 
 
-@pytest.mark.parametrize("travels", [True, False], ids=["between processes", "within one"])
+@pytest.mark.parametrize("is_sent", [True, False], ids=["between processes", "within one"])
 @pytest.mark.parametrize(("keep", "recompute"), [(False, False), (True, False), (True, True)])
 def test_a_change_of_shared_memory_is_right_or_an_error(
-    keep: bool, recompute: bool, travels: bool
+    keep: bool, recompute: bool, is_sent: bool
 ) -> None:
-    for name, (layers, blamed) in cases().items():
+    for name, (layers, named) in cases().items():
         x = torch.randn(5, 4)
         expected = nn.Sequential(*copy.deepcopy(layers))(x.clone())
-        told = f"^layer '{blamed}' .* in place"
+        text = f"^layer '{named}' .* in place"
         error: type[Exception] = RuntimeError
-        if blamed is None and recompute and name in CHANGES_ITS_INPUT:
-            told, error = "so recomputing it would start from the wrong", RecomputeError
-        elif blamed is None:
-            told = ""
-        with case(name), pytest.raises(error, match=told) if told else nullcontext():
-            found = run_in_turn(list(layers), x, keep=keep, recompute=recompute, travels=travels)
+        if named is None and recompute and name in CHANGES_ITS_INPUT:
+            text, error = "so recomputing it would start from the wrong", RecomputeError
+        elif named is None:
+            text = ""
+        with case(name), pytest.raises(error, match=text) if text else nullcontext():
+            found = run_in_turn(list(layers), x, keep=keep, recompute=recompute, is_sent=is_sent)
             assert torch.equal(found, expected)
 
 
-#: What recomputation refuses of every input, whatever shares its memory.
+#: Cases in which a partition changes its input, which recomputation always refuses.
 CHANGES_ITS_INPUT = ("columns", "every other", "no view", "skip, used before")
 
 
@@ -243,7 +243,7 @@ def test_views_share_memory_if_they_have_an_element_in_common() -> None:
         pair = [random_view(base, rng) for _ in range(2)]
         expected = bool(set(places(pair[0])) & set(places(pair[1])))
         found = bool(shared(pair, "p"))
-        # Of views that overlap themselves, more may be said to be shared than is.
+        # Views that overlap themselves may be reported as shared without being so.
         if all(len(set(places(view))) == view.numel() for view in pair):
             seen[expected] += 1
             assert found == expected, pair

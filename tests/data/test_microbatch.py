@@ -18,7 +18,7 @@ def rows(num_samples: int, num_columns: int = 2) -> torch.Tensor:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two nested values are equal in structure, values and dtypes."""
+    """Return whether two nested values are equal in structure, values and dtypes."""
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and torch.equal(left, right)
     if type(left) is not type(right):
@@ -35,7 +35,7 @@ def same(left: Any, right: Any) -> bool:
     [
         (8, 4, [2, 2, 2, 2]),
         (10, 4, [3, 3, 3, 1]),  # indivisible
-        (12, 8, [2, 2, 2, 2, 2, 2]),  # fewer than asked, though the batch is larger
+        (12, 8, [2, 2, 2, 2, 2, 2]),  # fewer than ``chunks``, though the batch is larger
         (3, 8, [1, 1, 1]),  # a batch smaller than chunks
         (5, 1, [5]),
     ],
@@ -192,7 +192,7 @@ def test_dicts_in_another_order_are_alike() -> None:
     assert gather([{"a": 1, 2: 0}, {2: 0, "a": 3}]) == {"a": [1, 3], 2: [0, 0]}
 
 
-def test_shares() -> None:
+def test_shares_of_weights() -> None:
     assert shares([3, 3, 3, 1]) == [0.3, 0.3, 0.3, 0.1]
     assert shares([0.0, 2.0]) == [0.0, 1.0]
     assert shares([7]) == [1.0]
@@ -204,6 +204,6 @@ def test_shares() -> None:
     [[], [0, -1], [1, -1], [3, -1], [math.nan, 1], [math.inf, 1], [math.inf, -1], [1e308, 1e308]],
     ids=repr,
 )
-def test_shares_of_unusable_weights(weights: list[float]) -> None:
+def test_weights_without_shares_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="each must be a finite number from 0"):
         shares(weights)

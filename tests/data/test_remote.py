@@ -24,7 +24,7 @@ LABELS = torch.tensor([0, 1, 2, 0])
 
 
 class Calls:
-    """Counts how often a backward pass is run."""
+    """Counts the runs of a backward pass."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -106,7 +106,7 @@ def test_operators_in_place(name: str) -> None:
     assert calls.count == 1
 
 
-def test_changes_in_place_of_a_remote_are_left_to_its_rank() -> None:
+def test_a_change_in_place_of_a_remote_is_ignored() -> None:
     remote = a_remote()
     remote[T > 0] = 0.0
     assert type(remote.masked_fill_(T > 0, 0.0)) is Remote
@@ -123,7 +123,7 @@ WRITES: dict[str, Callable[[torch.Tensor, Any], Any]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_tensor_of_this_rank_is_not_silently_left_as_it_was(
+def test_writing_a_remote_into_a_tensor_of_this_rank_is_an_error(
     write: Callable[[torch.Tensor, Any], Any],
 ) -> None:
     with pytest.raises(RemoteValueError, match=r"into a tensor of this rank.*on rank 3"):
@@ -173,26 +173,26 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_reading_a_value_names_the_rank_and_the_call_that_fetches_it() -> None:
-    told = r"on rank 3 \(the output of stage\(input\)\): call stage\.fetch"
+    message = r"on rank 3 \(the output of stage\(input\)\): call stage\.fetch"
     for name, read in READS.items():
-        with case(name), pytest.raises(RemoteValueError, match=told):
+        with case(name), pytest.raises(RemoteValueError, match=message):
             read(a_remote())
 
 
-def test_printing_says_what_it_is() -> None:
+def test_the_text_of_a_remote_names_its_value_and_rank() -> None:
     expected = "<Remote: the output of stage(input), on rank 3>"
     remote = a_remote()
     assert repr(remote) == str(remote) == f"{remote}" == expected
     assert repr(a_remote(Calls())).endswith("on rank 3, requires grad>")
 
 
-def test_protocols_are_not_absorbed() -> None:
+def test_a_remote_has_no_attributes_of_protocols() -> None:
     for name in ("__deepcopy__", "__getstate_x__", "__array_interface__", "__len_hint__", "_x"):
         with pytest.raises(AttributeError, match="has no"):
             getattr(a_remote(), name)
 
 
-def test_is_hashable_as_tensors_are() -> None:
+def test_a_remote_is_hashable_as_tensors_are() -> None:
     remote = a_remote()
     assert {remote: 1}[remote] == 1
 
@@ -243,7 +243,7 @@ def test_without_grad_there_is_no_backward() -> None:
     assert (remote.detach() + remote).requires_grad
 
 
-def test_a_gradient_that_would_be_lost_is_warned_of() -> None:
+def test_a_lost_gradient_is_a_warning() -> None:
     penalty = nn.Parameter(torch.ones(())) ** 2
     for combine in (lambda r: r + penalty, lambda r: penalty + r):
         with pytest.warns(UserWarning, match="gets no gradient here"):

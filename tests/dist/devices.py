@@ -1,4 +1,4 @@
-"""Which devices the ranks of a test compute on: CPUs, or the GPUs that there are, in turn.
+"""Which devices the ranks of a test compute on: CPUs, or the machine's GPUs in turn.
 
     4 ranks on   1 GPU    all of them share it            CUDA IPC
                  2 GPUs   cuda:0, cuda:1, cuda:0, cuda:1  NCCL and CUDA IPC
@@ -16,24 +16,24 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Says to all processes of a test run what their tests run on: "cpus" or "gpus".
+#: What all processes of a test run compute on: "cpus" or "gpus".
 VARIABLE = "PROCPIPE_TEST_DEVICES"
 
-#: Is set where a test of many cases runs a third of them: in a share for one number of GPUs.
+#: If set, a test of many cases runs a third of them (``--gpus=share``).
 SOME_CASES = "PROCPIPE_TEST_SOME_CASES"
 
-#: What numbers of a real GPU may differ from the CPU's by, of a tensor's largest value: its kernels
-#: add up in another order. An emulated GPU computes what the CPU does, to the last bit.
+#: Allowed differences between a real GPU and the CPU, relative to a tensor's largest value: its
+#: kernels sum in another order. An emulated GPU gives the same bits as the CPU.
 REAL_GPU_TOLERANCES = {"torch.float64": 1e-11, "torch.float32": 1e-4, "torch.bfloat16": 0.02}
 
 
 def is_on_gpus() -> bool:
-    """Say whether the ranks of tests compute on GPUs."""
+    """Return whether the ranks of tests compute on GPUs."""
     return os.environ.get(VARIABLE) == "gpus"
 
 
 def is_emulated() -> bool:
-    """Say whether this process's GPUs are emulated ones (tests/emulated_gpu)."""
+    """Return whether this process's GPUs are emulated (tests/emulated_gpu)."""
     return "EMULATED_GPU_COUNT" in os.environ
 
 
@@ -53,9 +53,9 @@ def devices_of_ranks(num_ranks: int) -> list[str]:
 
 
 def some_of(cases: Iterable[T]) -> Sequence[T]:
-    """Return all cases; in ``make test-gpu`` with emulated GPUs every third, from the seed's on.
+    """Return all cases; in ``make test-gpu`` with emulated GPUs every third, chosen by the seed.
 
-    The seeds 0, 1 and 2 together run all of them. The same on all ranks.
+    The seeds 0, 1 and 2 together run all cases. All ranks get the same cases.
     """
     cases = list(cases)
     if SOME_CASES not in os.environ:
@@ -64,5 +64,5 @@ def some_of(cases: Iterable[T]) -> Sequence[T]:
 
 
 def visible_to_script() -> dict[str, str]:
-    """Return which GPUs a script may see, as environment variables: none in a test on CPUs."""
+    """Return environment variables that hide the GPUs from a script, if the test is on CPUs."""
     return {} if is_on_gpus() else {"CUDA_VISIBLE_DEVICES": ""}

@@ -1,4 +1,4 @@
-"""Starts Python processes that have imported torch already: in milliseconds, not in seconds.
+"""Starts Python processes that have already imported torch: in milliseconds, not in seconds.
 
     process = fork_server().start([script, "--epochs", "1"], env=..., cwd=..., files=(0, 1, 2))
     code = process.wait(timeout_s=60)
@@ -11,11 +11,12 @@
       process id               --->      waitpid
                                <---      exit code
 
-A child has an environment, a working folder, a session and a main module of its own; nothing has
-run in it but imports. The server has one thread, for only the thread that forks is in the child.
-What a fresh interpreter imports, and when, cannot be seen in such a process. It ends after its last
-exit function: to free every module that it has imported would take ten times as long as all else it
-does. With ``tears_down`` it does that too. This file does not know what the processes do.
+A child has its own environment, working folder, session and main module; only imports have run in
+it. A terminal as its output controls it. The server has one thread, because only the thread that
+forks exists in the child. A test of what a fresh interpreter imports cannot use such a process, nor
+one that reads its arguments or environment in /proc. The process ends after its last exit function:
+freeing all imported modules would take ten times as long as everything else. With ``tears_down`` it
+frees them too. This file does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import functools
 import gc
 import importlib
@@ -33,6 +35,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import types
 from collections.abc import Mapping, Sequence
@@ -43,8 +46,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-#: What takes long to import. The second is what the first optimizer of a process imports; the
-#: fourth is in every file of tests, the last in some examples, where it is installed.
+#: What takes long to import. The first optimizer of a process imports the second; all files of
+#: tests import the fourth; some examples import the last, which may not be installed.
 IMPORTS = ("torch.distributed", "torch._dynamo", "procpipe.state", "pytest", "sklearn.datasets")
 
 _MAX_MESSAGE_BYTES = 1 << 17
@@ -52,13 +55,13 @@ _MAX_MESSAGE_BYTES = 1 << 17
 
 @dataclass(frozen=True)
 class Start:
-    """What a child needs to know.
+    """The request for a child.
 
     Attributes:
-        argv: a script and its arguments; or ``-c``, code and its arguments.
+        argv: as after ``python``: a script, ``-c`` and code, or ``-m`` and a module; and arguments.
         env: the whole environment.
         cwd: the working folder.
-        tears_down: end as Python does, which frees all modules and what they hold.
+        tears_down: end as Python does, which frees all modules and their objects.
     """
 
     argv: tuple[str, ...]
@@ -68,28 +71,28 @@ class Start:
 
 
 class Forked:
-    """A child of the server, with those methods of ``subprocess.Popen`` that are needed."""
+    """A child of the server, with the methods of ``subprocess.Popen`` that tests need."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
         self._server = server
-        # Its number stays taken until the server is asked how it ended.
+        # The process id is not reused until the server has waited for the child.
         self._pidfd: int | None = os.pidfd_open(pid)
         self._code: int | None = None
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that can be read once the process has ended, until it was waited for."""
+        """A descriptor that is readable once the process has ended; gone after :meth:`wait`."""
         assert self._pidfd is not None, "the process was waited for"
         return self._pidfd
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the end was waited for."""
+        """Send a signal, unless :meth:`wait` has returned."""
         if self._code is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process, unless its end was waited for."""
+        """Kill the process, unless :meth:`wait` has returned."""
         self.send_signal(signal.SIGKILL)
 
     def poll(self) -> int | None:
@@ -103,7 +106,7 @@ class Forked:
         """Wait for the end, and return the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: the process runs on.
+            subprocess.TimeoutExpired: the process still runs.
         """
         if self._code is None:
             assert self._pidfd is not None
@@ -116,21 +119,21 @@ class Forked:
 
 
 class ForkServer:
-    """The server, seen from the parent, any thread of it; it ends when the parent does."""
+    """The parent's view of the server, for any thread; the server ends when the parent ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        argv = [sys.executable, "-m", "tests.dist.forks", str(theirs.fileno())]
+        self._requests, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        argv = [sys.executable, "-m", "tests.dist.forks", str(child_end.fileno())]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
                 argv,
                 cwd=ROOT,
-                # Read when torch is imported: with more, there would be threads.
+                # Torch reads this when imported; with more than 1 it would start threads.
                 env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 start_new_session=True,
             )
 
@@ -147,19 +150,19 @@ class ForkServer:
         message = pickle.dumps(Start(tuple(argv), dict(env), str(cwd), tears_down))
         assert len(message) < _MAX_MESSAGE_BYTES
         with self._lock:
-            with contextlib.suppress(ConnectionError):  # no answer comes then, which is an error
+            with contextlib.suppress(ConnectionError):  # then _answer() raises
                 socket.send_fds(self._requests, [message], list(files))
             pid = self._answer()
         return Forked(self, pid)
 
     def code_of(self, pid: int) -> int:
-        """Wait for the end of a child and forget it; return its exit code."""
+        """Wait for the end of a child; return its exit code."""
         with self._lock:
             self._requests.send(pickle.dumps(pid))
             return self._answer()
 
     def close(self) -> None:
-        """End the server; children run on."""
+        """End the server; its children keep running."""
         self._requests.close()
         self._process.wait()
 
@@ -174,14 +177,14 @@ class ForkServer:
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Return the one server of this process, which starts when it is first needed."""
+    """Return this process's only server; start it at the first call."""
     server = ForkServer()
     atexit.register(server.close)
     return server
 
 
 def find_launch() -> None:
-    """Make procpipe.launch importable where procpipe is not installed: it is the folder launch/."""
+    """Make procpipe.launch importable if procpipe is not installed: it is the folder launch/."""
     import procpipe
 
     if importlib.util.find_spec("procpipe.launch") is None:
@@ -189,7 +192,7 @@ def find_launch() -> None:
 
 
 def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
-    """Answer requests until there are no more; return in each child what it has to be."""
+    """Answer requests until there are no more; in each child, return its request and files."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 3)
         if not message:
@@ -208,21 +211,27 @@ def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
 
 
 def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[str, Any]]:
-    """Make this child what a new interpreter would be; return its main code and the globals."""
+    """Set this child up like a new interpreter; return its main code and its globals."""
     os.setsid()
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
+    if os.isatty(1):
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+    _open_standard_files()
     os.chdir(start.cwd)
     os.environ.clear()
     os.environ.update(start.env)
     if "PYTHONFAULTHANDLER" in start.env:
         faulthandler.enable()
     main = types.ModuleType("__main__")
-    if start.argv[0] == "-c":
+    if start.argv[0] in ("-c", "-m"):
         sys.argv = ["-c", *start.argv[2:]]
         sys.path[0] = ""
-        code = compile(start.argv[1], "<string>", "exec")
+        text = start.argv[1]
+        if start.argv[0] == "-m":
+            text = f"import runpy; runpy.run_module({text!r}, run_name='__main__', alter_sys=True)"
+        code = compile(text, "<string>", "exec")
     else:
         sys.argv = [*start.argv]
         sys.path[0] = str(Path(start.argv[0]).parent)
@@ -232,8 +241,21 @@ def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[
     return code, vars(main)
 
 
+def _open_standard_files() -> None:
+    """Open what ``sys`` has anew: as the server opened it, it remembers other files."""
+    stdout_buffering = 1 if os.isatty(1) else -1
+    files = {
+        "stdin": open(0, closefd=False),  # noqa: SIM115 - open until the end
+        "stdout": open(1, "w", stdout_buffering, closefd=False),  # noqa: SIM115
+        "stderr": open(2, "w", 1, errors="backslashreplace", closefd=False),  # noqa: SIM115
+    }
+    for name, file in files.items():
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+
+
 class End:
-    """The last exit function of a child: it ends the process before the modules are freed."""
+    """The last exit function of a child: ends the process before the modules are freed."""
 
     def __init__(self) -> None:
         self._code: int | None = None
@@ -241,7 +263,7 @@ class End:
         atexit.register(self._end_now)
 
     def run(self, code: types.CodeType, names: dict[str, Any], *, tears_down: bool) -> None:
-        """Run a main module, and note with which code its process will end."""
+        """Run a main module, and store the exit code of its process."""
         try:
             exec(code, names)
             ending = 0
@@ -249,7 +271,7 @@ class End:
             ending = end.code if isinstance(end.code, int) else int(end.code is not None)
             raise
         except KeyboardInterrupt:
-            tears_down = True  # Python ends by that signal, after all else
+            tears_down = True  # Python then ends by that signal
             raise
         except BaseException:
             ending = 1
@@ -267,8 +289,8 @@ class End:
 
 if __name__ == "__main__":
     end = End()
-    # Frozen objects outlive the interpreter. Triton's nanobind reports its own as leaks when a
-    # child ends, so Triton is not imported here; torch works without it.
+    # Frozen objects outlive the interpreter. Triton's nanobind would report its objects as leaks
+    # when a child ends, so Triton is not imported here; torch works without it.
     sys.modules["triton"] = None  # type: ignore[assignment]
     for name in IMPORTS:
         if importlib.util.find_spec(name.partition(".")[0]):
@@ -276,8 +298,8 @@ if __name__ == "__main__":
     del sys.modules["triton"]
     find_launch()
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"{len(threads)} threads: a fork would lose some"
+    assert len(threads) == 1, f"{len(threads)} threads: a child would have only one"
     gc.collect()
-    gc.freeze()  # so that no child writes to, and so copies, what all have
+    gc.freeze()  # so that no child writes to shared pages, which would copy them
     start, descriptors = _serve(socket.socket(fileno=int(sys.argv[1])))
     end.run(*_become(start, descriptors), tears_down=start.tears_down)

@@ -1,4 +1,4 @@
-"""Runs a function on several real processes, which stay for the next test.
+"""Runs a function on several real processes, which are kept for the next test.
 
     def double(world, x):
         return 2 * x + world.rank
@@ -12,9 +12,9 @@
                         <-- Outcome -----------   closes the World
       no outcome in time: stop all, SIGABRT all, continue all: faulthandler writes every stack
 
-Processes start when first needed and are used again; a pool of which a process died or hung is
-thrown away. They are forks of one process that has imported torch (tests/dist/forks.py), which
-would take a second or two in each.
+Processes start when first needed and are used again; if a process dies or hangs, the whole pool is
+replaced. They are forks of one process that has imported torch (tests/dist/forks.py): the import
+would take each of them a second or two.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER
 
 
 class Ranks:
-    """The first ``n`` ranks of a pool; what the ``ranks`` fixture gives."""
+    """The first ``n`` ranks of a pool; the ``ranks`` fixture returns it."""
 
     def __init__(self, pool: Pool, num_ranks: int) -> None:
         if not 1 <= num_ranks <= MAX_NUM_RANKS:
@@ -70,11 +70,11 @@ class Ranks:
         """Call ``function(world, *args, **kwargs)`` on every rank, and wait for all of them.
 
         Args:
-            function: a function of a module's top level; it, its arguments and what it returns
-                must be picklable. Warnings are errors in it, and torch's and Python's random
-                numbers start from seed 0.
+            function: a function at a module's top level; it, its arguments and its result must be
+                picklable. Warnings in it are errors; torch's and Python's random numbers start
+                from seed 0.
             timeout_s: hard limit for the whole run.
-            world_timeout_s: given to the ``World``; smaller, so that its errors come first.
+            world_timeout_s: passed to the ``World``; smaller, so that its errors come first.
             world: pass a ``World``; if false, a stand-in with ``rank``, ``num_ranks``, ``store``,
                 ``device`` and ``timeout_s``.
 
@@ -86,7 +86,7 @@ class Ranks:
 
 
 class Pool:
-    """At most :data:`MAX_NUM_RANKS` worker processes and the store they share."""
+    """At most :data:`MAX_NUM_RANKS` worker processes and their common store."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="procpipe-pool-")
@@ -106,8 +106,8 @@ class Pool:
             job = Job(self._num_runs, devices, call, timeout_s, world_timeout_s, world)
             outcomes = self._run(job, self._workers[:num_ranks])
         except BaseException:
-            # Also for an interrupt or a test's own time limit: the workers are in the middle of
-            # something, and the next test must not meet it.
+            # Also after an interrupt or a test's own time limit: the workers may still run this
+            # job, so the next test needs new ones.
             self._discard()
             raise
         if any(outcome.error and outcome.error.type == "ProcessDied" for outcome in outcomes):
@@ -122,7 +122,7 @@ class Pool:
         self._folder.cleanup()
 
     def pids(self) -> list[int]:
-        """Return the process ids of the workers that run now, rank by rank."""
+        """Return the process ids of the running workers, rank by rank."""
         return [worker.process.pid for worker in self._workers]
 
     def _grow(self, num_ranks: int) -> None:
@@ -145,8 +145,8 @@ class Pool:
             try:
                 worker.pipe.recv_bytes()
             except EOFError:
-                story = worker.wait_death()
-                raise RuntimeError(f"{story}\n{worker.log.read_text()}") from None
+                end = worker.wait_death()
+                raise RuntimeError(f"{end}\n{worker.log.read_text()}") from None
 
     def _run(self, job: Job, workers: list[Worker]) -> Outcomes:
         deadline_s = time.monotonic() + job.timeout_s
@@ -154,17 +154,17 @@ class Pool:
             worker.log_start = worker.log.stat().st_size
         message = pickle.dumps(job)
         for worker in workers:
-            # A worker that has died since is found by the EOF it left.
+            # A worker that has died is found below, by the EOF of its pipe.
             with contextlib.suppress(BrokenPipeError):
                 worker.pipe.send_bytes(message)
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(workers):
             waiting = [worker for worker in workers if worker.rank not in outcomes]
-            # Processes too: children that a worker has forked may keep its pipe open.
+            # Wait for processes too: a worker's forked children may keep its pipe open.
             ends = [end for worker in waiting for end in (worker.pipe, worker.process.sentinel)]
             ready = wait(ends, max(0.0, deadline_s - time.monotonic()))
             if not ready:
-                raise RanksHungError(_hung_story(job, workers, waiting, outcomes.values()))
+                raise RanksHungError(_hung_report(job, workers, waiting, outcomes.values()))
             for worker in waiting:
                 if worker.pipe in ready or worker.process.sentinel in ready:
                     outcomes[worker.rank] = worker.read_outcome()
@@ -178,21 +178,21 @@ class Pool:
 
 
 class Worker:
-    """One process of the pool, seen from the parent. Starts it, and does not wait until it runs."""
+    """The parent's view of one process of the pool. Starts it without waiting until it runs."""
 
     def __init__(self, rank: int, port: int, path: Path) -> None:
         self.rank = rank
         self.stacks = path.with_suffix(".stacks")
         self.log = path.with_suffix(".log")
         self.log_start = 0
-        self.pipe, theirs = Pipe()
+        self.pipe, child_end = Pipe()
         argv = ["-c", WORKER, *map(str, (rank, port, self.stacks))]
-        with theirs, self.log.open("wb") as log:
-            files = (theirs.fileno(), log.fileno(), log.fileno())
+        with child_end, self.log.open("wb") as log:
+            files = (child_end.fileno(), log.fileno(), log.fileno())
             self.process = fork_server().start(argv, env=job_environment(), cwd=ROOT, files=files)
 
     def read_outcome(self) -> Outcome:
-        """Return the outcome that is ready in the pipe, or that of a process that has ended."""
+        """Return the outcome that is in the pipe, or one that reports the process's end."""
         try:
             if not self.pipe.poll():
                 raise EOFError
@@ -202,17 +202,17 @@ class Worker:
         return replace(outcome, output=self._output())
 
     def wait_death(self) -> str:
-        """Wait for the end of a process that has closed its pipe, and say how it ended."""
+        """Wait for the end of a process that has closed its pipe; return how it ended."""
         try:
             code = self.process.wait(10.0)
         except subprocess.TimeoutExpired:
-            return f"the process of rank {self.rank} closed its pipe and runs on"
+            return f"the process of rank {self.rank} closed its pipe and still runs"
         if code < 0:
             return f"the process of rank {self.rank} was ended by {signal.Signals(-code).name}"
         return f"the process of rank {self.rank} ended with exit code {code}"
 
     def end(self, grace_s: float) -> None:
-        """Kill the process and what it started, after giving it time to end by itself."""
+        """Wait for the process to end, then kill it and its children."""
         self.pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
@@ -221,9 +221,9 @@ class Worker:
         self.process.wait()
 
     def _failure_of_death(self) -> Failure:
-        story = self.wait_death()
+        end = self.wait_death()
         stacks = self.stacks.read_text() if self.stacks.exists() else ""
-        return Failure("ProcessDied", (), story, f"{story}\n{stacks}")
+        return Failure("ProcessDied", (), end, f"{end}\n{stacks}")
 
     def _output(self) -> str:
         with self.log.open("rb") as log:
@@ -232,7 +232,7 @@ class Worker:
 
 
 def job_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a process under test: this one's, without its launcher's marks."""
+    """Return the environment of a process under test: this one's without launcher variables."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)
     }
@@ -243,9 +243,9 @@ def job_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def abort_all(pids: Iterable[int]) -> None:
-    """Make processes write their stacks and end, all as they are at one moment.
+    """Make processes write their stacks, all of the same moment, and end.
 
-    All are stopped before the first is aborted, because the end of one wakes the others.
+    All are stopped before the first is aborted, because the end of one would wake the others.
     """
     pids = list(pids)
     for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
@@ -254,7 +254,7 @@ def abort_all(pids: Iterable[int]) -> None:
                 os.kill(pid, number)
 
 
-def _hung_story(
+def _hung_report(
     job: Job, workers: list[Worker], hung: list[Worker], ended: Iterable[Outcome]
 ) -> str:
     stacks = _stacks(hung)
@@ -270,10 +270,10 @@ def _hung_story(
 
 def _stacks(workers: list[Worker]) -> str:
     abort_all(worker.process.pid for worker in workers if worker.process.poll() is None)
-    stories = []
+    reports = []
     for worker in workers:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(10.0)
         text = worker.stacks.read_text() if worker.stacks.exists() else "(no stacks)"
-        stories.append(f"--- rank {worker.rank} is still at\n{text}{worker._output()}")
-    return "\n".join(stories)
+        reports.append(f"--- rank {worker.rank} is still at\n{text}{worker._output()}")
+    return "\n".join(reports)

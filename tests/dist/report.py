@@ -1,4 +1,4 @@
-"""The result of a run on several ranks: one outcome a rank, in plain data that travels by pickle.
+"""The result of a run on several ranks: one outcome per rank, as picklable plain data.
 
 Knows neither how the processes are started nor what they run; imports no torch.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class RanksFailedError(AssertionError):
-    """Ranks failed that should not have, or did not fail although they should have."""
+    """Ranks failed unexpectedly, or did not fail although they should have."""
 
 
 class RanksHungError(AssertionError):
@@ -25,7 +25,7 @@ class Failure:
     Attributes:
         type: name of the exception's class; ``"ProcessDied"`` if the process itself ended.
         bases: names of all its base classes, nearest first, without ``object``.
-        text: ``str(exception)``, and its notes a line each.
+        text: ``str(exception)``, then its notes, one per line.
         traceback: the whole traceback, with causes.
     """
 
@@ -45,7 +45,7 @@ class Failure:
         )
 
     def is_a(self, name: str) -> bool:
-        """Say whether ``except <name>`` would have caught it."""
+        """Return whether ``except <name>`` would have caught it."""
         return name == self.type or name in self.bases
 
 
@@ -57,7 +57,7 @@ class Outcome:
         rank: the rank.
         value: what the function returned; ``None`` if it failed.
         error: what ended it, or ``None``.
-        output: all that the rank's process wrote to stdout and stderr meanwhile, C++ included.
+        output: what the rank's process wrote to stdout and stderr meanwhile, also from C++.
         duration_s: how long the function ran; 0.0 if the process died.
     """
 
@@ -69,25 +69,25 @@ class Outcome:
 
     def __str__(self) -> str:
         if self.error is None:
-            story = f"returned {self.value!r}"
+            result = f"returned {self.value!r}"
         else:
-            story = f"failed\n{self.error.traceback}"
+            result = f"failed\n{self.error.traceback}"
         wrote = f"\nand wrote\n{self.output}" if self.output else ""
-        return f"--- rank {self.rank} {story.rstrip()}{wrote.rstrip()}"
+        return f"--- rank {self.rank} {result.rstrip()}{wrote.rstrip()}"
 
 
 class Outcomes(list[Outcome]):
     """The outcomes of one run, rank by rank."""
 
     def values(self) -> list[Any]:
-        """Return what each rank returned; raise with all stories if any rank failed."""
+        """Return what each rank returned; raise with all outcomes if any rank failed."""
         failed = [outcome.rank for outcome in self if outcome.error is not None]
         if failed:
             raise RanksFailedError(f"rank(s) {failed} failed\n{self}")
         return [outcome.value for outcome in self]
 
     def errors(self) -> list[Failure]:
-        """Return what ended each rank; raise with all stories if any rank did not fail."""
+        """Return each rank's failure; raise with all outcomes if any rank did not fail."""
         errors = [outcome.error for outcome in self if outcome.error is not None]
         if len(errors) < len(self):
             unharmed = [outcome.rank for outcome in self if outcome.error is None]

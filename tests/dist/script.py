@@ -1,4 +1,4 @@
-"""Runs a whole script in fresh processes, by plain Python or by torchrun, as a user would.
+"""Runs a whole script in fresh processes, with plain Python or with torchrun, as a user would.
 
     done = run_script(ROOT / "examples/train_digits.py", nproc=2, args=["--epochs", "1"])
     done.check()
@@ -6,10 +6,11 @@
     done = run_forked(ROOT / "examples/train_digits.py", num_ranks=2, args=["--epochs", "1"])
 
 The second starts several times faster, for tests of what a script computes: it has no launcher, and
-its processes have imported torch before (tests/dist/forks.py).
+its processes have imported torch before (tests/dist/forks.py), as torchrun itself has in the first.
 
-The processes of a job are known by a token in their environment, since torchrun gives each rank
-a session (and so a process group) of its own. None outlives the call.
+The processes of a job are found by a token in their environment, since torchrun gives each rank
+its own session (and so its own process group), and those of a fork by its session. None outlives
+the call.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from pathlib import Path
 import psutil
 
 from tests.dist.devices import is_on_gpus, visible_to_script
-from tests.dist.forks import fork_server
+from tests.dist.forks import Forked, fork_server
 from tests.dist.pool import job_environment
 from tests.dist.report import RanksFailedError, RanksHungError
 
 TOKEN = "PROCPIPE_TEST_JOB"
 
-#: A port of its own for each job, and no question to the name service about this host.
+#: Each job gets its own port; the host's name is not looked up.
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
 
 #: How long processes may take to end once the first one has ended, or was aborted.
@@ -48,12 +49,12 @@ END_TIMEOUT_S = 5.0
 #: How long the kernel may take to end a killed process.
 KILL_TIMEOUT_S = 10.0
 
-#: Why others learn late of a script that has ended while a thread of its lives; "" if they do not.
-LEARNS_LATE = ""
+#: Why a script's end is reported late while one of its threads lives; "" if it is not.
+REPORTED_LATE = ""
 if (3, 12) <= sys.version_info < (3, 12, 3):
-    LEARNS_LATE = "this Python starts no thread as it ends: python/cpython#113964"
+    REPORTED_LATE = "this Python starts no thread as it ends: python/cpython#113964"
 
-#: Finds the processes of a job that are there now.
+#: Finds the processes of a job that exist now.
 Find = Callable[[], Iterator[psutil.Process]]
 
 
@@ -63,9 +64,9 @@ class Completed:
 
     Attributes:
         stdout: all that its processes wrote there; stderr likewise.
-        returncode: of the process started first; negative if a signal ended it.
-        duration_s: from the start of that process to its end.
-        left_behind: command lines of processes that had to be killed after that.
+        returncode: of the first process; negative if a signal ended it.
+        duration_s: from the start of the first process to its end.
+        left_behind: command lines of processes that had to be killed then.
     """
 
     stdout: str
@@ -100,7 +101,7 @@ def run_script(
     """Run a script to its end, in an empty working directory that is removed afterwards.
 
     Args:
-        path_or_code: a ``Path`` to a script, or the code of one as a ``str``.
+        path_or_code: a ``Path`` to a script, or a script's code as a ``str``.
         nproc: number of ranks under torchrun; ``None`` runs ``python script`` without a launcher.
         args: the script's arguments.
         timeout_s: hard limit.
@@ -108,13 +109,13 @@ def run_script(
         launcher_args: more arguments of torchrun.
 
     Raises:
-        RanksHungError: the time limit has passed; says what was written, and where all threads of
-            every Python process were. All of them are killed.
+        RanksHungError: the time limit has passed; holds the output and the stacks of all threads
+            of every Python process. All processes are killed.
     """
     with _script_in_a_folder(path_or_code) as (script, cwd, folder):
         launcher = [] if nproc is None else [*TORCHRUN, f"--nproc-per-node={nproc}"]
-        argv = [sys.executable, *launcher, *launcher_args, script, *args]
-        return _run(argv, cwd, folder, timeout_s, dict(env or {}))
+        argv = [*launcher, *launcher_args, script, *args]
+        return _run(argv, cwd, folder, timeout_s, dict(env or {}), is_fork=nproc is not None)
 
 
 def run_forked(
@@ -129,12 +130,12 @@ def run_forked(
 
     Args:
         path_or_code: as for :func:`run_script`.
-        num_ranks: how many processes, which find in their environment what a launcher would tell
-            them; ``None`` for one process without a launcher.
+        num_ranks: how many processes, with the environment variables that a launcher would set;
+            ``None`` for one process without a launcher.
         args: the script's arguments.
         timeout_s: hard limit.
-        tears_down: also free all modules at the end, as Python does; see tests/dist/forks.py. On
-            GPUs this is always so, since libraries have much to free there.
+        tears_down: also free all modules at the end, as Python does; see tests/dist/forks.py.
+            Always on GPUs, where libraries have much to free.
 
     Raises:
         RanksHungError: the time limit has passed; as for :func:`run_script`.
@@ -191,7 +192,7 @@ def _environments(num_ranks: int | None) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def _script_in_a_folder(path_or_code: Path | str) -> Iterator[tuple[str, Path, Path]]:
-    """Give a script's path, an empty folder to run it in, and the folder of both."""
+    """Yield a script's path, an empty folder to run it in, and the folder of both."""
     with tempfile.TemporaryDirectory(prefix="procpipe-script-") as name:
         folder = Path(name)
         script = path_or_code
@@ -204,37 +205,50 @@ def _script_in_a_folder(path_or_code: Path | str) -> Iterator[tuple[str, Path, P
 
 
 def _run(
-    argv: list[str], cwd: Path, folder: Path, timeout_s: float, env: dict[str, str]
+    argv: list[str],
+    cwd: Path,
+    folder: Path,
+    timeout_s: float,
+    env: dict[str, str],
+    *,
+    is_fork: bool,
 ) -> Completed:
     token = uuid.uuid4().hex
     env = job_environment({"PYTHONFAULTHANDLER": "1", TOKEN: token} | visible_to_script() | env)
     out, err = folder / "stdout", folder / "stderr"
     start = time.monotonic()
-    # Files, not pipes: a process left behind would hold a pipe open.
-    with out.open("ab") as stdout, err.open("ab") as stderr:
-        process = subprocess.Popen(
-            argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
-        )
+    # Files, not pipes: a leftover process would keep a pipe open.
+    with open(os.devnull) as stdin, out.open("ab") as stdout, err.open("ab") as stderr:
+        process: Forked | subprocess.Popen[bytes]
+        if is_fork:
+            files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
+            process = fork_server().start(argv, env=env, cwd=cwd, files=files)
+        else:
+            argv = [sys.executable, *argv]
+            process = subprocess.Popen(
+                argv, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr
+            )
+    find = functools.partial(job_of, token, process.pid)
     try:
         returncode = process.wait(timeout_s)
         duration_s = time.monotonic() - start
-        left_behind = _end_leftovers(_job(token))
+        left_behind = _end_leftovers(find())
         texts = out.read_text(errors="replace"), err.read_text(errors="replace")
         return Completed(*texts, returncode, duration_s, left_behind)
     except subprocess.TimeoutExpired:
         texts = out.read_text(errors="replace"), err.read_text(errors="replace")
-        stacks = _stacks(functools.partial(_job, token), process.pid, err)
+        stacks = _stacks(find, process.pid, err)
         raise RanksHungError(
             f"{' '.join(argv)} did not end in {timeout_s} s\n"
             f"--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}\n{stacks}"
         ) from None
     finally:
-        _kill(functools.partial(_job, token))
-        process.wait()
+        _kill(find)
+        process.wait(KILL_TIMEOUT_S)
 
 
 def _end_leftovers(job: Iterator[psutil.Process]) -> tuple[str, ...]:
-    """Give the rest of a job time to end, kill what does not, and return its command lines."""
+    """Wait for a job's processes to end, kill the rest, and return their command lines."""
     deadline_s = time.monotonic() + END_TIMEOUT_S
     left = [p for p in job if not _wait_end(p.pid, deadline_s - time.monotonic())]
     commands = []
@@ -247,23 +261,23 @@ def _end_leftovers(job: Iterator[psutil.Process]) -> tuple[str, ...]:
 
 
 def _stacks(find: Find, launcher_pid: int, err: Path) -> str:
-    """Abort the processes of a job one by one, the launcher last; return where each was.
+    """Abort the processes of a job one by one, the launcher last; return their stacks.
 
-    One by one, so that their stacks do not mix in the stderr they share; all others are stopped
-    meanwhile, so that the end of one does not wake them.
+    One by one, so that stacks do not mix in the common stderr; all others are stopped meanwhile,
+    so that the end of one does not wake them.
     """
-    stories = []
+    reports = []
     for process in sorted(_frozen(find), key=lambda process: process.pid == launcher_pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             rank = process.environ().get("RANK")
-            who = f"rank {rank}" if rank is not None else " ".join(process.cmdline())
+            name = f"rank {rank}" if rank is not None else " ".join(process.cmdline())
             written = err.stat().st_size
             process.send_signal(signal.SIGABRT)
             process.send_signal(signal.SIGCONT)
             _wait_end(process.pid, END_TIMEOUT_S)
             text = err.read_bytes()[written:].decode(errors="replace")
-            stories.append(f"--- {who} (process {process.pid}) is still at\n{text}")
-    return "\n".join(stories)
+            reports.append(f"--- {name} (process {process.pid}) is still at\n{text}")
+    return "\n".join(reports)
 
 
 def _job(token: str) -> Iterator[psutil.Process]:
@@ -271,6 +285,13 @@ def _job(token: str) -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             if process.environ().get(TOKEN) == token:
                 yield process
+
+
+def job_of(token: str, launcher_pid: int) -> Iterator[psutil.Process]:
+    """Find the processes with a token in their environment, and those in a fork's session."""
+    found = {process.pid: process for process in _job(token)}
+    found.update((process.pid, process) for process in _in_sessions({launcher_pid}))
+    return iter(found.values())
 
 
 def _in_sessions(ids: set[int]) -> Iterator[psutil.Process]:
@@ -285,7 +306,7 @@ def _frozen_job(token: str) -> list[psutil.Process]:
 
 
 def _frozen(find: Find) -> list[psutil.Process]:
-    """Stop all processes of a job, those too that are started meanwhile."""
+    """Stop all processes of a job, including those that are started meanwhile."""
     stopped: dict[int, psutil.Process] = {}
     while new := [process for process in find() if process.pid not in stopped]:
         for process in new:
@@ -303,7 +324,7 @@ def _kill(find: Find) -> None:
 
 
 def _wait_end(pid: int, timeout_s: float) -> bool:
-    """Wait for the end of any process, a zombie being one that has ended; say if it has."""
+    """Wait for the end of any process; return whether it has ended or is a zombie."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

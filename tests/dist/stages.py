@@ -1,11 +1,11 @@
-"""Many stages in one run on the same processes, and what every test compares them with.
+"""Many stages in one run on the same processes, and the plain models to compare them with.
 
     def f(bare):                                  ranks(2).run(f, world=False)
         for chunks in (1, 2, 8):
             with stage_of(bare, f"{chunks} chunks", model, [2, 1], chunks=chunks) as stage:
                 ...                               a failure here ends the case on every rank
 
-Each case connects in a part of the store of its own. Truth is the plain ``nn.Sequential``, run over
+Each case connects under its own prefix of the store. Truth is the plain ``nn.Sequential``, run over
 the same micro-batches: all forward, then backward in reverse, as fill and drain does.
 """
 
@@ -33,7 +33,7 @@ MODES = ("always", "except_last", "never")
 
 
 def world_of(bare: BareWorld, name: str) -> World:
-    """Return a world of its own for one case."""
+    """Return a new world for one case."""
     return World(
         rank=bare.rank,
         num_ranks=bare.num_ranks,
@@ -48,14 +48,14 @@ def world_of(bare: BareWorld, name: str) -> World:
 def stage_of(
     bare: BareWorld, name: str, model: nn.Sequential, balance: Iterable[int] | None, **options: Any
 ) -> Iterator[Stage]:
-    """Give a stage of a copy of the model, and close it; a failure names the case."""
+    """Yield a stage of a copy of the model, and close it; a failure names the case."""
     stage = Stage(copy.deepcopy(model), balance, world=world_of(bare, name), **options)
     try:
         yield stage
         stage.close()
     except BaseException as error:
         error.add_note(f"in the case {name!r} on rank {bare.rank}")
-        # So that no peer waits for this rank. A call of the stage that failed has told already.
+        # So that no peer waits for this rank. After a failed call of the stage, this does nothing.
         stage._calls.fail("the test", error)
         raise
 
@@ -65,8 +65,8 @@ def plain_forward(
 ) -> tuple[list[Any], list[int]]:
     """Run a plain model over the micro-batches; return their outputs and sizes.
 
-    Where the first layer changes its input in place, each gets tensors of its own, as in a stage.
-    (Elsewhere not: the last digits of a matrix product depend on where its factors are in memory.)
+    If the first layer changes its input in place, each micro-batch is copied, as in a stage.
+    (Otherwise not: the last digits of a matrix product depend on where its factors are in memory.)
     """
     parts, sizes = scatter(inputs, chunks)
     if any(getattr(module, "inplace", False) for module in model[0].modules()):
@@ -108,10 +108,10 @@ def plain_backward(
     chunks: int,
     loss_of: Callable[[Any], Tensor],
 ) -> tuple[Any, Tensor]:
-    """Run a loss of a plain model's whole output backward; return output and loss, detached.
+    """Run backward from a loss of a plain model's whole output; return output and loss, detached.
 
-    The graph is cut at the outputs, so that the micro-batches go backward in the plan's order;
-    autograd would choose an order itself.
+    The graph is cut at the outputs, so that the micro-batches run backward in the plan's order;
+    autograd would choose its own order.
     """
     flats = [Flat(*flatten(part), ()) for part in plain_forward(model, inputs, chunks)[0]]
     cut = [[t.detach().requires_grad_(t.requires_grad) for t in tensors] for tensors, _, _ in flats]
@@ -129,7 +129,7 @@ def plain_backward(
 
 
 def plain_output(model: nn.Sequential, inputs: tuple[Any, ...], chunks: int) -> Any:
-    """Return the plain model's output of a mini-batch that is run in micro-batches."""
+    """Return the plain model's output for a mini-batch that is run in micro-batches."""
     return gather(plain_forward(model, inputs, chunks)[0])
 
 
@@ -138,7 +138,7 @@ def assert_same(
 ) -> None:
     """Compare nested values of tensors: types, dtypes, shapes and, without tolerance, every bit.
 
-    The tolerance is of ``scale``, by default of each tensor's largest value.
+    The tolerance is relative to ``scale``, by default each tensor's largest value.
     """
     assert type(found) is type(expected), f"{what}: {type(found)}, not {type(expected)}"
     if isinstance(expected, Tensor):
@@ -154,15 +154,15 @@ def assert_same(
         assert is_same, f"{what}: off by {distance}"
     elif isinstance(expected, (tuple, list)):
         assert len(found) == len(expected), f"{what}: {len(found)} entries, not {len(expected)}"
-        for k, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{what}[{k}]", tolerance, scale)
+        for k, (found_entry, expected_entry) in enumerate(zip(found, expected, strict=True)):
+            assert_same(found_entry, expected_entry, f"{what}[{k}]", tolerance, scale)
     elif isinstance(expected, dict):
         assert list(found) == list(expected), f"{what}: keys {list(found)}, not {list(expected)}"
         for key, value in expected.items():
             assert_same(found[key], value, f"{what}[{key!r}]", tolerance, scale)
     elif children := children_of(expected):
-        for k, (one, other) in enumerate(zip(children_of(found), children, strict=True)):
-            assert_same(one, other, f"{what}, child {k}", tolerance, scale)
+        for k, (found_child, child) in enumerate(zip(children_of(found), children, strict=True)):
+            assert_same(found_child, child, f"{what}, child {k}", tolerance, scale)
     else:
         assert found == expected, f"{what}: {found!r}, not {expected!r}"
 
@@ -186,7 +186,7 @@ def assert_same_state(stage: nn.Module, plain: nn.Module, what: str = "") -> Non
 def two_at_a_time(m: int, n: int) -> Plan:
     """A user's plan: two micro-batches forward and backward, then the next two.
 
-    The last stage recomputes each first one, no other stage any.
+    The last stage recomputes the first of each two; the other stages recompute nothing.
     """
 
     def row(j: int) -> list[Task]:
@@ -204,7 +204,7 @@ def two_at_a_time(m: int, n: int) -> Plan:
 
 
 def zero_grad(modules: Iterable[nn.Module]) -> None:
-    """Forget the gradients of modules."""
+    """Drop the gradients of modules."""
     for module in modules:
         module.zero_grad()
 
@@ -220,7 +220,7 @@ def _call(model: nn.Sequential, inputs: tuple[Any, ...]) -> Any:
 
 
 class Do(nn.Module):
-    """A layer from a function, with a linear map of its own before it if asked for."""
+    """A layer from a function, after its own linear map if ``learns``."""
 
     def __init__(self, function: Callable[..., Any], *, learns: bool = False):
         super().__init__()

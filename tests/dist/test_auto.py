@@ -1,4 +1,4 @@
-"""``schedule="auto"`` over real processes: the plain model across every switch, limits kept."""
+"""``schedule="auto"`` over real processes: equal to the plain model, within the memory limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.dist.test_schedules import BALANCES, make_model
 
 pytestmark = pytest.mark.on_gpus
 
-#: The micro-batches of one plan add up to a gradient in another order than those of another.
+#: Each plan sums the gradients of its micro-batches in its own order.
 TOLERANCE = 1e-13
 
 
@@ -68,7 +68,7 @@ def check_parity(bare: Any, partitions_per_stage: int, limits: Any) -> list[str]
             assert_same_gradients(stage, plain, f"step {seed}", TOLERANCE)
             assert_same_state(stage, plain)
             schedules.append(stage.schedule)
-            if seed == 3:  # evaluation does not count as a step that is measured
+            if seed == 3:  # an evaluation is not measured
                 with torch.no_grad():
                     stage.eval()
                     stage.step(inputs, target)
@@ -83,13 +83,13 @@ def check_parity(bare: Any, partitions_per_stage: int, limits: Any) -> list[str]
     [(2, 1, None), (2, 2, None), (3, 1, [1 << 20, 1 << 20, 1 << 20]), (2, 3, None)],
     ids=["one partition", "folded", "limited", "looped"],
 )
-def test_all_steps_are_the_plain_models(ranks, num_ranks, partitions_per_stage, limits):
-    of_all = ranks(num_ranks).run(check_parity, partitions_per_stage, limits, world=False).values()
-    assert all(schedules == of_all[0] for schedules in of_all), "every rank is told"
-    schedules = of_all[0]
+def test_every_step_equals_the_plain_model(ranks, num_ranks, partitions_per_stage, limits):
+    by_rank = ranks(num_ranks).run(check_parity, partitions_per_stage, limits, world=False).values()
+    assert all(schedules == by_rank[0] for schedules in by_rank), "the ranks differ"
+    schedules = by_rank[0]
     assert [s.startswith("auto: measuring, step ") for s in schedules] == [True] * 6 + [False] * 13
     assert not schedules[16].startswith("auto: trying")
-    assert schedules[18] == schedules[16], "settled"
+    assert schedules[18] == schedules[16], "the choice still changes"
 
 
 def wide(num_layers: int) -> nn.Sequential:
@@ -98,11 +98,11 @@ def wide(num_layers: int) -> nn.Sequential:
 
 
 def check_limit(bare: Any) -> None:
-    """From the least possible on, by hand, in tensors of 4 x 16 floats, 256 bytes.
+    """Limits from the least possible on, computed by hand, in tensors of 4 x 16 floats, 256 bytes.
 
     Stage 0: input, first Tanh's output, output and its gradient. Stage 1: input, both Tanhs'
-    outputs, and the target once as a message and once as what the loss saves; the next
-    micro-batch's input and target, whose buffers are posted by then; the loss has 4 bytes.
+    outputs, and the target twice: the message, and the tensor that the loss saves; the next
+    micro-batch's input and target, whose receives are posted; the loss has 4 bytes.
     """
     x = 256
     for limits in ([4 * x, 7 * x + 4], [8 * x, 9 * x], [99 * x, 99 * x]):
@@ -124,7 +124,7 @@ def check_limit(bare: Any) -> None:
             assert "trying" not in stage.schedule
 
 
-def test_the_limit_is_kept(ranks):
+def test_auto_keeps_the_memory_limit(ranks):
     ranks(2).run(check_limit, world=False).values()
 
 
@@ -145,5 +145,5 @@ def check_nothing_fits(bare: Any) -> None:
     stage.close()
 
 
-def test_where_nothing_fits_every_rank_says_so(ranks):
+def test_every_rank_raises_if_no_plan_fits(ranks):
     ranks(3).run(check_nothing_fits, world=False).values()

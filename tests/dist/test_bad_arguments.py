@@ -1,4 +1,4 @@
-"""Arguments that cannot be right end every rank, in its own process, with the same clear error."""
+"""Invalid arguments raise the same clear error on every rank."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ CASES = {
 
 
 def test_every_rank_ends_in_seconds_with_one_error(ranks: Any) -> None:
-    for case, (kind, words) in CASES.items():
+    for case, (error, words) in CASES.items():
         start_s = time.monotonic()
         for failure in ranks(2).run(build, case).errors():
-            assert failure.type == kind, case
+            assert failure.type == error, case
             assert words in failure.text, case
         assert time.monotonic() - start_s < 10, case

@@ -1,4 +1,4 @@
-"""Balances found on rank 0 and agreed by all."""
+"""Balances that rank 0 finds and all ranks use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.on_gpus
 
 
 class Repeated(nn.Module):
-    """A layer that runs, and saves, as often as it is told."""
+    """A layer that computes, and saves, ``times`` times."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ def model() -> nn.Sequential:
     return nn.Sequential(*[Repeated(times) for times in (1, 1, 1, 1, 40, 1)])
 
 
-def find(world: World, kind: str) -> tuple[list[int], float]:
+def find(world: World, by: str) -> tuple[list[int], float]:
     whole = model()
     sample = torch.randn(32, 64) if world.rank == 0 else None
     random_state = torch.get_rng_state()
     stage = Stage(
-        whole, kind, sample=sample, chunks=4, loss_fn=F.mse_loss, checkpoint="always", world=world
+        whole, by, sample=sample, chunks=4, loss_fn=F.mse_loss, checkpoint="always", world=world
     )
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(parameter.grad is None for parameter in stage.parameters())
@@ -49,10 +49,10 @@ def find(world: World, kind: str) -> tuple[list[int], float]:
 
 
 def test_the_long_layer_gets_a_stage_of_its_own(ranks: Any) -> None:
-    for kind in ("time", "size"):
-        found = ranks(3).run(find, kind).values()
+    for by in ("time", "size"):
+        found = ranks(3).run(find, by).values()
         balances = [balance for balance, _ in found]
-        assert balances == [[4, 1, 1]] * 3, kind
+        assert balances == [[4, 1, 1]] * 3, by
         assert len({loss for _, loss in found}) == 1
 
 
@@ -70,16 +70,16 @@ def test_several_inputs(ranks: Any) -> None:
     assert ranks(2).run(find_for_two_inputs).values() == [[5, 2]] * 2
 
 
-def find_without_sample(world: World, kind: str) -> None:
-    Stage(model(), kind, world=world)
+def find_without_sample(world: World, by: str) -> None:
+    Stage(model(), by, world=world)
 
 
-def test_what_is_missing_is_said_on_every_rank(ranks: Any) -> None:
-    origin, other = ranks(2).run(find_without_sample, "time").errors()
+def test_every_rank_reports_a_missing_sample(ranks: Any) -> None:
+    origin, victim = ranks(2).run(find_without_sample, "time").errors()
     assert origin.type == "BalanceError"
     assert "balance='time' needs a sample on rank 0" in origin.text
-    assert other.type == "RemoteStageError"
-    assert "needs a sample on rank 0" in other.text
+    assert victim.type == "RemoteStageError"
+    assert "needs a sample on rank 0" in victim.text
     for failure in ranks(2).run(find_without_sample, "weight").errors():
         assert failure.type == "BalanceError"
         assert "balance is 'weight'" in failure.text
@@ -91,9 +91,9 @@ def find_on_rank_1_alone(world: World) -> None:
     stage.step(torch.randn(4, 64), torch.randn(4, 64))
 
 
-def test_a_balance_that_rank_0_does_not_look_for(ranks: Any) -> None:
-    other, origin = ranks(2).run(find_on_rank_1_alone, timeout_s=15).errors()
+def test_only_one_rank_requests_a_balance_from_rank_0(ranks: Any) -> None:
+    victim, origin = ranks(2).run(find_on_rank_1_alone, timeout_s=15).errors()
     assert origin.type == "ValueError"
     assert "rank 1 was told that rank 0 finds the balance, but rank 0 was not" in origin.text
-    assert other.type == "RemoteStageError"
-    assert "but rank 0 was not" in other.text
+    assert victim.type == "RemoteStageError"
+    assert "but rank 0 was not" in victim.text

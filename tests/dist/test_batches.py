@@ -1,4 +1,4 @@
-"""Mini-batches as they come: of every size, in training or evaluation, from a loader or not."""
+"""Mini-batches of every size, in training and evaluation, with and without a loader."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_batch(size, seed=2):
 
 
 def count_micro_batches(stage):
-    """Return how many forward tasks there were so far."""
+    """Return how many forward tasks the stage has run."""
     return stage.statistics().num_tasks.get("F", 0)
 
 
@@ -48,7 +48,7 @@ def count_micro_batches(stage):
 
 
 def check_sizes(bare, balance):
-    """One stage, one mini-batch after another, none of which divides by the chunks."""
+    """Mini-batches of several sizes in one stage; most are not divisible by the chunks."""
     for mode in MODES:
         plain = make_model()
         options: Any = {"chunks": 4, "checkpoint": mode, "loss_fn": F.cross_entropy}
@@ -91,18 +91,18 @@ def check_accumulation(bare, balance):
             stage.zero_grad()
             stage.step(*make_batch(1, 2))
             stage.zero_grad()
-            # One micro-batch a step, so that the order of the additions is that of the two steps.
+            # One micro-batch a step, so that gradients are added in the order of the two steps.
             stage.chunks = 1
-            of_one = []
+            each_in_one_chunk = []
             for seed in (2, 3):
                 stage.zero_grad()
                 stage.step(*make_batch(10, seed))
-                of_one.append([p.grad for p in stage.parameters() if p.grad is not None])
+                each_in_one_chunk.append([p.grad for p in stage.parameters() if p.grad is not None])
             stage.zero_grad()
             for seed in (2, 3):
                 stage.step(*make_batch(10, seed))
             both = [p.grad for p in stage.parameters() if p.grad is not None]
-            for found, first, second in zip(both, *of_one, strict=True):
+            for found, first, second in zip(both, *each_in_one_chunk, strict=True):
                 assert_same(found, first + second, "sum of two steps")
             stage.chunks = 3
             stage.zero_grad()
@@ -191,7 +191,7 @@ def check_evaluation(bare, balance, deferred):
 
 
 def train(stage, disturb):
-    """Train two steps that add to the same gradients, then one more; return all there is."""
+    """Train two steps that add to the same gradients, then one more; return losses and state."""
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
     losses = []
     for seed in (2, 3):
@@ -211,9 +211,9 @@ def snapshot(stage):
 
 
 def gather_state(bare, stage, plain):
-    """Bring the plain model to the pipeline's state, by way of every rank."""
+    """Load the pipeline's state, fetched from every rank, into the plain model."""
     for rank in range(bare.num_ranks):
-        # fetch() takes the value from rank 0 unless it is a placeholder for another's.
+        # fetch() takes the value from rank 0, unless it is a placeholder for another rank's value.
         state = dict(stage.state_dict())
         value = state if bare.rank == rank else Remote(rank, "a state dict", None)
         plain.load_state_dict(stage.fetch(value), strict=False)
@@ -236,15 +236,15 @@ def weighted(output, *target):
 
 
 def check_named_target(bare, balance):
-    """Of several inputs the target is named; what other ranks give, and how much, is nothing."""
+    """With several inputs, the target is named; arguments on other ranks are not used."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
     model = nn.Sequential(Masked(5, 3), nn.Tanh())
     x, mask, target = torch.randn(6, 5), torch.rand(6, 1), torch.rand(6)
-    anything = [(), (1,), (1, 2, 3, 4, 5), (x, mask, None)][bare.rank :: 2]
+    unused_arguments = [(), (1,), (1, 2, 3, 4, 5), (x, mask, None)][bare.rank :: 2]
     with stage_of(bare, "named", model, balance, chunks=2, loss_fn=weighted) as stage:
         for named in (target, None):
-            for args in anything:
+            for args in unused_arguments:
                 expected = plain_step(model, (x, mask), named, 2, weighted)
                 if bare.rank == 0:
                     loss = stage.step(x, mask, target=named)
@@ -261,7 +261,7 @@ def check_named_target(bare, balance):
 
 
 @pytest.mark.parametrize("balance", [[2], [1, 1]])
-def test_of_several_inputs_the_target_is_named(ranks, balance):
+def test_target_by_name_after_several_inputs(ranks, balance):
     ranks(len(balance)).run(check_named_target, balance, world=False)
 
 
@@ -273,7 +273,7 @@ def step_without_a_name(world, values_elsewhere):
 
 
 @pytest.mark.parametrize("values_elsewhere", [0, 2, 3])
-def test_more_than_two_values_without_a_target_end_every_rank(ranks, values_elsewhere):
+def test_more_than_two_values_without_a_named_target_fail_on_every_rank(ranks, values_elsewhere):
     first, second = ranks(2).run(step_without_a_name, values_elsewhere).errors()
     assert first.type == "TypeError"
     assert "3 positional values" in first.text
@@ -377,7 +377,7 @@ def changing_its_output(output, target):
     return mean_of_valid(output.mul_(2).log_softmax(-1), target)
 
 
-#: Labels of 8 samples; in 4 micro-batches of 2 each, which have nothing valid: first, middle, last.
+#: Labels of 8 samples, in 4 micro-batches of 2. Without a valid one: first, middle, last.
 LABELS = (
     [-1, -1, 1, 2, 0, 1, 2, 2],
     [0, -1, -1, -1, 2, -1, -1, -1],
@@ -386,7 +386,7 @@ LABELS = (
 
 
 def check_left_out(bare, schedule, mode):
-    """Micro-batches of weight 0 add nothing, whatever their own loss is."""
+    """Micro-batches of weight 0 add nothing, for any value of their loss."""
     torch.manual_seed(1)
     plain = nn.Sequential(
         nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)
@@ -420,7 +420,7 @@ def check_all_left_out(bare, schedule, mode):
     nothing = torch.full((6,), -1)
     options: Any = {"chunks": 3, "loss_fn": mean_of_valid, "loss_weight": num_valid}
     options |= {"schedule": schedule, "checkpoint": mode}
-    told = []
+    warned = []
     for where in (0, bare.num_ranks - 1):
         with (
             stage_of(bare, f"target on {where}", plain, balance, **options) as stage,
@@ -432,13 +432,13 @@ def check_all_left_out(bare, schedule, mode):
                 assert_same(loss, torch.zeros((), dtype=torch.float64), "loss")
                 for name, parameter in stage.named_parameters():
                     assert_same(parameter.grad, torch.zeros_like(parameter), name)
-            told.append([str(warning.message) for warning in caught])
+            warned.append([str(warning.message) for warning in caught])
             assert all(warning.filename == __file__ for warning in caught)
-    return told
+    return warned
 
 
 def check_several_inputs(bare, balance):
-    """Several positional inputs of a ``step``: the last is the target, unless that has a name."""
+    """A ``step`` with several positional inputs and a named target."""
 
     class Join(nn.Module):
         def forward(self, a, b, factor=1.0):
@@ -461,7 +461,7 @@ def check_several_inputs(bare, balance):
 
 
 def check_loaders(bare, balance):
-    """Read loaders together; each as often as rank 0's has items, and alike on every rank."""
+    """All ranks read a loader together; rank 0's loader gives the items and their number."""
     last = bare.num_ranks - 1
     plain = make_model()
     items = [make_batch(size, seed) for seed, size in enumerate((10, 3, 7))]
@@ -473,7 +473,7 @@ def check_loaders(bare, balance):
             assert_same(stage.step(input, target), expected, what)
             assert_same_gradients(stage, plain, what)
 
-        # Tuples; the loader of other ranks is not touched, and may be None or of another length.
+        # Tuples; the loaders of other ranks are not read: they may be None or of another length.
         untouched = iter([1, 2])
         for name, loader in (
             ("on rank 0 only", items if bare.rank == 0 else None),
@@ -519,7 +519,7 @@ def check_loaders(bare, balance):
         stage.zero_grad()
         plain.zero_grad()
 
-        # A target changed after it came from the loader: another object, or the same in place.
+        # A target that is changed after it was loaded: replaced, or changed in place.
         def one_first(target):
             return torch.cat([torch.ones(1, dtype=target.dtype), target[1:]])
 
@@ -540,7 +540,7 @@ def check_loaders(bare, balance):
             expected = F.cross_entropy(plain_output(plain, items[k][:1], 4), items[k][1]).detach()
             assert_same(stage.fetch(loss), expected, "loss of stage(input)")
 
-        # The target crosses the wire once: with the item, and not again with the step.
+        # The target is sent once: with the item, not again with the step.
         before = stage.statistics().num_messages.get("target", 0)
         for input, target in stage.batches(items):
             stage.step(input, target)
@@ -572,7 +572,7 @@ def check_interleaved(bare, balance):
 
 
 def check_deferred(bare, balance):
-    """DeferredBatchNorm's statistics are those of the whole mini-batch, of whatever size."""
+    """DeferredBatchNorm's statistics are those of the whole mini-batch, for every size."""
     for mode in MODES:
         model = make_model(nn.BatchNorm1d)
         whole = copy.deepcopy(model)[1]
@@ -600,7 +600,7 @@ SHORT = pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 3]], ids=str)
 
 
 @SHORT
-def test_every_size_is_right_after_every_other(ranks, balance):
+def test_mini_batch_sizes_in_any_order(ranks, balance):
     ranks(len(balance)).run(check_sizes, balance, world=False).values()
 
 
@@ -611,12 +611,12 @@ def test_accumulated_steps_give_the_sum(ranks, balance):
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["batch norm", "deferred"])
 @SHORT
-def test_evaluation_leaves_training_alone(ranks, balance, deferred):
+def test_evaluation_does_not_change_training(ranks, balance, deferred):
     ranks(len(balance)).run(check_evaluation, balance, deferred, world=False).values()
 
 
 @SHORT
-def test_targets_of_every_kind_from_everywhere(ranks, balance):
+def test_targets_of_every_kind_from_every_rank(ranks, balance):
     ranks(len(balance)).run(check_targets, balance, world=False).values()
 
 
@@ -644,13 +644,12 @@ def test_micro_batches_of_weight_zero_are_left_out(ranks, num_ranks, schedule, m
     ("num_ranks", "schedule", "mode"),
     [(1, "gpipe", "always"), (2, "zb-h1", "never"), (3, "1f1b", "except_last")],
 )
-def test_where_all_weights_are_zero_so_are_loss_and_gradients(ranks, num_ranks, schedule, mode):
-    told = ranks(num_ranks).run(check_all_left_out, schedule, mode, world=False).values()
+def test_loss_and_gradients_are_zero_if_all_weights_are_zero(ranks, num_ranks, schedule, mode):
+    warned = ranks(num_ranks).run(check_all_left_out, schedule, mode, world=False).values()
     for case, where in enumerate((0, num_ranks - 1)):
-        warned = [rank for rank in range(num_ranks) if told[rank][case]]
-        assert warned == [where]
-        assert "loss_weight is 0 for every micro-batch" in told[where][case][0]
-        assert len(told[where][case]) == 1
+        assert [rank for rank in range(num_ranks) if warned[rank][case]] == [where]
+        assert "loss_weight is 0 for every micro-batch" in warned[where][case][0]
+        assert len(warned[where][case]) == 1
 
 
 @pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 2]], ids=str)
@@ -686,5 +685,5 @@ def read_from_a_function(world: Any) -> int:
     return len(made)
 
 
-def test_a_function_makes_the_loader_on_rank_0_alone(ranks: Any) -> None:
+def test_a_loader_function_is_called_on_rank_0_only(ranks: Any) -> None:
     assert ranks(2).run(read_from_a_function).values() == [1, 0]

@@ -1,8 +1,7 @@
-"""What may travel from stage to stage: nested values, any dtype, shape and layout, with or without
-gradients, small and large, in every checkpoint mode.
+"""Values between stages: nested, of any dtype, shape, layout and size, with or without gradients.
 
-Each case is a model of three layers, run as three stages of one layer and compared with the plain
-model bit for bit.
+Each case is a model of three layers, run as three stages of one layer in every checkpoint mode and
+compared with the plain model bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.on_gpus
 
 
 class Do(nn.Module):
-    """A layer from a function, with a linear map of its own if ``num_features`` is given."""
+    """A layer from a function, with its own linear map if ``num_features`` is given."""
 
     def __init__(self, function: Callable[..., Any], num_features: int = 0):
         super().__init__()
@@ -48,7 +47,7 @@ class Do(nn.Module):
 
 
 class Scale(torch.autograd.Function):
-    """A function of the user's own, with a backward that PyTorch could not know."""
+    """A user's autograd function, whose backward is not its forward's derivative."""
 
     @staticmethod
     def forward(ctx, a, b):
@@ -64,8 +63,8 @@ class Scale(torch.autograd.Function):
 class Case(NamedTuple):
     """A model of three layers and a mini-batch for it.
 
-    Where the boundary changes the order of additions (gradients of one tensor that travels twice)
-    or the layout of a factor, results differ from the plain model's in the last digits.
+    Results may differ from the plain model's in the last digits if the boundary changes the order
+    of additions (gradients of a tensor that is sent twice) or the layout of a factor.
     """
 
     layers: tuple[nn.Module, ...]
@@ -122,7 +121,7 @@ def structures() -> dict[str, Case]:
             ),
             (x,),
         ),
-        "a 1-tuple stays one": Case(
+        "a 1-tuple stays a 1-tuple": Case(
             (Do(lambda f, x: (f(x),), 4), Do(lambda f, t: (f(*t),), 4), Do(lambda f, t: f(*t), 4)),
             (x,),
         ),
@@ -173,7 +172,7 @@ def gradients() -> dict[str, Case]:
         "two frozen stages": Case((frozen(linear()), frozen(linear()), linear()), (x,)),
         "only the first stage learns": Case((linear(), nn.ReLU(), nn.Tanh()), (x,)),
         "only the last stage learns": Case((nn.ReLU(), nn.Tanh(), linear()), (x,)),
-        "an output nobody uses": Case(
+        "an unused output": Case(
             (
                 Do(lambda f, x: (f(x), f(x).exp()), 4),
                 Do(lambda f, t: (t[0].detach(), f(t[0]), t[1]), 4),
@@ -181,7 +180,7 @@ def gradients() -> dict[str, Case]:
             ),
             (x,),
         ),
-        "an input nobody uses": Case(
+        "an unused input": Case(
             (linear(), Do(lambda f, x: f(torch.ones(len(x), 4, device=x.device)), 4), linear()),
             (x,),
         ),
@@ -302,7 +301,7 @@ def layouts() -> dict[str, Case]:
             ),
             (x,),
         ),
-        "as many tensors as the data says": Case(
+        "a number of tensors that depends on the data": Case(
             (
                 Do(lambda f, x: [f(x)[:, k % 4, None] for k in range(len(x))], 4),
                 Do(lambda f, t: [f(column.expand(-1, 4)) for column in t], 4),
@@ -318,11 +317,11 @@ def dtype_of(x):
 
 
 def sizes() -> dict[str, Case]:
-    """Messages that travel inside their token (up to INLINE_BYTES), behind it, and in turn."""
+    """Messages inside their token (up to INLINE_BYTES), after it, and both in turn."""
     x = rows(6)
     cases = {}
     for extra in (-8, 0, 8):
-        # One row of 4 float64 fewer or more or less than what a token holds, over two samples.
+        # Two samples of float64 that take 16 bytes less than, exactly or 16 more than a token.
         width = INLINE_BYTES // 16 + extra // 8
         cases[f"a token and {16 * width - INLINE_BYTES} bytes"] = Case(
             (
@@ -371,7 +370,7 @@ def sizes() -> dict[str, Case]:
 
 
 def outputs() -> dict[str, Case]:
-    """What the last stage may give: put together as the plain model's over the micro-batches."""
+    """Outputs of the last stage, gathered like the plain model's over the micro-batches."""
     x = rows()
     return {
         "output of all kinds": Case(
@@ -443,7 +442,7 @@ def check_case(bare, name, case, mode, chunks, **more):
 
 
 def check_in_place(bare):
-    """Change a received tensor in place where it is not needed again: as in the plain model."""
+    """Change a received tensor in place, where it is not needed again, as in the plain model."""
     torch.set_default_dtype(torch.float64)
     case = Case(
         (
@@ -486,7 +485,7 @@ def change_the_input_between(bare, mode, num_rows):
 
 
 def gradients_of_inputs(bare, balance):
-    """Inputs that require gradients get those of the plain model, on rank 0 alone."""
+    """Inputs that require gradients get the plain model's gradients, on rank 0 only."""
     torch.set_default_dtype(torch.float64)
     model = nn.Sequential(
         Do(lambda f, x, d: f(x * d["scale"]) @ d["table"], 4), nn.ReLU(inplace=True), linear(2)
@@ -530,7 +529,7 @@ def gradients_of_inputs(bare, balance):
 
 
 def cut(value, pairs):
-    """Return a nested value cut out of its graph; pairs of its tensors and the leaves instead."""
+    """Return a nested value with leaves for tensors; append each tensor and its leaf to pairs."""
     if isinstance(value, tuple):
         return tuple(cut(child, pairs) for child in value)
     if isinstance(value, dict):
@@ -544,7 +543,7 @@ def cut(value, pairs):
 
 
 def traffic(bare, mode, style) -> list[StageStatistics]:
-    """Return this stage's statistics after one mini-batch of each of some models."""
+    """Return this stage's statistics for several models, after one mini-batch each."""
     options: Any = {"chunks": 2, "checkpoint": mode, "loss_fn": torch.mean}
     statistics: list[StageStatistics] = []
     for layers in (
@@ -567,8 +566,8 @@ def traffic(bare, mode, style) -> list[StageStatistics]:
     return statistics
 
 
-#: Of each model of ``traffic``: what each stage sends down and up, in bytes. 2 micro-batches of 4
-#: samples, float32: 16 bytes a column; bool: 4. Nothing goes up from where nothing is wanted.
+#: For each model of ``traffic``, the bytes that each stage sends forward and backward: 2
+#: micro-batches of 4 samples; 32 bytes a float32 column, 8 a bool one. No unneeded gradients.
 EXPECTED_TRAFFIC = [
     ({"activation": 96}, {"activation": 160, "gradient": 96}, {"gradient": 160}),
     ({"activation": 96}, {"activation": 160, "gradient": 0}, {"gradient": 160}),
@@ -595,7 +594,7 @@ def test_a_layer_may_change_its_input_in_place_where_nothing_is_recomputed(ranks
 
 @pytest.mark.parametrize("style", ["step", "backward"])
 @pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_a_layer_that_changes_its_checkpointed_input_is_named_everywhere(ranks, mode, style):
+def test_a_layer_that_changes_its_checkpointed_input_is_named_on_every_rank(ranks, mode, style):
     errors = ranks(3).run(step_that_changes_its_input, mode, style, world=False).errors()
 
     assert [error.type for error in errors] == [
@@ -609,15 +608,15 @@ def test_a_layer_that_changes_its_checkpointed_input_is_named_everywhere(ranks, 
 
 
 @pytest.mark.only_on_cpus  # GPUs compute on a copy
-def test_an_input_changed_between_forward_and_backward_is_told(ranks):
+def test_an_input_changed_between_forward_and_backward_is_reported(ranks):
     first, last = ranks(2).run(change_the_input_between, "always", 6, world=False)
 
-    told = "the input of micro-batch 1 was changed in place after its first"
+    message = "the input of micro-batch 1 was changed in place after its first"
     assert first.error.type == RecomputeError.__name__
-    assert told in first.error.text
-    # The last stage may have done its whole part, and have left, before the first comes to see it.
-    assert last.error is None or told in last.error.text
-    # Autograd itself finds it where nothing is recomputed.
+    assert message in first.error.text
+    # The last stage may have ended before the first one detects the change.
+    assert last.error is None or message in last.error.text
+    # Without recomputation autograd detects it.
     outcomes = ranks(2).run(change_the_input_between, "never", 6, world=False)
     assert "modified by an inplace operation" in outcomes[0].error.text
 
@@ -629,7 +628,7 @@ def test_inputs_that_require_gradients(ranks, balance):
 
 @pytest.mark.parametrize("style", ["step", "backward"])
 @pytest.mark.parametrize("mode", MODES)
-def test_no_gradient_is_sent_for_what_needs_none(ranks, mode, style):
+def test_no_gradient_is_sent_for_tensors_that_need_none(ranks, mode, style):
     by_rank = ranks(3).run(traffic, mode, style, world=False).values()
 
     for model, expected in enumerate(EXPECTED_TRAFFIC):
@@ -642,7 +641,7 @@ def test_no_gradient_is_sent_for_what_needs_none(ranks, mode, style):
 
 
 class OwnBuffer(nn.Module):
-    """Returns the same memory each time, filled anew."""
+    """Returns the same memory each time, with new values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -655,7 +654,7 @@ class OwnBuffer(nn.Module):
 
 
 class FirstColumn(nn.Module):
-    """Keeps little of a large input."""
+    """Returns the first column of a large input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -673,29 +672,29 @@ def send_memory_that_is_overwritten(world: World) -> float:
     return float(stage.step(torch.arange(8.0)[:, None], target=None))
 
 
-def test_memory_written_to_while_it_is_sent_is_no_silent_mixture(ranks: Any) -> None:
+def test_memory_overwritten_while_it_is_sent_is_reported(ranks: Any) -> None:
     outcomes = ranks(2).run(send_memory_that_is_overwritten)
-    if all(outcome.error is None for outcome in outcomes):  # each went before the next was made
+    if all(outcome.error is None for outcome in outcomes):  # each was sent before the next forward
         assert outcomes.values() == [3.5, 3.5]
     else:
-        origin, other = (outcome.error for outcome in outcomes)
+        origin, victim = (outcome.error for outcome in outcomes)
         assert origin.type == "OverwrittenError"
         assert "activation to stage 1 (rank 1) was written to" in origin.text
-        if other is not None or not is_on_gpus():  # there it may have its loss already
-            assert other.type == "RemoteStageError"
+        if victim is not None or not is_on_gpus():  # on GPUs it may have its loss already
+            assert victim.type == "RemoteStageError"
 
 
 def refill_one_input(world: World) -> list[float]:
     stage = Stage(nn.Sequential(nn.Flatten(), FirstColumn()), [1, 1], chunks=2, world=world)
-    static, seen = torch.zeros(4, 1 << 18), []
+    static, outputs = torch.zeros(4, 1 << 18), []
     with torch.no_grad():
         for k in range(5):
             static.fill_(k)
-            seen.append(stage(static))
-    return [float(stage.fetch(output)[0, 0]) for output in seen]
+            outputs.append(stage(static))
+    return [float(stage.fetch(output)[0, 0]) for output in outputs]
 
 
-def test_an_input_may_be_refilled_once_the_call_is_over(ranks: Any) -> None:
+def test_an_input_may_be_refilled_after_the_call(ranks: Any) -> None:
     assert ranks(2).run(refill_one_input).values() == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
 
 
@@ -714,8 +713,8 @@ def change_past_autograd(world: World) -> None:
     stage.step(torch.randn(4, 4), torch.randn(4, 4))
 
 
-def test_a_change_past_autograd_is_noticed(ranks: Any) -> None:
-    other, origin = ranks(2).run(change_past_autograd).errors()
+def test_a_change_past_autograd_is_reported(ranks: Any) -> None:
+    victim, origin = ranks(2).run(change_past_autograd).errors()
     assert origin.type == "RecomputeError"
     assert "past autograd" in origin.text
-    assert other.type == "RemoteStageError"
+    assert victim.type == "RemoteStageError"

@@ -1,4 +1,4 @@
-"""Processes that a rank forks: they have no part in the pipeline, and do not hide a rank's end."""
+"""Processes that a rank forks: they are not part of the pipeline, and do not hide a rank's end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHUNKS = 2
 #: Samples of a mini-batch whose micro-batches are too large to travel inside a token.
 BULK = 8 * CHUNKS * INLINE_BYTES // (4 * WIDTH)
 
-#: A child that outlives its parent ends after this, if nobody kills it.
+#: A child that outlives its parent ends after this time.
 CHILD_S = 30
 
 
@@ -107,14 +107,14 @@ def test_a_child_of_each_rank_ends(how, code, transport):
     ).check()
 
     assert done.stdout == f"{code} True\n"
-    # In the source line and in the message of each, which the ranks may write at the same time.
+    # Each rank's traceback has it in the source line and in the message.
     assert done.stderr.count("boom") == (4 if how == "raise" else 0)
     assert done.stderr.count("ValueError") == (4 if how == "raise" else 0)
     assert ("that one can use its stage" in done.stderr) == (how == "call")
     assert done.stderr.count("Traceback (most recent call last)") == 2 * code, done.stderr
 
 
-def test_without_a_launcher_a_child_cannot_use_the_stage_either():
+def test_a_child_cannot_use_the_stage_without_a_launcher():
     done = run_forked(CHILDREN_END, args=["call", "6", "shm"]).check()
 
     assert done.stdout == "1 True\n"
@@ -122,7 +122,7 @@ def test_without_a_launcher_a_child_cannot_use_the_stage_either():
 
 
 class Forks(nn.Linear):
-    """Forks in its second forward; the child ends there, or comes back."""
+    """Forks in its second forward; the child ends there, or continues the call."""
 
     def __init__(self, how):
         super().__init__(WIDTH, WIDTH)
@@ -159,40 +159,40 @@ def forks_in_a_layer(world, how, size, transport):
 @pytest.mark.parametrize(
     ("transport", "size"), [("shm", 6), ("shm", BULK), ("gloo", BULK)], ids=str
 )
-@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("go on", 9)])
+@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("continue", 9)])
 def test_a_layer_forks(ranks, how, code, transport, size):
     outcomes = ranks(2).run(forks_in_a_layer, how, size, transport)
 
     assert outcomes.values() == [(True, None), (True, code)]
 
 
-def test_without_a_launcher_a_child_cannot_go_on_with_a_call_either():
-    layer = Forks("go on")
+def test_a_child_cannot_continue_a_call_without_a_launcher():
+    layer = Forks("continue")
     stage = Stage(nn.Sequential(layer), [1], chunks=CHUNKS, loss_fn=F.mse_loss)
-    told = ""
+    text = ""
     try:
         stage.step(*batch())
     except BaseException as error:
         if not layer.is_child:
             raise
-        told = str(error)
+        text = str(error)
     if layer.is_child:
-        os._exit(9 if "that one can use its stage" in told else 1)
+        os._exit(9 if "that one can use its stage" in text else 1)
 
     stage.close()
     assert layer.code == 9
 
 
 class Keeps(nn.Linear):
-    """Keeps what it was given."""
+    """Keeps its input."""
 
     def forward(self, x):
         self.kept = x
         return super().forward(x)
 
 
-def child_lets_go(world):
-    """A child drops the tensor that its parent still has: the sender must not use that memory."""
+def child_releases_a_tensor(world):
+    """A child drops a tensor that its parent still has: the sender must not reuse its memory."""
     layer = Keeps(WIDTH, WIDTH)
     stage = stage_of(world, layer, transport="shm")
     with torch.no_grad():
@@ -205,8 +205,8 @@ def child_lets_go(world):
     return code, torch.equal(kept, before)
 
 
-def test_what_a_child_lets_go_of_is_not_free(ranks):
-    assert ranks(2).run(child_lets_go).values() == [(0, True), (0, True)]
+def test_memory_that_a_child_releases_is_not_reused(ranks):
+    assert ranks(2).run(child_releases_a_tensor).values() == [(0, True), (0, True)]
 
 
 def saves_in_the_background(world, folder):
@@ -230,7 +230,7 @@ def reads_with_workers(world):
     stage = stage_of(world)
     samples = TensorDataset(torch.ones(12, WIDTH), torch.zeros(12, WIDTH))
     losses = []
-    for _ in range(2):  # the workers of the first are gone when those of the second come
+    for _ in range(2):  # the workers of the first end before those of the second start
         loader = DataLoader(samples, batch_size=6, num_workers=2)
         losses += [float(stage.step(*item)) for item in stage.batches(loader)]
     return len(losses), len(set(losses))
@@ -256,7 +256,7 @@ def by_native_code():
 
 
 class LeavesAChild(nn.Linear):
-    """Leaves a child behind, killed in its third forward."""
+    """Forks a child in its third forward, then kills its own process."""
 
     def __init__(self, fork):
         super().__init__(WIDTH, WIDTH)
@@ -287,7 +287,7 @@ def is_killed_with_a_child(world, fork, size, transport):
     ],
 )
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_rank_is_killed_whose_child_lives(ranks, n, fork, size, transport):
+def test_a_killed_rank_is_reported_while_its_child_lives(ranks, n, fork, size, transport):
     outcomes = ranks(n).run(is_killed_with_a_child, fork, size, transport)
 
     for outcome in outcomes[:-1]:

@@ -1,4 +1,4 @@
-"""Dataclasses, Mappings, named tuples and registered types between stages, into and out of them."""
+"""Dataclasses, Mappings, named tuples and registered types as inputs, outputs, between stages."""
 
 from __future__ import annotations
 
@@ -140,26 +140,26 @@ def check_targets_and_loader(bare, num_ranks):
         expected = plain_step(model, (batch.x,), target, 3, cross_entropy)
         assert_same(stage.step(batch.x, target), expected, "loss")
         assert_same_gradients(stage, model, "routed target")
-        for mine in stage.batches([batch, batch]):
-            assert type(mine) is Pair
-            assert isinstance(mine.x, Tensor if bare.rank == 0 else Remote)
-            assert isinstance(mine.y, Pair if bare.rank in (0, last) else (Pair, Remote))
+        for item in stage.batches([batch, batch]):
+            assert type(item) is Pair
+            assert isinstance(item.x, Tensor if bare.rank == 0 else Remote)
+            assert isinstance(item.y, Pair if bare.rank in (0, last) else (Pair, Remote))
             stage.zero_grad()
-            assert_same(stage.step(*mine), expected, "loss of a delivered target")
+            assert_same(stage.step(*item), expected, "loss of a delivered target")
             assert_same_gradients(stage, model, "delivered target")
-            output = stage(mine.x)
+            output = stage(item.x)
             if num_ranks > 1 and bare.rank != last:
                 assert isinstance(output.logits, Remote)
                 assert isinstance(output["logits"], Remote)
             fetched = stage.fetch(Output(loss=output.logits))
             assert type(fetched) is Output
             assert fetched.loss.shape == (7, 4)
-        for mine in stage.batches([Encoding({"x": batch.x, "n": 1}, 2)]):
-            assert type(mine) is Encoding
-            assert (mine["n"], mine.num_sequences) == (1, 2)
-            assert isinstance(mine["x"], Tensor if bare.rank == 0 else Remote)
-        for mine in stage.batches([local_class()]):  # cannot travel, and need not
-            assert bare.rank == 0 or isinstance(mine, Remote)
+        for item in stage.batches([Encoding({"x": batch.x, "n": 1}, 2)]):
+            assert type(item) is Encoding
+            assert (item["n"], item.num_sequences) == (1, 2)
+            assert isinstance(item["x"], Tensor if bare.rank == 0 else Remote)
+        for item in stage.batches([local_class()]):  # cannot be sent, and is not
+            assert bare.rank == 0 or isinstance(item, Remote)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -170,13 +170,13 @@ def test_targets_loaders_skips_and_fetched_values(ranks, num_ranks):
 # -- refused ---------------------------------------------------------------------------------------
 
 
-def step_with_a_class_of_no_name(world: World) -> None:
+def step_with_a_local_class(world: World) -> None:
     layers = (nn.Linear(4, 4), Do(lambda x: local_class()), nn.Linear(4, 4))
     Stage(nn.Sequential(*layers), [2, 1], world=world)(rows().float())
 
 
-def test_a_class_that_no_rank_would_find(ranks):
-    first, second = ranks(2).run(step_with_a_class_of_no_name).errors()
+def test_a_local_class_cannot_travel(ranks):
+    first, second = ranks(2).run(step_with_a_local_class).errors()
     assert first.type == "BoundaryError"
     assert "local_class.<locals>.Local cannot travel" in first.text
     assert "layer '1' (Do)" in first.text
@@ -197,7 +197,7 @@ class Missing:
     x: Any
 
 
-def test_a_class_that_the_receiver_lacks(ranks):
+def test_a_class_that_is_missing_on_the_receiver(ranks):
     first, second = ranks(2).run(step_with_a_class_that_one_rank_lacks).errors()
     assert first.type == "RemoteStageError"
     assert second.type == "BoundaryError"

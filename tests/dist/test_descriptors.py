@@ -1,4 +1,4 @@
-"""Few open files: whatever the number of micro-batches, and none left by a stage that is closed."""
+"""Few open files with any number of micro-batches, and none after a stage is closed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.dist.stages import stage_of
 
 NUM_STAGES = 50
 
-#: More than a message may have inside its token.
+#: More than fits into a token.
 WIDTH = 3000
 
 MANY_CHUNKS = """
@@ -57,8 +57,8 @@ assert len(os.listdir("/proc/self/fd")) < 40, os.listdir("/proc/self/fd")
 """
 
 
-def test_the_number_of_micro_batches_does_not_matter():
-    """Symptom: a bare "Too many open files", as each slot took two files of its sender's."""
+def test_many_micro_batches_need_few_open_files():
+    """Symptom: "Too many open files", as each slot took two open files of its sender."""
     run_forked(MANY_CHUNKS, num_ranks=2).check()
 
 
@@ -75,7 +75,7 @@ Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1])(torch.ones(1))
 """
 
 
-def test_a_limit_that_is_too_low_is_told_with_what_is_needed():
+def test_too_low_a_file_limit_is_reported_with_the_number_needed():
     done = run_forked(TOO_LOW, num_ranks=2)
 
     assert done.returncode == 1
@@ -84,7 +84,7 @@ def test_a_limit_that_is_too_low_is_told_with_what_is_needed():
 
 
 def run_stages(bare, transport, is_kept):
-    """Return the number of open files after each of some stages that are closed, or failed."""
+    """Return the number of open files after each stage, which was closed or failed."""
     model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1))
     kept, counts = [], []
     for k in range(NUM_STAGES):
@@ -100,7 +100,7 @@ def run_stages(bare, transport, is_kept):
     return counts
 
 
-@pytest.mark.parametrize("is_kept", [False, True], ids=["let go", "kept"])
+@pytest.mark.parametrize("is_kept", [False, True], ids=["dropped", "kept"])
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_closed_stage_leaves_no_open_file(ranks, transport, is_kept):
     for counts in ranks(2).run(run_stages, transport, is_kept, world=False).values():
@@ -131,7 +131,7 @@ assert counts[1:] == [counts[1]] * (len(counts) - 1), counts
 
 
 def test_stages_in_turn_leave_no_open_file_under_a_launcher():
-    """Each has its own connection to the launcher's store."""
+    """Each stage has its own connection to the launcher's store."""
     scripts = [STAGES_IN_TURN.format(num_stages=12, fails=fails) for fails in (False, True)]
     run_script("".join(scripts), nproc=2).check()
 
@@ -142,7 +142,7 @@ def test_stages_in_turn_leave_no_open_file_without_a_launcher(fails):
 
 
 def fetch_large(world, num_bytes):
-    """Return by how many bytes the process's memory peaks, beside the value, as it is fetched."""
+    """Return the peak of the process's memory during a fetch, without the value, in bytes."""
     stage = Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], world=world)
     with torch.no_grad():
         stage(torch.ones(1))
@@ -174,7 +174,7 @@ def peak_bytes():
 
 
 def test_a_large_value_is_fetched_without_a_copy_of_it(ranks):
-    """Symptom: one at each end, and struct.error from 4 GiB on."""
+    """Symptom: one copy at each end, and struct.error from 4 GiB on."""
     num_bytes = 32 * PIECE_BYTES + 8
 
     for taken in ranks(2).run(fetch_large, num_bytes).values():

@@ -1,4 +1,4 @@
-"""Eight stages, as on a node with eight GPUs; more than the pool of processes holds."""
+"""Eight stages, as on a node with eight GPUs; the pool of processes has fewer ranks."""
 
 from __future__ import annotations
 

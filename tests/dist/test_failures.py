@@ -1,4 +1,4 @@
-"""Failures: whatever one rank does wrong, all ranks end in time, with the same right report."""
+"""Failures: after any error on one rank, all ranks end in time, with the same correct report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BoomError(Exception):
 
 
 class Faulty(nn.Linear):
-    """Works until its micro-batch comes."""
+    """Acts in its second forward, in recomputation or in backward."""
 
     def __init__(self, where, act):
         super().__init__(WIDTH, WIDTH)
@@ -70,7 +70,7 @@ class ActBackward(torch.autograd.Function):
 
 
 def boom():
-    raise BoomError("boom, says the layer")
+    raise BoomError("boom in the layer")
 
 
 def kill():
@@ -102,7 +102,7 @@ def batch(size=6):
 
 
 def train(world, faulty_stage, where, act=boom, api="step", size=6, transport=None):
-    """Train until something goes wrong on one stage."""
+    """Train until one stage acts: raises, ends its script or is killed."""
     options = {where: lambda *_: act()} if where in ("loss_fn", "loss_weight") else {}
     model = model_of(world.num_ranks, faulty_stage, where, act)
     stage = stage_of(world, model, transport=transport, **options)
@@ -121,7 +121,7 @@ def loader(act, size):
 
 
 def check(outcomes: Outcomes, origin: int, error: str, *words: str) -> None:
-    """Check that all ranks ended soon, ``origin`` by its own error, the others by its story."""
+    """Check that all ranks ended soon: ``origin`` by its own error, the others by its report."""
     for outcome, failure in zip(outcomes, outcomes.errors(), strict=True):
         assert outcome.duration_s < SOON_S, str(outcome)
         if outcome.rank == origin:
@@ -131,15 +131,15 @@ def check(outcomes: Outcomes, origin: int, error: str, *words: str) -> None:
             assert f"rank {origin} failed" in failure.text, str(outcome)
             assert f"stage {origin} (rank {origin}), in " in failure.text, str(outcome)
             assert "Traceback" in failure.text, str(outcome)
-            # The story is told once, not once for each rank that passed it on.
+            # The report contains one traceback, not one for each rank that forwarded it.
             assert failure.text.count("Traceback (most recent call last)") == 1, str(outcome)
         for word in words:
             assert word in failure.text, f"{word!r} is missing\n{outcome}"
         assert outcome.output == "", str(outcome)
 
 
-def check_lost(outcomes: Outcomes, origin: int, *words: str, but: int | None = None) -> None:
-    """Check that all other ranks ended soon and name ``origin`` as the one that left."""
+def check_lost(outcomes: Outcomes, origin: int, *words: str) -> None:
+    """Check that all other ranks ended soon and name ``origin`` as the lost rank."""
     for outcome in outcomes:
         if outcome.rank == origin:
             continue
@@ -157,7 +157,7 @@ def check_lost(outcomes: Outcomes, origin: int, *words: str, but: int | None = N
 
 TASKS = {"forward": "F1", "recompute": "R2", "backward": "B2"}
 
-#: Each rank of 2, 3 and 4.
+#: Each rank of jobs of 2, 3 and 4 ranks.
 EACH_RANK = [(n, origin) for n in (2, 3, 4) for origin in range(n)]
 
 #: A first, a middle and a last rank.
@@ -170,12 +170,12 @@ def test_a_layer_raises(ranks, n, origin, where):
     outcomes = ranks(n).run(train, origin, where)
 
     task = TASKS[where]
-    told = [f"stage {origin} (rank {origin}), task {task}@{origin} (micro-batch {task[1]})"]
+    place = [f"stage {origin} (rank {origin}), task {task}@{origin} (micro-batch {task[1]})"]
     if where == "backward":
-        told.append("its layers' backward")
+        place.append("its layers' backward")
     else:
-        told.append(f"layer 'l{2 * origin + 1}' (Faulty)")
-    check(outcomes, origin, "BoomError", "boom, says the layer", *told)
+        place.append(f"layer 'l{2 * origin + 1}' (Faulty)")
+    check(outcomes, origin, "BoomError", "boom in the layer", *place)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_a_layer_raises_when_backward_is_the_users_call(ranks, origin, where):
     outcomes = ranks(3).run(train, origin, where, api="backward")
 
     task = TASKS[where]
-    told = f"stage {origin} (rank {origin}), task {task}@{origin} (micro-batch {task[1]})"
-    check(outcomes, origin, "BoomError", "boom, says the layer", told)
+    place = f"stage {origin} (rank {origin}), task {task}@{origin} (micro-batch {task[1]})"
+    check(outcomes, origin, "BoomError", "boom in the layer", place)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -203,7 +203,7 @@ def test_the_loss_function_raises(ranks, n):
 def test_rank_0_raises_before_there_is_a_plan(ranks, n, where):
     outcomes = ranks(n).run(train, None, where)
 
-    check(outcomes, 0, "BoomError", "boom, says the layer")
+    check(outcomes, 0, "BoomError", "boom in the layer")
 
 
 @pytest.mark.parametrize(
@@ -221,46 +221,46 @@ def test_rank_0_raises_before_there_is_a_plan(ranks, n, where):
 )
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.only_on_cpus
-def test_a_layer_raises_while_large_tensors_are_under_way(ranks, n, origin, where, transport):
-    """Gloo breaks the peers' transfers too, with errors that must not hide the story."""
+def test_a_layer_raises_while_large_tensors_are_being_sent(ranks, n, origin, where, transport):
+    """Gloo breaks the peers' transfers too; its errors must not hide the report."""
     outcomes = ranks(n).run(train, origin, where, size=BULK, transport=transport)
 
-    check(outcomes, origin, "BoomError", "boom, says the layer")
+    check(outcomes, origin, "BoomError", "boom in the layer")
 
 
-class MuteError(Exception):
-    """What it says cannot be told."""
+class NoTextError(Exception):
+    """Its ``str()`` raises."""
 
     def __str__(self):
         raise ZeroDivisionError
 
 
-def mute():
-    raise MuteError
+def raise_without_text():
+    raise NoTextError
 
 
-def talk():
+def raise_long_text():
     raise BoomError("start" + "x" * (50 << 20) + "end")
 
 
-def train_with_a_mute(world):
+def train_and_catch(world):
     try:
-        train(world, 1, "forward", mute)
-    except MuteError:
-        return "caught"  # or the harness would ask it what it says
+        train(world, 1, "forward", raise_without_text)
+    except NoTextError:
+        return "caught"  # otherwise the harness would call its str()
 
 
-def test_an_exception_that_cannot_say_what_it_is_about(ranks):
-    victim, origin = ranks(2).run(train_with_a_mute)
+def test_an_exception_whose_str_raises(ranks):
+    victim, origin = ranks(2).run(train_and_catch)
 
     assert origin.value == "caught"
     assert isinstance(victim.error, Failure)
-    told = "in step(): MuteError: (what it says is not known: its __str__ raised ZeroDivisionError)"
-    assert told in victim.error.text
+    reason = "(what it says is not known: its __str__ raised ZeroDivisionError)"
+    assert f"in step(): NoTextError: {reason}" in victim.error.text
 
 
-def test_an_exception_that_says_too_much_is_told_in_part(ranks):
-    victim, _ = ranks(2).run(train, 1, "forward", talk).errors()
+def test_a_long_exception_text_is_shortened(ranks):
+    victim, _ = ranks(2).run(train, 1, "forward", raise_long_text).errors()
 
     assert "rank 1 failed:" in victim.text
     assert "BoomError: startxxx" in victim.text
@@ -278,7 +278,7 @@ def test_memory_runs_out(ranks, n, origin, where):
     outcomes = ranks(n).run(train, origin, where, allocate)
 
     device = devices_of_ranks(n)[origin]
-    told = (
+    message = (
         rf"out of memory on {device}: stage {origin} held (\d) micro-batches between forward and "
     )
     error, words = "RuntimeError", "can't allocate memory"
@@ -286,7 +286,7 @@ def test_memory_runs_out(ranks, n, origin, where):
         error, words = "OutOfMemoryError", "CUDA out of memory"
     check(outcomes, origin, error, words, "Give the stage fewer layers")
     for failure in outcomes.errors():
-        held = re.search(told, failure.text)
+        held = re.search(message, failure.text)
         assert held, failure.text
         assert int(held[1]) > 0
 
@@ -300,7 +300,7 @@ def test_an_interrupt_ends_all(ranks):
 
 
 class Converts(nn.Module):
-    """Returns what no later layer has asked for."""
+    """Returns another dtype or shape, or nan."""
 
     def __init__(self, what):
         super().__init__()
@@ -319,29 +319,29 @@ def converts(world, layer, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"), [("dtype", "float64 (2, 4)"), ("shape", "float32 (2, 3)")]
+    ("what", "described"), [("dtype", "float64 (2, 4)"), ("shape", "float32 (2, 3)")]
 )
 @pytest.mark.parametrize(("n", "layer"), [(2, 0), (2, 1), (3, 3), (4, 5), (4, 6)])
-def test_a_layer_returns_what_the_next_cannot_use(ranks, n, layer, what, told):
-    """The error names the layer that got it, which may be in the next stage, and what it was."""
-    getter = layer + 1
+def test_a_layer_returns_what_the_next_cannot_use(ranks, n, layer, what, described):
+    """The error names the layer that received the value, maybe in the next stage, and the value."""
+    receiver = layer + 1
     outcomes = ranks(n).run(converts, layer, what)
 
-    place = f"task F0@{getter // 2} (micro-batch 0), layer 'l{getter}' (Linear)"
-    given = f"layer 'l{getter}' (Linear) was given {told}"
-    check(outcomes, getter // 2, "RuntimeError", place, given)
+    place = f"task F0@{receiver // 2} (micro-batch 0), layer 'l{receiver}' (Linear)"
+    given = f"layer 'l{receiver}' (Linear) was given {described}"
+    check(outcomes, receiver // 2, "RuntimeError", place, given)
 
 
 @pytest.mark.parametrize(("n", "layer"), [(2, 0), (3, 3), (4, 7)])
 def test_the_loss_is_not_finite(ranks, n, layer):
     outcomes = ranks(n).run(converts, layer, "nan")
 
-    told = "the loss is nan; the output is float32 (2, 4), 100.0% of it not finite"
-    check(outcomes, n - 1, "NonFiniteLossError", told, f"task F0@{n - 1} (micro-batch 0), loss_fn")
+    text = "the loss is nan; the output is float32 (2, 4), 100.0% of it not finite"
+    check(outcomes, n - 1, "NonFiniteLossError", text, f"task F0@{n - 1} (micro-batch 0), loss_fn")
 
 
-def goes_on(world, origin):
-    """Catch the error on one rank, and go on as if nothing had been."""
+def catches_and_continues(world, origin):
+    """Catch the error on one rank, and call the stage again."""
     stage = stage_of(world, model_of(world.num_ranks, origin, "forward"))
     if world.rank != origin:
         stage.step(*batch())
@@ -353,22 +353,22 @@ def goes_on(world, origin):
 
 
 @pytest.mark.parametrize(("n", "origin"), [(2, 1), (3, 0), (3, 1), (3, 2), (4, 2)])
-def test_a_rank_that_catches_the_error_and_goes_on_is_stopped(ranks, n, origin):
-    outcomes = ranks(n).run(goes_on, origin)
+def test_a_rank_that_catches_the_error_and_continues_is_stopped(ranks, n, origin):
+    outcomes = ranks(n).run(catches_and_continues, origin)
 
     failures = outcomes.errors()
     assert failures[origin].type == "StageClosedError"
     assert "step() cannot run: step() failed on this rank with BoomError" in failures[origin].text
     for rank in set(range(n)) - {origin}:
         assert failures[rank].type == "RemoteStageError"
-        assert "boom, says the layer" in failures[rank].text
+        assert "boom in the layer" in failures[rank].text
     assert all(outcome.duration_s < SOON_S for outcome in outcomes)
 
 
-def all_go_on(world):
-    """Catch the error on every rank: no method can be called any more."""
+def all_continue(world):
+    """Catch the error on every rank: every later call raises."""
     stage = stage_of(world, model_of(world.num_ranks, 1, "forward"))
-    told = []
+    raised = []
     calls = [
         lambda: stage.step(*batch()),
         lambda: stage.step(*batch()),
@@ -383,13 +383,13 @@ def all_go_on(world):
         try:
             call()
         except Exception as error:
-            told.append(type(error).__name__)
+            raised.append(type(error).__name__)
     stage.close()
-    return told
+    return raised
 
 
 def test_after_a_failure_every_call_is_refused(ranks):
-    outcomes = ranks(2).run(all_go_on).values()
+    outcomes = ranks(2).run(all_continue).values()
 
     assert outcomes[0] == ["RemoteStageError"] + ["StageClosedError"] * 7
     assert outcomes[1] == ["BoomError"] + ["StageClosedError"] * 7
@@ -399,7 +399,7 @@ def test_after_a_failure_every_call_is_refused(ranks):
 
 
 def is_killed(world, origin, when):
-    """Train until a rank is killed: in a layer, between two steps, or while a task of it waits."""
+    """Train until a rank is killed: in a layer, between two steps, or while its task waits."""
     store = world._shared_store()
     store.set(f"pid/{world.rank}", str(os.getpid()))
     pid = int(store.get(f"pid/{origin}"))
@@ -415,7 +415,7 @@ def is_killed(world, origin, when):
             if reading.wait is not None and reading.task == waiting_task:
                 os.kill(pid, signal.SIGKILL)
                 return
-            assert time.monotonic() < deadline_s, "it has not come to wait"
+            assert time.monotonic() < deadline_s, f"rank {origin} does not wait in {waiting_task}"
             time.sleep(0.01)
 
     if when != waiting_task:
@@ -457,7 +457,7 @@ def test_a_rank_is_killed(ranks, n, origin, when, seen):
 
 @pytest.mark.parametrize(("origin", "transport"), [(0, "shm"), (0, "gloo"), (1, "gloo")])
 @pytest.mark.only_on_cpus
-def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks, origin, transport):
+def test_a_rank_is_killed_while_large_tensors_are_being_sent(ranks, origin, transport):
     outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK, transport=transport)
 
     seen = f"it was last seen in F1, layer 'l{2 * origin + 1}' (Faulty), for "
@@ -471,7 +471,7 @@ def test_a_layer_ends_the_script(ranks, n, origin):
     check(outcomes, origin, "SystemExit", f"task F1@{origin} (micro-batch 1), layer")
 
 
-def leaves_early(world, origin, how):
+def ends_early(world, origin, how):
     stage = stage_of(world)
     for number, (input, target) in enumerate(stage.batches([batch()] * 3)):
         if number == 1 and world.rank == origin:
@@ -499,8 +499,8 @@ def leaves_early(world, origin, how):
         (4, "sys.exit", 2),
     ],
 )
-def test_a_rank_leaves_early(ranks, n, origin, how):
-    outcomes = ranks(n).run(leaves_early, origin, how)
+def test_a_rank_ends_early(ranks, n, origin, how):
+    outcomes = ranks(n).run(ends_early, origin, how)
 
     check_lost(outcomes, origin, f"rank {origin} has left the pipeline", "must make the same calls")
 
@@ -531,7 +531,7 @@ def calls_differ(world, calls):
     elif call == "step without gradients":
         with torch.no_grad():
             stage.step(input, target)
-    stage.step(input, target)  # rank 0 does not wait for anybody in some of these
+    stage.step(input, target)  # in some of these calls rank 0 waits for no other rank
 
 
 @pytest.mark.parametrize(
@@ -667,7 +667,7 @@ def test_a_mini_batch_that_cannot_be_split(ranks, name, error, words):
 
 
 class Returns(nn.Module):
-    """Returns something that cannot go to the next stage."""
+    """Returns a value that cannot be sent to the next stage."""
 
     def __init__(self, what):
         super().__init__()
@@ -695,14 +695,14 @@ def returns(world, stage_number, what):
         ("object", 1, "builtins.object at [1] cannot travel"),
     ],
 )
-def test_what_cannot_travel_is_an_error_of_the_layer(ranks, what, origin, words):
+def test_an_output_that_cannot_travel_is_an_error_of_the_layer(ranks, what, origin, words):
     outcomes = ranks(3).run(returns, origin, what)
 
     layer = f"layer 'l{2 * origin + 1}' (Returns)"
     check(outcomes, origin, "BoundaryError", words, layer, f"task F0@{origin}")
 
 
-# -- values that live elsewhere ------------------------------------------------------------------
+# -- values on other ranks -----------------------------------------------------------------------
 
 
 def reads_a_value(world, how):
@@ -727,7 +727,7 @@ def test_a_remote_value_is_read(ranks, how):
     check_lost(outcomes, 0, "rank 0 has left the pipeline")
 
 
-def goes_backward(world, how):
+def runs_backward(world, how):
     stage = stage_of(world)
     losses = []
     for _ in range(2):
@@ -739,7 +739,7 @@ def goes_backward(world, how):
 
 @pytest.mark.parametrize("how", ["twice", "stale"])
 def test_backward_that_cannot_be_run(ranks, how):
-    outcomes = ranks(3).run(goes_backward, how)
+    outcomes = ranks(3).run(runs_backward, how)
 
     for outcome, failure in zip(outcomes, outcomes.errors(), strict=True):
         assert failure.type == "RuntimeError", str(outcome)
@@ -747,11 +747,11 @@ def test_backward_that_cannot_be_run(ranks, how):
         assert outcome.duration_s < SOON_S
 
 
-# -- ranks that do not come ----------------------------------------------------------------------
+# -- ranks that do not make a call ---------------------------------------------------------------
 
 
-def never_comes(world, origin, when):
-    """One rank waits elsewhere while the others make their call."""
+def does_not_call(world, origin, when):
+    """One rank waits outside of the stage while the others make their call."""
     stage = stage_of(world)
     if when == "later":
         stage.step(*batch())
@@ -772,14 +772,14 @@ def world_store(world):
         ("later", 1, r"rank [02] has waited 0\.5 s for \w+ from stage 1 \(rank 1\)"),
     ],
 )
-def test_a_rank_does_not_come(ranks, when, origin, words):
-    outcomes = ranks(3).run(never_comes, origin, when, world_timeout_s=0.5)
+def test_a_rank_does_not_make_its_call(ranks, when, origin, words):
+    outcomes = ranks(3).run(does_not_call, origin, when, world_timeout_s=0.5)
 
     failures = outcomes.errors()
     assert failures[origin].type == "DistStoreError"  # from its own wait
-    others = {0, 1, 2} - {origin}
-    assert any(failures[rank].type == "WaitTimeoutError" for rank in others)
-    for rank in others:
+    victims = {0, 1, 2} - {origin}
+    assert any(failures[rank].type == "WaitTimeoutError" for rank in victims)
+    for rank in victims:
         assert failures[rank].type in ("WaitTimeoutError", "RemoteStageError")
         assert re.search(words, failures[rank].text), str(outcomes)
         assert outcomes[rank].duration_s < SOON_S
@@ -789,7 +789,7 @@ def test_a_rank_does_not_come(ranks, when, origin, words):
 
 
 def runs_ahead(world):
-    """Rank 0 is done with its call long before the others, and then waits for them elsewhere."""
+    """Rank 0 returns from its call long before the others, and then waits for them by a store."""
     width = INLINE_BYTES // 4
     model = nn.Sequential(nn.Identity(), nn.Identity())
     stage = Stage(model, [1, 1], chunks=400, world=world)
@@ -813,7 +813,7 @@ MANY = 2000
 
 
 class Counting(nn.Module):
-    """Counts its calls; waits in the second one until the last stage is about to fail."""
+    """Counts its calls; waits in the second one until the last stage fails."""
 
     def __init__(self, store):
         super().__init__()
@@ -828,7 +828,7 @@ class Counting(nn.Module):
         if self.num_calls == 2:
             self.store.wait(["failing"])
         elif self.num_calls > 2:
-            self.store.check(["failing"])  # a round trip, so that there is time to hear of it
+            self.store.check(["failing"])  # a round trip: time for the failure to arrive
         return input
 
 
@@ -845,7 +845,7 @@ class Failing(nn.Module):
         raise ZeroDivisionError("on purpose")
 
 
-def calls_until_told(bare):
+def calls_until_failure(bare):
     counting = Counting(bare.store)
     model = nn.Sequential(counting, nn.Identity(), Failing(bare.store))
     with (
@@ -857,6 +857,6 @@ def calls_until_told(bare):
 
 
 @pytest.mark.only_on_cpus
-def test_a_stage_does_not_run_to_its_end_when_another_has_failed(ranks):
-    num_calls, *_ = ranks(3).run(calls_until_told, world=False).values()
+def test_a_stage_stops_early_if_another_has_failed(ranks):
+    num_calls, *_ = ranks(3).run(calls_until_failure, world=False).values()
     assert 2 <= num_calls < MANY

@@ -1,6 +1,7 @@
-"""Pipelines on GPUs: what differs from CPUs is NCCL, CUDA IPC, streams, and random states.
+"""Pipelines on GPUs: NCCL, CUDA IPC, streams and random states, which differ from CPUs.
 
-Each test says how many GPUs it needs. Most other tests of this folder run on GPUs too.
+Each test is marked with the number of GPUs that it needs. Most other tests of this folder run on
+GPUs too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ for mode in ("never", "except_last", "always"):
     torch.manual_seed(2)
     loss = stage.step(input, target)
     loss += stage.step(input[:6], target[:6])
-    # Of a stage without parameters the only one is empty, and stands in for an optimizer's.
+    # A stage without parameters has one empty parameter, for its optimizer.
     gradients = [parameter.grad for parameter in stage.parameters() if parameter.numel()]
     results[mode] = [tensor.clone() for tensor in (loss, *gradients, *stage.buffers())]
     for ours, truth in zip(results[mode], results["never"], strict=True):
@@ -124,13 +125,13 @@ for _ in range(4):
     stage.close()
     used.append(used_bytes())
 deadline_s = time.monotonic() + 10
-while used_bytes() > used[0] + (64 << 20):  # the other rank may not be here yet
+while used_bytes() > used[0] + (64 << 20):  # the other rank may still run
     assert time.monotonic() < deadline_s, (used, used_bytes())
     time.sleep(0.05)
 print("nothing is kept")
 """
 
-#: Connects, and runs all that is sent in training: says by what.
+#: Connects, and sends all messages of training; prints the names of the transports.
 STEPS = """
 import torch, torch.nn.functional as F
 from torch import nn
@@ -150,7 +151,7 @@ print(*names)
 """
 
 
-#: As many ranks as there are GPUs: over NCCL, but for one.
+#: As many ranks as there are GPUs: over NCCL, except with one GPU.
 NUM_RANKS = max(n for n in (1, 2, 4, 8) if n <= max(1, num_gpus()))
 
 
@@ -170,7 +171,7 @@ def test_parity_under_torchrun() -> None:
 
 @pytest.mark.gpu(2)
 def test_no_warning_of_transfers_outside_of_a_batch() -> None:
-    """Torch's: such a transfer would connect one more communicator, or wait for others."""
+    """Torch warns that such a transfer connects one more communicator, or waits for others."""
     done = run_forked(STEPS.format(devices=None), num_ranks=2).check()
     assert done.stdout.split() == ["NcclTransport"] * 2
     assert not re.search("unbatched|P2P", done.stderr), done
@@ -227,13 +228,14 @@ def test_large_and_changing_messages_where_ranks_share_a_gpu(devices: list[str])
 @pytest.mark.gpu
 def test_a_killed_rank_on_a_shared_gpu_ends_the_others() -> None:
     before = set(os.listdir("/dev/shm"))
-    done = run_script(KILLED, nproc=2)
+    # Without a launcher, which may end rank 0 before it has noticed.
+    done = run_forked(KILLED, num_ranks=2)
     assert done.returncode != 0
     assert "rank 1 ended without a word" in done.stderr
     assert set(os.listdir("/dev/shm")) == before
 
 
 @pytest.mark.gpu
-def test_memory_of_one_pipeline_is_there_for_the_next() -> None:
+def test_a_closed_pipeline_frees_its_gpu_memory() -> None:
     done = run_forked(AGAIN, num_ranks=2).check()
     assert "nothing is kept" in done.stdout

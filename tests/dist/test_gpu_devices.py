@@ -1,4 +1,4 @@
-"""Devices as they come: which GPU a rank takes, by which transport, and what is an error."""
+"""Which GPU and which transport a rank uses, and which combinations are errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.dist.devices import is_emulated
 from tests.dist.script import run_forked, run_script
 
-#: Each process sees one GPU, or none of its own, as a launcher has it: before torch is imported.
+#: Each process sees the GPUs that a launcher allows it, set before torch is imported.
 NARROWED = """
 import os
 os.environ["CUDA_VISIBLE_DEVICES"] = {visible}[int(os.environ["LOCAL_RANK"])]
@@ -37,7 +37,7 @@ def narrowed(*visible, devices=None, transport="NcclTransport"):
 
 @pytest.mark.gpu(2)
 def test_each_process_sees_a_gpu_of_its_own():
-    """As with Slurm's --gpus-per-task=1: both are cuda:0, and still two."""
+    """As with Slurm's --gpus-per-task=1: both processes use cuda:0, on two GPUs."""
     done = run_script(narrowed("0", "1"), nproc=2)
 
     done.check()
@@ -45,7 +45,7 @@ def test_each_process_sees_a_gpu_of_its_own():
 
 
 @pytest.mark.gpu
-def test_processes_that_see_the_same_gpu_share_it_if_told_to():
+def test_processes_that_see_the_same_gpu_share_it_on_request():
     script = narrowed("0", "0", devices=["cuda:0"] * 2, transport="CudaIpcTransport")
     done = run_script(script, nproc=2)
 
@@ -54,7 +54,7 @@ def test_processes_that_see_the_same_gpu_share_it_if_told_to():
 
 
 @pytest.mark.gpu
-def test_processes_that_see_the_same_gpu_do_not_share_it_unasked():
+def test_processes_that_see_the_same_gpu_do_not_share_it_by_default():
     done = run_script(narrowed("0", "0"), nproc=2)
 
     assert done.returncode != 0
@@ -64,8 +64,8 @@ def test_processes_that_see_the_same_gpu_do_not_share_it_unasked():
 
 
 @pytest.mark.gpu(2)
-def test_gpus_that_cannot_open_one_anothers_memory(monkeypatch):
-    """NCCL finds another way; CUDA IPC is used between ranks of one GPU only."""
+def test_gpus_without_peer_access(monkeypatch):
+    """NCCL uses another path; CUDA IPC is used only between ranks of one GPU."""
     monkeypatch.setenv("EMULATED_GPU_PEER_ACCESS", "0")
     script = """
         import torch
@@ -95,8 +95,8 @@ if os.environ["RANK"] == "1":
         "print('full', flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    other = subprocess.Popen([sys.executable, "-c", fill], **pipes)
-    assert other.stdout.readline() == b"full\\n"
+    filler = subprocess.Popen([sys.executable, "-c", fill], **pipes)
+    assert filler.stdout.readline() == b"full\\n"
 import torch
 from torch import nn
 from procpipe import Stage
@@ -171,7 +171,7 @@ def test_a_stage_that_does_not_fit_on_the_smaller_gpu(
     monkeypatch, tmp_path, mib, layer, call, lines
 ):
     monkeypatch.setenv("EMULATED_GPU_MEMORY_MIB", f"8192,{mib}")
-    # GPUs of its own: other processes of this run may hold that much.
+    # Its own emulated GPUs: other processes of this run may use memory on the common ones.
     monkeypatch.setenv("EMULATED_GPU_FOLDER", str(tmp_path))
     done = run_forked(SMALLER.format(layer=layer), num_ranks=2)
 

@@ -1,7 +1,7 @@
-"""Failures with transfers under way on GPUs: all ranks end in time, with the same right report.
+"""Failures during transfers on GPUs: all ranks end in time, with the same correct report.
 
-On one GPU transfers go over CUDA IPC, on two and four (also) over NCCL, where a transfer whose peer
-has died never ends by itself.
+On one GPU transfers use CUDA IPC, on two and four also NCCL, where a transfer whose peer has died
+never ends by itself.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CHUNKS = 4
 
 
 class Long(nn.Module):
-    """Keeps the device busy for much longer than the host; acts as its second micro-batch ends.
+    """Keeps the device busy for much longer than the host; acts after its second micro-batch.
 
-    So, as it acts, the device has not yet begun to send what the layers before have made.
+    At that time the device has not yet begun to send the outputs of earlier layers.
     """
 
     def __init__(self, act: Any = None) -> None:
@@ -74,26 +74,26 @@ def train_long(world: Any, origin: int, act: Any, reads: bool) -> None:
     ("n", "origin", "where"),
     [(2, 0, "recompute"), (2, 1, "forward"), (3, 1, "backward"), (4, 2, "recompute")],
 )
-def test_a_layer_raises_while_large_tensors_are_under_way(
+def test_a_layer_raises_while_large_tensors_are_being_sent(
     ranks: Any, n: int, origin: int, where: str
 ) -> None:
     outcomes = ranks(n).run(train, origin, where, size=BULK)
 
-    check(outcomes, origin, "BoomError", "boom, says the layer")
+    check(outcomes, origin, "BoomError", "boom in the layer")
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
 @pytest.mark.parametrize(("n", "origin"), [(2, 0), (3, 1), (4, 3)])
-def test_a_layer_raises_while_the_device_is_behind(
+def test_a_layer_raises_while_the_device_has_queued_work(
     ranks: Any, n: int, origin: int, reads: bool
 ) -> None:
     outcomes = ranks(n).run(train_long, origin, boom, reads)
 
-    check(outcomes, origin, "BoomError", "boom, says the layer")
+    check(outcomes, origin, "BoomError", "boom in the layer")
 
 
 @pytest.mark.parametrize("origin", [0, 1])
-def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks: Any, origin: int) -> None:
+def test_a_rank_is_killed_while_large_tensors_are_being_sent(ranks: Any, origin: int) -> None:
     outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK)
 
     seen = f"it was last seen in F1, layer 'l{2 * origin + 1}' (Faulty), for "
@@ -102,7 +102,7 @@ def test_a_rank_is_killed_while_large_tensors_are_under_way(ranks: Any, origin: 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
 @pytest.mark.parametrize(("n", "origin"), [(2, 0), (2, 1), (3, 1), (4, 2)])
-def test_a_rank_is_killed_while_the_device_is_behind(
+def test_a_rank_is_killed_while_the_device_has_queued_work(
     ranks: Any, n: int, origin: int, reads: bool
 ) -> None:
     """Also where a host waits inside CUDA for a transfer that will never end."""
@@ -134,7 +134,7 @@ def test_a_rank_is_killed_as_it_connects(ranks: Any) -> None:
 
 
 def ends_transfers_of_a_busy_device(bare: Any) -> bool:
-    """Abort a communicator of which torch frees the memory when the device has done its compute."""
+    """Abort a communicator whose memory torch frees when the device has ended its compute."""
     has_computed = threading.Event()
     group = types.SimpleNamespace(abort=has_computed.wait)
     transport = nccl.NcclTransport(bare.rank, bare.device)
@@ -151,7 +151,7 @@ def leave() -> None:
     raise SystemExit
 
 
-def test_a_script_ends_while_the_device_is_behind(ranks: Any) -> None:
+def test_a_script_ends_while_the_device_has_queued_work(ranks: Any) -> None:
     outcomes = ranks(3).run(train_long, 1, leave, True)
 
     check(outcomes, 1, "SystemExit", "task F1@1 (micro-batch 1), layer '1' (Long)")
@@ -170,7 +170,7 @@ import os
 
 n, origin = int(os.environ["WORLD_SIZE"]), {origin}
 model = nn.Sequential(*(Long(terminate if j == origin else None) for j in range(n)))
-devices = ["cuda:0"] * n if torch.cuda.device_count() == 1 else None  # that may be shared
+devices = ["cuda:0"] * n if torch.cuda.device_count() == 1 else None
 stage = Stage(model, [1] * n, chunks=CHUNKS, loss_fn=reads_each_loss, devices=devices)
 data = torch.ones(WIDTH * CHUNKS, WIDTH), torch.zeros(WIDTH * CHUNKS, WIDTH)
 for _ in range(3):
@@ -179,7 +179,7 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize("origin", [0, 1])
-def test_a_rank_is_terminated_while_the_device_is_behind(origin: int) -> None:
+def test_a_rank_is_terminated_while_the_device_has_queued_work(origin: int) -> None:
     done = run_forked(TERMINATED.format(origin=origin), num_ranks=2, timeout_s=40)
 
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""A GPU that has room for few transfers at once: steps are right, or the stall is an error."""
+"""A GPU with room for few transfers at once: steps are correct, or the stall is an error."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from tests.dist.devices import is_emulated
 from tests.dist.script import run_forked
 
-#: Each channel has a communicator of its own: of two stages, activations and targets go down, and
-#: gradients and losses up.
+#: One communicator per channel: between two stages, activations and targets go down, gradients and
+#: losses up.
 NUM_COMMUNICATORS = 4
 
-#: Rank 0's device computes nothing until both hosts have queued a step. By then its receives have
-#: taken the room that there is, as they wait for no compute, before what they wait for can be sent.
+#: Rank 0's device computes nothing until both hosts have queued a step. Its receives wait for no
+#: compute, so they take the room first, before the peer can send what they receive.
 SCRIPT = """
 import copy
 import time
@@ -32,7 +32,7 @@ truth = sum(F.mse_loss(plain(a), b) / 8 for a, b in parts).item()
 stage = Stage(
     plain, [1, 1], chunks=8, schedule="1f1b", checkpoint="never", loss_fn=F.mse_loss, timeout_s=15
 )
-# What is slow in a new process.
+# A warm-up: these are slow in a new process.
 F.mse_loss(copy.deepcopy(plain).to(stage.device)(x.to(stage.device)), y.to(stage.device)).backward()
 with torch.no_grad():
     stage(x)
@@ -41,7 +41,7 @@ torch.cuda.synchronize()
 assert len(transport._groups) == {num_communicators}
 with held(torch.cuda.current_stream() if stage.rank == 0 else torch.cuda.Stream()):
     loss = stage.step(x, y)
-    time.sleep(1.0)  # for the receives to begin: nothing says when they have
+    time.sleep(1.0)  # for the receives to begin: there is no way to query it
 print("queued", flush=True)
 assert abs(loss.item() - truth) < 1e-12, (loss, truth)
 stage.close()
@@ -70,8 +70,8 @@ def test_without_room_to_send_the_stall_is_an_error(monkeypatch):
     assert done.returncode != 0
     assert not done.left_behind
     assert done.stdout.split() == ["queued"] * 2
-    # One of them may be the first, and the other one end because of that.
-    story = (
+    # One rank may time out first, and the other end because of it.
+    message = (
         r"WaitTimeoutError: rank [01] has waited [\d.]+ s for its device, in transfers with ranks"
     )
-    assert len(re.findall(story, done.stderr)) >= 2
+    assert len(re.findall(message, done.stderr)) >= 2

@@ -1,9 +1,9 @@
-"""The host waits for no device in a steady step: it runs ahead, until the user reads a value.
+"""In a steady step the host does not wait for its device, until the user reads a value.
 
-The first two steps do wait: they look whether recomputation repeats the forward pass, and make
-memory that is kept. Every later one is quiet, but for one wait each time that a channel of CUDA IPC
-makes a slot, whose numbers must be set before another process looks at them. How many slots a
-channel comes to need depends on how far each host is ahead, and is bounded.
+The first two steps do wait: they check that recomputation repeats the forward pass, and allocate
+memory that is kept. Later steps wait only when a CUDA IPC channel makes a slot, whose numbers must
+be set before another process reads them. The number of slots depends on how far each host is
+ahead, and is bounded.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.dist.devices import REAL_GPU_TOLERANCES, is_emulated, is_on_gpus
 from tests.dist.stages import assert_same, plain_step
 from tests.held import hold_for
 
-#: Mini-batches in which recomputation is looked at (``compute.digests``) are 1, 2 and 16.
-LOOKED_AT, LAST = 2, 15
+#: Recomputation is checked (``compute.digests``) in mini-batches 1, 2 and 16.
+NUM_CHECKED, NUM_STEPS = 2, 15
 
-#: A sender's host is in a step at most this many before a receiver's has queued all of an earlier
-#: one (``run.pipeline``), so messages of so many steps are in slots at a time.
+#: A sender's host is at most this many steps ahead of a receiver's (``run.pipeline``), so slots
+#: hold messages of at most this many steps.
 NUM_STEPS_IN_SLOTS = 2
 
-#: Of float64: 0 on CPUs, and on emulated GPUs, which compute what CPUs do.
+#: For float64: 0 on CPUs, and on emulated GPUs, which compute the same bits as CPUs.
 IS_REAL_GPU = is_on_gpus() and not is_emulated()
 REAL_GPU_TOLERANCE = REAL_GPU_TOLERANCES["torch.float64"] if IS_REAL_GPU else 0.0
 
@@ -61,13 +61,13 @@ def data(place: str, device: torch.device) -> tuple[Any, Any]:
     input, target = torch.randn(11, 8), torch.randint(-1, 4, (11,))
     if place == "pinned":
         return input.pin_memory(), target.pin_memory()
-    if place == "gpu":  # where no weight is asked for, no sample is left out
+    if place == "gpu":  # no loss weight is used there, so all samples are valid
         return input.to(device), target.clamp(min=0).to(device)
     return input, target
 
 
 def slots_of(stage: Stage) -> list[list[int]]:
-    """Return of each channel of CUDA IPC that this rank sends on how often each slot was used."""
+    """Return how often each slot was used, for each CUDA IPC channel that this rank sends on."""
     transports = stage._world._transports or ()
     ours = [each for each in transports if isinstance(each, CudaIpcTransport)]
     channels = [slots for each in ours for slots in each._slots.values()]
@@ -84,22 +84,22 @@ def count_in_steps(
     """Count how often this rank's host waits for the device in some training.
 
     Returns:
-        How often in each step; how many slots each step made; and in the end, of each channel, how
+        The waits of each step; the slots that each step made; and at the end, for each channel, how
         often each slot was used.
     """
     torch.manual_seed(world.rank)
     n = world.num_ranks
-    num_parts = 2 * n if schedule in ("interleaved", "zb-v") else n
+    num_partitions = 2 * n if schedule in ("interleaved", "zb-v") else n
     layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1))]
-    layers += [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(num_parts - 1)]
+    layers += [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(num_partitions - 1)]
 
     def loss_fn(output: Any, target: Any) -> Any:
         return F.cross_entropy(output, target, ignore_index=-1)
 
-    is_weighted = place != "gpu"  # the weight of a target on a GPU cannot be known without waiting
+    is_weighted = place != "gpu"  # computing the weight of a target on a GPU would wait for it
     stage = Stage(
         nn.Sequential(*layers),
-        [1] * num_parts,
+        [1] * num_partitions,
         chunks=4,
         schedule=schedule,
         checkpoint=checkpoint,
@@ -110,7 +110,7 @@ def count_in_steps(
     optimizer = torch.optim.AdamW(stage.parameters())
     input, target = data(place, stage.device)
     counts, num_slots = [], [0]
-    for _ in range(LAST):
+    for _ in range(NUM_STEPS):
         with synchronizations() as found:
             optimizer.zero_grad()
             if is_whole:
@@ -149,11 +149,11 @@ def test_no_host_waits_for_its_device(
     outcomes = ranks(n).run(count_in_steps, schedule, checkpoint, place, is_whole)
 
     for rank, (counts, made, slots) in enumerate(outcomes.values()):
-        allowed = made if is_emulated() else [0] * LAST  # of which torch's own check knows nothing
-        story = f"rank {rank} waited {counts} times, and made {made} slots"
-        assert counts[LOOKED_AT:] == allowed[LOOKED_AT:], story
+        allowed = made if is_emulated() else [0] * NUM_STEPS  # torch does not detect these waits
+        message = f"rank {rank} waited {counts} times, and made {made} slots"
+        assert counts[NUM_CHECKED:] == allowed[NUM_CHECKED:], message
         for uses in slots:
-            assert len(uses) <= NUM_STEPS_IN_SLOTS * sum(uses) / LAST, f"rank {rank}: {slots}"
+            assert len(uses) <= NUM_STEPS_IN_SLOTS * sum(uses) / NUM_STEPS, f"rank {rank}: {slots}"
 
 
 def overwrite_after_step(world: Any) -> list[float]:
@@ -181,7 +181,7 @@ def overwrite_after_step(world: Any) -> list[float]:
 
 @pytest.mark.on_gpus
 def test_an_input_may_be_overwritten_after_the_step(ranks: Any) -> None:
-    """A loader's pinned memory, for instance, which the device may not have read yet."""
+    """For instance a loader's pinned memory, which the device may not have read yet."""
     for losses in ranks(2).run(overwrite_after_step).values():
         assert losses == [0.0, 1.0, 2.0, 3.0, 4.0]
 
@@ -199,7 +199,7 @@ def mini_batches() -> list[tuple[Tensor, Tensor]]:
 def train_and_overwrite(world: Any, place: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Change input, target and loss in place as soon as each step has returned.
 
-    The device is behind then: it has done nothing of the step. Returns losses and parameters.
+    The device has then done nothing of the step. Returns losses and parameters.
     """
     stage = Stage(three_layers(), [1, 2], chunks=3, loss_fn=F.mse_loss, world=world)
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
@@ -210,7 +210,7 @@ def train_and_overwrite(world: Any, place: str) -> tuple[list[Tensor], dict[str,
             tensors = [tensor.pin_memory() for tensor in tensors]
         if place == "device":
             tensors = [tensor.to(stage.device) for tensor in tensors]
-        if is_on_gpu and k >= LOOKED_AT:
+        if is_on_gpu and k >= NUM_CHECKED:
             hold_for(torch.cuda.current_stream(stage.device), 0.2)
         optimizer.zero_grad()
         losses.append(stage.step(*tensors))
@@ -254,7 +254,7 @@ def most_steps_ahead(world: Any) -> int:
         nn.Sequential(*layers), [1] * world.num_ranks, chunks=2, loss_fn=torch.mean, world=world
     )
     input, stream = torch.randn(4, 8), torch.cuda.current_stream(stage.device)
-    for _ in range(LOOKED_AT):
+    for _ in range(NUM_CHECKED):
         stage.step(input)
     hold_for(stream, 2.0)
     ends, most = [], 0
@@ -268,5 +268,5 @@ def most_steps_ahead(world: Any) -> int:
 
 @pytest.mark.gpu
 def test_a_host_is_few_steps_ahead_of_its_device(ranks: Any) -> None:
-    """What travels is kept until the device has done it: memory would grow with each step."""
+    """Sent tensors are kept until the device has sent them: memory would grow with each step."""
     assert max(ranks(2).run(most_steps_ahead).values()) <= 3

@@ -1,4 +1,4 @@
-"""What is measured on a GPU ends when the device has done it, not when the host has queued it."""
+"""Times measured on a GPU end when the device has done the work, not when it was queued."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hold_a_while() -> threading.Event:
 
 
 def measured(bare: Any) -> dict[str, bool]:
-    """Say which measurements on a device that is slow waited for it."""
+    """Return which measurements waited for a slow device."""
     found = {}
     holds: list[threading.Event] = []
     Timer(bare.device, time.monotonic).seconds(lambda: holds.append(hold_a_while()))
@@ -45,7 +45,7 @@ def measured(bare: Any) -> dict[str, bool]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     stage = Stage(model, [1, 1], chunks=2, loss_fn=torch.mean, world=world_of(bare, "step"))
     inputs = [torch.randn(4, 8)]
-    for _ in range(3):  # the first wait, to look whether recomputation repeats the forward pass
+    for _ in range(3):  # the first steps wait, to check that recomputation repeats the forward pass
         plan_check._step(stage, inputs, None)
     may_go_on = hold_a_while()
     plan_check._step(stage, inputs, None)
@@ -57,7 +57,7 @@ def measured(bare: Any) -> dict[str, bool]:
 
 
 def has_message(world: World) -> bool:
-    """Say whether rank 1 has a probe's message once it took it, although rank 0 is slow."""
+    """Return whether rank 1 has a probe's message after ``_take``, although rank 0 is slow."""
     peer, mesh = 1 - world.rank, world.connect()
     routes = [(0, 1, probe._DOWN), (1, 0, probe._UP)]
     name = "nccl" if num_gpus() > 1 else "cuda_ipc"
@@ -73,14 +73,14 @@ def has_message(world: World) -> bool:
         line._receiver.expect()
         taken = line._take()
     found = world.rank == 0 or torch.cuda.current_stream().query()
-    del taken  # not before: freeing memory may queue work
+    del taken  # freeing memory may queue work
     world.drain()
     world.close()
     return found
 
 
 @pytest.mark.gpu
-def test_a_measured_time_ends_with_the_device(ranks: Any) -> None:
+def test_a_measured_time_includes_the_devices_work(ranks: Any) -> None:
     found = ranks(2).run(measured, world=False).values()
 
     assert found == [dict.fromkeys(each, True) for each in found]

@@ -14,7 +14,7 @@ from tests.dist.stages import MODES, Do, stage_of
 
 
 class Held(torch.autograd.Function):
-    """Notes which of its graphs are alive."""
+    """Notes weak references to its graphs."""
 
     @staticmethod
     def forward(ctx, input, alive):
@@ -38,7 +38,7 @@ class Holding(nn.Module):
 
 
 def num_graphs_between(bare, chunks, num_rows):
-    """Count this stage's graphs that wait between forward and backward, by mode."""
+    """Count this stage's graphs that are alive between forward and backward, by mode."""
     found: dict[str, Any] = {}
     for mode in MODES:
         model = nn.Sequential(*(Holding() for _ in range(bare.num_ranks)))
@@ -47,11 +47,11 @@ def num_graphs_between(bare, chunks, num_rows):
             output = stage(torch.ones(num_rows, 2))
             gc.collect()
             layer: Any = stage[0]
-            found[mode] = sum(note() is not None for note in layer.alive)
+            found[mode] = sum(reference() is not None for reference in layer.alive)
             output.sum().backward()
             del output
             gc.collect()
-            assert not any(note() for note in layer.alive), mode
+            assert not any(reference() for reference in layer.alive), mode
     return found
 
 
@@ -60,30 +60,30 @@ def num_graphs_between(bare, chunks, num_rows):
     [
         (4, 8, {"always": 0, "except_last": 1, "never": 4}),
         (4, 3, {"always": 0, "except_last": 1, "never": 3}),  # fewer samples than chunks
-        (1, 8, {"always": 0, "except_last": 1, "never": 1}),  # the only one is the last
+        (1, 8, {"always": 0, "except_last": 1, "never": 1}),  # the only micro-batch is the last
     ],
 )
-def test_the_mode_says_of_which_micro_batches_a_graph_is_kept(ranks, chunks, num_rows, expected):
+def test_how_many_graphs_each_checkpoint_mode_keeps(ranks, chunks, num_rows, expected):
     for found in ranks(3).run(num_graphs_between, chunks, num_rows, world=False).values():
         assert found == expected
 
 
 def grad_modes_seen(bare):
-    """Return what the layer of this stage saw of the caller's grad mode, call by call."""
+    """Return the grad mode in the layer of this stage, call by call."""
     seen: list[bool] = []
 
-    def look(input):
+    def note(input):
         seen.append(torch.is_grad_enabled())
         return input
 
-    model = nn.Sequential(*(Do(look, learns=True) for _ in range(bare.num_ranks)))
+    model = nn.Sequential(*(Do(note, learns=True) for _ in range(bare.num_ranks)))
     with stage_of(bare, "modes", model, [1] * bare.num_ranks, checkpoint="never") as stage:
         with torch.no_grad():
             assert not stage(torch.ones(2, 4)).requires_grad
         stage.eval()
         output = stage(torch.ones(2, 4))
         assert output.requires_grad
-        output.sum().backward()  # in eval mode gradients are there for who wants them
+        output.sum().backward()  # eval mode does not turn gradients off
         assert all(parameter.grad is not None for parameter in stage.parameters())
         with torch.no_grad():
             stage(torch.ones(2, 4))

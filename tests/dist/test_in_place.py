@@ -1,4 +1,4 @@
-"""Changes in place of what a stage received: right, or an error that names the layer."""
+"""In-place changes of a stage's input: correct, or an error that names the layer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CHANGES = (
     change_into,
 )
 
-#: Where in a stage the layer is: first, after a view of the input, after a view of that.
+#: Layers before the one that changes the input: none, a view, a view of a view.
 BEFORE = {"first": [], "after a view": ["view"], "after two": ["view", "rows"]}
 
 
@@ -92,7 +92,7 @@ def loss_of(output):
 
 
 def outcome(bare, name, model, balance, mode, style):
-    """Train a mini-batch; return "same" if all is as in the plain model, or the error."""
+    """Train a mini-batch; return "same" if the gradients equal the plain model's, or the error."""
     plain_parts = [part.clone() for part in rows().chunk(3)]
     model.zero_grad()
     if style == "step":
@@ -120,7 +120,7 @@ def outcomes_of_changes(bare, mode, style):
         for change in CHANGES:
             for before in BEFORE:
                 if before == "after two" and change is change_view:
-                    continue  # its first dimension is another then; nothing new
+                    continue  # the view has another first dimension; otherwise the same case
                 name = f"{change.__name__} {before}, stage {at_stage}"
                 model, balance = model_that_changes(change, before, at_stage, bare.num_ranks)
                 found[name] = outcome(bare, name, model, balance, mode, style)
@@ -136,27 +136,27 @@ def test_an_error_names_the_layer_that_changes_a_recomputed_input(ranks, num_ran
     for name in by_rank[0]:
         at_stage = int(name[-1])
         for rank, found in enumerate(by_rank):
-            kind, text = found[name]
-            wanted = RecomputeError if rank == at_stage else RemoteStageError
-            assert kind == wanted.__name__, (name, rank, kind, text)
+            result, text = found[name]
+            error = RecomputeError if rank == at_stage else RemoteStageError
+            assert result == error.__name__, (name, rank, result, text)
             assert "layer 'change' (Do) changed its partition's input in place" in text, name
 
 
 @pytest.mark.parametrize("style", ["step", "backward"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_change_where_nothing_is_recomputed_is_as_in_the_plain_model(ranks, num_ranks, style):
+def test_changes_without_recomputation_equal_the_plain_model(ranks, num_ranks, style):
     by_rank = ranks(num_ranks).run(outcomes_of_changes, "never", style, world=False).values()
     for name in by_rank[0]:
         for found in by_rank:
-            kind, text = found[name]
-            # The first stage's micro-batches are parts of one tensor, as x.chunk(3) gives them:
-            # autograd counts a change of one as a change of all, and refuses.
-            is_told = int(name[-1]) == 0 and "modified by an inplace operation" in text
-            assert kind == "same" or is_told, (name, kind, text)
+            result, text = found[name]
+            # The first stage's micro-batches are views of one tensor, made by x.chunk(3): autograd
+            # counts a change of one as a change of all, and raises.
+            is_refused = int(name[-1]) == 0 and "modified by an inplace operation" in text
+            assert result == "same" or is_refused, (name, result, text)
 
 
 class InPlaceInside(nn.Module):
-    """A layer of a user's that holds a module with ``inplace``, after a view."""
+    """A user's layer that contains a module with ``inplace``, after a view."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ class InPlaceInside(nn.Module):
 
 
 def outcomes_of_modules(bare, mode, style):
-    """Modules with ``inplace=True`` that begin a stage work on copies where that matters."""
+    """Modules with ``inplace=True`` at the start of a stage change copies where necessary."""
     found: dict[str, Any] = {}
     for at_stage in range(bare.num_ranks):
         for first in (
@@ -197,7 +197,7 @@ def test_modules_with_inplace_may_begin_any_stage(ranks, mode, style):
 
 
 def change_in_the_loss(bare, mode):
-    """The last stage only looks at its input, which the loss function changes."""
+    """The last stage returns a view of its input, which the loss function changes."""
     model = named(linear=nn.Linear(4, 4), flat=nn.Flatten())
     options: Any = {"chunks": 2, "checkpoint": mode, "loss_fn": lambda x: x.mul_(2).square().mean()}
     plain_step(model, (rows(),), None, 2, lambda x: (x * 2).square().mean())
@@ -237,16 +237,16 @@ def outcome_of_popping_in_place(bare, mode):
 
 
 def test_an_error_names_the_layer_that_changes_a_popped_skip_tensor(ranks):
-    for kind, _ in ranks(3).run(outcome_of_popping_in_place, "never", world=False).values():
-        assert kind == "same"
+    for result, _ in ranks(3).run(outcome_of_popping_in_place, "never", world=False).values():
+        assert result == "same"
     for mode in ("always", "except_last"):
         by_rank = ranks(3).run(outcome_of_popping_in_place, mode, world=False).values()
-        assert [kind for kind, _ in by_rank] == ["RemoteStageError"] * 2 + ["RecomputeError"]
+        assert [result for result, _ in by_rank] == ["RemoteStageError"] * 2 + ["RecomputeError"]
         assert all("layer 'take' (PopInPlace) changed" in text for _, text in by_rank)
 
 
 def change_a_copy(bare):
-    """What is no longer the input may be changed as one likes."""
+    """A copy of the input may be changed."""
     found = []
     for mode in MODES:
         model = named(
@@ -265,7 +265,7 @@ def test_a_copy_may_be_changed(ranks):
 
 
 def overwrite_between(bare, at_backward):
-    """Overwrite a mini-batch whose forward is over; ``step`` has then used it up."""
+    """Overwrite a mini-batch after ``step``; with ``at_backward`` also before ``backward``."""
     model = named(linear=nn.Linear(4, 4), end=nn.Linear(4, 4))
     with stage_of(
         bare, "between", model, [1, 1], chunks=2, checkpoint="always", loss_fn=loss_of
@@ -286,8 +286,8 @@ def overwrite_between(bare, at_backward):
 def test_a_mini_batch_may_be_overwritten_after_its_backward_only(ranks):
     ranks(2).run(overwrite_between, False, world=False).values()
     first, last = ranks(2).run(overwrite_between, True, world=False)
-    told = "the input of micro-batch 1 was changed in place"
+    message = "the input of micro-batch 1 was changed in place"
     assert first.error is not None
-    assert told in first.error.text
-    # The last stage may have done its whole part, and have left, before the first comes to see it.
-    assert last.error is None or told in last.error.text
+    assert message in first.error.text
+    # The last stage may have ended before the first one detects the change.
+    assert last.error is None or message in last.error.text

@@ -1,4 +1,4 @@
-"""Handlers of signals that raise, at any time, and errors that raise when they are read."""
+"""Signal handlers that raise at any time, and errors whose ``str()`` raises."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ SOON_S = 5.0
 
 
 class WokenError(Exception):
-    """What a handler raises."""
+    """Raised by a signal handler."""
 
 
 class BoomError(Exception):
-    """What a layer raises."""
+    """Raised by a layer."""
 
 
 class EvilError(Exception):
-    """Ends the script where it should say what it is about."""
+    """Its ``str()`` raises SystemExit."""
 
     def __str__(self):
         raise SystemExit(3)
 
 
 class EvilOutOfMemoryError(RuntimeError):
-    """The same, of the type that torch raises when memory runs out."""
+    """The same, as a subclass of the type that torch raises when memory runs out."""
 
     __str__ = EvilError.__str__
 
 
 class Storm:
-    """Wakes the main thread again and again; its handler raises while a failure is being told."""
+    """Interrupts the main thread repeatedly; its handler raises while a failure is being sent."""
 
-    def __init__(self, most):
-        self.num_left = most
+    def __init__(self, num_raises):
+        self.num_left = num_raises
         signal.signal(signal.SIGALRM, self.on_alarm)
         signal.setitimer(signal.ITIMER_REAL, 1e-4)
 
     def on_alarm(self, number, frame):
         names = {each.f_code.co_qualname for each, _ in traceback.walk_stack(frame)}
-        # Not before: on a busy machine the next signal would be there when this one is handled.
+        # One shot: on a busy machine a periodic signal would be pending when this one returns.
         signal.setitimer(signal.ITIMER_REAL, 2e-4)
         if self.num_left and "Calls.fail" in names:
             self.num_left -= 1
@@ -75,7 +75,7 @@ def fails(world, act, *args):
     try:
         stage.step(torch.ones(6, 4), torch.zeros(6, 4))
     except (EvilError, EvilOutOfMemoryError):
-        return "caught"  # or the harness would ask it what it says
+        return "caught"  # otherwise the harness would call its str()
     except (BoomError, WokenError) as error:
         return type(error).__name__
     finally:
@@ -83,14 +83,14 @@ def fails(world, act, *args):
     return "no error"
 
 
-def boom_in_a_storm(most):
-    Storm(most)
+def boom_in_a_storm(num_raises):
+    Storm(num_raises)
     raise BoomError("boom")
 
 
-@pytest.mark.parametrize("most", [1, 2, 20])
-def test_handlers_raise_while_a_failure_is_told(ranks, most):
-    victim, origin = ranks(2).run(fails, boom_in_a_storm, most)
+@pytest.mark.parametrize("num_raises", [1, 2, 20])
+def test_handlers_raise_while_a_failure_is_reported(ranks, num_raises):
+    victim, origin = ranks(2).run(fails, boom_in_a_storm, num_raises)
 
     assert origin.value in ("BoomError", "WokenError"), str(origin)
     assert isinstance(victim.error, Failure), str(victim)
@@ -99,16 +99,16 @@ def test_handlers_raise_while_a_failure_is_told(ranks, most):
     assert victim.duration_s < SOON_S
 
 
-def throw(kind):
-    raise kind
+def throw(error_type):
+    raise error_type
 
 
-@pytest.mark.parametrize("kind", [EvilError, EvilOutOfMemoryError])
-def test_an_error_that_ends_the_script_when_it_is_read(ranks, kind):
-    victim, origin = ranks(2).run(fails, throw, kind)
+@pytest.mark.parametrize("error_type", [EvilError, EvilOutOfMemoryError])
+def test_an_error_whose_str_raises_system_exit(ranks, error_type):
+    victim, origin = ranks(2).run(fails, throw, error_type)
 
     assert origin.value == "caught", str(origin)
     assert isinstance(victim.error, Failure)
-    told = f"{kind.__name__}: (what it says is not known: its __str__ raised SystemExit)"
-    assert f"in step(): {told}" in victim.error.text
+    reason = "(what it says is not known: its __str__ raised SystemExit)"
+    assert f"in step(): {error_type.__name__}: {reason}" in victim.error.text
     assert "task F0@1 (micro-batch 0), layer '1' (Fails)" in victim.error.text

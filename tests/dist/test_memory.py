@@ -1,7 +1,7 @@
-"""What a stage holds at its peak is what ``simulate`` says, to the byte, and it never grows.
+"""A stage's peak of held bytes equals the one of ``simulate``, and does not grow over steps.
 
-Every layer keeps its number of rows, so sizes are known from the widths: an activation of the
-micro-batch takes ``rows * width * 8`` bytes in float64.
+Every layer keeps the number of rows, so widths give all sizes: an activation of a micro-batch takes
+``rows * width * 8`` bytes in float64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.dist.stages import MODES, stage_of
 
 pytestmark = pytest.mark.on_gpus
 
-#: Columns of what goes into stage 0, 1, … and of what comes out of the last.
+#: Columns of the inputs of stages 0, 1, …, and of the last stage's output.
 WIDTHS = (6, 40, 3, 17, 8)
 ROWS = 5
 TARGET_WIDTH = 2
@@ -44,7 +44,7 @@ def loss_of(output, target):
 
 
 def predicted(num_stages, m, mode, style, has_target=True):
-    """Return each stage's peak bytes, as the simulation has them."""
+    """Return each stage's peak bytes in the simulation."""
     sizes = [ROWS * width * 8 for width in WIDTHS[: num_stages + 1]]
     recompute = recomputed(mode, m)
     if style == "step":
@@ -68,7 +68,7 @@ def predicted(num_stages, m, mode, style, has_target=True):
         plans = [(forward_plan(m, num_stages), routes)]
     elif style == "forward without gradients":
         plans = [(forward_plan(m, num_stages), boundaries)]
-    else:  # the plan of the backward pass starts with all that the forward pass has left
+    else:  # the plan of the backward pass starts with all that the forward pass has kept
         plans = [(backward_plan(m, num_stages, recompute), boundaries)]
     timelines = [simulate(plan, costs, routes) for plan, routes in plans]
     return [max(timeline.peak_bytes(j) for timeline in timelines) for j in stages]
@@ -116,7 +116,7 @@ def peaks(bare, styles, counts):
 
 
 def peaks_by_step(bare, mode):
-    """Return the peak and what is left after each of many steps, and what is alive."""
+    """Return the peak and the held bytes after each of many steps, and counts of live tensors."""
     model = make_model(bare.num_ranks)
     balance = [1] * bare.num_ranks
     num_tensors, statistics = [], []
@@ -141,12 +141,12 @@ def peaks_by_step(bare, mode):
 
 def count_tensors():
     gc.collect()
-    # Not isinstance, which would wake what torch imports lazily.
+    # Not isinstance, which would import torch's lazy modules.
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
 class Keep(nn.Module):
-    """Notes the memory of what comes in and goes out, and can tell how much of it is in use."""
+    """Notes the memory of its inputs and outputs, and counts how much of it is in use."""
 
     def __init__(self, width):
         super().__init__()
@@ -168,7 +168,7 @@ class Keep(nn.Module):
 def alive_after(bare, mode, width):
     """Count a layer's inputs and outputs that outlive their mini-batch.
 
-    The model's own input lives on rank 0, as the test holds it. The garbage collector is off.
+    The model's own input is alive on rank 0, as the test holds it. The garbage collector is off.
     """
     model = nn.Sequential(*(Keep(width) for _ in range(bare.num_ranks)))
     options: Any = {"chunks": 4, "checkpoint": mode, "loss_fn": torch.mean}
@@ -184,7 +184,7 @@ def alive_after(bare, mode, width):
                 elif call < 6:
                     stage(inputs).sum().backward()
                 elif call == 6:
-                    stage(inputs)  # and nobody runs it backward
+                    stage(inputs)  # without backward
                     stage.step(inputs)
                 else:
                     with torch.no_grad():
@@ -231,7 +231,7 @@ def outputs_in_use(bare):
 
 
 def held_while_open(bare, mode):
-    """Return what is held between forward and backward, and after a pass was given up."""
+    """Return the bytes held between forward and backward; check that none are held afterwards."""
     options: Any = {"chunks": 2, "checkpoint": mode, "loss_fn": loss_of}
     model, balance = make_model(bare.num_ranks), [1] * bare.num_ranks
     inputs = torch.randn(2 * ROWS, WIDTHS[0], dtype=torch.float64)
@@ -253,7 +253,7 @@ def test_the_prediction_of_a_small_case():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_the_peak_is_what_the_simulation_says(ranks, num_ranks):
+def test_the_peak_equals_the_simulation(ranks, num_ranks):
     by_rank = ranks(num_ranks).run(peaks, STYLES, (1, 2, 3, 8), world=False).values()
 
     for style, mode, m in by_rank[0]:
@@ -274,16 +274,16 @@ def test_memory_is_flat_over_many_steps(ranks, mode):
 @pytest.mark.parametrize("width", [4, 5000], ids=["inside tokens", "behind tokens"])
 @pytest.mark.only_on_cpus  # as above
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_outlives_its_mini_batch(ranks, mode, width):
+def test_no_tensor_outlives_its_mini_batch(ranks, mode, width):
     for alive in ranks(2).run(alive_after, mode, width, world=False).values():
         assert alive == [0] * 8
 
 
-def test_what_was_sent_is_let_go_of_when_it_has_arrived(ranks):
-    """Not with the next message: of the last ones that would be a whole backward pass later.
+def test_sent_tensors_are_freed_when_they_have_arrived(ranks):
+    """Not with the next message, which may come only after the whole backward pass.
 
     Stage 0 recomputes its last micro-batch before it waits for a gradient, so an output may still
-    be under way; after the wait for the first gradient, all have been taken.
+    be in transit; after the wait for the first gradient, all have been received.
     """
     first, _ = ranks(2).run(outputs_in_use, world=False).values()
 
@@ -292,9 +292,9 @@ def test_what_was_sent_is_let_go_of_when_it_has_arrived(ranks):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_waits_for_its_backward_pass_is_held(ranks, mode):
-    # Inputs of 240 and 1600 bytes and outputs of 1600 and 120, of both micro-batches; outputs
-    # only of those that are not recomputed.
+def test_bytes_held_between_forward_and_backward(ranks, mode):
+    # Inputs of 240 and 1600 bytes of both micro-batches, and outputs of 1600 and 120 of those that
+    # are not recomputed.
     num_outputs = {"always": 0, "except_last": 1, "never": 2}[mode]
     expected = [2 * 240 + num_outputs * 1600, 2 * 1600 + num_outputs * 120]
 

@@ -1,4 +1,4 @@
-"""Modes and surroundings of a run, and what a Stage is beside a pipeline: an ``nn.Sequential``."""
+"""Checkpoint modes, autocast, random numbers, optimizers, clipping, and methods of a Stage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_model():
 
 
 class Log(nn.Module):
-    """Notes what a layer can see of its surroundings in each forward."""
+    """Notes the result of a function in each forward."""
 
     def __init__(self, see):
         super().__init__()
@@ -93,7 +93,7 @@ def phase(input):
 
 
 def seen_in(bare, balance, see, calls):
-    """Return what a layer in each stage saw, for each mode, in a list a call."""
+    """Return what a layer in each stage noted: for each mode, a list per call."""
     seen: dict[str, list[Any]] = {}
     for mode in MODES:
         model = nn.Sequential(*(Log(see) for _ in balance))
@@ -137,7 +137,7 @@ CALLS = (train_6, train_2, train_by_hand, evaluate_6, train_without_gradients)
 
 FIRST, AGAIN = "checkpointing", "again"
 
-#: What a layer says in each call: 3 micro-batches forward, then backward in reverse.
+#: The phases of a layer in each call: 3 micro-batches forward, then backward in reverse.
 EXPECTED_PHASES = {
     "always": [
         [FIRST, FIRST, FIRST, AGAIN, AGAIN, AGAIN],
@@ -148,7 +148,7 @@ EXPECTED_PHASES = {
     ],
     "except_last": [
         [FIRST, FIRST, "", AGAIN, AGAIN],
-        [FIRST, "", AGAIN],  # of two micro-batches the second is the last that there is
+        [FIRST, "", AGAIN],  # the second of two micro-batches is the last
         [FIRST, FIRST, "", AGAIN, AGAIN],
         [""] * 6,
         [""] * 6,
@@ -175,8 +175,8 @@ def train_and_go_backward_outside(stage):
 
 
 def train_plainly_under_disabled(stage):
-    kind = stage.device.type
-    with torch.autocast(kind, dtype=torch.bfloat16), torch.autocast(kind, enabled=False):
+    device = stage.device.type
+    with torch.autocast(device, dtype=torch.bfloat16), torch.autocast(device, enabled=False):
         stage.step(torch.ones(6, 2))
 
 
@@ -184,7 +184,7 @@ def train_plainly_under_disabled(stage):
 
 
 class Drop(nn.Module):
-    """Dropout by numbers from any generator, with weights."""
+    """Dropout by random numbers of any generator, with weights."""
 
     def __init__(self, kind):
         super().__init__()
@@ -262,7 +262,7 @@ def seed_all(layers):
 
 
 def check_random_layers(bare, balance):
-    """Each stage draws from generators of its own, so the truth is run stage by stage."""
+    """Each stage has its own generators, so the plain model is run and seeded stage by stage."""
     inputs, target = make_batch()
     for mode, kind in some_of(product(MODES, KINDS)):
         torch.manual_seed(1)
@@ -297,7 +297,7 @@ def check_random_layers(bare, balance):
                         output.backward(part.grad)
                     stage(inputs).square().sum().backward()
                 assert_same_gradients(stage, plain, what)
-                if len(balance) == 1:  # the generators go on as if nothing was recomputed
+                if len(balance) == 1:  # recomputation does not change the generators' state
                     assert_same(draw_again(stage), following, what)
 
 
@@ -306,7 +306,7 @@ def draw_again(layers):
 
 
 class Hidden(nn.Module):
-    """Depends on what recomputation cannot know of."""
+    """Depends on a count, which recomputation does not restore."""
 
     generator = torch.Generator()
 
@@ -328,7 +328,7 @@ class DrawsFromClass(Hidden):
 
 class DrawsFromSystem(Hidden):
     def forward(self, input):
-        # Spread so that two draws are never about as large: no seed could repeat them.
+        # Over 60 orders of magnitude, so that two draws are never nearly equal.
         return input * self.weight * 10.0 ** random.SystemRandom().uniform(0, 60)
 
 
@@ -356,7 +356,7 @@ def train_with_hidden(bare, layer, where):
 
 
 class InFloat32(nn.Module):
-    """A product that autocast must leave alone, forward and backward."""
+    """A product that autocast must not change, forward and backward."""
 
     def __init__(self):
         super().__init__()
@@ -368,8 +368,8 @@ class InFloat32(nn.Module):
 
 
 def check_autocast_gradients(bare, balance):
-    """The guard of a silent fault: before torch 2.11 (seen under 2.6.0, 2.9.1 and 2.10.0) gradients
-    are dropped from the second step on, as a cast made without a graph is used again."""
+    """Before torch 2.11 (seen with 2.6.0, 2.9.1 and 2.10.0), gradients are silently dropped from
+    the second step on: a cast that was made without a graph is used again."""
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(4, 4), InFloat32(), nn.GELU(), nn.Linear(4, 3))
     inputs, target = make_batch()
@@ -405,7 +405,7 @@ def check_autocast_gradients(bare, balance):
 
 
 def check_unfreezing(bare, balance):
-    """Layers are frozen and set free between steps, and parameters are replaced by others."""
+    """Layers are frozen and unfrozen between steps, and parameters are replaced."""
     inputs, target = make_batch()
     for mode in MODES:
         plain = make_model()
@@ -451,7 +451,7 @@ def trainable(module):
 
 
 def check_frozen_stages(bare, balance):
-    """Every stage but the last has nothing to train: no optimizer needs to know."""
+    """All stages but the last have nothing to train; every optimizer still works."""
     plain = make_model()
     plain[:4].requires_grad_(False)
     inputs, target = make_batch()
@@ -489,7 +489,7 @@ def all_of(module):
 
 
 def in_groups(module):
-    """Return groups by name, of which a stage may have only empty ones."""
+    """Return parameter groups by name, all of which may be empty on a stage."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     return [
         {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.1},
@@ -591,7 +591,7 @@ def check_fetch(bare, balance):
 
 
 def check_state(bare, balance):
-    """Keys are those of the full model; full states and those of a stage load alike."""
+    """Keys are those of the full model; states of the model and of the stage can be loaded."""
     plain = make_model()
     names = [name for name, _ in plain.named_children()]
     first = sum(balance[: bare.rank])
@@ -632,7 +632,7 @@ def check_state(bare, balance):
             del state["3.num_batches_tracked"]
             with pytest.raises(RuntimeError, match=r"Missing key.*num_batches_tracked"):
                 stage.load_state_dict(state)
-        # What is loaded is trained: the stage looks at the parameters that are there.
+        # The stage uses the loaded parameters.
         stage.load_state_dict(on(bare.device, other), assign=True)
         inputs, _ = make_batch()
         other.eval()
@@ -665,7 +665,7 @@ def values_from_meta(bare, balance):
 
 
 def only_local_layers_have_memory(bare, balance):
-    """The stage takes its layers out of the model given, and leaves the others as they are."""
+    """The stage materializes its own layers of the given model, and no others."""
     with torch.device("meta"):
         model = make_model()
     stage = Stage(model, balance, world=world_of(bare, "meta"))
@@ -712,13 +712,13 @@ def check_attributes(bare, balance):
         with pytest.raises(IndexError):
             stage[len(stage)]
 
-        # Every optimizer takes what parameters() gives, though layer 1 has none.
+        # Every optimizer accepts parameters(), though layer 1 has none.
         parameters = list(stage.parameters())
         assert parameters
         has_own = bool(list(stage.named_parameters()))
         assert len(parameters) == (len(list(stage.named_parameters())) if has_own else 1)
-        for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
-            optimizer = kind(stage.parameters(), lr=0.1)
+        for optimizer_type in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+            optimizer = optimizer_type(stage.parameters(), lr=0.1)
             optimizer.zero_grad()
             optimizer.step()
 
@@ -743,7 +743,7 @@ def check_attributes(bare, balance):
         assert not stage[0].training
         stage.train()
         inputs, _ = make_batch()
-        output = stage(inputs)  # works after all that
+        output = stage(inputs)  # still works
         output.sum().backward()
         assert stage.fetch(output).shape == (10, 3)
         assert repr(stage).startswith("Stage(")
@@ -768,13 +768,13 @@ def test_model_parallelism(ranks):
     ranks(4).run(check_model_parallelism, world=False).values()
 
 
-def test_what_a_layer_sees_of_its_phase(ranks):
+def test_is_checkpointing_and_is_recomputing_in_a_layer(ranks):
     for seen in ranks(2).run(seen_in, [1, 1], phase, CALLS, world=False).values():
         assert seen == EXPECTED_PHASES
 
 
 @pytest.mark.parametrize("balance", [[1], [1, 1]], ids=str)
-def test_recomputation_is_under_the_autocast_of_its_forward(ranks, balance):
+def test_recomputation_uses_the_autocast_of_its_forward(ranks, balance):
     calls = (train_under_autocast, train_and_go_backward_outside, train_plainly_under_disabled)
     under, outside = ("torch.bfloat16", True), ("torch.float32", False)
     num_seen = {"always": 6, "except_last": 5, "never": 3}
@@ -792,13 +792,13 @@ def test_gradients_under_autocast(ranks, balance):
 
 
 @pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 3]], ids=str)
-def test_random_layers_are_repeated_whatever_they_draw_from(ranks, balance):
+def test_random_layers_are_repeated_with_any_generator(ranks, balance):
     ranks(len(balance)).run(check_random_layers, balance, world=False).values()
 
 
 @pytest.mark.parametrize("layer", [Hidden, DrawsFromClass, DrawsFromSystem, MakesGenerator])
 @pytest.mark.parametrize(("where", "rank"), [(0, 0), (1, 0), (2, 1), (3, 1), ("loss", 1)], ids=str)
-def test_a_layer_that_is_not_repeated_is_named(ranks, layer, where, rank):
+def test_a_layer_whose_recomputation_differs_is_named(ranks, layer, where, rank):
     outcomes = ranks(2).run(train_with_hidden, layer, where, world=False)
     place = "loss_fn" if where == "loss" else rf"layer '{where}' \({layer.__name__}\)"
     errors = outcomes.errors()
@@ -810,7 +810,7 @@ def test_a_layer_that_is_not_repeated_is_named(ranks, layer, where, rank):
 
 
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)
-def test_layers_frozen_and_set_free_between_steps(ranks, balance):
+def test_layers_frozen_and_unfrozen_between_steps(ranks, balance):
     ranks(len(balance)).run(check_unfreezing, balance, world=False).values()
 
 
@@ -819,7 +819,7 @@ def test_clipping_over_all_stages(ranks, balance):
     ranks(len(balance)).run(check_clipping, balance, world=False).values()
 
 
-def test_clipping_in_the_order_of_the_model_though_stages_run_parts_of_it_in_turn(ranks):
+def test_clipping_with_interleaved_partitions(ranks):
     ranks(2).run(check_clipping, [1, 1, 2, 1], "interleaved", world=False).values()
 
 

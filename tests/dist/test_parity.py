@@ -1,7 +1,7 @@
-"""A pipeline computes what the plain ``nn.Sequential`` does, bit for bit.
+"""A pipeline's results equal those of the plain ``nn.Sequential``, bit for bit.
 
-Truth is the plain model in float64 over the same micro-batches, with gradients added up in the
-plan's order. Compared are loss, output, the gradient of every parameter and every buffer.
+Truth is the plain model in float64 over the same micro-batches, with gradients summed in the plan's
+order. Loss, output, the gradient of every parameter and every buffer are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.dist.stages import (
     stage_of,
 )
 
-#: Mini-batches that make 1, 2, 3 and 8 micro-batches, the last one smaller where it can be.
+#: Mini-batch sizes for 1, 2, 3 and 8 micro-batches, the last one smaller if there are several.
 BATCHES = {1: 5, 2: 9, 3: 11, 8: 23}
 
 pytestmark = pytest.mark.on_gpus
@@ -194,7 +194,7 @@ def run_with_dropout(bare, balances):
                         loss.backward()
                         values.append(stage.fetch(loss))
                 gradients = {name: p.grad for name, p in stage.named_parameters()}
-                after = torch.rand(3)  # the generator goes on alike
+                after = torch.rand(3)  # the generator's state does not depend on the mode
             results.append((str(balance), style, mode, values, gradients, after))
     return results
 
@@ -215,7 +215,7 @@ def losses_of_training(bare, balance):
         return losses
 
 
-def test_the_plain_model_can_be_told_apart():
+def test_the_comparison_can_fail():
     """The comparison itself can fail: other micro-batches give other bits."""
     plain, other = make_model(), make_model()
     inputs, target = make_batch(9, 2)

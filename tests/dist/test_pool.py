@@ -1,4 +1,4 @@
-"""The harness itself: it must report what happened on every rank, and leave nothing behind."""
+"""The test harness: it reports what happened on every rank, and leaves no processes behind."""
 
 from __future__ import annotations
 
@@ -133,14 +133,14 @@ def test_ranks_share_a_store_that_the_next_run_does_not_see(ranks):
     assert ranks(2).run(store_has, "from 0", world=False).values() == [False, False]
 
 
-def test_tensors_travel_both_ways(ranks):
+def test_tensors_are_sent_and_returned(ranks):
     tensor = torch.arange(4.0, dtype=torch.float64).requires_grad_()
 
     for value in ranks(2).run(double, tensor, world=False).values():
         assert torch.equal(value, 2 * tensor)
 
 
-def test_workers_are_alike_in_threads_and_random_numbers(ranks):
+def test_workers_have_the_same_threads_and_random_numbers(ranks):
     first, second = ranks(2).run(threads_and_random, world=False).values()
 
     assert first == second
@@ -155,7 +155,7 @@ def test_a_world_of_procpipe_is_built_and_closed(ranks):
         assert ranks(2).run(whoami, "rank").values() == ["rank 0 of 2.", "rank 1 of 2."]
 
 
-def test_an_exception_is_told_with_type_bases_notes_and_causes(ranks):
+def test_an_exception_is_reported_with_type_bases_notes_and_causes(ranks):
     outcomes = ranks(2).run(raise_on, 1, world=False)
 
     assert outcomes[0].value == "fine"
@@ -170,7 +170,7 @@ def test_an_exception_is_told_with_type_bases_notes_and_causes(ranks):
     assert "in raise_on" in error.traceback
 
 
-def test_values_and_errors_refuse_the_other_ending(ranks):
+def test_values_and_errors_raise_for_unexpected_outcomes(ranks):
     outcomes = ranks(2).run(raise_on, 1, world=False)
 
     with pytest.raises(RanksFailedError, match=r"rank\(s\) \[1\] failed(.|\n)*in raise_on"):
@@ -186,7 +186,7 @@ def test_warnings_are_errors(ranks):
     assert error.type == "DeprecationWarning"
 
 
-def test_what_a_rank_writes_is_kept_apart_for_each_run(ranks):
+def test_output_is_kept_separately_for_each_run(ranks):
     (outcome,) = ranks(1).run(write, world=False)
 
     assert outcome.output.splitlines() == ["to stdout", "to stderr"]
@@ -205,7 +205,7 @@ def test_a_pool_has_a_limit(ranks):
         ranks(5)
 
 
-def test_a_killed_rank_is_told_and_the_pool_is_renewed(ranks):
+def test_a_killed_rank_is_reported_and_the_pool_is_replaced(ranks):
     before = ranks(2).run(pid, world=False).values()
 
     outcomes = ranks(2).run(die_on, 1, signal.SIGKILL, world=False)
@@ -218,14 +218,14 @@ def test_a_killed_rank_is_told_and_the_pool_is_renewed(ranks):
     assert not any(map(psutil.pid_exists, before))
 
 
-def test_a_crash_tells_its_stack(ranks):
+def test_a_crash_is_reported_with_its_stack(ranks):
     (error,) = ranks(1).run(die_on, 0, signal.SIGSEGV, world=False).errors()
 
     assert error.text == "the process of rank 0 was ended by SIGSEGV"
     assert "in die_on" in error.traceback
 
 
-def test_an_exit_code_and_last_words_are_told(ranks):
+def test_an_exit_code_and_the_last_output_are_reported(ranks):
     (outcome,) = ranks(1).run(exit_hard, world=False)
 
     assert outcome.error.text == "the process of rank 0 ended with exit code 7"
@@ -240,11 +240,11 @@ def test_a_hang_ends_with_the_stacks_of_all_threads(ranks):
         ranks(2).run(wait_for_ever, 1, timeout_s=0.5, world=False)
 
     assert time.monotonic() - start < 10
-    story = str(caught.value)
-    assert "tests.dist.test_pool.wait_for_ever: rank(s) [1] of 2 did not end in 0.5 s" in story
-    assert "--- rank 0 returned 'fine'" in story
-    assert "in wait_for_ever" in story
-    assert "in hold_in_a_thread" in story
+    text = str(caught.value)
+    assert "tests.dist.test_pool.wait_for_ever: rank(s) [1] of 2 did not end in 0.5 s" in text
+    assert "--- rank 0 returned 'fine'" in text
+    assert "in wait_for_ever" in text
+    assert "in hold_in_a_thread" in text
     assert not any(map(psutil.pid_exists, before))
     assert ranks(2).run(whoami, "rank", world=False).values() == ["rank 0 of 2.", "rank 1 of 2."]
 

@@ -1,4 +1,4 @@
-"""Every schedule computes what the plain model does, bit for bit, and holds what it promises."""
+"""Every schedule's results equal the plain model's, bit for bit; it holds the simulated bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Pop(nn.Module):
 
 
 class SeededDropout(nn.Module):
-    """Dropout whose mask follows from the micro-batch, and so is the plain model's too."""
+    """Dropout whose mask depends only on the input, so the plain model has the same mask."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -126,7 +126,7 @@ def check_parity(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_one_forward_one_backward_is_the_plain_model(ranks, num_ranks):
+def test_one_forward_one_backward_equals_the_plain_model(ranks, num_ranks):
     modes = MODES if num_ranks == 2 else ["except_last"]
     ranks(num_ranks).run(check_parity, "1f1b", modes, world=False).values()
 
@@ -134,7 +134,7 @@ def test_one_forward_one_backward_is_the_plain_model(ranks, num_ranks):
 @pytest.mark.parametrize(
     ("num_ranks", "partitions_per_stage"), [(1, 4), (2, 2), (2, 3), (2, 4), (3, 2), (4, 2)]
 )
-def test_interleaved_is_the_plain_model(ranks, num_ranks, partitions_per_stage):
+def test_interleaved_equals_the_plain_model(ranks, num_ranks, partitions_per_stage):
     modes = MODES if num_ranks == 2 else ["except_last"]
     ranks(num_ranks).run(
         check_parity, "interleaved", modes, partitions_per_stage, world=False
@@ -142,19 +142,19 @@ def test_interleaved_is_the_plain_model(ranks, num_ranks, partitions_per_stage):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_zb_h1_is_the_plain_model(ranks, num_ranks):
+def test_zb_h1_equals_the_plain_model(ranks, num_ranks):
     modes = MODES if num_ranks == 2 else ["except_last"]
     ranks(num_ranks).run(check_parity, "zb-h1", modes, world=False).values()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_zb_v_is_the_plain_model(ranks, num_ranks):
+def test_zb_v_equals_the_plain_model(ranks, num_ranks):
     modes = MODES if num_ranks == 2 else ["except_last"]
     ranks(num_ranks).run(check_parity, "zb-v", modes, 2, world=False).values()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_users_plan_is_the_plain_model(ranks, num_ranks):
+def test_a_users_plan_equals_the_plain_model(ranks, num_ranks):
     ranks(num_ranks).run(check_parity, two_at_a_time, ["always"], world=False).values()
 
 
@@ -189,7 +189,7 @@ ROWS, WIDTHS = 3, (6, 40, 3, 17, 9, 21, 2)
 
 
 def check_predicted_memory(bare: Any, schedule: str, partitions_per_stage: int) -> None:
-    """What a stage holds is what is simulated: sent, handed over, skipped, kept as a root."""
+    """A stage holds the simulated bytes: of messages, local transfers, skips and losses."""
     n = bare.num_ranks
     p = n * partitions_per_stage
     torch.manual_seed(1)
@@ -237,14 +237,14 @@ def check_predicted_memory(bare: Any, schedule: str, partitions_per_stage: int) 
     ("schedule", "num_ranks", "partitions_per_stage"),
     [("zb-h1", 3, 1), ("interleaved", 2, 3), ("interleaved", 3, 2), ("zb-v", 2, 2), ("zb-v", 3, 2)],
 )
-def test_every_schedule_holds_what_is_simulated(ranks, schedule, num_ranks, partitions_per_stage):
+def test_every_schedule_holds_the_simulated_bytes(ranks, schedule, num_ranks, partitions_per_stage):
     ranks(num_ranks).run(
         check_predicted_memory, schedule, partitions_per_stage, world=False
     ).values()
 
 
 def check_other_calls(bare: Any, schedule: str) -> None:
-    """A loss of the user's own, an evaluation and a fetched output, with two partitions a stage."""
+    """A user's loss after ``stage(input)``, a fetched output and an evaluation."""
     plain = make_model()
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(9, 5, generator=generator, dtype=torch.float64)
@@ -281,5 +281,5 @@ def check_other_calls(bare: Any, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_other_calls_with_two_partitions_a_stage(ranks, schedule, num_ranks):
+def test_other_calls_with_two_partitions_per_stage(ranks, schedule, num_ranks):
     ranks(num_ranks).run(check_other_calls, schedule, world=False).values()

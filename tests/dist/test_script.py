@@ -1,4 +1,4 @@
-"""Scripts in fresh processes: what they did is reported, and none of their processes is left."""
+"""Scripts in fresh processes: their results are reported, and their processes all end."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def pids(text):
 
 
 def runs(pid):
-    # In a container nobody may reap an orphan, which then stays as a zombie.
+    # In a container there may be no process that reaps orphans, which then stay as zombies.
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.on_gpus
-def test_a_forked_process_ends_without_a_word():
-    """Also where Triton is installed, which must not be among what the server of forks keeps."""
+def test_a_forked_process_writes_nothing_as_it_ends():
+    """Also if Triton is installed, which the fork server must not import."""
     done = run_forked("import torch._dynamo").check()
     assert (done.stdout, done.stderr) == ("", "")
 
@@ -81,7 +81,7 @@ def test_torchrun_starts_every_rank(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["0 2 ['--lr=1']", "1 2 ['--lr=1']"]
 
 
-def test_a_failure_is_told():
+def test_a_failure_is_reported():
     done = run_script("import sys; sys.exit('wrong')")
 
     assert (done.returncode, done.stderr) == (1, "wrong\n")
@@ -89,7 +89,7 @@ def test_a_failure_is_told():
         done.check()
 
 
-def test_a_process_left_behind_is_told_and_killed(monkeypatch):
+def test_a_process_left_behind_is_reported_and_killed(monkeypatch):
     monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
 
     done = run_script(LEAVE_A_PROCESS)
@@ -105,17 +105,17 @@ def test_a_hang_ends_with_the_stacks_of_every_process(nproc, timeout_s):
     with pytest.raises(RanksHungError) as caught:
         run_script(HANG, nproc=nproc, timeout_s=timeout_s)
 
-    story = str(caught.value)
-    assert f"did not end in {timeout_s} s" in story
-    assert len(pids(story)) == (nproc or 1)
-    assert not any(map(runs, pids(story)))
+    text = str(caught.value)
+    assert f"did not end in {timeout_s} s" in text
+    assert len(pids(text)) == (nproc or 1)
+    assert not any(map(runs, pids(text)))
     for rank in range(nproc or 0):
-        _, _, stack = story.partition(f"--- rank {rank} (process ")
+        _, _, stack = text.partition(f"--- rank {rank} (process ")
         assert "in wait_for_ever" in stack.partition("---")[0]
-    assert story.count("in wait_for_ever") == (nproc or 1)
+    assert text.count("in wait_for_ever") == (nproc or 1)
 
 
-def test_forks_have_what_a_launcher_tells_and_a_main_module_of_their_own():
+def test_forks_have_a_launchers_variables_and_their_own_main_module():
     code = """
         import os, sys, __main__
         assert "torch" in sys.modules
@@ -154,13 +154,13 @@ def test_a_fork_fails_as_a_script_does():
         hard.check()
 
 
-def test_a_fork_that_hangs_or_leaves_a_process_is_told_and_killed(monkeypatch):
+def test_a_fork_that_hangs_or_leaves_a_process_is_reported_and_killed(monkeypatch):
     monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
     with pytest.raises(RanksHungError, match=r"on 2 ranks did not end in 2\.0 s") as caught:
         run_forked(HANG, num_ranks=2, timeout_s=2.0)
-    story = str(caught.value)
-    assert story.count("in wait_for_ever") == len(pids(story)) == 2
-    assert not any(map(runs, pids(story)))
+    text = str(caught.value)
+    assert text.count("in wait_for_ever") == len(pids(text)) == 2
+    assert not any(map(runs, pids(text)))
 
     done = run_forked(LEAVE_A_FORK)
 

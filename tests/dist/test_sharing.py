@@ -15,8 +15,8 @@ from tests.dist.stages import MODES, assert_same, plain_step, world_of
 
 
 def run_cases(bare: Any, mode: str, schedule: str, is_training: bool) -> list[str]:
-    """Return what each case came to: "" for the plain model's results, or an error."""
-    told = []
+    """Return for each case "" if the results equal the plain model's, or the error's text."""
+    errors = []
     for name, case in cases().items():
         plain = nn.Sequential(*case.layers).double()
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -36,32 +36,33 @@ def run_cases(bare: Any, mode: str, schedule: str, is_training: bool) -> list[st
             try:
                 loss = stage.step(x, target=None)
             except RuntimeError as error:
-                told.append(str(error))
+                errors.append(str(error))
                 continue
             in_order = schedule == "gpipe"
             expected = plain_step(plain, (x,), None, 2, torch.mean, is_backward_reversed=in_order)
         assert_same(loss, expected, f"{name}: loss", 1e-12)
-        theirs = dict(plain.named_parameters())
+        plain_parameters = dict(plain.named_parameters())
         for key, parameter in stage.named_parameters():
-            assert_same(parameter.grad, theirs[key].grad, f"{name}: gradient of {key}", 1e-12)
+            gradient = plain_parameters[key].grad
+            assert_same(parameter.grad, gradient, f"{name}: gradient of {key}", 1e-12)
         stage.close()
-        told.append("")
-    return told
+        errors.append("")
+    return errors
 
 
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("num_ranks", "schedule"), [(4, "gpipe"), (2, "zb-v")])
-def test_a_change_of_shared_memory_is_right_or_told(
+def test_a_change_of_shared_memory_is_right_or_reported(
     ranks: Any, mode: str, num_ranks: int, schedule: str, is_training: bool
 ) -> None:
-    outcomes = ranks(num_ranks).run(run_cases, mode, schedule, is_training, world=False).values()
-    for told in outcomes:
-        for (name, case), error in zip(cases().items(), told, strict=True):
-            if case.blamed is not None:
-                assert f"layer '{case.blamed}'" in error, name
+    by_rank = ranks(num_ranks).run(run_cases, mode, schedule, is_training, world=False).values()
+    for errors in by_rank:
+        for (name, case), error in zip(cases().items(), errors, strict=True):
+            if case.named is not None:
+                assert f"layer '{case.named}'" in error, name
                 assert "in place" in error, name
-            elif error:  # the same change of any input that will be recomputed
+            elif error:  # any input that will be recomputed must not be changed
                 assert is_training, name
                 assert mode != "never", name
                 assert "so recomputing it would start from the wrong values" in error, name

@@ -1,4 +1,4 @@
-"""Skip tensors over real processes: once, straight, and with the plain model's results."""
+"""Skip tensors over real processes: sent once and directly, with the plain model's results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pop(nn.Module):
 
 @skippable(stash=["nothing", "ids", "mask"])
 class StashOthers(nn.Module):
-    """Stashes None, integers, and a float that wants no gradient."""
+    """Stashes None, integers, and floats that require no gradient."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         yield stash("nothing", None)
@@ -83,7 +83,7 @@ def model() -> nn.Sequential:
         isolated(StashForTwo(), b),
         StashOthers(),
         isolated(Stash(), c),
-        isolated(Pop(), c),  # within one stage, wherever the cut before or after
+        isolated(Pop(), c),  # in the same stage as its stash, for every balance
         nn.Dropout(0.0),
         isolated(Pop(), a),
         nn.Linear(4, 4),
@@ -134,9 +134,9 @@ def check_parity(world: World, balance: list[int]) -> None:
         assert stage.statistics().held_bytes == 0, case
 
         stage.zero_grad()
-        ours = stage(x)
-        assert_same(stage.fetch(ours), output, str(case))
-        F.cross_entropy(ours, y.to(stage.device)).backward()
+        stage_output = stage(x)
+        assert_same(stage.fetch(stage_output), output, str(case))
+        F.cross_entropy(stage_output, y.to(stage.device)).backward()
         for name, parameter in stage.named_parameters():
             assert_same(parameter.grad, gradients[name], f"{case} {name}", 1e-13, 1.0)
         stage.eval()
@@ -146,14 +146,14 @@ def check_parity(world: World, balance: list[int]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_results_are_the_plain_models(ranks: Any, n: int) -> None:
+def test_results_with_skips_equal_the_plain_model(ranks: Any, n: int) -> None:
     for balance in BALANCES[n]:
         ranks(n).run(check_parity, balance).values()
 
 
 @skippable(stash=["skip"])
 class StashSome(nn.Module):
-    """Stashes a tensor of another length, or none at all, as the data says."""
+    """Stashes a tensor whose length depends on the data, or None."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         length = int(x[0, 0].item()) % 3
@@ -222,9 +222,7 @@ def count_traffic(world: World, mode: str) -> tuple[dict[str, int], dict[str, in
 
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_skip_crosses_the_wire_once_and_passes_no_stage_between(
-    ranks: Any, n: int, mode: str
-) -> None:
+def test_a_skip_tensor_is_sent_once_and_directly(ranks: Any, n: int, mode: str) -> None:
     of_ranks = ranks(n).run(count_traffic, mode).values()
     width = 4 * 8 * 4  # floats of 4 bytes, 8 samples, 4 features
     for rank, (sent, messages) in enumerate(of_ranks):
@@ -269,7 +267,7 @@ def count_live_skips(world: World) -> int:
 
 
 def test_no_skip_tensor_outlives_its_step(ranks: Any) -> None:
-    # On GPUs what the last call has sent is let go of by the next one: the device may need it.
+    # On GPUs the next call frees what the last one has sent: the device may still need it.
     num_sent = 3 if is_on_gpus() else 0
     first, last = ranks(2).run(count_live_skips).values()
     assert first <= num_sent
@@ -312,7 +310,7 @@ def small_unet() -> nn.Sequential:
 
 
 def fewest_bytes(balance: list[int], part: Tensor) -> dict[tuple[int, int], int]:
-    """Work out from the plain model what must go between each two stages for one micro-batch."""
+    """Compute from the plain model which bytes each two stages must send for one micro-batch."""
     model, sizes = small_unet(), Sizes()
     with tracking(sizes), torch.no_grad():
         model(part)
@@ -341,10 +339,10 @@ def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int, i
     stage = Stage(whole, balance, chunks=2, checkpoint=mode, loss_fn=F.mse_loss, world=world)
     stage.step(x, y)
     for name, parameter in stage.named_parameters():
-        ours, truth = parameter.grad, plain.get_parameter(name).grad
-        assert ours is not None
+        gradient, truth = parameter.grad, plain.get_parameter(name).grad
+        assert gradient is not None
         assert truth is not None
-        assert_same(ours, truth, f"{mode} {name}")
+        assert_same(gradient, truth, f"{mode} {name}")
     pipeline = stage._calls.pipeline
     assert pipeline is not None
     senders = pipeline.channels.senders
@@ -353,7 +351,7 @@ def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int, i
 
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_unets_skips_take_the_fewest_bytes(ranks: Any, n: int, mode: str) -> None:
+def test_a_unets_skips_send_the_fewest_bytes(ranks: Any, n: int, mode: str) -> None:
     of_ranks = ranks(n).run(run_unet, mode).values()
     routes = fewest_bytes(of_ranks[0][0], torch.zeros(2, 3, 17, 17).double())
     assert sum(routes.values()) > 0
@@ -372,7 +370,7 @@ def model_with_skippable_loss() -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def check_skippable_loss(world: World, mode: str) -> None:
-    """The loss is a network whose skip tensor bears the name of one of the stage's."""
+    """The loss is a network whose skip tensor has the same name as one of the stage's."""
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
     plain, judge = model_with_skippable_loss()
     for part in reversed(x.chunk(2)):
@@ -412,7 +410,7 @@ def change_a_skip_that_is_needed_later(world: World, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])
-def test_a_skip_that_is_needed_later_stays_as_it_is(ranks: Any, mode: str) -> None:
+def test_a_skip_tensor_that_is_needed_later_must_not_change(ranks: Any, mode: str) -> None:
     outcomes = ranks(3).run(change_a_skip_that_is_needed_later, mode)
     text = outcomes[1].error.text
     assert "in place" in text

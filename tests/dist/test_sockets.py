@@ -1,4 +1,4 @@
-"""What a job on one host opens to the network: nothing."""
+"""A job on one host listens on no network address."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ starting: Any = procpipe.job.joining
 
 
 def listening(world, transport):
-    """Run a step; return what the sockets are on which a peer, or a stranger, could connect."""
+    """Run a forward; return the kinds of the listening sockets, and their IP addresses."""
     listen = starting.listen
     kinds: list[str] = []
 
@@ -46,21 +46,21 @@ def addresses():
 
 
 @pytest.mark.parametrize(("transport", "expected"), [(None, set()), ("gloo", {"127.0.0.1"})])
-def test_a_job_on_one_host_is_not_on_the_network(ranks, transport, expected):
-    """Gloo listens on the address of the host's name, if it is not told otherwise."""
+def test_a_job_on_one_host_does_not_listen_on_the_network(ranks, transport, expected):
+    """By default gloo listens on the address of the host's name."""
     for kinds, listens_on in ranks(2).run(listening, transport).values():
         assert kinds == ["AF_UNIX"]
         assert listens_on == expected
 
 
-def test_gloo_listens_where_it_is_told(monkeypatch):
+def test_gloo_listens_on_the_given_address(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
     assert where_gloo_listens() == {"127.0.0.2"}
 
 
 def test_gloo_listens_on_the_users_interface(monkeypatch):
-    """Symptom: on 127.0.0.1 whatever was asked for. ``create_default_device`` heeds no variable."""
+    """Symptom: it listened on 127.0.0.1, since ``create_default_device`` ignores the variable."""
     for name, its_addresses in psutil.net_if_addrs().items():
         for address in its_addresses:
             if address.family == socket.AF_INET:

@@ -1,4 +1,4 @@
-"""A rank that is stopped: reported once, with where all ranks are; the run continues after it."""
+"""A stopped rank: reported once, with the places of all ranks; the run continues after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.on_gpus
 WIDTH = 4
 NUM_STEPS = 3
 
-#: On a busy machine other waits may be as long; so reports are told apart by what they say.
+#: On a busy machine other waits may be as long, so tests select reports by their content.
 STALL_S = 0.6
 
 DEADLINE_S = 40.0
@@ -59,7 +59,7 @@ def model_of(num_stages, origin, act):
 
 
 def train(world, origin, where, num_samples, act):
-    """Train; the act happens to one rank in the second step, in a layer or before the step."""
+    """Train; one rank stops or is slow in the second step, in a layer or before the step."""
     store = world._shared_store()
     store.set(f"pid/{world.rank}", str(os.getpid()))
     pids = [int(store.get(f"pid/{rank}")) for rank in range(world.num_ranks)]
@@ -68,16 +68,16 @@ def train(world, origin, where, num_samples, act):
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def dawdle():
-        """Work on until another rank has complained; nobody stops."""
+        """Keep running until another rank has reported a stall."""
         begun_s = time.monotonic()
         wait_for(lambda: any(has_reported(pid, begun_s) for pid in pids if pid != os.getpid()))
 
-    does = {"stop": stop, "dawdle": dawdle}[act]
+    run_act = {"stop": stop, "dawdle": dawdle}[act]
     world._stall_timeout_s = STALL_S
     if world.rank != origin and act == "stop":
         helper = threading.Thread(target=continue_when_reported, args=(pids[origin], pids))
         helper.start()
-    model = model_of(world.num_ranks, origin, does if where == "layer" else lambda: None)
+    model = model_of(world.num_ranks, origin, run_act if where == "layer" else lambda: None)
     stage = Stage(
         model,
         [2] * world.num_ranks,
@@ -90,7 +90,7 @@ def train(world, origin, where, num_samples, act):
     losses = []
     for step, (x, y) in enumerate(stage.batches(data(num_samples))):
         if step == 1 and where == "between" and world.rank == origin:
-            does()
+            run_act()
         losses.append(stage.step(x, y).item())
     if world.rank != origin and act == "stop":
         helper.join(DEADLINE_S)
@@ -98,7 +98,7 @@ def train(world, origin, where, num_samples, act):
 
 
 def continue_when_reported(pid, pids):
-    """Let a stopped process go on once the stall is reported, and any rank could have done so."""
+    """Continue a stopped process once the stall is reported and all others could have done so."""
     wait_for(lambda: status_of(pid) == psutil.STATUS_STOPPED)
     stopped_s = time.monotonic()
     others = [other for other in pids if other != pid]
@@ -126,14 +126,14 @@ def waited_s(pid):
 
 def has_reported(pid, since_s):
     board = Board.of_process(pid)
-    told_s = board.read().reported_s if board is not None else None
-    return told_s is not None and time.monotonic() - told_s > since_s
+    reported_s = board.read().reported_s if board is not None else None
+    return reported_s is not None and time.monotonic() - reported_s > since_s
 
 
 def wait_for(condition):
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline_s, "what was waited for has not come"
+        assert time.monotonic() < deadline_s, "the condition did not become true"
         time.sleep(LOOK_EVERY_S)
 
 
@@ -148,11 +148,11 @@ def plain_losses(num_stages, origin, num_samples):
     return [F.mse_loss(model(x), y).item() for x, y in data(num_samples)]
 
 
-def stories_of(outcomes):
-    """Return all reports of all ranks: the seconds told, and the lines."""
+def reports_of(outcomes):
+    """Return all reports of all ranks: the reported seconds, and the lines."""
     text = "".join(outcome.output for outcome in outcomes)
-    stories = re.split(r"procpipe: no progress for (\d+\.\d) s, says rank \d+\n", text)
-    return list(zip(map(float, stories[1::2]), stories[2::2], strict=True))
+    reports = re.split(r"procpipe: no progress for (\d+\.\d) s, says rank \d+\n", text)
+    return list(zip(map(float, reports[1::2]), reports[2::2], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -165,18 +165,18 @@ def stories_of(outcomes):
         (4, 2, "between", 6),
     ],
 )
-def test_a_stopped_rank_is_reported_and_goes_on_unharmed(ranks, n, origin, where, num_samples):
+def test_a_stopped_rank_is_reported_and_continues(ranks, n, origin, where, num_samples):
     outcomes = ranks(n).run(train, origin, where, num_samples, "stop")
 
     for losses in outcomes.values():
         assert losses == pytest.approx(plain_losses(n, origin, num_samples))
-    stories = [story for story in stories_of(outcomes) if "is stopped" in story[1]]
-    assert stories, str(outcomes)
-    for told_s, _ in stories:
-        # Who waits on says so again after twice the time; two ranks do not say the same.
-        assert sum(told_s / 1.5 < other_s < told_s * 1.5 for other_s, _ in stories) == 1
-    told_s, lines = stories[0]
-    assert told_s >= STALL_S
+    reports = [report for report in reports_of(outcomes) if "is stopped" in report[1]]
+    assert reports, str(outcomes)
+    for stalled_s, _ in reports:
+        # A stall is reported again after twice the time, each time by only one rank.
+        assert sum(stalled_s / 1.5 < other_s < stalled_s * 1.5 for other_s, _ in reports) == 1
+    stalled_s, lines = reports[0]
+    assert stalled_s >= STALL_S
     for rank in set(range(n)) - {origin}:
         assert re.search(rf"^  stage {rank} \(rank {rank}\): in ", lines, re.MULTILINE), lines
     assert re.search(r"waiting \d+\.\d s for .+ from (stage \d \()?rank \d", lines), lines
@@ -189,17 +189,17 @@ def test_a_stopped_rank_is_reported_and_goes_on_unharmed(ranks, n, origin, where
     assert "goes on after" in lines
 
 
-def test_a_rank_that_is_long_in_a_layer_is_reported_with_the_layer(ranks):
+def test_a_rank_that_is_slow_in_a_layer_is_reported_with_the_layer(ranks):
     outcomes = ranks(3).run(train, 1, "layer", 6, "dawdle")
 
     for losses in outcomes.values():
         assert losses == pytest.approx(plain_losses(3, 1, 6))
-    story = "".join(lines for _, lines in stories_of(outcomes))
-    assert re.search(r"stage 1 \(rank 1\): in F1, layer '3' \(Acting\), for \d+\.\d s\n", story)
-    assert "is stopped" not in story
+    report = "".join(lines for _, lines in reports_of(outcomes))
+    assert re.search(r"stage 1 \(rank 1\): in F1, layer '3' \(Acting\), for \d+\.\d s\n", report)
+    assert "is stopped" not in report
 
 
-NOBODY_READS = """
+NO_STDERR = """
 import os, sys, time
 import torch
 from torch import nn
@@ -229,8 +229,8 @@ print("done", flush=True)
 
 
 @pytest.mark.parametrize("how", ["None", "closed", "broken pipe"])
-def test_a_report_that_nobody_can_read_ends_nothing(how):
-    """Symptom: AttributeError, ValueError or BrokenPipeError out of a step, on every rank."""
-    done = run_forked(NOBODY_READS.format(how=how, stall_s=0.2), num_ranks=2).check()
+def test_a_stall_report_that_cannot_be_written_raises_nothing(how):
+    """Symptom: AttributeError, ValueError or BrokenPipeError from a step, on every rank."""
+    done = run_forked(NO_STDERR.format(how=how, stall_s=0.2), num_ranks=2).check()
 
     assert done.stdout.count("done") == 2

@@ -36,7 +36,7 @@ def script(body):
 
 
 def test_pipelines_under_one_launcher():
-    """Two take turns beside a process group of the user's; one is closed, one is never called."""
+    """Two run in turn beside a user's process group; others are closed or never called."""
     done = run_script(
         script("""
 import torch.distributed as dist
@@ -83,7 +83,7 @@ for stage in (closed, used):
 
 
 def uses_another(bare, when):
-    """Rank 1 calls another of two pipelines than rank 0 does."""
+    """Rank 1 calls one of two pipelines, rank 0 the other."""
     pipelines = []
     for k in (0, 1):
         # As from torchrun's environment: pipelines meet in the order of their first calls.
@@ -120,9 +120,9 @@ def uses_another(bare, when):
     ],
 )
 def test_pipelines_used_in_different_order(ranks, when, words):
-    """Told as a disagreement about the model, if first; for the whole timeout not at all, if later.
+    """Symptom: at the first call, a report that the models differ; later, none until the timeout.
 
-    Each pipeline has sockets of its own, and both ranks waited.
+    Each pipeline has its own sockets, and both ranks waited.
     """
     outcomes = ranks(2).run(uses_another, when, world=False)
 
@@ -135,7 +135,7 @@ def test_pipelines_used_in_different_order(ranks, when, words):
 
 
 def test_torchrun_starts_again_after_a_failure():
-    """What an attempt left in the launcher's store must not meet the next."""
+    """Values of the first attempt in the launcher's store must not affect the next attempt."""
     done = run_script(
         script("""
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -153,7 +153,7 @@ sys.stdout.write(f"rank {RANK} attempt {attempt} {stage.step(x, x).item() > 0}\\
     assert sorted(lines) == ["rank 0 attempt 1 True", "rank 1 attempt 1 True"]
 
 
-def test_a_rank_that_fails_before_its_first_call_keeps_nobody_waiting():
+def test_a_rank_that_fails_before_its_first_call_ends_the_others():
     done = run_script(
         script("""
 if RANK == 0:
@@ -173,7 +173,7 @@ build().step(x, x)
 
 
 def test_pipelines_in_turn_where_rank_0_holds_the_store():
-    """Rank 0's store ended with its pipeline, while another rank already came for the next one."""
+    """Rank 0's store ended with its pipeline, while another rank connected for the next one."""
     done = run_forked(
         script("""
 for _ in range(12):
@@ -190,7 +190,7 @@ print("done")
     assert done.stderr == ""
 
 
-#: A rank kills itself where a job starts; all others have noted that they are there.
+#: A rank kills itself at a point of the job's start; by then all others have registered.
 KILLED = """
 import signal, sys, time
 import torch.distributed
@@ -251,18 +251,17 @@ stage.step(x, x)
     ],
 )
 def test_a_rank_that_is_killed_while_the_job_starts(where, victim):
-    """The others waited for their whole timeout, and some for longer."""
+    """Symptom: the others waited for their whole timeout, and some for longer."""
     done = run_forked(script(KILLED), num_ranks=3, args=[where, str(victim)], timeout_s=40)
 
     assert done.duration_s < 20.0
     blamed = [line for line in done.stderr.splitlines() if f"because rank {victim}" in line]
     assert len(blamed) == 2 or "which holds the job's store" in done.stderr, str(done)
-    told = done.stderr.count(" ends, because ")
-    assert told == 2, str(done)
+    assert done.stderr.count(" ends, because ") == 2, str(done)
 
 
 def test_a_rank_that_ends_before_another_has_made_its_next_pipeline():
-    """Rank 1 thinks that it is done; rank 0 does not."""
+    """Rank 1's script ends after one pipeline; rank 0 makes a second one."""
     done = run_forked(
         script("""
 stage = build(timeout_s=50)
@@ -327,8 +326,8 @@ stage.close()
         ('key_file("key", mode=0o600 if RANK == 0 else 0o644)', "has mode 644"),
     ],
 )
-def test_ranks_that_have_not_the_same_key_say_so(differs, words):
-    """On every rank, and soon."""
+def test_ranks_with_different_keys_fail(differs, words):
+    """Every rank fails soon."""
     body = f"{KEYED}\n{differs}\nbuild(timeout_s=50).step(x, x)\n"
     done = run_forked(script(body), num_ranks=2, timeout_s=40)
 
@@ -338,8 +337,8 @@ def test_ranks_that_have_not_the_same_key_say_so(differs, words):
     assert done.stderr.count("ValueError: ") >= 2, str(done)
 
 
-def test_ranks_that_one_launcher_has_started_do_not_speak_over_the_network():
-    """Who writes into the store could else have them do so, and take a rank's place there."""
+def test_ranks_of_one_local_launcher_do_not_connect_over_the_network():
+    """Otherwise a process that writes to the store could make them do so, and act as a rank."""
     done = run_forked(
         script("""
 import procpipe.job.joining

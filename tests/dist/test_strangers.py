@@ -33,7 +33,7 @@ BULK = 4 * INLINE_BYTES // WIDTH
 
 
 class Bomb:
-    """What leaves a file behind where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -42,8 +42,8 @@ class Bomb:
         return open, (str(self.path), "w")
 
 
-def greetings(path, rank):
-    """What strangers say: nothing, noise, another protocol, a pickle, nearly the right thing."""
+def invalid_greetings(path, rank):
+    """Return what strangers send: nothing, noise, other protocols, a pickle, part of a greeting."""
     hello = handshake._HELLO.pack(handshake._MAGIC, rank, b"c" * 32)
     return [
         b"",
@@ -60,26 +60,26 @@ def greetings(path, rank):
 
 
 class Strangers:
-    """Connections of strangers to one address; they stay until the end, but for half of them."""
+    """Connections of strangers; every second one is closed at once, the others at the end."""
 
     def __init__(self):
         self.sockets = []
         self.num_connected = 0
 
-    def visit(self, family, address, words):
-        for number, said in enumerate(words):
+    def connect(self, family, address, messages):
+        for number, message in enumerate(messages):
             sock = socket.socket(family, socket.SOCK_STREAM)
             sock.settimeout(5.0)
-            with contextlib.suppress(OSError):  # who is turned away quickly cannot say all
+            with contextlib.suppress(OSError):  # the listener may close it before all is sent
                 sock.connect(address)
                 self.num_connected += 1
-                sock.sendall(said)
+                sock.sendall(message)
             if number % 2:
                 sock.close()
             else:
                 self.sockets.append(sock)
 
-    def leave(self):
+    def close(self):
         for sock in self.sockets:
             sock.close()
 
@@ -116,40 +116,40 @@ def check_unharmed(outcomes, path):
 
 
 def connect_among_strangers(world, family, path):
-    """Every rank's listener is visited by strangers before any peer can come."""
+    """Strangers connect to every rank's listener before any peer can connect."""
     strangers = Strangers()
     listen, modules = starting.listen, (starting, handshake, sockets)
     identity = sockets.host_identity
 
-    def visited(tcp_host):
+    def listen_to_strangers(tcp_host):
         listeners, address = listen(tcp_host)
         if family == "unix":
             target = (socket.AF_UNIX, f"\0{address.unix}")
         else:
             target = (socket.AF_INET, address.tcp)
-        words = greetings(path, rank=world.num_ranks - 1)
-        thread = threading.Thread(target=strangers.visit, args=(*target, words))
+        messages = invalid_greetings(path, rank=world.num_ranks - 1)
+        thread = threading.Thread(target=strangers.connect, args=(*target, messages))
         thread.start()
-        thread.join(10.0)  # the listener keeps them until it is asked for them
+        thread.join(10.0)  # the listener queues them until accept()
         return listeners, address
 
-    starting.listen = visited
-    if family == "tcp":  # as on hosts of their own
+    starting.listen = listen_to_strangers
+    if family == "tcp":  # as if each rank were on its own host
         for module in modules:
             module.host_identity = lambda: f"host {world.rank}"
     try:
         losses = losses_of(stage_of(world))
-        assert strangers.num_connected == len(greetings(path, 0))
+        assert strangers.num_connected == len(invalid_greetings(path, 0))
         return losses
     finally:
-        strangers.leave()
+        strangers.close()
         starting.listen = listen
         for module in modules:
             module.host_identity = identity
 
 
 @pytest.mark.parametrize(("n", "family"), [(2, "unix"), (2, "tcp"), (3, "unix"), (4, "tcp")])
-def test_strangers_come_while_the_ranks_connect(ranks, tmp_path, n, family):
+def test_strangers_connect_while_the_ranks_connect(ranks, tmp_path, n, family):
     path = tmp_path / "unpickled"
 
     check_unharmed(ranks(n).run(connect_among_strangers, family, path), path)
@@ -159,7 +159,7 @@ def test_strangers_come_while_the_ranks_connect(ranks, tmp_path, n, family):
 
 
 def run_among_strangers(world, path):
-    """Between two calls rank 0 lets strangers visit the store and what gloo listens on."""
+    """Between two calls strangers connect to the store and to gloo's listeners on rank 0."""
     strangers = Strangers()
     stage = stage_of(world, "gloo")
     x = torch.ones(BULK, WIDTH)
@@ -172,14 +172,14 @@ def run_among_strangers(world, path):
         addresses = {("127.0.0.1", store.port)} | listening()
         assert len(addresses) > 1  # gloo's too
         for address in addresses:
-            strangers.visit(socket.AF_INET, address, greetings(path, rank=1))
-        assert strangers.num_connected >= len(greetings(path, 1))
+            strangers.connect(socket.AF_INET, address, invalid_greetings(path, rank=1))
+        assert strangers.num_connected >= len(invalid_greetings(path, 1))
     with torch.no_grad():
         stage(x)
     losses = losses_of(stage)
     world._shared_store().set(f"well/{world.rank}", "yes")
     assert world._shared_store().get(f"well/{(world.rank + 1) % world.num_ranks}") == b"yes"
-    strangers.leave()
+    strangers.close()
     return losses
 
 
@@ -189,7 +189,7 @@ def listening():
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_strangers_talk_to_the_store_and_to_gloo(ranks, tmp_path, n):
+def test_strangers_connect_to_the_store_and_to_gloo(ranks, tmp_path, n):
     path = tmp_path / "unpickled"
 
     check_unharmed(ranks(n).run(run_among_strangers, path), path)
@@ -197,7 +197,7 @@ def test_strangers_talk_to_the_store_and_to_gloo(ranks, tmp_path, n):
 
 # -- nothing is unpickled ------------------------------------------------------------------------
 
-#: Whatever unpickles what it is given.
+#: Modules and functions that unpickle their input.
 UNPICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNPICKLING |= {"multiprocessing.connection", "multiprocessing.managers", "torch.multiprocessing"}
 UNPICKLING_CALLS = {"broadcast_object_list", "all_gather_object", "gather_object", "recv_object"}
@@ -205,7 +205,7 @@ UNPICKLING_CALLS |= {"scatter_object_list", "recv_object_list", "send_object_lis
 
 
 def what_unpickles(source):
-    """Name what a source file uses that could unpickle something from the network."""
+    """Return which of these a source file uses."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

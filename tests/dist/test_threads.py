@@ -1,15 +1,15 @@
-"""Scripts whose main thread ends while other threads live: training goes on; ends are reported."""
+"""Scripts whose main thread ends before other threads: training continues; ends are reported."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.dist.script import LEARNS_LATE, run_forked
+from tests.dist.script import REPORTED_LATE, run_forked
 
-#: How long after the end of rank 1's main thread rank 0 may go on without being told.
-TOLD_WITHIN_S = 5.0
+#: How long after the end of rank 1's main thread rank 0 may continue without an error.
+REPORTED_WITHIN_S = 5.0
 
-#: Rank 1's main thread ends while a thread of its lives until rank 0 was told, or for 20 s.
+#: Rank 1's main thread ends; another thread of it lives until rank 0's error, or for 20 s.
 SCRIPT = """
     import os, sys, threading, time
     import torch, torch.nn.functional as F
@@ -18,9 +18,9 @@ SCRIPT = """
 
     def live():
         started_s = time.monotonic()
-        while not os.path.exists("told") and time.monotonic() < started_s + 20:
+        while not os.path.exists("reported") and time.monotonic() < started_s + 20:
             time.sleep(0.01)
-        print("told after", time.monotonic() - started_s, flush=True)
+        print("reported after", time.monotonic() - started_s, flush=True)
 
     how, num_steps = sys.argv[1], int(sys.argv[2])
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -36,7 +36,7 @@ SCRIPT = """
                 raise ValueError("boom")
             stage.step(torch.ones(6, 4), torch.zeros(6, 4))
     except RuntimeError as error:
-        open("told", "w").close()
+        open("reported", "w").close()
         raise
 """
 
@@ -50,18 +50,18 @@ SCRIPT = """
         ("exit", 1, "rank 1 has left the pipeline (its script ended"),
     ],
 )
-def test_the_end_is_told_while_a_thread_lives(how, num_steps, story):
-    if how == "exit" and LEARNS_LATE:
-        pytest.skip(LEARNS_LATE)
+def test_a_ranks_end_is_reported_while_its_thread_lives(how, num_steps, story):
+    if how == "exit" and REPORTED_LATE:
+        pytest.skip(REPORTED_LATE)
     done = run_forked(SCRIPT, num_ranks=2, args=[how, str(num_steps)])
 
     assert done.returncode == 1
     assert f"procpipe: rank 0 ends, because {story}" in done.stderr
-    assert float(done.stdout.split()[-1]) < TOLD_WITHIN_S, done
+    assert float(done.stdout.split()[-1]) < REPORTED_WITHIN_S, done
     assert done.stderr.count("ValueError: boom\n") == (how == "raise") + (how != "exit"), done
 
 
-#: A thread trains; the main one ends first, or lives as long as the thread of the other rank.
+#: A thread trains; the main thread ends first, or lives as long as the other rank's thread.
 TRAINER = """
     import os, sys, threading, time
     import torch, torch.nn.functional as F
@@ -69,7 +69,7 @@ TRAINER = """
     from procpipe import Stage
     from procpipe.run import calls
 
-    # A thread that comes later than that has been given up.
+    # After the main thread's end, a rank without a call of another thread leaves at once.
     calls._NEXT_CALL_S = 0.0
     how, num_before = sys.argv[1], int(sys.argv[2])
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -82,7 +82,7 @@ TRAINER = """
                 raise ValueError("boom")
             stage.step(torch.ones(6, 4), torch.zeros(6, 4))
             is_training.set()
-            # Longer than it is looked for threads once the main one has ended.
+            # Longer than threads are waited for after the main one has ended.
             time.sleep(0.2)
         print("trained", flush=True)
 
@@ -94,8 +94,8 @@ TRAINER = """
         is_training.wait()
     if how == "raise":
         thread.join()
-        while not os.path.exists("told"):
-            open("told" if stage.rank == 0 else "waits", "w").close()
+        while not os.path.exists("rank 0 ended"):
+            open("rank 0 ended" if stage.rank == 0 else "waits", "w").close()
             time.sleep(0.01)
     if how == "main raises" and stage.rank == 1:
         raise KeyError("another matter")
@@ -103,21 +103,21 @@ TRAINER = """
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
-def test_a_thread_that_trains_goes_on(num_before):
+def test_a_training_thread_continues_after_the_main_thread(num_before):
     done = run_forked(TRAINER, num_ranks=2, args=["end", str(num_before)], tears_down=True).check()
 
     assert done.stdout.count("trained") == 2
     assert done.stderr == ""
 
 
-def test_a_thread_that_trains_goes_on_when_the_main_one_fails():
+def test_a_training_thread_continues_after_the_main_thread_fails():
     done = run_forked(TRAINER, num_ranks=2, args=["main raises", "1"])
 
     assert done.stdout.count("trained") == 2
     assert done.stderr.count("KeyError: 'another matter'") >= 1
 
 
-def test_a_thread_that_trains_fails_while_the_main_one_waits():
+def test_a_training_thread_fails_while_the_main_thread_waits():
     done = run_forked(TRAINER, num_ranks=2, args=["raise", "0"])
 
     story = "rank 1 failed in thread 'Thread-1 (train)': ValueError: boom"
@@ -126,7 +126,7 @@ def test_a_thread_that_trains_fails_while_the_main_one_waits():
     assert done.stdout == ""
 
 
-#: Python would wait for ever: for a thread, or for a child that lives as long as its parent.
+#: Python would wait for ever, for a thread or for a child that lives as long as its parent.
 ENDLESS = """
     import multiprocessing, os, signal, sys, threading, time
     import torch, torch.nn.functional as F
@@ -173,7 +173,7 @@ def test_after_a_failure_nothing_keeps_a_process_alive(what, how):
     assert not done.left_behind
 
 
-#: What a prompt leaves behind on rank 1, which then ends.
+#: Rank 1 ends with the variables that an exception at a prompt sets.
 PROMPT = """
     import sys
     import torch, torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Jobs that fail, or end well, as a user sees them: those that fail under the real torchrun."""
+"""What a user sees of jobs that fail, under the real torchrun, and of jobs that succeed."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def job(layer="pass", between="pass"):
 
 
 def root_cause(stderr):
-    """Return the rank that torchrun names as the first to fail, and what it shows of it."""
-    _, _, told = stderr.partition("Root Cause (first observed failure):")
-    match = re.search(r"rank      : (\d+)", told)
+    """Return the rank that torchrun names as the first to fail, and its report."""
+    _, _, report = stderr.partition("Root Cause (first observed failure):")
+    match = re.search(r"rank      : (\d+)", report)
     assert match, stderr
-    return int(match.group(1)), told
+    return int(match.group(1)), report
 
 
 def check_failed(done, origin, *words):
     assert done.returncode == 1
     assert done.left_behind == ()
     assert "is done" not in done.stdout
-    # Each of the two others tells it once, if torchrun does not end it before.
+    # Each of the two others prints it once, unless torchrun ends it before.
     assert done.stderr.count(f"Error: rank {origin} failed") <= 2, done.stderr
     assert done.stderr.count(" failed:\n") == done.stderr.count(f"rank {origin} failed:\n")
     assert root_cause(done.stderr)[0] == origin, done.stderr
@@ -83,7 +83,7 @@ def test_a_killed_rank():
     assert "SIGKILL" in root_cause(done.stderr)[1]
 
 
-def test_a_rank_that_ends_early_and_well():
+def test_a_rank_that_ends_early_with_exit_code_0():
     done = run_script(job(between="if RANK == ILL: sys.exit(0)"), nproc=3)
 
     assert done.returncode == 1
@@ -93,7 +93,7 @@ def test_a_rank_that_ends_early_and_well():
     assert "rank 2 failed" not in done.stderr
 
 
-#: Forks, so that several jobs are one script. Every rank ends as a script does.
+#: One script runs several jobs, as forks. Every rank ends as a script does.
 REPEATED = """
 import os, socket, sys
 import torch, torch.distributed, torch.nn.functional as F
@@ -107,7 +107,7 @@ def run_rank():
     for _ in range(2):
         loss = stage.step(x, x)
     with torch.no_grad():
-        output = stage(x)  # the last transfers are under way when rank 0's script ends
+        output = stage(x)  # the last transfers are in transit when rank 0's script ends
     sys.exit(0)
 
 def free_port():

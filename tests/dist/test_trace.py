@@ -1,4 +1,4 @@
-"""A run that is recorded on all stages: one file, whose numbers are those of the statistics."""
+"""A run recorded on all stages: one file, whose numbers equal those of the statistics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def traced(bare: Any, folder: str) -> Any:
     torch.manual_seed(0)
     batch = torch.randn(8, 4), torch.randn(8, 4)
     options: dict[str, Any] = {"chunks": 4, "loss_fn": F.mse_loss}
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     path = Path(folder)
     with stage_of(bare, "a run", make_model(), [2, 3], trace=path / "run.json", **options) as stage:
         stage.step(*batch)
@@ -53,10 +53,10 @@ def traced(bare: Any, folder: str) -> Any:
         F.mse_loss(output, batch[1].to(stage.device)).backward()
         assert stage.statistics().split is None
         stage.step(*batch)
-        told["report"] = stage.report()
-        told["split"] = stage.statistics().split
+        results["report"] = stage.report()
+        results["split"] = stage.statistics().split
     if bare.rank == 0:
-        told["file"] = json.loads((path / "run.json").read_text())
+        results["file"] = json.loads((path / "run.json").read_text())
 
     model = nn.Sequential(nn.Linear(4, 4), Boom())
     options["checkpoint"] = "never"
@@ -65,16 +65,16 @@ def traced(bare: Any, folder: str) -> Any:
     with pytest.raises((KeyError, RemoteStageError), match="boom"):
         stage.step(*batch)
     if bare.rank == 0:
-        told["failed"] = json.loads((path / "boom.json").read_text())
+        results["failed"] = json.loads((path / "boom.json").read_text())
 
     only_here: dict[str, Any] = {"trace": path / "one.json"} if bare.rank == 0 else {}
     stage = Stage(make_model(), [2, 3], world=world_of(bare, "one"), **only_here, **options)
     with pytest.raises(DisagreementError, match="trace is True on rank 0 and False on rank 1"):
         stage.step(*batch)
-    return told
+    return results
 
 
-def test_a_run_is_recorded_and_so_is_one_that_fails(ranks: Any, tmp_path: Path) -> None:
+def test_a_run_and_a_failed_run_are_recorded(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks(2).run(traced, str(tmp_path), world=False).values()
     recording = from_chrome(first["file"])
     last = recording.step()
@@ -89,20 +89,20 @@ def test_a_run_is_recorded_and_so_is_one_that_fails(ranks: Any, tmp_path: Path) 
     assert len(recording.layer_s) == (0 if is_on_gpus() else 5)  # host times
     assert all(seconds > 0 for seconds in recording.layer_s)
 
-    # 4 activations, targets and gradients, and the loss; each is posted before it is taken, but for
-    # what the clocks are off.
+    # 4 activations, targets and gradients, and the loss. Each is posted before it is taken, within
+    # the error of the clocks.
     assert len(last.hops) == 13
     error_s = recording.clock_error_s
     assert 0 < error_s < 0.1
     assert all(hop.posted_s <= hop.taken_s + error_s for hop in last.hops)
     assert {hop.num_bytes for hop in last.hops} == {2 * 4 * 4, 4}
 
-    # The page's numbers are those of the statistics; only the clocks were read anew.
-    for told, one in zip((first, second), split(last), strict=True):
-        assert told["split"].stage == one.stage
-        assert told["split"].busy_s == pytest.approx(one.busy_s, abs=1e-6)
-        assert told["split"].step_s == pytest.approx(one.step_s, abs=4 * error_s)
-        assert told["split"].bubble_s == pytest.approx(one.bubble_s, abs=1e-6)
+    # The file's numbers equal those of the statistics, except for a later reading of the clocks.
+    for results, recorded in zip((first, second), split(last), strict=True):
+        assert results["split"].stage == recorded.stage
+        assert results["split"].busy_s == pytest.approx(recorded.busy_s, abs=1e-6)
+        assert results["split"].step_s == pytest.approx(recorded.step_s, abs=4 * error_s)
+        assert results["split"].bubble_s == pytest.approx(recorded.bubble_s, abs=1e-6)
     assert first["report"] == second["report"]
     assert "the last step:" in first["report"]
 

@@ -1,4 +1,4 @@
-"""A user's own schedule: plans that are wrong, fail later or differ between ranks, and misfits."""
+"""A user's own schedule: plans that are wrong, fail later or differ between ranks; bad balances."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.on_gpus
 
 
 def check_misfits(bare: Any) -> None:
-    for balance, schedule, told in (
+    for balance, schedule, message in (
         ([3, 6], "zb-v", "makes 2 partitions for 2 processes, but schedule='zb-v' needs two"),
         (
             [3, 3, 3],
@@ -42,16 +42,16 @@ def check_misfits(bare: Any) -> None:
         ([1, 2, 3, 3], two_at_a_time, r"4 partitions, but the plan of schedule\(1, 2\) has 2"),
         (None, "zb-v", r"for instance balance=\[2, 2, 2, 3\]"),
     ):
-        with pytest.raises((ValueError, IndexError), match=told):
-            Stage(make_model(), balance, schedule=schedule, world=world_of(bare, told))
+        with pytest.raises((ValueError, IndexError), match=message):
+            Stage(make_model(), balance, schedule=schedule, world=world_of(bare, message))
 
 
-def test_a_balance_that_does_not_fit_the_schedule_is_told(ranks):
+def test_a_balance_that_does_not_fit_the_schedule_is_reported(ranks):
     ranks(2).run(check_misfits, world=False).values()
 
 
-def well_for_one(m: int, n: int) -> Plan:
-    """A user's plan that is right for one micro-batch only."""
+def valid_for_one(m: int, n: int) -> Plan:
+    """A user's plan that is valid for one micro-batch only."""
     if m == 2:
         raise ZeroDivisionError("no plan for two")
     plan = two_at_a_time(m, n)
@@ -60,7 +60,7 @@ def well_for_one(m: int, n: int) -> Plan:
 
 def fail_later(bare: Any, size: int) -> tuple[str, str]:
     data = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
-    options: Any = {"schedule": well_for_one, "loss_fn": F.cross_entropy}
+    options: Any = {"schedule": valid_for_one, "loss_fn": F.cross_entropy}
     stage = Stage(make_model(), [3, 6], world=world_of(bare, f"{size}"), **options)
     stage.step(*data)
     stage.chunks = size
@@ -70,22 +70,22 @@ def fail_later(bare: Any, size: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("size", "error", "told"),
+    ("size", "error", "message"),
     [
         (2, "ZeroDivisionError", "no plan for two"),
         (3, "PlanError", "F0@1 in cycle"),
     ],
 )
-def test_a_users_schedule_that_fails_later_ends_all_ranks(ranks, size, error, told):
-    (own, text), (others, others_text) = ranks(2).run(fail_later, size, world=False).values()
-    assert (own, others) == (error, "RemoteStageError")
-    assert told in text
-    assert f"stage 0 (rank 0), in step(): {error}" in others_text
-    assert told in others_text
+def test_a_users_schedule_that_fails_later_ends_all_ranks(ranks, size, error, message):
+    (origin, text), (victim, report) = ranks(2).run(fail_later, size, world=False).values()
+    assert (origin, victim) == (error, "RemoteStageError")
+    assert message in text
+    assert f"stage 0 (rank 0), in step(): {error}" in report
+    assert message in report
 
 
 def differ(bare: Any) -> str:
-    """Ranks whose functions place the layers otherwise."""
+    """Use functions that place the layers differently on the two ranks."""
     schedule = two_in_a_loop if bare.rank == 0 else two_in_a_fold
     options: Any = {"schedule": schedule, "loss_fn": F.cross_entropy}
     stage = Stage(make_model(), BALANCES[4], world=world_of(bare, "differ"), **options)
@@ -102,12 +102,12 @@ def two_in_a_fold(m: int, n: int) -> Plan:
     return gpipe(m, n, placement=folded(2 * n, n))
 
 
-def test_users_schedules_that_differ_between_ranks_are_told_on_all(ranks):
-    for told in ranks(2).run(differ, world=False).values():
-        assert "placement is [0, 1, 0, 1] on rank 0 and [0, 1, 1, 0] on rank 1" in told
+def test_users_schedules_that_differ_between_ranks_are_reported_on_all(ranks):
+    for message in ranks(2).run(differ, world=False).values():
+        assert "placement is [0, 1, 0, 1] on rank 0 and [0, 1, 1, 0] on rank 1" in message
 
 
-def test_a_users_plan_with_several_partitions_a_stage_is_the_plain_model(ranks):
+def test_a_users_plan_with_several_partitions_per_stage_equals_the_plain_model(ranks):
     for schedule in (two_in_a_loop, two_in_a_fold):
         ranks(2).run(check_reversed, schedule, world=False).values()
 
@@ -133,7 +133,7 @@ def upside_down(m: int, n: int) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "error", "told"),
+    ("schedule", "error", "message"),
     [
         (upside_down, PlanError, "F0@1 in cycle 0 needs 'activation 0: 0->1'"),
         (backward_first, PlanError, "a plan without forward tasks"),
@@ -147,7 +147,7 @@ def upside_down(m: int, n: int) -> Plan:
         (7, TypeError, "schedule is 7, but must be a str or a function"),
     ],
 )
-def test_what_is_no_schedule_is_refused(schedule, error, told):
+def test_an_invalid_schedule_is_refused(schedule, error, message):
     n = 2 if schedule is upside_down else 1
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         verify(schedule_of(schedule).plan(2, tuple(range(n)), ()), Routes(n))

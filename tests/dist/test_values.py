@@ -27,7 +27,7 @@ def check_values(bare, balance):
     table, x, mask = rows(4), rows(7), (rows(7) > 0)[:, 0]
     model = named(
         first=Do(lambda x, mask, table, scale: (x @ table * scale, mask, "name"), learns=True),
-        # One layer, however many it is made of.
+        # One layer of the model, made of several.
         nested=nn.Sequential(
             Do(lambda t: (torch.tanh(t[0]), *t[1:])),
             nn.Sequential(Do(lambda t: (t[0] * t[1][:, None], t[2], len(t[0])))),
@@ -59,17 +59,17 @@ def check_values(bare, balance):
                 # A batch smaller than chunks makes as many micro-batches as it has samples.
                 small = (x[:2], mask[:2], *inputs[2:])
                 assert stage.fetch(stage(*small))["size"] == [1, 1]
-                # One micro-batch's output is given as it is.
+                # The output of a single micro-batch is returned unchanged.
                 assert stage.fetch(stage(x[:1], mask[:1], *inputs[2:]))["size"] == 1
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=str)
-def test_values_of_every_kind_go_in_and_come_out(ranks, balance):
+def test_values_of_every_kind_as_inputs_and_outputs(ranks, balance):
     ranks(len(balance)).run(check_values, balance, world=False).values()
 
 
 def check_tuples_as_one_input(bare, balance):
-    """A pair, and a tuple of one, given as one input, are one argument of the first layer."""
+    """A pair or a 1-tuple, passed as one input, is one argument of the first layer."""
     pair = named(first=Do(lambda t: (t[0] * 2, t[1] + 1)), last=Do(lambda t: (t[1], t[0])))
     single = named(first=Do(lambda t: (t[0] * 2,)), last=Do(lambda t: t))
     a, b = rows(5), rows(5)[:, :2]

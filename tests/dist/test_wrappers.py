@@ -1,4 +1,4 @@
-"""Data parallelism around a stage, or inside it, is refused; gradients of DTensors are clipped."""
+"""Data parallelism around or inside a stage is refused; gradients of DTensors are clipped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.dist.stages import assert_same, world_of
 
 @contextmanager
 def process_group(bare: Any) -> Iterator[None]:
-    """Give torch's default process group, of all ranks of the run."""
+    """Make torch's default process group, with all ranks of the run."""
     store = dist.PrefixStore("default group", bare.store)
     dist.init_process_group("gloo", store=store, rank=bare.rank, world_size=bare.num_ranks)
     try:
@@ -97,16 +97,16 @@ def wrapper(name):
 
 
 def try_to_wrap(bare, where, name):
-    """Wrap something; DDP of one rank, since it waits for ranks with the same layers."""
+    """Wrap a model, a stage or a layer; DDP with one rank, since it waits for equal layers."""
 
     def stage_of(model):
         return Stage(model, [1, 1], chunks=2, loss_fn=F.mse_loss, world=world_of(bare, "stage"))
 
     with process_group(bare):
-        WHERE[where](stage_of, in_a_group_of_its_own(wrapper(name)))
+        WHERE[where](stage_of, in_its_own_group(wrapper(name)))
 
 
-def in_a_group_of_its_own(wrap):
+def in_its_own_group(wrap):
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     if wrap is nn.parallel.DistributedDataParallel:
         return lambda module: wrap(module, process_group=groups[dist.get_rank()])
@@ -120,7 +120,7 @@ def test_ddp_is_refused(ranks, where):
         assert "There is no data parallelism beside the pipeline yet" in failure.text
 
 
-# Around the whole stage it passes the input on where there are no GPUs, which is right.
+# Around the whole stage without GPUs it only forwards the input, which is correct.
 @pytest.mark.parametrize("where", sorted(WHERE.keys() - {"wrapped_whole"}))
 def test_data_parallel_is_refused(ranks, where):
     name = "DataParallel"
@@ -137,7 +137,7 @@ def test_data_parallel_on_gpus_makes_no_copies_of_a_stage():
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "told"),
+    ("where", "name", "message"),
     [
         ("wrapped_before", "FSDP", "FullyShardedDataParallel"),
         ("wrapped_whole", "FSDP", "the Stage was given to"),
@@ -147,17 +147,17 @@ def test_data_parallel_on_gpus_makes_no_copies_of_a_stage():
         ("wrapped_after", "fully_shard", "only one process runs a layer"),
     ],
 )
-def test_sharding_and_replication_are_refused(ranks, where, name, told):
+def test_sharding_and_replication_are_refused(ranks, where, name, message):
     for failure in ranks(2).run(try_to_wrap, where, name, world=False).errors():
         assert failure.type == "TypeError", failure.text
-        assert told in failure.text
+        assert message in failure.text
 
 
 # -- clipping --------------------------------------------------------------------------------------
 
 
 def clip_sharded(bare, norm_type):
-    """Train one whole model over two processes, each of which has a part of each parameter."""
+    """Train one whole model on two processes, each of which has a shard of each parameter."""
     from torch.distributed.fsdp import fully_shard
 
     torch.set_default_dtype(torch.float64)
@@ -167,7 +167,7 @@ def clip_sharded(bare, norm_type):
     world = World(rank=0, num_ranks=1, store=store, device=bare.device, timeout_s=bare.timeout_s)
     with process_group(bare):
         fully_shard(model[0], mesh=init_device_mesh("cpu", (bare.num_ranks,)))
-        model[1].bfloat16()  # a gradient of another dtype beside, in one process
+        model[1].bfloat16()  # gradients of two dtypes
         plain[1].bfloat16()
         model.insert(1, Cast(torch.bfloat16))
         plain.insert(1, Cast(torch.bfloat16))
@@ -202,6 +202,6 @@ def loss_fn(output, target):
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(ranks, norm_type):
+def test_the_norm_of_a_sharded_gradient_equals_the_whole_gradients_norm(ranks, norm_type):
     first, second = ranks(2).run(clip_sharded, norm_type, world=False).values()
     assert first == second > 0.1

@@ -1,7 +1,7 @@
 """The process behind one rank of the pool: runs one function after another until it is stopped.
 
-It is started by tests/dist/pool.py with the arguments <rank> <store's port> <file for stacks>, and
-speaks pickle with it over a pipe that is its standard input (this is test code on one machine).
+tests/dist/pool.py starts it with the arguments <rank> <store's port> <file for stacks>, and
+exchanges pickles with it over a pipe that is its standard input (this is test code on one machine).
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-#: How much longer than its time limit a run may last before the process ends itself: only
-#: matters if the parent is gone.
+#: How much longer than its time limit a run may last before the process ends itself. Only used
+#: if the parent has ended.
 GRACE_S = 20.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run, as sent to each rank.
+    """The message that starts a run on each rank.
 
     Attributes:
         number: counts the runs of a pool; names the run's part of the store.
-        devices: of each rank that takes part.
-        call: pickled ``(function, args, kwargs)``; apart, so that a failure to load it is told.
+        devices: of all ranks that take part.
+        call: pickled ``(function, args, kwargs)``; pickled separately, so that a failure to load
+            it is an outcome.
         timeout_s: the run's time limit.
         world_timeout_s: the time limit that the world is built with.
         world: pass a ``procpipe.job.world.World``, or a :class:`BareWorld` if false.
@@ -57,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True)
 class BareWorld:
-    """Has the attributes of a ``World`` and does nothing; for tests that need no more."""
+    """Has the attributes of a ``World`` and does nothing; for tests that need only those."""
 
     rank: int
     num_ranks: int
@@ -74,11 +75,12 @@ def main() -> None:
     """Serve jobs until the pipe ends."""
     rank, port = map(int, sys.argv[1:3])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr] # for last words
+    # So that nothing printed is lost when the process is killed.
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     pipe = Connection(os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    # The parent asks for stacks with SIGABRT; a crash writes them too.
+    # The parent requests stacks by SIGABRT; a crash writes them too.
     with open(sys.argv[3], "w") as stacks:
         faulthandler.enable(file=stacks, all_threads=True)
         store = _connect(port)
@@ -87,7 +89,7 @@ def main() -> None:
             try:
                 job = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                # Whatever the tests left in this process must not delay or fail its end.
+                # At once: objects left over from tests must not delay or fail the end.
                 os._exit(0)
             faulthandler.dump_traceback_later(job.timeout_s + GRACE_S, exit=True, file=stacks)
             outcome = _run(job, rank, store)

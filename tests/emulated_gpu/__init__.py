@@ -1,7 +1,7 @@
-"""An emulated GPU: PyTorch's CUDA build runs on a machine that has none. README.md says how.
+"""An emulated GPU: PyTorch's CUDA build runs on a machine without a GPU. See README.md.
 
-``build()`` compiles it, ``environment()`` returns the variables for a process that shall use it.
-Imports no torch: what runs on emulated GPUs is another process.
+``build()`` compiles it, ``environment()`` returns the variables for a process that uses it. This
+module does not import torch: other processes run on emulated GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KERNELS = _SOURCES / "kernels.cpp"
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compile what has changed, with g++; the first time about a minute.
+    """Compile with g++ if the sources have changed; takes about a minute.
 
     Processes may call this at the same time: one compiles, the others wait for it.
 
@@ -30,7 +30,7 @@ def build(folder: Path | None = None) -> Path:
         folder: where the libraries go; by default emulated_gpu/ in this Python's environment.
 
     Returns:
-        The library that is to be loaded before all others, libcuda.so.1.
+        The library that must be loaded before all others, libcuda.so.1.
 
     Raises:
         RuntimeError: g++ or a CUDA build of torch is missing, or the sources do not compile.
@@ -67,13 +67,13 @@ def environment(
     folder: str | Path | None = None,
     **settings: int | str,
 ) -> dict[str, str]:
-    """Return the variables with which a new process has emulated GPUs.
+    """Return the environment variables that give a new process emulated GPUs.
 
     Args:
         gpus: how many.
         seed: of the delays and of the choice of starved streams.
-        library: what ``build`` returned; by default it is called.
-        folder: where processes that share these GPUs find one another: each run's own.
+        library: the result of ``build``, which is called by default.
+        folder: for files of the processes that share these GPUs; give each run its own.
         settings: others, as in README.md: ``delay_us=300`` is EMULATED_GPU_DELAY_US.
     """
     library = build() if library is None else library
@@ -81,17 +81,17 @@ def environment(
     if folder is not None:
         settings["folder"] = str(folder)
     return {
-        # By its name, which is found below the next variable: a space ends a path here, not there.
+        # By name, found by LD_LIBRARY_PATH: LD_PRELOAD cannot have a path with a space.
         "LD_PRELOAD": _before(library.name, "LD_PRELOAD"),
         "LD_LIBRARY_PATH": _before(str(library.parent), "LD_LIBRARY_PATH"),
-        # Else the last digits of MKL's products depend on where their factors are in memory.
+        # Otherwise the last digits of MKL's products depend on the addresses of their factors.
         "MKL_CBWR": os.environ.get("MKL_CBWR", "COMPATIBLE"),
         **{f"EMULATED_GPU_{name.upper()}": str(value) for name, value in settings.items()},
     }
 
 
 def _before(entry: str, variable: str) -> str:
-    """Return a list of paths, with another one in front of those that the variable has."""
+    """Return the paths of a variable, with another one in front."""
     return ":".join([entry, *filter(None, [os.environ.get(variable)])])
 
 
@@ -109,7 +109,7 @@ def _site_packages() -> Path:
 
 
 def _digest(*paths: Path) -> str:
-    """Return a name for what is made from files, wherever they are."""
+    """Return a name that depends only on the contents of files."""
     texts = [path.read_bytes() for path in paths if path.is_file() and path.suffix != ".pyc"]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 

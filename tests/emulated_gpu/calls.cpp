@@ -1,5 +1,5 @@
 // The other calls of the CUDA runtime and driver: devices, contexts, kernels, memory that streams
-// write and wait for. What is not here resolves to the real libraries, which find no GPU.
+// write and wait for. Other calls resolve to the real libraries, which find no GPU.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kFirstBus = 0xe0;  // of the PCI addresses
 
-// Devices of this thread's contexts, the last is current; never destroyed, since CUDA is used until
+// Devices of this thread's contexts; the last is current. Never destroyed, since CUDA is used until
 // the process ends.
 thread_local std::vector<int>& contexts = *new std::vector<int>;
 
@@ -29,7 +29,7 @@ void make_current(int device) {
   contexts.back() = device;
 }
 
-// A primary context is its device's number and 1.
+// A primary context is its device's number plus 1.
 CUcontext context_of(int device) { return (CUcontext)(uintptr_t)(device + 1); }
 
 int device_of_context(CUcontext context) {
@@ -94,7 +94,7 @@ void need_context() {
 
 using namespace emulated;
 
-// Calls that only succeed, whatever their arguments are.
+// Calls that only succeed, with any arguments.
 #define SUCCEEDS(name)                                                  \
   extern "C" EMULATED long succeed_##name() __asm__(#name);             \
   extern "C" long succeed_##name() { return 0; }
@@ -110,7 +110,7 @@ SUCCEEDS(__cudaPushCallConfiguration)
 SUCCEEDS(__cudaPopCallConfiguration)
 SUCCEEDS(__cudaGetKernel)
 
-// An emulated operator launches no kernel: what does would be computed by nobody.
+// An emulated operator launches no kernel, so a launch would compute nothing.
 #define REFUSES(name)                                                                          \
   extern "C" EMULATED cudaError_t refuse_##name() __asm__(#name);                              \
   extern "C" cudaError_t refuse_##name() {                                                     \
@@ -172,7 +172,7 @@ RUNTIME cudaDeviceEnablePeerAccess(int peer, unsigned) {
   });
 }
 
-// ---- graphs: nothing is ever captured -----------------------------------------------------------
+// ---- graphs: no stream is ever captured ---------------------------------------------------------
 
 RUNTIME cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   return *status = cudaStreamCaptureStatusNone, cudaSuccess;
@@ -226,7 +226,7 @@ DRIVER cuStreamWaitValue64_v2(CUstream handle, CUdeviceptr address, cuuint64_t v
   });
 }
 
-// How torch and others find the driver's calls.
+// Torch and others look up the driver's calls here.
 RUNTIME cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
                                          unsigned long long,
                                          cudaDriverEntryPointQueryResult* result) {

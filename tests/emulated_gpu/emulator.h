@@ -1,4 +1,4 @@
-// What the parts of the emulated GPU share. README.md beside this file says what is emulated.
+// Common declarations of the emulated GPU. README.md beside this file says what is emulated.
 //
 // settings.cpp, streams.cpp, memory.cpp, calls.cpp and nccl.cpp make libcuda.so.1, which is loaded
 // before torch (LD_PRELOAD). kernels.cpp makes libkernels.so, which needs torch's libraries: the
@@ -35,52 +35,52 @@ struct Settings {
 };
 EMULATED const Settings& settings();
 
-// A number that depends on the seed, the rank and what it is for, and on nothing else.
+// A number that depends only on the seed, the rank and the arguments.
 EMULATED uint64_t seeded(uint64_t what, uint64_t number);
 
-// Thrown where a call of CUDA or NCCL fails: `call` returns the number and keeps the text.
+// Thrown when a call of CUDA or NCCL fails: `call` returns the number and keeps the text.
 struct Error {
   int number;
   std::string text = "";
 };
 
-// Thrown on, unless this process can use CUDA. Opens libkernels.so.
+// Throws unless this process can use CUDA. Opens libkernels.so.
 void begin();
-// What a failed call returns; noted for cudaGetLastError and cudaGetErrorString of this thread.
+// The result of a failed call; kept for this thread's cudaGetLastError and cudaGetErrorString.
 int end(const Error&);
 
-// Both APIs number their errors alike.
+// The runtime and the driver use the same error numbers.
 struct Result {
   int number;
   operator cudaError_t() const { return cudaError_t(number); }
   operator CUresult() const { return CUresult(number); }
 };
 
-// What most emulated calls consist of: cudaFree(void* address) { return call([&] { … }); }
+// Runs the body of an emulated call: cudaFree(void* address) { return call([&] { … }); }
 template <class Body>
 Result call(Body body) {
   try {
     begin();
     body();
-    begin();  // again: what it waited for may have failed
+    begin();  // again: work that the body waited for may have failed
     return {cudaSuccess};
   } catch (const Error& error) {
     return {end(error)};
   }
 }
 
-// A fault that a real GPU reports with a later call: printed, once; every later call fails.
+// A fault that a real GPU reports with a later call: printed once; every later call fails.
 EMULATED void fail(cudaError_t, const std::string& what);
 
-// Of this process, cudaSuccess if none; cudaErrorCudartUnloading as it ends. Whatever waits in a
-// stream's thread stops then.
+// The failure of this process, cudaSuccess if none; cudaErrorCudartUnloading as it ends. Waits in
+// streams' threads then stop.
 EMULATED cudaError_t failure();
 
 // ---- streams.cpp --------------------------------------------------------------------------------
 
 struct Stream;
 
-// The end of a stream's operation of this number, counted from 1. No stream: reached already.
+// The end of a stream's operation with this number, counted from 1. No stream: reached already.
 struct Point {
   Stream* stream = nullptr;
   uint64_t number = 0;
@@ -90,27 +90,27 @@ struct Point {
 EMULATED Stream* stream_of(void* handle);
 int device_of(Stream*);
 
-// Do something on a stream after all that was queued there before, and after points of others. It
-// may wait, in the stream's thread, without a lock that others need. Dropped after a failure.
+// Queue a function on a stream, also after points of other streams. It runs in the stream's thread
+// without a lock, and may wait. Dropped after a failure.
 EMULATED Point enqueue(Stream*, std::function<void()>, std::vector<Point> after = {});
 Point last_point(Stream*);
 
 // Wait in the calling thread until all points are reached, or a failure.
 void wait_for(const std::vector<Point>&);
 
-// Wait for all that is queued; a synchronization of the host, which is counted.
+// Wait for all queued work; a synchronization of the host, which is counted.
 EMULATED void synchronize(Stream*);
 void synchronize_device(int device, bool counted = true);
 void count_synchronization();
 
-void wake_all();      // so that all that waits looks at failure()
+void wake_all();      // so that all waiting threads check failure()
 void stop_streams();  // as the process ends
 
 // ---- memory.cpp ---------------------------------------------------------------------------------
 
 constexpr int kHost = -1, kUnknown = -2;  // devices of pinned memory, and of other memory
 
-// Device memory as other processes find it: this file of that process, from this offset.
+// Device memory as other processes open it: a file of a process, from this offset.
 struct Piece {
   int pid, file;
   size_t offset;
@@ -122,13 +122,13 @@ bool read_piece(const Piece&, void* to, size_t bytes);       // false: its proce
 
 // ---- calls.cpp ----------------------------------------------------------------------------------
 
-// GPUs are known by their number on the machine everywhere but in arguments of calls.
+// GPUs are numbered as on the machine everywhere except in arguments of calls.
 int current_device();
 int device_at(int index);  // throws, if this process has no such GPU
 int index_of(int device);  // -1, if this process does not see it
 std::string pci_address(int device);
 
-// The driver's calls need a context of the thread, which the runtime's make.
+// The driver's calls need a context of the thread, which the runtime's calls create.
 void need_context();
 
 template <class Body>

@@ -1,4 +1,4 @@
-// ATen's CUDA operators, computed by the CPU's operators of the same name, in stream order.
+// ATen's CUDA operators, computed by the CPU's operators with the same name, in stream order.
 //
 //     caller's thread                                  stream's thread
 //     1  check devices, draw a random seed
@@ -8,10 +8,9 @@
 //                                                      6  the CPU's operator
 //                                                      7  copy its results into the outputs
 //
-// Shapes are kept for the next call. Between 4 and 7 nothing refers to the tensors themselves:
-// memory that is freed or overwritten too early gives wrong values, as it does on a GPU. Where
-// shapes depend on values (nonzero, a boolean index), the caller waits for the stream, as CUDA's
-// operators do.
+// Shapes are kept for the next call. Between 4 and 7 there are no references to the tensors:
+// memory that is freed or overwritten too early gives wrong values, as on a GPU. If shapes depend
+// on values (nonzero, a boolean index), the caller waits for the stream, as CUDA's operators do.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/CompositeImplicitAutogradFunctions.h>
@@ -44,7 +43,7 @@ using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-// Operators run here are below autograd, autocast and Python's overrides, and warn nobody again.
+// Operators run here are below autograd, autocast and Python's overrides, and repeat no warnings.
 struct Below : c10::WarningHandler {
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
@@ -59,7 +58,7 @@ struct Below : c10::WarningHandler {
 
 // ---- tensors as addresses -----------------------------------------------------------------------
 
-// Where a tensor is and how it is laid out, without a reference to it.
+// A tensor's address and layout, without a reference to it.
 struct Place {
   explicit Place(const Tensor& t)
       : data(t.is_cuda() ? t.data_ptr() : nullptr), dtype(t.scalar_type()), sizes(t.sizes()),
@@ -88,14 +87,14 @@ struct Place {
 };
 
 Tensor empty_as(const Tensor& t, c10::Device device) {
-  if (device.is_cuda()) {  // below what factory functions are for Python
+  if (device.is_cuda()) {  // below the factory functions that Python can override
     auto type = t.scalar_type();
     return Tensor(at::detail::empty_strided_cuda(t.sizes(), t.strides(), type, device));
   }
   return at::empty_strided(t.sizes(), t.strides(), t.options().device(device));
 }
 
-// Replace each defined tensor of a stack, also in lists; lists are made anew, never changed.
+// Replace each defined tensor of a stack, also in lists; lists are replaced, never changed.
 template <class F>
 void replace_tensors(Stack& stack, const F& f) {
   auto of = [&](size_t i, const Tensor& t) { return t.defined() ? f(i, t) : t; };
@@ -124,7 +123,7 @@ void for_tensors(const Stack& stack, const F& f) {
 
 // ---- one operator -------------------------------------------------------------------------------
 
-// What the schema says of an operator.
+// The properties of an operator from its schema.
 struct Traits {
   explicit Traits(const OperatorHandle& op) : name(c10::toString(op.operator_name())) {
     const auto& arguments = op.schema().arguments();
@@ -152,10 +151,10 @@ struct Traits {
   std::string name;
   std::set<size_t> written;  // arguments that it writes to
   std::set<size_t> numbers;  // arguments that are numbers of any type
-  std::vector<int> returns;  // the argument that is returned, or -1: something new
-  int generator = -1;        // the argument that gives random numbers
+  std::vector<int> returns;  // the argument that is returned, or -1 for a new value
+  int generator = -1;        // the argument that is a generator of random numbers
   bool indexed = false;      // takes a list of indices
-  bool dynamic;              // returns what depends on values, or is no tensor
+  bool dynamic;              // its results' shapes depend on values, or are not tensors
   bool computable;
 };
 
@@ -164,7 +163,7 @@ void run_on_cpu(const OperatorHandle& op, const Traits& traits, Stack& stack, ui
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
 }
 
-// What waits in a stream.
+// An operator that is queued in a stream.
 struct Launch {
   OperatorHandle op;
   const Traits& traits;
@@ -206,7 +205,7 @@ Stream* current_stream(c10::Device device) {
   return stream_of(c10::cuda::getCurrentCUDAStream(device.index()).stream());
 }
 
-// The tensors' device; one for all of them, apart from numbers and indices, which may be the CPU's.
+// The device of all tensors, except for numbers and indices, which may be on the CPU.
 c10::Device device_of(const Traits& traits, const Stack& stack) {
   std::optional<c10::Device> device;
   auto same = [&](c10::Device other) {
@@ -236,7 +235,7 @@ Stack arguments_for(const Traits& traits, const Stack& stack, c10::DeviceType de
   return copy;
 }
 
-// A number that depends on the state of the device's generator, which moves on.
+// A number from the state of the device's generator, which is advanced.
 uint64_t draw(const Traits& traits, const Stack& stack, c10::Device device) {
   if (traits.generator < 0) return 0;
   const IValue& value = stack[traits.generator];
@@ -260,8 +259,8 @@ bool needs_values(const Traits& traits, const Stack& stack) {
   return mask && !(traits.written.count(0) && stack[2].toTensor().numel() == 1);
 }
 
-// Memory that the allocator may hand out again is overwritten, in the order of the stream that it
-// belongs to: what still reads or writes it elsewhere lacks a record_stream or a wait.
+// Overwrite memory that the allocator may reuse, in the order of the stream that it belongs to:
+// other streams that still read or write it lack a record_stream or a wait.
 void poison_freed_memory() {
   static std::once_flag once;
   if (!settings().poison || !c10::cuda::CUDACachingAllocator::get()->initialized()) return;
@@ -373,7 +372,7 @@ class Kernel final : public c10::OperatorKernel {
     return shapes.results;
   }
 
-  // All that shapes depend on; numbers only where there are no tensors to read (arange).
+  // All that shapes depend on; numbers only if there are no tensors to read (arange).
   std::string key_of(const Stack& args) const {
     std::string key;
     auto add = [&](std::initializer_list<int64_t> numbers, at::IntArrayRef list = {}) {
@@ -402,7 +401,7 @@ class Kernel final : public c10::OperatorKernel {
     return key;
   }
 
-  // By the CPU's operator on zeros, which is what will run. Where zeros are not valid, by the meta
+  // By the CPU's operator, as in the stream, but on zeros. If zeros are not valid, by the meta
   // kernel; most are Python's, and their first call imports torch._dynamo: a second of CPU time.
   Shapes new_shapes(const OperatorHandle& op, const Stack& args) const {
     try {
@@ -442,9 +441,9 @@ class Kernel final : public c10::OperatorKernel {
   std::unordered_map<std::string, Shapes> known_;
 };
 
-// ---- operators that need more than the CPU's of the same name -----------------------------------
+// ---- operators for which the CPU's of the same name is not enough -------------------------------
 
-// Between devices torch's own, where it is a memcpy.
+// Between devices torch's own copy, which is a memcpy.
 class Copy final : public c10::OperatorKernel {
  public:
   explicit Copy(const OperatorHandle& op) : on_one_device_(op) {}
@@ -468,7 +467,7 @@ class Copy final : public c10::OperatorKernel {
   Kernel on_one_device_;
 };
 
-// The CPU's takes its random numbers from no generator that it is given.
+// The CPU's native_dropout has no argument for a generator.
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p,
                                           std::optional<bool> train) {
   if (input.numel() == 0 || p == 0 || !train.value_or(true))
@@ -477,7 +476,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p,
   return {input.mul(mask).mul_(p == 1 ? 0. : 1 / (1 - p)), mask};
 }
 
-// CUDA's has a backward of its own, which the CPU has not.
+// CUDA's has its own backward, which the CPU lacks.
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, at::IntArrayRef shape,
                                     const std::optional<Tensor>& weight,
                                     std::optional<double> eps) {
@@ -486,11 +485,11 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, at::IntArrayRef shape,
 
 // ---- registration -------------------------------------------------------------------------------
 
-// torch's own: they make views and memory, read a value by a memcpy, or look at settings.
+// torch's own: they make views and memory, read a value by a memcpy, or read settings.
 const std::set<std::string> kept = {
     "empty", "empty_strided", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory",
     "_local_scalar_dense", "is_set_to", "_fused_sdp_choice"};
-// ATen has these for all devices, and would choose a kernel of CUDA's or cuDNN's below them.
+// ATen's versions for all devices would choose kernels of CUDA or cuDNN.
 const std::vector<std::string> added = {"convolution", "convolution_backward", "copy_",
                                         "conj_physical_"};
 
@@ -506,7 +505,7 @@ c10::KernelFunction kernel_of(const OperatorHandle& op) {
 }
 
 void override_operators() {
-  Below quiet;  // that kernels are registered again
+  Below quiet;  // no warning that kernels are registered again
   auto& dispatcher = c10::Dispatcher::singleton();
   static std::vector<c10::RegistrationHandleRAII> registrations;
   constexpr auto kCuda = c10::DispatchKey::CUDA;

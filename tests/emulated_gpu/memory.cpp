@@ -29,10 +29,10 @@ constexpr size_t kArena = size_t(1) << 42;  // addresses for device memory of on
 constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 struct Block {
-  size_t size;     // as asked for
+  size_t size;     // as requested
   int device;      // kHost for pinned memory
   int file;
-  char* mapping;   // whole pages; the block ends where they end, but for its alignment
+  char* mapping;   // whole pages; the block ends where they end, except for its alignment
   size_t mapped;   // bytes of these pages
   bool opened;     // memory of another process
 };
@@ -49,7 +49,7 @@ State& state() {
 
 // ---- the limit, over all processes --------------------------------------------------------------
 
-// What a process uses of each GPU's memory; counts as long as the process lives.
+// A process's use of each GPU's memory; counts as long as the process lives.
 struct Row {
   std::atomic<int> pid;
   std::atomic<size_t> bytes[kMostGpus];
@@ -101,7 +101,7 @@ struct OneProcessAtATime {
   ~OneProcessAtATime() { flock(table().file, LOCK_UN); }
 };
 
-// Take bytes of a GPU's memory, unless that is more than it has.
+// Take bytes of a GPU's memory, if it has enough.
 void take(int device, size_t bytes) {
   static std::mutex threads;
   Guard lock(threads);
@@ -113,7 +113,7 @@ void take(int device, size_t bytes) {
 
 // ---- blocks -------------------------------------------------------------------------------------
 
-// Map pages behind the last ones, with an unusable one before and after them.
+// Map pages after the last ones, with an unusable page before and after them.
 char* map_pages(size_t bytes, int file) {
   Guard lock(state().mutex);
   State& all = state();
@@ -132,8 +132,8 @@ char* map_pages(size_t bytes, int file) {
 
 using Found = std::map<const char*, Block>::iterator;
 
-// The block that a range begins in, with the lock held; the end, if there is none. Throws, if the
-// range is longer than the block.
+// The block that contains the start of a range, with the lock held; `end()` if there is none.
+// Throws if the range does not end in the block.
 Found find(const void* address, size_t bytes) {
   auto& blocks = state().blocks;
   auto found = blocks.upper_bound((const char*)address);
@@ -151,7 +151,7 @@ int locate(const void* address, size_t bytes) {
   return found == state().blocks.end() ? kUnknown : found->second.device;
 }
 
-// Bytes behind a block, with which writing there is unnoticed.
+// Bytes after a block where a write is not detected.
 size_t slack() { return settings().guard ? 0 : kPage; }
 
 void* keep(const Block& block) {
@@ -185,7 +185,7 @@ void* allocate(size_t size, int device) {
   }
 }
 
-// Free a block, or close memory of another process, when the GPU has done all that is queued.
+// Free a block, or close memory of another process, when the GPU has done all queued work.
 void release(void* address, bool host, bool opened) {
   if (!address) return;
   State& all = state();
@@ -209,8 +209,8 @@ void release(void* address, bool host, bool opened) {
 
 // ---- copies -------------------------------------------------------------------------------------
 
-// With memory that is not pinned, the host waits: to a device, until the data is in a buffer of the
-// driver; from a device, until it has arrived.
+// With memory that is not pinned, the host waits: for copies to a device until the data is in a
+// buffer of the driver; for copies from a device until the data has arrived.
 void copy(void* to, const void* from, size_t size, cudaMemcpyKind kind, Stream* stream) {
   const int target = locate(to, size), source = locate(from, size);
   const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
@@ -233,7 +233,7 @@ void copy(void* to, const void* from, size_t size, cudaMemcpyKind kind, Stream* 
 
 // ---- memory of other processes ------------------------------------------------------------------
 
-// What names memory to other processes; 64 bytes.
+// Identifies memory for other processes; 64 bytes.
 struct Handle {
   int pid, file, device;
   size_t size, mapped;
@@ -267,7 +267,7 @@ void* open_memory(const Handle& handle, unsigned flags) {
   if (handle.device != current_device() && !settings().peer_access)
     throw Error{cudaErrorPeerAccessUnsupported};
   const int file = open_file(handle.pid, handle.file, O_RDWR);
-  if (file < 0 || inode_of(file) != handle.inode) {  // freed, and perhaps its number used again
+  if (file < 0 || inode_of(file) != handle.inode) {  // freed; the file's number may be used again
     close(file);
     throw Error{cudaErrorInvalidValue};
   }

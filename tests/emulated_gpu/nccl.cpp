@@ -1,16 +1,16 @@
 // NCCL, as torch calls it.
 //
-// The ranks of a communicator share a board in memory, with a slot for each ordered pair of them.
-// What NCCL launches as one kernel is one function on a stream, which does all transfers of it:
+// The ranks of a communicator share a board in memory, with a slot for each ordered pair of ranks.
+// A kernel of NCCL is one function on a stream here, which does all its transfers:
 //
 //     sender                                       receiver
-//     1  writes what it sends, and where that is
-//        in its memory; the slot is full      ->   2  compares this with what it receives
+//     1  writes type, count and address of its
+//        data; the slot is full               ->   2  compares type and count with its own
 //                                                  3  copies from the sender's memory
-//     5  compares too, and ends               <-   4  writes what it receives; the slot is empty
+//     5  compares too, and ends               <-   4  writes its own; the slot is empty
 //
-// So a kernel holds its stream until its peers' kernels run; without them an abort ends it.
-// A communicator's object stays in memory after its abort, so that late calls find it closed.
+// So a kernel holds its stream until its peers' kernels run; without them only an abort ends it.
+// A communicator's object is kept after its abort, so that late calls find it closed.
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <nccl.h>
@@ -43,7 +43,7 @@ const char* const kTypes[] = {"int8",    "uint8",    "int32",      "uint32",
 const size_t kSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 const char* const kOperators[] = {"sum", "product", "maximum", "minimum", "average"};
 
-// What one side of a transfer does.
+// One side of a transfer.
 struct Offer {
   bool sends;
   int type;
@@ -68,7 +68,7 @@ struct Slot {
 };
 
 struct Board {
-  std::atomic<uint32_t> changes;  // counted, for those who wait for one
+  std::atomic<uint32_t> changes;  // a counter, for threads that wait for a change
   std::atomic<int> connected;     // ranks that have seen all others
   std::atomic<bool> here[kMostRanks];
   int devices[kMostRanks];
@@ -88,7 +88,7 @@ struct ncclComm {
   int rank, size, device;
   emulated::Board* board;
   std::atomic<bool> aborted{false}, closed{false};
-  emulated::Point last{};  // the end of what was issued last
+  emulated::Point last{};  // the end of the last operation that was issued
 
   bool stopped() const { return aborted || emulated::failure(); }
 
@@ -99,7 +99,7 @@ struct ncclComm {
       const uint32_t seen = board->changes;
       if (stopped()) return false;
       if (condition()) return true;
-      const timespec timeout{0, 100'000'000};  // a failure wakes nobody here
+      const timespec timeout{0, 100'000'000};  // a failure does not wake this thread
       syscall(SYS_futex, &board->changes, FUTEX_WAIT, seen, &timeout, nullptr, 0);
     }
   }
@@ -145,7 +145,7 @@ struct Transfer {
   bool begun = false, done = false;
 };
 
-// Of each GPU, communicators with a running kernel.
+// The number of communicators with a running kernel, for each GPU.
 std::atomic<int> running[kMostGpus];
 
 bool take_room(std::atomic<int>& number) {
@@ -160,7 +160,7 @@ struct Kernel {
   std::vector<Transfer> transfers{};
   std::function<void()> finish = [] {};
 
-  // Run in the first stream, after all that is queued in the others, which wait for its end.
+  // Run in the first stream, after all work queued in the others, which then wait for its end.
   void launch() {
     std::vector<Point> after{comm->last};
     for (Stream* stream : streams) after.push_back(last_point(stream));
@@ -180,7 +180,7 @@ struct Kernel {
     --others;
   }
 
-  // Those of one slot one after the other; true once all are done.
+  // Advance the transfers, those of one slot one after the other; true once all are done.
   bool advance_all() {
     std::set<std::pair<int, bool>> busy;
     for (Transfer& t : transfers) {
@@ -229,7 +229,7 @@ struct Kernel {
   }
 };
 
-// Wait until the GPU has nothing to do, as freeing device memory does.
+// Wait until the GPU has no work, as freeing device memory does.
 void reclaim(ncclComm* comm) {
   synchronize_device(comm->device, false);
   comm->closed = true;
@@ -254,7 +254,7 @@ struct Group {
 };
 thread_local Group group;
 
-// Check an operation, and add to the group's kernel what `add` says, with the bytes of `count`.
+// Check an operation, and call `add` with the group's kernel and the operation's bytes.
 template <class Add>
 ncclResult_t issue(ncclComm* comm, void* handle, const void* data, const Offer& offer, Add add) {
   return nccl([&] {
@@ -283,7 +283,7 @@ ncclResult_t issue_to(int peer, ncclComm* comm, void* stream, const void* data,
   });
 }
 
-// In the order of ranks, so that all get the same.
+// In the order of ranks, so that all ranks get the same result.
 template <class T, class Sum = T>
 void reduce(void* out, const char* parts, size_t count, int ranks, int op) {
   const T* values = (const T*)parts;
@@ -327,7 +327,7 @@ void refuse_shared_gpus(const ncclComm& comm) {
                                               " both on CUDA device " + pci_address(devices[a])};
 }
 
-// Wait for all ranks, however long they take to come.
+// Wait for all ranks, without a time limit.
 ncclResult_t create(ncclComm_t* out, int size, const std::string& id, int rank) {
   return nccl([&] {
     if (rank < 0 || rank >= size || size > kMostRanks)
@@ -371,7 +371,7 @@ CALL ncclGetUniqueId(ncclUniqueId* id) {
   return ncclSuccess;
 }
 
-// Initialisation always blocks, also with a configuration that says otherwise.
+// Initialisation always blocks, also with a configuration for non-blocking calls.
 CALL ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int rank) {
   return create(comm, size, id.internal, rank);
 }
@@ -386,7 +386,7 @@ CALL ncclCommInitRankScalable(ncclComm_t* comm, int size, int rank, int, ncclUni
 CALL ncclCommCount(const ncclComm_t comm, int* count) { return *count = comm->size, ncclSuccess; }
 CALL ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
 
-// A dead peer is no error: what waits for it just does not end.
+// A dead peer is no error: operations that wait for it do not end.
 CALL ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
   return *error = ncclSuccess, ncclSuccess;
 }
@@ -394,8 +394,8 @@ CALL ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
 CALL ncclCommFinalize(ncclComm_t comm) { return wait_for({comm->last}), ncclSuccess; }
 CALL ncclCommDestroy(ncclComm_t comm) { return reclaim(comm), ncclSuccess; }
 
-// The communicator's own kernels end at once, also inside a group. What comes with the group's end
-// waits for the whole GPU, other communicators' kernels too.
+// The communicator's own kernels end at once, also inside a group. The end of the group waits for
+// the whole GPU, including other communicators' kernels.
 CALL ncclCommAbort(ncclComm_t comm) {
   comm->aborted = true;
   tell_change(comm->board);
@@ -421,7 +421,7 @@ CALL ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_
   return issue_to(peer, comm, stream, data, {false, type, count});
 }
 
-// Each rank sends its values to all, and reduces what comes.
+// Each rank sends its values to all ranks, and reduces what it receives.
 CALL ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
                    ncclComm_t comm, cudaStream_t stream) {
   if (op >= ncclNumOps || type > ncclBfloat16)
@@ -440,14 +440,14 @@ CALL ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type,
   });
 }
 
-// Registered memory is sent as any other; torch's ProcessGroupNCCL2 registers what it allocates.
+// Registered memory is sent like any other; torch's ProcessGroupNCCL2 registers its memory.
 CALL ncclCommRegister(const ncclComm_t, void* memory, size_t, void** handle) {
   return *handle = memory, ncclSuccess;
 }
 CALL ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
 
-// What torch links against and the emulator has not: defined under the real names, whatever the
-// arguments are, else the real library's would be taken, which needs a GPU.
+// Functions that torch links against and the emulator lacks: defined under the real names, without
+// arguments. Otherwise torch would use the real library's, which need a GPU.
 #define UNSUPPORTED(name)                                                 \
   extern "C" EMULATED ncclResult_t no_##name() __asm__(#name);            \
   extern "C" ncclResult_t no_##name() {                                   \

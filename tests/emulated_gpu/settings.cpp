@@ -21,7 +21,7 @@ std::string text_of(const char* name, const std::string& otherwise) {
   return text ? text : otherwise;
 }
 
-// The numbers of a list up to what is none, as the driver reads CUDA_VISIBLE_DEVICES.
+// The numbers of a list up to the first invalid entry, as the driver reads CUDA_VISIBLE_DEVICES.
 std::vector<long> numbers_of(const std::string& text) {
   std::vector<long> numbers;
   const char* at = text.c_str();
@@ -44,7 +44,7 @@ long number_of(const char* name, long otherwise) {
   return list_of(name, std::to_string(otherwise))[0];
 }
 
-// As the driver does: what names no GPU ends the list; one named twice makes it empty.
+// As the driver does: an entry without a GPU ends the list; a repeated one makes it empty.
 std::vector<int> visible_devices(int count) {
   std::string all;
   for (int device = 0; device < count; ++device) all += std::to_string(device) + ",";
@@ -83,7 +83,7 @@ std::string* const failure_text = new std::string;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local Error explained{cudaSuccess};
 
-// libkernels.so lies beside this library, and needs torch's: it is opened once they are there.
+// libkernels.so is beside this library, and needs torch's: it is opened once they are loaded.
 void load_kernels() {
   static auto* const mutex = new std::recursive_mutex;  // its start makes CUDA calls
   static std::atomic<bool> done{false};
@@ -127,7 +127,7 @@ uint64_t seeded(uint64_t what, uint64_t number) {
   return mixed;
 }
 
-// As the process ends, calls still work; only what waits in streams does not.
+// As the process ends, calls still work, except waits in streams.
 void begin() {
   if (forked) throw Error{cudaErrorInitializationError};
   static const bool watched = watch_process();
@@ -162,7 +162,7 @@ RUNTIME cudaGetLastError() {
 }
 RUNTIME cudaPeekAtLastError() { return last_error; }
 
-// The runtime's own texts, which need no GPU, and what is known of the error.
+// The runtime's own texts, which need no GPU, and the explanation of the error.
 extern "C" EMULATED const char* cudaGetErrorString(cudaError_t error) {
   static const auto real = (const char* (*)(cudaError_t))dlsym(RTLD_NEXT, "cudaGetErrorString");
   thread_local std::string text;

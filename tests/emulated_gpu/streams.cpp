@@ -1,7 +1,7 @@
-// Streams and events: each stream is a thread that does its operations in order.
+// Streams and events: each stream is a thread that runs its operations in order.
 //
-// Recording an event notes the point that its stream has got to with what is queued; waiting for an
-// event is waiting for the point that was noted last when the wait was called.
+// Recording an event stores the end of its stream's queue as a point; a wait for the event waits
+// for the point that was stored last at the time of the call.
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
@@ -30,20 +30,20 @@ struct Operation {
   Clock::time_point starved_until;
 };
 
-// Never deleted: points may refer to a stream that is destroyed.
+// Never deleted: points may refer to a destroyed stream.
 struct Stream {
   int device;
   int priority;
   bool legacy;    // the default stream of its device
   bool blocking;  // ordered with the default stream
   uint64_t id;    // in the order of creation
-  bool starved;   // does nothing until somebody waits for it, or for starve_ms
+  bool starved;   // does nothing until it is waited for, or for starve_ms
   bool destroyed = false, has_thread = false;
   std::deque<Operation> queue{};
   uint64_t submitted = 0, completed = 0;
-  uint64_t wanted = 0;              // somebody waits up to this number
+  uint64_t wanted = 0;              // waited for up to this number
   std::vector<Stream*> waiting{};   // streams to wake when an operation is done
-  std::condition_variable wake{};   // what its own thread waits for
+  std::condition_variable wake{};   // its own thread waits for it
 };
 
 struct Event {
@@ -55,10 +55,10 @@ struct Event {
 
 namespace {
 
-// Never destroyed: threads use it until the process is gone.
+// Never destroyed: threads use it until the process has ended.
 struct State {
   std::mutex mutex;
-  std::condition_variable host;  // what threads of the program wait for
+  std::condition_variable host;  // threads of the program wait for it
   int hosts_waiting = 0, running = 0;
   std::set<Stream*> streams;
   std::map<int, Stream*> defaults;
@@ -76,7 +76,7 @@ bool reached(const Point& point) {
   return !point.stream || point.stream->completed >= point.number;
 }
 
-// Say that somebody waits for a point, so that its stream starves no longer before it.
+// Register a wait for a point, so that its stream is no longer starved before it.
 void want(const Point& point) {
   if (reached(point) || point.stream->wanted >= point.number) return;
   point.stream->wanted = point.number;
@@ -101,8 +101,8 @@ void starve(Stream* stream, Lock& lock, Clock::time_point until) {
 
 bool ending() { return failure() == cudaErrorCudartUnloading; }
 
-// As the process ends: do nothing more, and destroy nothing, since what operations refer to may be
-// destroyed already.
+// As the process ends: run no operations, and destroy nothing, since objects that operations refer
+// to may be destroyed already.
 void stop(Stream* stream, Lock& lock) {
   stream->completed = stream->submitted;
   state().host.notify_all();
@@ -143,7 +143,7 @@ void work(Stream* stream) {
   }
 }
 
-// Signals go to the program's own threads.
+// Signals are delivered to the program's own threads.
 void start_thread(Stream* stream) {
   sigset_t others, before;
   sigfillset(&others);
@@ -164,7 +164,7 @@ Stream* new_stream(int device, int priority, bool legacy, bool blocking) {
   return stream;
 }
 
-// Let a default stream and the blocking streams of its device wait for one another.
+// Add waits between a default stream and the blocking streams of its device.
 void add_implicit(Stream* stream, std::vector<Point>& points) {
   if (!stream->legacy && !stream->blocking) return;
   for (Stream* other : state().streams)
@@ -173,7 +173,7 @@ void add_implicit(Stream* stream, std::vector<Point>& points) {
       points.push_back({other, other->submitted});
 }
 
-// Do something with an event, with the lock held.
+// Run the body with an event and the lock held.
 template <class Body>
 Result call_with_event(cudaEvent_t handle, Body body) {
   return call([&] {
@@ -252,7 +252,7 @@ void wake_all() {
   state().host.notify_all();
 }
 
-// An operation that computes ends first: what it uses is about to be destroyed.
+// Wait for running operations: the objects that they use are about to be destroyed.
 void stop_streams() {
   wake_all();
   for (int tries = 0; tries < 1000; ++tries) {
@@ -268,7 +268,7 @@ void stop_streams() {
 
 using namespace emulated;
 
-// How often the host waited for a GPU.
+// The number of times that the host waited for a GPU.
 extern "C" EMULATED long emulated_gpu_synchronizations() { return synchronizations; }
 
 RUNTIME cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
@@ -279,7 +279,7 @@ RUNTIME cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int p
   });
 }
 
-// What is queued is still done.
+// Queued work is still done.
 RUNTIME cudaStreamDestroy(cudaStream_t handle) {
   return call([&] {
     Stream* const stream = stream_of(handle);

@@ -14,7 +14,7 @@ def small() -> nn.Sequential:
     return amoebanetd(num_classes=5, num_layers=3, num_filters=16)
 
 
-def test_reductions_part_three_sections_of_normal_cells() -> None:
+def test_reductions_separate_three_sections_of_normal_cells() -> None:
     names = [name for name, _ in amoebanetd(5, 6, 16).named_children()]
     assert names == [
         *("stem", "reduction0"),

@@ -1,4 +1,4 @@
-"""GPT: shapes, the order of its layers, and that no prediction looks ahead."""
+"""GPT: shapes, the order of its layers, and that no prediction depends on later tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_prediction_depends_on_the_places_of_the_tokens() -> None:
 
 
 def test_every_layer_adds_little_at_first() -> None:
-    """The more layers there are; whatever the model was built on."""
+    """The more layers there are, the less each adds."""
     torch.manual_seed(0)
     model = gpt(vocab_size=11, num_layers=8, d_model=64, num_heads=4, context=6)
     for name in ("attention3", "feed_forward3"):
@@ -55,7 +55,7 @@ def test_every_layer_adds_little_at_first() -> None:
 
 
 @pytest.mark.parametrize("name", ["attention0", "feed_forward1"])
-def test_layers_add_to_what_passes(name: str) -> None:
+def test_layers_add_their_output_to_their_input(name: str) -> None:
     layer = small().get_submodule(name)
     nn.init.zeros_(layer.get_submodule("output").get_parameter("weight"))
     x = torch.randn(2, 6, 8)

@@ -1,4 +1,4 @@
-"""The examples that write a picture, run as a user would with little to do: is it a picture?"""
+"""The examples that write a picture, run as a user would at small sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 def lines_of(done, picture):
     """Return the lines that an example printed; it ran in another folder than the project's."""
     done.check()
-    assert [*picture.parent.iterdir()] == [picture], "nothing unfinished stays"
+    assert [*picture.parent.iterdir()] == [picture], "no unfinished file is left"
     return done.stdout.splitlines()
 
 
@@ -39,7 +39,7 @@ def progress(lines):
     return [line for line in lines if "IoU" in line]
 
 
-def test_a_unet_learns_and_shows_it_and_one_stage_prints_and_draws_the_same(tmp_path):
+def test_a_unet_learns_and_two_stages_print_and_draw_the_same_as_one(tmp_path):
     in_one, in_two = tmp_path / "one/unet.png", tmp_path / "two/unet.png"
     for picture in (in_one, in_two):
         picture.parent.mkdir()
@@ -91,7 +91,7 @@ def test_the_split_size_is_swept_and_drawn(tmp_path):
         (["--repeats", "1"], "2 repeats or more"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(args, fault):
+def test_arguments_that_cannot_be_measured_are_refused(args, fault):
     done = run_forked(RESNET, args=args)
 
     assert done.returncode == 2

@@ -17,8 +17,8 @@ def test_the_size_and_channels_of_each_section() -> None:
     for name, layer in model.named_children():
         x = layer(x)
         ends[name] = tuple(x.shape[1:])
-    wanted = ["conv", "pool", "block1_2_relu3", "block2_3_relu3", "block3_22_relu3"]
-    assert [ends[name] for name in [*wanted, "block4_2_relu3", "average", "classifier"]] == [
+    sections = ["conv", "pool", "block1_2_relu3", "block2_3_relu3", "block3_22_relu3"]
+    assert [ends[name] for name in [*sections, "block4_2_relu3", "average", "classifier"]] == [
         *((64, 112, 112), (64, 56, 56)),
         *((256, 56, 56), (512, 28, 28), (1024, 14, 14), (2048, 7, 7)),
         *((2048, 1, 1), (10,)),

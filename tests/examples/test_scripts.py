@@ -1,6 +1,6 @@
 """The examples, run as a user would: any number of stages and any balance give the same losses.
 
-That is why no example may have a branch on the rank, which is read from its source.
+So no example may have a branch on the rank: their source is searched for that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples/train_digits.py"
 LM = ROOT / "examples/train_lm.py"
 
-#: Also cut elsewhere than by default. The first of the digits is under the launcher.
+#: Numbers of stages, and balances. The first run of the digits uses the launcher.
 WAYS = [
     pytest.param(2, {DIGITS: [], LM: []}, id="2"),
     pytest.param(2, {DIGITS: [3, 13], LM: [5, 2]}, id="2-uneven", marks=pytest.mark.on_gpus(2)),
@@ -30,7 +30,7 @@ FEW_STEPS = {
 
 
 def results(stdout):
-    """Return all lines but the first, which tells the balance, and the tables of the stages."""
+    """Return all lines except the first, which has the balance, and the tables of the stages."""
     found = []
     is_table = False
     for line in stdout.splitlines()[1:]:
@@ -78,7 +78,7 @@ def test_digits_are_recognised():
 
 
 @pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.stem)
-def test_no_example_knows_its_rank(example):
+def test_no_example_uses_its_rank(example):
     assert mentions_of_rank(example.read_text()) == []
 
 
@@ -92,7 +92,7 @@ def test_no_example_knows_its_rank(example):
         ('"""Says that every rank runs this."""\nprint(1)', []),
     ],
 )
-def test_a_rank_is_found_in_code_but_may_be_told_of(code, lines):
+def test_a_rank_is_found_in_code_but_not_in_docstrings(code, lines):
     assert mentions_of_rank(code) == lines
 
 

@@ -1,4 +1,4 @@
-"""The U-Net as a plain ``nn.Sequential``: shapes of images of any size, and gradients by its skips.
+"""The U-Net as a plain ``nn.Sequential``: images of any size, and gradients through its skips.
 
 image -> encode0 -> encode1 -> bottleneck -> decode1 -> decode0 -> head
             │          └──────── skip ──────────┘          │
@@ -87,7 +87,7 @@ def test_a_smaller_input_is_padded_below_and_on_the_right() -> None:
     ]
 
 
-def test_each_level_hands_its_own_tensor_across() -> None:
+def test_each_level_passes_on_its_own_skip_tensor() -> None:
     model, image = small().eval(), torch.randn(1, 3, 13, 10, dtype=torch.float64)
     seen: dict[str, Tensor] = {}
     for name, layer in model.named_children():
@@ -99,7 +99,7 @@ def test_each_level_hands_its_own_tensor_across() -> None:
 
 
 def test_gradients_reach_the_encoder_through_the_skips_alone() -> None:
-    """With the way through the bottleneck cut, the skip of level 1 still feeds encode1."""
+    """With the bottleneck's output detached, encode1 gets gradients by the skip of level 1."""
     model = small()
     model.get_submodule("bottleneck_0_conv").register_forward_hook(
         lambda _, __, output: output.detach()

@@ -1,4 +1,4 @@
-"""A process's board as another process of the host reads it, whatever becomes of its writer."""
+"""A process's board, read by another process of the host while the writer runs, or has ended."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from procpipe.job import board as board_module
 from procpipe.job.board import Board
 from tests.test_forks import in_child
 
-#: Runs lines of code that it is sent, each a JSON string, and answers with what `answer` is then.
-#: It loads the one file, not procpipe, and so starts in no time.
+#: Runs each line of code from its input, a JSON string, and prints the variable `answer`. It loads
+#: one file, not procpipe, so that it starts fast.
 WRITER = """
 import importlib.util, json, os, signal, sys
 spec = importlib.util.spec_from_file_location("board", sys.argv[1])
@@ -35,7 +35,7 @@ for line in sys.stdin:
 
 
 class Writer:
-    """A process that runs what it is told."""
+    """A process that runs given code."""
 
     def __init__(self):
         command = [sys.executable, "-S", "-c", WRITER, str(Path(board_module.__file__))]
@@ -124,7 +124,7 @@ def test_a_stopped_process_can_be_read(writer):
     assert board_of(writer).read().task == "R2"
 
 
-def test_a_forked_child_is_not_taken_for_its_parent(writer):
+def test_a_forked_child_does_not_have_its_parents_board(writer):
     """A loader's worker has its parent's board open."""
     child = writer.run(
         "board = Board.create(0, 1)\n"
@@ -140,7 +140,7 @@ def test_a_forked_child_is_not_taken_for_its_parent(writer):
         os.kill(child, signal.SIGKILL)
 
 
-def test_the_board_that_was_written_last_counts(writer):
+def test_the_newest_board_is_read(writer):
     writer.run("boards = [Board.create(0, 1) for _ in range(3)]; boards[1].start_call('step')")
 
     assert board_of(writer).read().call == "step"
@@ -172,7 +172,7 @@ def test_a_file_of_that_name_with_other_content_is_no_board(writer, content, is_
 
 
 def test_a_board_that_could_become_shorter_is_not_read(writer):
-    """A reader of what is gone would be ended by a signal."""
+    """Reading memory that the file no longer has would end the reader by a signal."""
     writer.run(
         "file = os.memfd_create('procpipe-board', os.MFD_ALLOW_SEALING)\n"
         "os.write(file, bytes(Board.create(0, 1)._page))"
@@ -182,7 +182,7 @@ def test_a_board_that_could_become_shorter_is_not_read(writer):
 
 
 def test_a_board_cannot_be_made_shorter(writer):
-    told = writer.run(
+    error = writer.run(
         "board = Board.create(0, 1)\n"
         "for file in range(3, 10):\n"
         "    path = f'/proc/self/fd/{file}'\n"
@@ -191,7 +191,7 @@ def test_a_board_cannot_be_made_shorter(writer):
         "        except OSError as error: answer = type(error).__name__"
     )
 
-    assert told == "PermissionError"
+    assert error == "PermissionError"
 
 
 def test_texts_that_are_too_long_are_cut_at_a_character(writer):
@@ -204,7 +204,7 @@ def test_texts_that_are_too_long_are_cut_at_a_character(writer):
     assert reading.call == "x" + "ä" * 59
 
 
-def test_facts_that_are_too_long_lose_their_longest(writer):
+def test_facts_that_are_too_long_lose_their_longest_entry(writer):
     writer.run(
         "board = Board.create(0, 1)\n"
         "board.write_facts({'layers': ['ä' * 100] * 10_000, 'device': 'cpu', 'model': 'x' * 1000})"
@@ -215,14 +215,14 @@ def test_facts_that_are_too_long_lose_their_longest(writer):
     assert reading.facts == {"device": "cpu", "model": "x" * 1000}
 
 
-def test_a_text_that_cannot_be_encoded_is_written_all_the_same(writer):
+def test_characters_that_cannot_be_encoded_are_replaced(writer):
     writer.run("board = Board.create(0, 1); board.start_call('\\udcff')")
 
     assert board_of(writer).read().call == "?"
 
 
 def test_texts_that_are_being_written_are_whole_or_missing(writer):
-    """Long ones, all alike in length, so that a reader does meet them half written."""
+    """Long texts of equal length, so that a reader does read them while they are written."""
     writer.run(
         "board = Board.create(0, 1)\n"
         "texts = [json.dumps({'layers': [letter * 500_000]}) for letter in 'abc']\n"
@@ -260,7 +260,7 @@ def test_a_text_whose_writer_ended_in_the_middle_is_missing(writer):
     assert board.read().call == "step"
 
 
-def test_a_forked_child_writes_on_a_page_of_its_own():
+def test_a_forked_child_writes_to_its_own_page():
     board = Board.create(0, 1)
     board.start_call("step")
 
@@ -275,7 +275,7 @@ def test_a_forked_child_writes_on_a_page_of_its_own():
 
 
 def test_invalid_numbers_are_no_error():
-    """Whoever runs as the same user could write anything."""
+    """Any process of the same user could write them."""
     page = mmap.mmap(-1, board_module._SIZE_BYTES)
     page[:] = b"\x7f" * len(page)
 

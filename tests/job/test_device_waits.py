@@ -1,6 +1,6 @@
-"""Waits in native code that only a device could end, ended when a peer has failed.
+"""A wait in native code for a device is ended when a peer has failed.
 
-The device is a lock: whoever waits for it is in native code, and aborting releases it.
+The device is a lock: waiting for it runs native code, and aborting releases it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Device:
         self._free.acquire()
 
     def synchronize(self):
-        assert self._free.acquire(timeout=20.0), "nobody has ended the wait"
+        assert self._free.acquire(timeout=20.0), "the wait was not ended"
 
     def busy_with(self):
         return self.peers
@@ -39,23 +39,23 @@ class Device:
         return True
 
 
-class Lines(WaitReports):
+class Recorder(WaitReports):
     def __init__(self):
-        self.told: list[str] = []
+        self.lines: list[str] = []
 
     def start_wait(self, what, since_s):
-        self.told.append(f"waits for {what}")
+        self.lines.append(f"waits for {what}")
 
     def end_wait(self):
-        self.told.append("goes on")
+        self.lines.append("continues")
 
     def stalled(self, what, waited_s):
-        self.told.append("stalls")
+        self.lines.append("stalls")
 
 
 @pytest.fixture
 def watched():
-    """Make a mesh of rank 0, a device and their watch; the peer, rank 1, is a bare socket."""
+    """Return a function that makes a mesh of rank 0, a device and rank 1's socket."""
     with contextlib.ExitStack() as stack:
 
         def make(timeout_s=60.0, stall_timeout_s=60.0, reports=None):
@@ -82,7 +82,7 @@ def failure(story, *, is_lost=False):
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "words"),
+    ("frames", "error", "words"),
     [
         (failure("boom"), RemoteStageError, r"^rank 1 failed:\nboom$"),
         (frame(3, b"x" * 1000) + failure("boom"), RemoteStageError, r"^rank 1 failed:\nboom$"),
@@ -91,25 +91,25 @@ def failure(story, *, is_lost=False):
         (frame(GOODBYE), PeerLostError, r"rank 1 has left the pipeline .* its device, in transfer"),
     ],
 )
-def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, said, kind, words, monkeypatch):
+def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, frames, error, words, monkeypatch):
     monkeypatch.setattr(device_waits, "_LEFT_AFTER_S", 2.0)
     _, device, peer = watched()
-    if said is None:
+    if frames is None:
         peer.close()
     else:
-        peer.sendall(said)
+        peer.sendall(frames)
     start_s = time.monotonic()
 
-    with pytest.raises(kind, match=words) as caught:
+    with pytest.raises(error, match=words) as caught:
         device.synchronize()
 
     assert time.monotonic() < start_s + 10.0
-    assert caught.type.__name__ == kind.__name__
+    assert caught.type.__name__ == error.__name__
     assert caught.value.rank == 1
 
 
-def test_the_first_thing_that_python_does_after_the_wait_is_to_raise(watched):
-    """What comes out of the device is made of transfers that were cut off."""
+def test_the_error_is_raised_before_the_result_is_used(watched):
+    """The device's results depend on interrupted transfers."""
     _, device, peer = watched()
     peer.close()
     values = []
@@ -128,7 +128,7 @@ def test_a_peer_may_leave_while_this_device_has_seconds_to_compute(watched):
     device.synchronize()
 
 
-def test_what_was_read_ahead_is_still_there_to_be_read(watched):
+def test_frames_read_during_the_wait_are_not_lost(watched):
     mesh, device, peer = watched()
     peer.sendall(failure("boom"))
 
@@ -140,7 +140,7 @@ def test_what_was_read_ahead_is_still_there_to_be_read(watched):
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_failure_that_came_with_what_was_waited_for_ends_the_next_wait(watched, closes):
+def test_a_failure_received_with_an_awaited_frame_ends_the_next_wait(watched, closes):
     mesh, device, peer = watched()
     read: list[int] = []
     mesh.on(1, 3, lambda sequence, flags, body: read.append(sequence))
@@ -153,7 +153,7 @@ def test_a_failure_that_came_with_what_was_waited_for_ends_the_next_wait(watched
         device.synchronize()
 
 
-def test_a_wait_that_no_transfer_causes_is_left_alone(watched):
+def test_a_wait_without_transfers_is_not_ended(watched):
     _, device, peer = watched()
     device.peers = []
     peer.close()
@@ -164,8 +164,8 @@ def test_a_wait_that_no_transfer_causes_is_left_alone(watched):
 
 
 def test_stalls_are_reported_and_end_after_the_timeout(watched):
-    lines = Lines()
-    _, device, _ = watched(timeout_s=1.2, stall_timeout_s=0.2, reports=lines)
+    reports = Recorder()
+    _, device, _ = watched(timeout_s=1.2, stall_timeout_s=0.2, reports=reports)
 
     with pytest.raises(
         WaitTimeoutError, match=r"rank 0 has waited 1\.\d s for its device, in tran"
@@ -173,7 +173,7 @@ def test_stalls_are_reported_and_end_after_the_timeout(watched):
         device.synchronize()
 
     waits = "waits for its device, in transfers with ranks [1]"
-    assert lines.told[:4] == [waits, "stalls", waits, "stalls"]
+    assert reports.lines[:4] == [waits, "stalls", waits, "stalls"]
 
 
 def test_after_close_nothing_is_raised(watched):
@@ -187,7 +187,7 @@ def test_after_close_nothing_is_raised(watched):
 
 
 def test_transfers_of_several_transports_are_ended_together():
-    """One that synchronises the device waits for the transfers of the other."""
+    """A transport that synchronises the device waits for the other's transfers."""
     both = threading.Barrier(2, timeout=20.0)
 
     class Waiting(Device):

@@ -1,4 +1,4 @@
-"""How a launched process ends: what it prints, and that it does not outlive its launcher."""
+"""The end of a launched process: what it prints, and that it does not outlive its launcher."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STORY = "stage 1 (rank 1), in step(): KeyError: 'boom'\nTraceback (most recent c
 @pytest.fixture
 def board(monkeypatch):
     for module in (sys, threading):
-        monkeypatch.setattr(module, "excepthook", module.excepthook)  # to be put back
-    endings._victims.cache_clear()  # which takes their place once a process
+        monkeypatch.setattr(module, "excepthook", module.excepthook)  # restored after the test
+    endings._victims.cache_clear()  # so that the hooks are replaced again
     return Board.create(2, 4)
 
 
@@ -52,16 +52,16 @@ def board(monkeypatch):
     ids=["a failure", "a failure without a story", "a loss", "a disagreement"],
 )
 def test_a_victim_prints_one_line(board, monkeypatch, capfd, error, line):
-    told = []
-    monkeypatch.setattr(sys, "excepthook", lambda *args: told.append(args))
+    raised = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: raised.append(args))
     print_victims_briefly(2, board)
     sys.excepthook(type(error), error, None)
 
     assert capfd.readouterr().err == f"{line}\n"
-    assert told == []
+    assert raised == []
 
 
-def test_a_victim_says_what_it_waited_for(board, monkeypatch, capfd):
+def test_a_victim_prints_what_it_waited_for(board, monkeypatch, capfd):
     monkeypatch.setattr(sys, "excepthook", lambda *args: None)
     print_victims_briefly(2, board)
     board.start_call("step")
@@ -70,10 +70,10 @@ def test_a_victim_says_what_it_waited_for(board, monkeypatch, capfd):
     error = RemoteStageError(1, STORY)
     sys.excepthook(type(error), error, None)
 
-    told = capfd.readouterr().err
-    assert "KeyError: 'boom'; it was in B3, waiting 0." in told
-    assert told.endswith(" s for gradient from stage 3 (rank 3)\n")
-    assert "Traceback" not in told
+    printed = capfd.readouterr().err
+    assert "KeyError: 'boom'; it was in B3, waiting 0." in printed
+    assert printed.endswith(" s for gradient from stage 3 (rank 3)\n")
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize(
@@ -81,16 +81,16 @@ def test_a_victim_says_what_it_waited_for(board, monkeypatch, capfd):
     [(2, ValueError("mine")), (0, DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"]))],
 )
 def test_the_rank_that_failed_prints_its_traceback(board, monkeypatch, capfd, rank, error):
-    told = []
-    monkeypatch.setattr(sys, "excepthook", lambda *args: told.append(args))
+    raised = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: raised.append(args))
     print_victims_briefly(rank, board)
     sys.excepthook(type(error), error, None)
 
-    assert told == [(type(error), error, None)]
+    assert raised == [(type(error), error, None)]
     assert capfd.readouterr().err == ""
 
 
-def test_the_line_of_an_interrupt_says_where_it_came(board, monkeypatch, capfd):
+def test_an_interrupt_prints_the_place_of_the_rank(board, monkeypatch, capfd):
     monkeypatch.setattr(sys, "excepthook", lambda *args: None)
     print_victims_briefly(2, board)
     board.start_call("step")
@@ -101,32 +101,32 @@ def test_the_line_of_an_interrupt_says_where_it_came(board, monkeypatch, capfd):
 
 
 def test_a_victim_that_trains_in_a_thread_prints_one_line(board, monkeypatch, capfd):
-    told: list[threading.ExceptHookArgs] = []
+    raised: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: None)
-    monkeypatch.setattr(threading, "excepthook", told.append)
+    monkeypatch.setattr(threading, "excepthook", raised.append)
     print_victims_briefly(2, board)
-    of_another, its_own = RemoteStageError(1, STORY), KeyError("mine")
-    for error in (of_another, its_own):
+    remote_error, own_error = RemoteStageError(1, STORY), KeyError("mine")
+    for error in (remote_error, own_error):
         threading.excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
 
     line = "procpipe: rank 2 ends, because rank 1 failed in step(): KeyError: 'boom'\n"
     assert capfd.readouterr().err == line
-    assert [args.exc_value for args in told] == [its_own]
+    assert [args.exc_value for args in raised] == [own_error]
 
 
 def test_a_forked_child_is_no_victim(board, monkeypatch, capfd):
-    told = []
-    monkeypatch.setattr(sys, "excepthook", lambda *args: told.append(args))
+    raised = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: raised.append(args))
     print_victims_briefly(2, board)
     error = RemoteStageError(1, STORY)
 
-    assert in_child(lambda: sys.excepthook(type(error), error, None) or len(told)) == "1"
+    assert in_child(lambda: sys.excepthook(type(error), error, None) or len(raised)) == "1"
     assert capfd.readouterr().err == ""
 
 
 # -- with the launcher ---------------------------------------------------------------------------
 
-#: A launcher with a store starts a worker that would stay for ever.
+#: A launcher with a store starts a worker that would run for a minute.
 LAUNCHER = """
 import os, socket, subprocess, sys
 store = socket.create_server(("127.0.0.1", 0))
@@ -162,7 +162,7 @@ def test_a_worker_ends_with_its_launcher():
 
 
 @pytest.mark.parametrize("uses_agent_store", [True, False])
-def test_only_a_store_of_the_launcher_must_be_there(monkeypatch, uses_agent_store):
+def test_only_the_launchers_store_must_exist(monkeypatch, uses_agent_store):
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

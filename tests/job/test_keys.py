@@ -1,4 +1,4 @@
-"""The key that a job is given from outside of its store: which files are taken."""
+"""A job's key from a file or the launcher: which files are accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTENT = "k" * 40
 
 
 @pytest.fixture(autouse=True)
-def _none_given(monkeypatch):
+def _no_key_variables(monkeypatch):
     monkeypatch.delenv("PROCPIPE_KEY", raising=False)
     monkeypatch.delenv("PROCPIPE_KEY_FILE", raising=False)
 
@@ -30,7 +30,7 @@ def test_by_default_there_is_no_key():
     assert given_key() is None
 
 
-def test_a_files_content_counts_and_not_the_white_space_around_it(key_file):
+def test_the_key_is_the_files_content_without_white_space_around_it(key_file):
     key = given_key()
     assert key is not None
     assert len(key) == 32
@@ -42,7 +42,7 @@ def test_a_files_content_counts_and_not_the_white_space_around_it(key_file):
     assert given_key() != key
 
 
-def test_the_users_file_counts_before_the_launchers_key(key_file, monkeypatch):
+def test_the_users_file_has_priority_over_the_launchers_key(key_file, monkeypatch):
     key = given_key()
     monkeypatch.setenv("PROCPIPE_KEY", "a" * 64)
     assert given_key() == key
@@ -66,7 +66,7 @@ def test_a_key_that_is_too_short_is_refused(key_file, content):
         given_key()
 
 
-def test_what_is_no_regular_file_is_refused(key_file):
+def test_only_a_regular_file_is_accepted(key_file):
     key_file.unlink()
     with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\): make one"):
         given_key()

@@ -1,4 +1,4 @@
-"""Which cores a process gets: on made-up hosts in full, on this one that it is really pinned."""
+"""Which cores a process gets: all rules on invented hosts, and real pinning on this one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ needs_two_cpus = pytest.mark.skipif(
 
 
 def host(*cores_of_node, smt=1, kinds=""):
-    """Return a host with so many cores in each node; ``kinds`` has a digit a core."""
+    """Return a host with these numbers of cores; ``kinds`` has one digit per core."""
     nodes = [node for node, num_cores in enumerate(cores_of_node) for _ in range(num_cores)]
     return Topology(
         tuple(
@@ -54,7 +54,7 @@ def gpus(*nodes):
 
 
 def drawn(found: list[Place], num_cpus: int) -> str:
-    """Draw who has each CPU."""
+    """Draw the local rank that has each CPU."""
     owner = {cpu: str(place.local_rank) for place in found for cpu in place.cpus}
     return "".join(owner.get(cpu, ".") for cpu in range(num_cpus))
 
@@ -93,9 +93,9 @@ def test_without_gpus_the_nodes_are_divided(cores_of_node, num_processes, expect
         ((4, 4), (1,), ".... 0000"),
         ((4, 4), (0, 1, 0, 1), "0022 1133"),
         ((8, 8), (1, 1, 1, 0), "33333333 00011122"),
-        ((4, 4), (None, None), "0000 1111"),  # nobody knows where they are
+        ((4, 4), (None, None), "0000 1111"),  # GPUs at unknown nodes
         ((4, 4), (1, None), "1111 0000"),
-        ((4, 4), (7, 7), "0000 1111"),  # a node that has no cores for us
+        ((4, 4), (7, 7), "0000 1111"),  # a node without usable cores
         ((6, 2), (1, 1, 1, 1), "222333 01"),  # more processes than their node has cores
     ],
 )
@@ -107,7 +107,7 @@ def test_processes_go_to_their_gpus_node(cores_of_node, nodes_of_gpus, expected)
     assert drawn(found, sum(cores_of_node)) == expected.replace(" ", "")
 
 
-def test_siblings_stay_together():
+def test_the_cpus_of_a_core_stay_together():
     found = places(host(2, 2, smt=2), 4)
 
     assert [place.cpus for place in found] == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -121,7 +121,7 @@ def test_siblings_stay_together():
         ("00001111", 4, "01230123"),
         ("00000011111111", 4, "00112300112233"),
         ("01", 2, "01"),
-        ("01111", 2, "00011"),  # what is left over goes to whom has fewest
+        ("01111", 2, "00011"),  # a core left over goes to the process with fewest
         ("011111", 2, "000111"),
     ],
 )
@@ -140,8 +140,8 @@ def test_with_fewer_cores_than_processes_none_is_pinned():
     }
 
 
-def test_every_small_host_is_divided_well():
-    """No core is split or given twice, nobody is without, and who has fewest has most."""
+def test_small_hosts_are_divided_evenly():
+    """No core is split or given twice, every process has one, and the fewest are maximal."""
     for cores_of_node in itertools.chain.from_iterable(
         itertools.product(range(1, 6), repeat=num_nodes) for num_nodes in (1, 2, 3)
     ):
@@ -181,7 +181,7 @@ def test_fewer_processes_than_nodes_take_whole_nodes(num_nodes):
         assert all(place.num_cores % 3 == 0 for place in found)
 
 
-def test_gpus_anywhere_leave_no_process_without_cores():
+def test_every_process_has_cores_for_any_places_of_gpus():
     for nodes_of_gpus in itertools.product((None, 0, 1), repeat=4):
         found = places(host(2, 3), 4, gpus(*nodes_of_gpus))
 
@@ -201,7 +201,7 @@ def test_the_table_shows_each_process_and_why():
     ]
 
 
-def test_the_table_says_why_not():
+def test_the_table_has_the_reason_for_not_pinning():
     why_not = "not pinned: 2 processes, and 1 core, 1 package, 1 NUMA node"
     assert table(places(host(1), 2)).splitlines() == [
         "process  device  cores  CPUs  NUMA node  why",
@@ -217,7 +217,7 @@ RUN = {"TORCHELASTIC_RUN_ID": "a-run", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2
 
 
 def pinned(_, changes=(), mask=None):
-    """Pin this process; return its place, the CPUs of each of its threads, and what it wrote."""
+    """Pin this process; return its place, the CPUs of each of its threads, and its output."""
     cpus_before, environment_before = os.sched_getaffinity(0), dict(os.environ)
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
@@ -249,7 +249,7 @@ def test_a_process_is_pinned_with_all_its_threads(ranks):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "warning"),
     [
         ({"PROCPIPE_PIN": "0"}, ""),
         ({"LOCAL_RANK": "first"}, "not pinned to cores (ValueError: invalid literal"),
@@ -258,17 +258,17 @@ def test_a_process_is_pinned_with_all_its_threads(ranks):
     ],
     ids=str,
 )
-def test_what_leaves_a_process_alone(ranks, changes, told):
+def test_when_a_process_is_not_pinned(ranks, changes, warning):
     ((place, cpus_of_threads, written),) = ranks(1).run(pinned, changes, world=False).values()
 
     assert place is None
     assert all(cpus == os.sched_getaffinity(0) for cpus in cpus_of_threads)
-    assert written.count("\n") == bool(told)
-    assert told in written
+    assert written.count("\n") == bool(warning)
+    assert warning in written
 
 
 @needs_two_cpus
-def test_a_process_that_is_pinned_already_is_left_alone(ranks):
+def test_a_process_that_is_pinned_already_is_not_pinned_again(ranks):
     ((place, _, _),) = ranks(1).run(pinned, mask={FIRST_CPU}, world=False).values()
 
     assert place is None
@@ -283,7 +283,7 @@ def test_without_a_launcher_nothing_is_pinned(monkeypatch):
 @pytest.mark.dist
 @needs_two_cpus
 def test_a_wrapper_that_pinned_itself_is_not_the_launcher():
-    """Its process may run where it may: that is no whole host to be divided."""
+    """The wrapper's CPUs are not those of the whole host, so they must not be divided."""
     child = "from procpipe.job.pinning import pin_this_process; print(pin_this_process())"
     wrapper = (
         f"import os, subprocess, sys; os.sched_setaffinity(0, {{{FIRST_CPU}}}); "

@@ -37,35 +37,35 @@ class Rank:
         return self
 
 
-class StillSeated:
-    """Wait until a rank sits, by what is in the store."""
+class Seats:
+    """Waits until a rank has a new value in the store."""
 
     def __init__(self, store):
         self._store = store
 
-    def wait(self, rank, word=None):
+    def wait_taken(self, rank, old=None):
         deadline_s = time.monotonic() + 20.0
-        while not self._store.check([f"seat/{rank}"]) or self._store.get(f"seat/{rank}") == word:
+        while not self._store.check([f"seat/{rank}"]) or self._store.get(f"seat/{rank}") == old:
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
 
 
 def play_round(store, num_ranks, order):
-    """Start the ranks one after the other, each once the one before has been seen by rank 0."""
+    """Start the ranks one after the other, each once rank 0 has read the previous one."""
     ranks = {}
     for rank in order:
         old = store.get(f"seat/{rank}") if store.check([f"seat/{rank}"]) else None
         ranks[rank] = Rank(store, rank, num_ranks)
-        StillSeated(store).wait(rank, old)
+        Seats(store).wait_taken(rank, old)
         if 0 in ranks and all(store.check([f"seat/{seat}"]) for seat in range(num_ranks)):
             wait_list(store, num_ranks)
     names = {ranks[rank].wait_end().name for rank in order}
-    assert len(names) == 1, [(rank, one.name, one.error) for rank, one in ranks.items()]
+    assert len(names) == 1, [(rank, each.name, each.error) for rank, each in ranks.items()]
     return names.pop()
 
 
 def wait_list(store, num_ranks):
-    """Wait until rank 0 has posted who sits where, be it an old word."""
+    """Wait until rank 0 has posted the list of all seats, which may have old values."""
     deadline_s = time.monotonic() + 20.0
     while True:
         seats = ",".join(store.get(f"seat/{seat}").decode() for seat in range(num_ranks))
@@ -76,13 +76,13 @@ def wait_list(store, num_ranks):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 3, 2, 3), (4, 2, 4)])
-@pytest.mark.parametrize("backwards", [False, True])
-def test_each_round_has_a_name_of_its_own_whatever_the_store_still_holds(sizes, backwards):
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_each_round_has_its_own_name_in_a_store_with_old_values(sizes, is_reversed):
     store = HashStore()
     names = []
     for num_ranks in sizes:
         order = range(num_ranks)
-        names.append(play_round(store, num_ranks, order[::-1] if backwards else order))
+        names.append(play_round(store, num_ranks, order[::-1] if is_reversed else order))
 
     assert None not in names
     assert len(set(names)) == len(sizes)
@@ -98,7 +98,7 @@ def test_a_round_that_was_never_completed_is_ignored():
     assert play_round(store, 2, (0, 1))
 
 
-def test_waiting_ends_and_names_the_ranks_that_did_not_come():
+def test_the_timeout_error_names_the_missing_ranks():
     missing = Rank(HashStore(), 1, 4, timeout_s=0.1).wait_end()
 
     assert isinstance(missing.error, WaitTimeoutError)
@@ -108,7 +108,7 @@ def test_waiting_ends_and_names_the_ranks_that_did_not_come():
     )
 
 
-def test_ranks_whose_words_are_old_are_named():
+def test_ranks_with_old_values_are_named_as_missing():
     store = HashStore()
     play_round(store, 3, (0, 1, 2))
     ranks = [Rank(store, rank, 3, timeout_s=0.5) for rank in (0, 1)]
@@ -117,13 +117,13 @@ def test_ranks_whose_words_are_old_are_named():
         assert "in vain for rank 2 to start" in str(rank.wait_end().error)
 
 
-def test_a_process_whose_rank_another_has_taken_fails():
+def test_a_process_fails_if_another_has_taken_its_rank():
     store = HashStore()
     left_over = Rank(store, 1, 2)
-    StillSeated(store).wait(1)
+    Seats(store).wait_taken(1)
     old = store.get("seat/1")
     new = Rank(store, 1, 2)
-    StillSeated(store).wait(1, old)
+    Seats(store).wait_taken(1, old)
     error = left_over.wait_end().error
     first = Rank(store, 0, 2)
 
@@ -144,7 +144,7 @@ def test_waiting_ends_when_the_start_has_failed():
 
 
 def leave(store, story, age_s):
-    """Leave a note as a process did that wrote it so long before this one was started."""
+    """Write a note as a process did ``age_s`` before this process was started."""
     written_s = process_start_s() - age_s
     store.set("failure", json.dumps({"rank": 1, "story": story, "written_s": written_s}))
 
@@ -156,12 +156,12 @@ def test_a_note_is_read_by_waiting_ranks():
     Notes(store, outlives_rounds=True).leave(2, "boom")
     Notes(store, outlives_rounds=True).leave(3, "later")
 
-    for one in (notes, Notes(store, outlives_rounds=True)):
+    for each in (notes, Notes(store, outlives_rounds=True)):
         with pytest.raises(RemoteStageError, match="rank 2 failed:\nboom"):
-            one.check()
+            each.check()
 
 
-def test_a_note_of_a_round_before_is_not():
+def test_a_note_of_an_earlier_round_is_ignored():
     store = HashStore()
     leave(store, "old", age_s=0.5)
     notes = Notes(store, outlives_rounds=True)
@@ -172,7 +172,7 @@ def test_a_note_of_a_round_before_is_not():
         notes.check()
 
 
-def test_a_note_that_comes_while_one_waits_is_new_whatever_the_hosts_clock():
+def test_a_note_that_arrives_during_the_wait_is_new_for_any_clock():
     store = HashStore()
     notes = Notes(store, outlives_rounds=True)
     leave(store, "an hour behind", age_s=3600)
@@ -191,5 +191,5 @@ def test_a_store_of_this_round_holds_no_old_notes():
 
 def test_the_start_time_of_this_process():
     assert process_start_s() == pytest.approx(process_start_s(), abs=0.1)
-    # psutil's is off by the fraction of a second at which the system was started.
+    # psutil's time has an error of up to a second, as it rounds the start of the system.
     assert process_start_s() == pytest.approx(psutil.Process().create_time(), abs=1.5)

@@ -1,4 +1,4 @@
-"""What is printed in a stall, from the boards of this host's processes."""
+"""Reports of stalls, printed from the boards of this host's processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from procpipe.job.stalls import StallReports
 from tests.dist.forks import ROOT, fork_server
 from tests.dist.pool import job_environment
 
-#: A process with a board that is in a layer, and stays there.
+#: A process with a board that stays in a layer.
 PEER = """
 import sys
 from procpipe.job.board import Board
@@ -34,14 +34,14 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 def peer():
-    """Rank 1 in a process of its own."""
-    theirs_in, ours_in = os.pipe()
-    ours_out, theirs_out = os.pipe()
-    argv, files = ["-c", PEER], (theirs_in, theirs_out, 2)
+    """Rank 1 in its own process."""
+    child_in, parent_in = os.pipe()
+    parent_out, child_out = os.pipe()
+    argv, files = ["-c", PEER], (child_in, child_out, 2)
     process = fork_server().start(argv, env=job_environment(), cwd=ROOT, files=files)
-    os.close(theirs_in)
-    os.close(theirs_out)
-    with open(ours_out) as output, open(ours_in, "w"):
+    os.close(child_in)
+    os.close(child_out)
+    with open(parent_out) as output, open(parent_in, "w"):
         assert output.readline() == "ready\n"
         yield process
         process.kill()
@@ -50,7 +50,7 @@ def peer():
 
 @pytest.fixture
 def reports():
-    """Rank 0's."""
+    """The reports of rank 0."""
     board = Board.create(0, 2)
     board.start_call("step")
     board.start_task("B", 2)
@@ -58,7 +58,7 @@ def reports():
 
 
 def find_boards(reports, peer=None, peers=(1,)):
-    """Let the reports find its peers' boards; ``peer`` is the process of rank 1."""
+    """Call ``find_boards`` of the reports; ``peer`` is the process of rank 1."""
     pairs = {number: socket.socketpair() for number in peers}
     sockets = {number: ours for number, (ours, _) in pairs.items()}
     mesh = Mesh(0, sockets, timeout_s=1.0, stall_timeout_s=1.0, reports=reports)
@@ -66,7 +66,7 @@ def find_boards(reports, peer=None, peers=(1,)):
     mesh.close()
     for _, theirs in pairs.values():
         theirs.close()
-    if peer is not None:  # a socket pair's other end is this process's own
+    if peer is not None:  # the other end of a socket pair is in this process
         reports._boards[1] = Board.of_process(peer.pid)
 
 
@@ -78,7 +78,7 @@ def wait_status(pid, status):
 
 
 @pytest.mark.dist
-def test_a_stall_report_says_where_every_rank_is(reports, peer, capfd):
+def test_a_stall_report_has_the_place_of_every_rank(reports, peer, capfd):
     find_boards(reports, peer)
     reports.start_wait("gradient 2 from stage 1 (rank 1)", time.monotonic() - 3.0)
     reports.stalled("gradient 2 from stage 1 (rank 1)", 3.0)
@@ -91,7 +91,7 @@ def test_a_stall_report_says_where_every_rank_is(reports, peer, capfd):
 
 
 @pytest.mark.dist
-def test_a_stall_report_says_which_process_does_not_run(reports, peer, capfd):
+def test_a_stall_report_names_processes_that_do_not_run(reports, peer, capfd):
     find_boards(reports, peer)
     peer.send_signal(signal.SIGSTOP)
     wait_status(peer.pid, psutil.STATUS_STOPPED)
@@ -111,7 +111,7 @@ def test_a_stall_report_says_which_process_does_not_run(reports, peer, capfd):
     ]
 
 
-def test_a_stall_report_says_which_peer_is_on_another_host(reports, capfd):
+def test_a_stall_report_names_peers_on_other_hosts(reports, capfd):
     ours, theirs = (socket.socket(socket.AF_INET) for _ in range(2))
     mesh = Mesh(0, {1: ours}, timeout_s=1.0, stall_timeout_s=1.0, reports=reports)
     reports.find_boards(mesh)
@@ -124,30 +124,30 @@ def test_a_stall_report_says_which_peer_is_on_another_host(reports, capfd):
 
 
 @pytest.mark.parametrize(
-    ("reported", "waited_s", "is_told"), [(True, 3.0, False), (False, 3.0, True)]
+    ("is_reported", "waited_s", "expected"), [(True, 3.0, False), (False, 3.0, True)]
 )
 def test_a_stall_that_another_rank_has_just_reported_is_not_reported_again(
-    reports, capfd, reported, waited_s, is_told
+    reports, capfd, is_reported, waited_s, expected
 ):
-    other = Board.create(1, 2)
-    if reported:
-        other.note_report()
+    peer_board = Board.create(1, 2)
+    if is_reported:
+        peer_board.note_report()
     find_boards(reports)
-    reports._boards[1] = other
+    reports._boards[1] = peer_board
     reports.stalled("something", waited_s)
 
-    assert bool(capfd.readouterr().err) == is_told
-    assert (reports._board.read().reported_s is not None) == is_told
+    assert bool(capfd.readouterr().err) == expected
+    assert (reports._board.read().reported_s is not None) == expected
 
 
-def test_a_report_of_an_earlier_stall_does_not_silence_a_later_one(reports, capfd):
-    other = Board.create(1, 2)
-    other.note_report()
+def test_a_report_of_an_earlier_stall_does_not_suppress_a_later_one(reports, capfd):
+    peer_board = Board.create(1, 2)
+    peer_board.note_report()
     deadline_s = time.monotonic() + DEADLINE_S
-    while (told_s := other.read().reported_s) is None or told_s < 0.05:
+    while (reported_s := peer_board.read().reported_s) is None or reported_s < 0.05:
         assert time.monotonic() < deadline_s
     find_boards(reports)
-    reports._boards[1] = other
+    reports._boards[1] = peer_board
     reports.stalled("something", 0.05)
 
     assert "no progress" in capfd.readouterr().err
@@ -163,13 +163,13 @@ def test_only_the_rank_that_reported_a_stall_reports_its_end(reports, capfd):
     reports.stalled("an activation", 2.0)
     reports.end_wait()
     reports.end_wait()
-    told = [line for line in capfd.readouterr().err.splitlines() if "goes on" in line]
-    assert len(told) == 1
-    assert told[0].startswith("procpipe: stage 0 (rank 0) goes on after 2.")
+    lines = [line for line in capfd.readouterr().err.splitlines() if "goes on" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("procpipe: stage 0 (rank 0) goes on after 2.")
 
 
 @pytest.mark.dist
-def test_a_peer_is_last_seen_where_its_board_says_after_its_death_too(reports, peer):
+def test_last_seen_is_read_from_the_board_of_a_dead_peer(reports, peer):
     find_boards(reports, peer)
     peer.kill()
     peer.wait()
@@ -180,7 +180,7 @@ def test_a_peer_is_last_seen_where_its_board_says_after_its_death_too(reports, p
 
 
 def test_a_unix_socket_shows_the_process_at_its_other_end():
-    """Here this very process is, whose newest board is found."""
+    """Here both ends are in this process, and its newest board is found."""
     board = Board.create(5, 6)
     board.start_call("fetch")
     reports = StallReports(Board.create(0, 2), 0)

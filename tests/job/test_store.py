@@ -1,4 +1,4 @@
-"""The job's store: sealed by a key that is not in it, and watched while waiting."""
+"""The job's store: sealed by a key that is not in it; failures end waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def part_of(store, key=None, check=lambda: None, timeout_s=5.0):
 
 
 @pytest.mark.parametrize("key", [None, b"k" * 32])
-def test_values_come_back_under_the_prefix(key):
+def test_values_are_stored_under_the_prefix(key):
     bare = HashStore()
     store = part_of(bare, key)
     store.set("a", "text")
@@ -34,7 +34,7 @@ def test_values_come_back_under_the_prefix(key):
 
 
 @pytest.mark.parametrize("key", [None, b"k" * 32])
-def test_the_first_of_two_that_compare_wins(key):
+def test_compare_set_keeps_the_first_value(key):
     store = part_of(HashStore(), key)
     store.compare_set("a", "", "first")
     store.compare_set("a", "", "second")
@@ -43,7 +43,7 @@ def test_the_first_of_two_that_compare_wins(key):
     assert store.get("a") == b"third"
 
 
-def test_what_was_written_without_the_key_is_refused():
+def test_values_written_without_the_key_are_refused():
     bare: Any = HashStore()
     store = part_of(bare, b"k" * 32)
     store.set("right", "value")
@@ -63,7 +63,7 @@ def test_what_was_written_without_the_key_is_refused():
     assert store.get("right") == b"value"
 
 
-def test_ranks_with_different_keys_and_with_none_say_so():
+def test_ranks_with_different_keys_or_no_key_fail():
     bare = HashStore()
     part_of(bare, b"a" * 32).set("seat/0", "word")
 
@@ -73,7 +73,7 @@ def test_ranks_with_different_keys_and_with_none_say_so():
         part_of(bare).get("seat/0")
 
 
-def test_a_wait_ends():
+def test_a_wait_times_out():
     with pytest.raises(DistStoreError, match=r"nobody has set a, b in 0\.0 s"):
         part_of(HashStore(), timeout_s=0.0).wait(["a", "b"])
     with pytest.raises(DistStoreError, match=r"in 0\.1 s"):
@@ -85,14 +85,14 @@ def lost():
 
 
 def test_a_wait_inside_of_gloo_ends_with_the_start():
-    """As in a job, when a rank is killed before gloo has it: gloo alone waits its whole timeout."""
+    """As if a rank is killed before gloo connects to it: gloo alone waits its whole timeout."""
     begun_s = time.monotonic()
     with pytest.raises(KeyError, match="a peer has ended"):
         gloo(part_of(HashStore(), check=lost), 0)
     assert time.monotonic() - begun_s < 10.0
 
 
-def test_gloo_meets_in_a_sealed_store():
+def test_gloo_connects_by_a_sealed_store():
     bare, sums = HashStore(), {}
 
     def run(rank):

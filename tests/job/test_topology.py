@@ -1,4 +1,4 @@
-"""What is read from made-up hosts, and from this one."""
+"""The topology of invented hosts, and of this one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_package_of_several_nodes(tmp_path):
     ]
 
 
-def test_a_mask_leaves_cores_and_halves_of_cores(tmp_path):
+def test_a_mask_with_whole_and_half_cores(tmp_path):
     """A container's cpuset, or a batch system's share of a host."""
     nodes = {0: smt_cores(0, 4, sibling=8), 1: smt_cores(4, 4, sibling=8)}
     root = write_host(tmp_path, nodes)
@@ -76,7 +76,7 @@ def test_a_mask_leaves_cores_and_halves_of_cores(tmp_path):
     assert topology.cores == (Core((1,)), Core((2, 10)), Core((5,), package=1, node=1))
 
 
-def test_cpus_that_are_offline_do_not_count(tmp_path):
+def test_offline_cpus_are_not_used(tmp_path):
     root = write_host(tmp_path, {0: [[0], [1], [2], [3]]}, online=[0, 1, 3])
 
     assert [core.cpus for core in read_topology(root, range(4)).cores] == [(0,), (1,), (3,)]
@@ -121,7 +121,7 @@ def test_invalid_files_count_as_missing(tmp_path):
     assert read_topology(tmp_path, {0, 1}).cores == (Core((0,)), Core((1,)))
 
 
-def test_this_host_is_read_as_psutil_reads_it():
+def test_this_host_is_read_like_psutil():
     topology = read_topology()
 
     assert {cpu for core in topology.cores for cpu in core.cpus} == os.sched_getaffinity(0)
@@ -130,19 +130,19 @@ def test_this_host_is_read_as_psutil_reads_it():
 
 
 @pytest.mark.parametrize(
-    "told", ["0000:3b:00.0", "00000000:3B:00.0", "3b:00.0", "0000:3b:00", " 0000:3B:0.0\n"]
+    "text", ["0000:3b:00.0", "00000000:3B:00.0", "3b:00.0", "0000:3b:00", " 0000:3B:0.0\n"]
 )
-def test_the_spellings_of_a_pci_address(told):
-    assert normal_pci(told) == "0000:3b:00.0"
+def test_the_spellings_of_a_pci_address(text):
+    assert normal_pci(text) == "0000:3b:00.0"
 
 
-@pytest.mark.parametrize("told", ["", "cuda:0", "0000:3g:00.0", "../../etc"])
-def test_invalid_pci_addresses(told):
+@pytest.mark.parametrize("text", ["", "cuda:0", "0000:3g:00.0", "../../etc"])
+def test_invalid_pci_addresses(text):
     with pytest.raises(ValueError, match="is no PCI address like"):
-        normal_pci(told)
+        normal_pci(text)
 
 
-def test_where_gpus_are(tmp_path):
+def test_the_numa_nodes_of_gpus(tmp_path):
     gpus = {"0000:3b:00.0": 0, "0001:af:00.0": 1, "0000:01:00.0": -1}
     root = write_host(tmp_path, {0: [[0], [1]], 1: [[2], [3]]}, gpus=gpus)
 

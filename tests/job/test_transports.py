@@ -1,4 +1,4 @@
-"""Which transport two ranks use: every kind of job, and what cannot be."""
+"""Which transport two ranks use, in every kind of job, and which are refused."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ GLOO = Offer(["gloo"])
 
 
 def on_gpus(text, sees=None, shares_by_nccl=()):
-    """Return the offers of ranks on GPUs, a letter each, all on one host unless said otherwise."""
-    everybody = range(len(text))
+    """Return the offers of ranks on GPUs, one letter per rank; by default all on one host."""
+    all_ranks = range(len(text))
     return [
         Offer(
             ["nccl", "cuda_ipc"],
             gpu,
-            [*everybody] if sees is None else sees[rank],
+            [*all_ranks] if sees is None else sees[rank],
             rank in shares_by_nccl,
         )
         for rank, gpu in enumerate(text)
@@ -36,7 +36,7 @@ def on_gpus(text, sees=None, shares_by_nccl=()):
 
 
 def table(choice):
-    """Write a choice as a letter for each pair: n for nccl, c for cuda_ipc, …"""
+    """Write a choice as one letter per pair: n for nccl, c for cuda_ipc, …"""
     num_ranks = len(choice.gpus)
     return [
         "".join("." if a == b else choice.between(a, b)[0] for b in range(num_ranks))
@@ -45,7 +45,7 @@ def table(choice):
 
 
 @pytest.mark.parametrize(
-    ("offers", "wanted", "expected"),
+    ("offers", "requested", "expected"),
     [
         ([SHM, SHM], None, [".s", "s."]),
         ([SHM, SHM], "gloo", [".g", "g."]),
@@ -59,19 +59,19 @@ def table(choice):
         (on_gpus("A"), "cuda_ipc", ["."]),
         (on_gpus("AABB"), None, [".cnn", "c.nn", "nn.c", "nnc."]),
         (on_gpus("ABAB"), None, [".ncn", "n.nc", "cn.n", "ncn."]),
-        # Two hosts, two ranks a GPU: nobody sees the other host's processes.
+        # Two hosts, two ranks per GPU: no rank sees the other host's processes.
         (on_gpus("AABB", [[1], [0], [3], [2]]), None, [".cnn", "c.nn", "nn.c", "nnc."]),
-        # NCCL_MULTI_RANK_GPU_ENABLE=1 allows NCCL on a shared GPU, and does not ask for it.
+        # NCCL_MULTI_RANK_GPU_ENABLE=1 allows NCCL on a shared GPU, but does not choose it.
         (on_gpus("AAB", None, [0, 1, 2]), "nccl", [".nn", "n.n", "nn."]),
         (on_gpus("AAB", None, [0, 1, 2]), None, [".cn", "c.n", "nn."]),
     ],
 )
-def test_each_pair_uses_what_suits_it(offers, wanted, expected):
-    assert table(choose(offers, wanted)) == expected
+def test_the_transport_of_each_pair(offers, requested, expected):
+    assert table(choose(offers, requested)) == expected
 
 
-def test_ranks_share_a_gpu_only_where_they_were_given_it():
-    """Without devices=, the ranks of one launcher that see one GPU would all be on it unasked."""
+def test_ranks_share_a_gpu_only_with_explicit_devices():
+    """Without devices=, all ranks of a launcher that see only one GPU would share it."""
     own, same = (
         [offer._replace(may_share=False) for offer in on_gpus(text)] for text in ("AB", "ABA")
     )
@@ -88,13 +88,13 @@ def test_ranks_share_a_gpu_only_where_they_were_given_it():
 def test_offers_and_choices_are_plain_json():
     offers = [Offer(*each) for each in json.loads(json.dumps(on_gpus("AAB")))]
 
-    told = json.loads(json.dumps(choose(offers, None)))
+    fields = json.loads(json.dumps(choose(offers, None)))
 
-    assert table(TransportChoice(*told)) == [".cn", "c.n", "nn."]
+    assert table(TransportChoice(*fields)) == [".cn", "c.n", "nn."]
 
 
 @pytest.mark.parametrize(
-    ("offers", "wanted", "words"),
+    ("offers", "requested", "words"),
     [
         (
             [SHM, GLOO, SHM],
@@ -125,24 +125,24 @@ def test_offers_and_choices_are_plain_json():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(offers, wanted, words):
+def test_impossible_transports_are_refused(offers, requested, words):
     with pytest.raises(ValueError, match=words):
-        choose(offers, wanted)
+        choose(offers, requested)
 
 
-def test_what_is_chosen_has_a_name():
+def test_every_chosen_transport_has_a_name():
     chosen = {choose(offers, None).name for offers in ([SHM], [GLOO], on_gpus("A"))}
 
     assert chosen | {"cuda_ipc"} == set(NAMES)
 
 
-def test_a_stage_knows_the_names():
+def test_a_stage_checks_the_name_of_its_transport():
     with pytest.raises(ValueError, match="transport is 'tcp', but must be one of 'shm', 'gloo'"):
         Stage(nn.Sequential(nn.ReLU()), [1], transport="tcp")
-    Stage(nn.Sequential(nn.ReLU()), [1], transport="cuda_ipc")  # whether it can be used shows later
+    Stage(nn.Sequential(nn.ReLU()), [1], transport="cuda_ipc")  # checked when ranks connect
 
 
-ASK_NCCL = """
+PRINT_NCCL = """
 import os
 from procpipe.job.devices import nccl_shares_gpus
 for version, setting in [("22809", "1"), ("23000", "1"), ("23007", "")]:
@@ -152,18 +152,18 @@ for version, setting in [("22809", "1"), ("23000", "1"), ("23007", "")]:
 
 
 @pytest.mark.dist
-def test_the_nccl_that_is_loaded_is_asked(tmp_path):
+def test_the_version_of_the_loaded_nccl_is_used(tmp_path):
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")
     source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
     code = "#include <stdlib.h>\n"
     code += 'int ncclGetVersion(int *version) { *version = atoi(getenv("VERSION")); return 0; }\n'
-    source.write_text(code + "".join(f"void {name}(void) {{}}\n" for name in used_of_nccl()))
+    source.write_text(code + "".join(f"void {name}(void) {{}}\n" for name in functions_of_nccl()))
     command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, source]
     subprocess.run(command, check=True, timeout=60)
     done = subprocess.run(
-        [sys.executable, "-c", ASK_NCCL],
+        [sys.executable, "-c", PRINT_NCCL],
         env=os.environ | {"LD_PRELOAD": str(library), "VERSION": "0"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -175,8 +175,8 @@ def test_the_nccl_that_is_loaded_is_asked(tmp_path):
     assert done.stdout.splitlines() == ["22809 1 False", "23000 1 True", "23007  False"]
 
 
-def used_of_nccl():
-    """Return what a CUDA build of torch uses of NCCL: without these it cannot be imported."""
+def functions_of_nccl():
+    """Return NCCL's functions that a CUDA build of torch needs to be imported."""
     library = Path(torch.__file__).with_name("lib") / "libtorch_cuda.so"
     if not library.exists():
         return set()

@@ -1,4 +1,4 @@
-"""What a process reads of its environment: rank, devices, and what is wrong with them."""
+"""A process's rank and devices from its environment, and errors in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Set torchrun's variables, all others unset; and a number of GPUs."""
+    """Return a function that sets torchrun's variables, unsets the rest, and sets the GPUs."""
 
     def set_all(num_gpus=0, **variables):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -39,7 +39,7 @@ def test_without_a_launcher_the_job_is_this_process(environment):
     assert (world.device, world.devices) == (CPU, (CPU,))
     assert world.connect().peers == ()
     assert world.open_transports(TransportChoice("gloo", [""]), []) == {}
-    world.give_up("nobody hears it")
+    world.give_up("without peers")
     world.close()
 
 
@@ -69,7 +69,7 @@ def test_each_process_takes_the_gpu_of_its_local_rank(environment):
     assert list(map(str, world.devices)) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
 
 
-def test_given_devices_come_before_gpus(environment):
+def test_given_devices_have_priority_over_gpus(environment):
     environment(num_gpus=2, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
 
     assert World.from_environment(["cpu", "cpu", "cpu"]).devices == (CPU, CPU)
@@ -91,7 +91,7 @@ def test_devices_that_cannot_be_used_are_refused(environment, devices, error, wo
         World.from_environment(devices)
 
 
-def test_a_job_without_an_address_says_so_at_once(environment, monkeypatch):
+def test_a_job_without_an_address_fails_at_once(environment, monkeypatch):
     environment(RANK=1, WORLD_SIZE=2)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -111,7 +111,7 @@ def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
 
 
 def test_a_process_that_sees_one_gpu_takes_it(environment):
-    """As Slurm starts it with --gpus-per-task=1; whether ranks share it shows when they connect."""
+    """As in Slurm with --gpus-per-task=1; that ranks share it is detected when they connect."""
     environment(num_gpus=1, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
 
     world = World.from_environment()
@@ -120,7 +120,7 @@ def test_a_process_that_sees_one_gpu_takes_it(environment):
 
 
 def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypatch):
-    """Each process that sees one GPU names it cuda:0: cores would be chosen by the wrong one."""
+    """Each process that sees one GPU names it cuda:0: the wrong GPU would determine the cores."""
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: Properties(device.index)
     )
@@ -179,7 +179,7 @@ def test_hosts_of_different_sizes(environment):
 
 
 class Stuck:
-    """A transport whose transfers cannot be ended, which takes as long as it may."""
+    """A transport whose transfers cannot be ended."""
 
     num_aborts = 0
 
@@ -194,7 +194,7 @@ class Stuck:
         return [1]
 
 
-def test_a_device_that_is_stuck_is_waited_for_once(environment):
+def test_a_stuck_device_is_waited_for_once(environment):
     environment()
     world = World.from_environment()
     world.connect()

@@ -1,4 +1,4 @@
-"""Made-up hosts: the files under /sys that say what a host has."""
+"""Invented hosts: the files under /sys that describe a host's hardware."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def write_host(
     """Write a host's files and return ``root``.
 
     Args:
-        root: where ``sys`` will be.
+        root: the folder that will contain ``sys``.
         nodes: the cores of each NUMA node, each core a list of its logical CPUs.
         packages: the nodes of each package; by default each node is a package.
         gpus: the node of the GPU at each PCI address.
-        online: the CPUs that are; by default all.
-        is_old: with the file names of Linux before 5.5.
+        online: the CPUs that are online; by default all.
+        is_old: use the file names of Linux before 5.5.
     """
     core_name = "thread_siblings_list" if is_old else "core_cpus_list"
     package_name = "core_siblings_list" if is_old else "package_cpus_list"
     cpus_of = {node: [cpu for core in cores for cpu in core] for node, cores in nodes.items()}
-    everything = sorted(cpu for cpus in cpus_of.values() for cpu in cpus)
+    all_cpus = sorted(cpu for cpus in cpus_of.values() for cpu in cpus)
     cpu_folder = root / "sys/devices/system/cpu"
     for package in packages or [[node] for node in nodes]:
         members = [cpu for node in package for cpu in cpus_of[node]]
@@ -40,10 +40,10 @@ def write_host(
                 write(cpu_folder / f"cpu{cpu}/topology/{package_name}", cpus_text(members))
     for node, cpus in cpus_of.items():
         write(root / f"sys/devices/system/node/node{node}/cpulist", cpus_text(cpus))
-    write(cpu_folder / "online", cpus_text(everything if online is None else online))
+    write(cpu_folder / "online", cpus_text(all_cpus if online is None else online))
     for pci, node in (gpus or {}).items():
         write(root / f"sys/bus/pci/devices/{pci}/numa_node", str(node))
-        near = everything if node < 0 else cpus_of[node]
+        near = all_cpus if node < 0 else cpus_of[node]
         write(root / f"sys/bus/pci/devices/{pci}/local_cpulist", cpus_text(near))
     return root
 

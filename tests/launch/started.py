@@ -1,13 +1,14 @@
-"""Starts ``procpipe run`` as a user would, on a terminal or not, and looks at what comes.
+"""Starts ``procpipe run`` as a user would, on a terminal or not, and reads its output.
 
     with started("-n", "2", script=CODE, on_terminal=True) as run:
         run.wait_for("step 3")
         run.press("\\x03")
         ended = run.wait()
 
-The terminal is a real pseudo-terminal, which the launcher controls: Ctrl-C comes as a signal. All
-processes have a token in their environment; ``wait`` says which were alive when the launcher ended,
-and nothing outlives the ``with`` block.
+The launcher is a fork of a process that has imported torch (tests/dist/forks.py), which saves
+seconds. The terminal is a real pseudo-terminal, which the launcher controls: Ctrl-C comes as a
+signal. All other processes have a token in their environment; ``wait`` lists those that were alive
+when the launcher ended, and all of them end with the ``with`` block.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 import tempfile
 import termios
 import threading
@@ -31,8 +31,9 @@ from typing import Any
 
 import psutil
 
+from tests.dist.forks import Forked, fork_server
 from tests.dist.pool import job_environment
-from tests.dist.script import KILL_TIMEOUT_S, TOKEN, _job, _wait_end
+from tests.dist.script import KILL_TIMEOUT_S, TOKEN, _wait_end, job_of
 
 TIMEOUT_S = 90.0
 _POLL_S = 0.02
@@ -68,7 +69,7 @@ class Ended:
 class Started:
     """A run under way."""
 
-    def __init__(self, process: subprocess.Popen[bytes], token: str, folder: Path) -> None:
+    def __init__(self, process: Forked, token: str, folder: Path) -> None:
         self.process = process
         self.token = token
         self.folder = folder
@@ -77,15 +78,15 @@ class Started:
         self.readers: list[threading.Thread] = []
 
     def read_from(self, name: str, descriptor: int) -> None:
-        """Gather what comes from a descriptor."""
+        """Collect all output from a descriptor."""
 
-        def gather() -> None:
+        def collect() -> None:
             with contextlib.suppress(OSError):  # the end of a terminal
                 while data := os.read(descriptor, 1 << 16):
                     self.texts[name] += data
             os.close(descriptor)
 
-        self.readers.append(threading.Thread(target=gather, daemon=True))
+        self.readers.append(threading.Thread(target=collect, daemon=True))
         self.readers[-1].start()
 
     def text(self, name: str = "out") -> str:
@@ -94,12 +95,12 @@ class Started:
     def raw(self, name: str = "out") -> str:
         return self.texts[name].decode(errors="replace")
 
-    def wait_until(self, look: Callable[[], Any], what: str) -> Any:
-        """Look until there is something, and return it."""
+    def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Wait until there is a value, and return it."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while True:
             has_ended = self.process.poll() is not None
-            found = look()
+            found = condition()
             if found:
                 return found
             assert not has_ended, f"the run ended before {what}\n{self}"
@@ -113,12 +114,12 @@ class Started:
         self.wait_until(lambda: re.search(pattern, self.text()), repr(pattern))
 
     def processes(self) -> list[psutil.Process]:
-        return list(_job(self.token))
+        return list(job_of(self.token, self.process.pid))
 
     def rank(self, number: int) -> psutil.Process:
         """Find the process of a rank."""
 
-        def look() -> list[psutil.Process]:
+        def find() -> list[psutil.Process]:
             found = []
             for process in self.processes():
                 with contextlib.suppress(psutil.Error):
@@ -128,14 +129,14 @@ class Started:
                         found.append(process)
             return found
 
-        return self.wait_until(look, f"process of rank {number}")[0]
+        return self.wait_until(find, f"process of rank {number}")[0]
 
     def press(self, key: str) -> None:
         assert self.terminal is not None
         os.write(self.terminal, key.encode())
 
     def wait(self, end_timeout_s: float = 0.0) -> Ended:
-        """Wait for the launcher's end, and a while for that of all others."""
+        """Wait for the launcher's end, and then a while for all other processes."""
         try:
             code = self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -176,13 +177,13 @@ def started(
         options: of ``procpipe run``.
         script: the code of the script, and its arguments.
         on_terminal: whether both outputs are a terminal of 30 lines of 120 characters.
-        grace_s: how long ranks may take to end when they are told to.
+        grace_s: how long ranks may take to end after SIGTERM.
     """
     token = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="procpipe-launch-") as name:
         folder = Path(name)
         (folder / "script.py").write_text(script[0])
-        argv = [sys.executable, "-m", "procpipe.launch", "run", *options, "script.py", *script[1:]]
+        argv = ["-m", "procpipe.launch", "run", *options, "script.py", *script[1:]]
         environment = job_environment({TOKEN: token, "TERM": "xterm"})
         if grace_s is not None:
             environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace_s)
@@ -196,21 +197,9 @@ def started(
             err, err_end = os.pipe()
             outputs = {"out": out, "err": err}
             streams = (out_end, err_end)
-
-        def control_terminal() -> None:
-            if on_terminal:
-                fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-
-        process = subprocess.Popen(
-            argv,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=streams[0],
-            stderr=streams[1],
-            start_new_session=True,
-            preexec_fn=control_terminal,  # noqa: PLW1509 - there are few threads here
-        )
+        with open(os.devnull) as stdin:
+            files = (stdin.fileno(), *streams)
+            process = fork_server().start(argv, env=environment, cwd=folder, files=files)
         for descriptor in set(streams):
             os.close(descriptor)
         run = Started(process, token, folder)

@@ -22,8 +22,8 @@ PAGE = ROOT / "docs" / "several_nodes.md"
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-#: Says where it is, and waits for the other, and for a word; without torch, since what is
-#: tested are the files.
+#: Writes its place, and waits for the other rank and, with --wait, for a file; without torch, since
+#: only the schedulers' files are tested.
 SCRIPT = """
 import json, os, sys, time
 rank = os.environ["RANK"]
@@ -64,18 +64,18 @@ else:
 
 
 def with_commands(job, **scripts):
-    """Return a PATH that has these, each a Python program, before all others."""
+    """Return a PATH on which these Python programs come before all others."""
     folder = job.path / "bin"
     folder.mkdir()
     for name, text in scripts.items():
         path = folder / name
         path.write_text(f"#!{sys.executable}\n{text}")
         path.chmod(0o755)
-    # torchrun is where Python is, which an activated environment has on its PATH.
+    # torchrun is in the folder of Python, which an activated environment has on its PATH.
     return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
-def told(job):
+def places_of(job):
     return {rank: json.loads((job.path / f"rank{rank}.json").read_text()) for rank in (0, 1)}
 
 
@@ -108,11 +108,11 @@ def test_slurm_starts_one_torchrun_a_node_and_queues_again_when_the_time_is_up()
         batch.popen.send_signal(signal.SIGUSR1)  # as by --signal=B:USR1@120
         batch.wait_output("time is up: queued again")
         job.wait_until((job.path / "scontrol.log").exists)
-        assert batch.popen.poll() is None  # it goes on until Slurm ends it
+        assert batch.popen.poll() is None  # the job runs until Slurm ends it
         job.write("stop", "")
         assert batch.wait_end() == 0, batch.output
 
-        for rank, (place, words) in told(job).items():
+        for rank, (place, words) in places_of(job).items():
             assert words == ["--wait", "two words"]
             assert place["MASTER_ADDR"] in slurm["SLURM_JOB_NODELIST"].split(",")
             del place["MASTER_ADDR"]
@@ -130,14 +130,14 @@ def test_slurm_starts_one_torchrun_a_node_and_queues_again_when_the_time_is_up()
         assert not job.survivors()
 
 
-def test_slurm_hears_of_a_failure():
+def test_the_batch_script_ends_with_the_exit_code_of_a_failure():
     with Job() as job:
         batch, _ = sbatch(job, "train.py", srun="raise SystemExit(3)")
 
         assert batch.wait_end() == 3
 
 
-def test_slurm_without_a_script_says_how_to_use_it():
+def test_the_batch_script_without_arguments_prints_its_usage():
     with Job() as job:
         batch, _ = sbatch(job)
 
@@ -146,7 +146,7 @@ def test_slurm_without_a_script_says_how_to_use_it():
 
 
 def test_slurms_options_come_before_the_first_command():
-    """Slurm reads none after it."""
+    """Slurm reads no options after it."""
     lines = SBATCH.read_text().splitlines()
     options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
     commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
@@ -253,14 +253,14 @@ def test_a_process_has_its_gpu_and_shared_memory():
 
 def environment(pod):
     (container,) = pod["containers"]
-    return {one["name"]: one.get("value") for one in container["env"]}
+    return {variable["name"]: variable.get("value") for variable in container["env"]}
 
 
 def test_kubernetes_command_starts_a_torchrun_a_pod():
     _, spec = documents()
     pod = spec["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert [one["name"] for one in container["env"] if "value" not in one] == ["POD_IP"]
+    assert [v["name"] for v in container["env"] if "value" not in v] == ["POD_IP"]
     with loopback_addresses(2) as hosts, Job() as job:
         job.write("train.py", SCRIPT)
         variables = environment(pod) | {
@@ -277,10 +277,10 @@ def test_kubernetes_command_starts_a_torchrun_a_pod():
             )
             for index, host in enumerate(hosts)
         ]
-        for one in pods:
-            assert one.wait_end() == 0, one.output
+        for agent in pods:
+            assert agent.wait_end() == 0, agent.output
 
-        for place, words in told(job).values():
+        for place, words in places_of(job).values():
             assert words == ["--epochs", "10"]
             assert place["WORLD_SIZE"] == "2"
             assert place["TORCHELASTIC_RUN_ID"] == "procpipe-train"

@@ -14,7 +14,7 @@ from procpipe.launch.main import main
 
 @pytest.fixture(autouse=True)
 def own_environment():
-    """Give back the environment: ``main`` sets that of the launcher's process, here the tests'."""
+    """Restore the environment: ``main`` changes that of its process, which here runs the tests."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -48,7 +48,7 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_in_the_command_line(script, capsys, monkeypatch):
+def test_each_mistake_in_the_command_line_is_named(script, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for words, message in MISTAKES:
         with pytest.raises(SystemExit) as error:
@@ -59,7 +59,7 @@ def test_mistakes_in_the_command_line(script, capsys, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it takes one process a GPU here")
-def test_without_gpus_the_number_of_processes_is_asked_for(script, capsys):
+def test_without_gpus_the_number_of_processes_is_required(script, capsys):
     with pytest.raises(SystemExit) as error:
         main(["run", script])
 
@@ -72,13 +72,13 @@ def test_a_dry_run_prints_all_and_starts_nothing(script, capsys, monkeypatch, tm
 
     assert main(["run", "-n", "1", "--dry-run", "--max-restarts", "3", script, "--lr", "1 2"]) == 0
 
-    told = capsys.readouterr().out
-    assert "1 processes" not in told
-    assert "process  device  cores  CPUs" in told
-    assert "all of the host's cores" in told
-    assert f"starts    {sys.executable} -u train.py --lr '1 2'\n" in told
-    assert "(the physical cores of a process)" in told
-    assert "restarts  3\n" in told
+    printed = capsys.readouterr().out
+    assert "1 processes" not in printed
+    assert "process  device  cores  CPUs" in printed
+    assert "all of the host's cores" in printed
+    assert f"starts    {sys.executable} -u train.py --lr '1 2'\n" in printed
+    assert "(the physical cores of a process)" in printed
+    assert "restarts  3\n" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -88,11 +88,11 @@ def test_a_dry_run_of_several_hosts(script, capsys, monkeypatch):
 
     assert main(["run", "-n", "2", "--no-pin", "--dry-run", *hosts, "-m", "my.train"]) == 0
 
-    told = capsys.readouterr().out
-    assert told.startswith("2 processes on this host, not pinned to cores\n")
-    assert " -u -m my.train\n" in told
-    assert "OMP_NUM_THREADS=5 (OMP_NUM_THREADS is set)" in told
-    assert "hosts     2 to 4, which meet at first:29500" in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 processes on this host, not pinned to cores\n")
+    assert " -u -m my.train\n" in printed
+    assert "OMP_NUM_THREADS=5 (OMP_NUM_THREADS is set)" in printed
+    assert "hosts     2 to 4, which meet at first:29500" in printed
 
 
 def test_a_command_whose_folder_is_missing_is_not_offered(tmp_path, capsys, monkeypatch):
@@ -105,6 +105,6 @@ def test_a_command_whose_folder_is_missing_is_not_offered(tmp_path, capsys, monk
         main(["doctor"])
 
     assert error.value.code == 2
-    told = capsys.readouterr().err
-    assert "invalid choice: 'doctor'" in told
-    assert ("run" in told, "plan" in told, "timeline" in told) == (True, True, False)
+    printed = capsys.readouterr().err
+    assert "invalid choice: 'doctor'" in printed
+    assert ("run" in printed, "plan" in printed, "timeline" in printed) == (True, True, False)

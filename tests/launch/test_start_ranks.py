@@ -1,4 +1,4 @@
-"""Starting ranks with a time limit: what remains, and the reason that is given for a failure."""
+"""Starting ranks with a time limit: no process is left, and a failure has a reason."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from procpipe.launch.start_ranks import start_ranks
 
 @pytest.fixture
 def token(monkeypatch):
-    """Mark the processes that are started; none may remain at the end."""
+    """Mark the processes that are started; none may be left at the end."""
     token = uuid.uuid4().hex
     monkeypatch.setenv("PROCPIPE_DOCTOR_TEST", token)
     yield token
     deadline_s = time.monotonic() + 30
-    while left := marked_processes(token):  # the kernel takes a moment to end what is killed
+    while left := marked_processes(token):  # a killed process takes a moment to end
         if time.monotonic() > deadline_s:
             for process in left:
                 process.kill()
@@ -35,7 +35,7 @@ def token(monkeypatch):
 def marked_processes(token):
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # one that has ended has no environment
+        with contextlib.suppress(psutil.Error):  # an ended process has no environment
             if token in process.environ().values() and process.pid != os.getpid():
                 found.append(process)
     return found
@@ -85,7 +85,7 @@ signal.pause()
 
 
 @pytest.mark.usefixtures("token")
-def test_the_reason_says_where_a_rank_hangs():
+def test_the_reason_names_the_place_where_a_rank_hangs():
     launcher = subprocess.Popen([sys.executable, "-S", "-c", HANG, board.__file__])
     try:
         deadline_s = time.monotonic() + 60

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 
-def a_layer_of_every_sort(device: str = "cpu") -> nn.Sequential:
-    """A layer of every sort that initialisation must manage; no forward is run through it."""
+def model_of_many_layers(device: str = "cpu") -> nn.Sequential:
+    """Return a model with every kind of layer to initialise; it runs no forward."""
     with torch.device(device):
         return nn.Sequential(
             nn.Linear(3, 4),

@@ -17,13 +17,13 @@ from procpipe.model.cut import (
     cut,
     layer_facts,
 )
-from tests.model.layers import a_layer_of_every_sort
+from tests.model.layers import model_of_many_layers
 
 
 def test_only_a_sequential_is_a_model() -> None:
     with pytest.raises(TypeError, match=r"a Linear: pass an nn\.Sequential"):
         check_model(nn.Linear(1, 1))
-    check_model(a_layer_of_every_sort())
+    check_model(model_of_many_layers())
 
 
 def test_an_empty_model_is_legal() -> None:
@@ -33,11 +33,11 @@ def test_an_empty_model_is_legal() -> None:
 
 
 def test_duplicate_children_are_all_named() -> None:
-    same, other = nn.Linear(1, 1), nn.ReLU()
+    linear, relu = nn.Linear(1, 1), nn.ReLU()
     with pytest.raises(
         ValueError, match=r"duplicate children: .*'0' and '2' are one Linear; .*'1' and '4' are one"
     ):
-        check_model(nn.Sequential(same, other, same, nn.ReLU(), other))
+        check_model(nn.Sequential(linear, relu, linear, nn.ReLU(), relu))
 
 
 @pytest.mark.parametrize(
@@ -58,19 +58,19 @@ def test_balance_becomes_plain_integers(balance: Any) -> None:
     ],
     ids=repr,
 )
-def test_balance_of_other_types(balance: Any) -> None:
+def test_a_balance_of_other_types_is_refused(balance: Any) -> None:
     with pytest.raises(TypeError, match="holds more than integers: pass the number of layers"):
         check_balance(balance, 6)
 
 
-def test_balance_that_is_no_sequence() -> None:
+def test_a_balance_that_is_no_sequence_is_refused() -> None:
     for balance in (6, None):
         with pytest.raises(TypeError, match=rf"the balance is {balance}: .* balance=\[6\]"):
             check_balance(balance, 6)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("balance", [[2, 3], [6, 1], [], [7]])
-def test_balance_of_wrong_sum(balance: list[int]) -> None:
+def test_a_balance_with_a_wrong_sum_is_refused(balance: list[int]) -> None:
     with pytest.raises(
         BalanceError, match=rf"places {sum(balance)} layers but the model has 6: .* add up to 6"
     ):
@@ -78,7 +78,7 @@ def test_balance_of_wrong_sum(balance: list[int]) -> None:
 
 
 @pytest.mark.parametrize("balance", [[6, 0], [7, -1], [0, 1]])
-def test_balance_with_an_empty_partition(balance: list[int]) -> None:
+def test_a_balance_with_an_empty_partition_is_refused(balance: list[int]) -> None:
     with pytest.raises(BalanceError, match="less than one layer: give each at least 1"):
         check_balance(balance, 6)
 
@@ -117,7 +117,7 @@ def test_shared_parameters_are_all_named() -> None:
 
 
 def test_layer_facts_do_not_depend_on_the_device() -> None:
-    assert layer_facts(a_layer_of_every_sort("meta")) == layer_facts(a_layer_of_every_sort())
+    assert layer_facts(model_of_many_layers("meta")) == layer_facts(model_of_many_layers())
     model = nn.Sequential(nn.Linear(300, 4), nn.ReLU(), nn.Sequential(nn.Linear(2, 1)))
     assert layer_facts(model) == [
         "0: Linear, 1,204 parameters",

@@ -15,7 +15,7 @@ from examples.models.resnet import resnet101
 from examples.models.unet import unet
 from procpipe.model.cut import check_balance, cut
 from procpipe.model.materialize import _seeded, materialize
-from tests.model.layers import a_layer_of_every_sort
+from tests.model.layers import model_of_many_layers
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def test_values_spread_as_in_a_model_built_with_memory(
 
 
 def materialized(balance: list[int], seed: int = 7) -> dict[str, Tensor]:
-    model = a_layer_of_every_sort("meta")
+    model = model_of_many_layers("meta")
     first_index = 0
     for layers in cut(model, check_balance(balance, 6)):
         materialize(layers, CPU, first_index=first_index, seed=seed)
@@ -56,17 +56,17 @@ def materialized(balance: list[int], seed: int = 7) -> dict[str, Tensor]:
 
 def test_values_do_not_depend_on_the_balance() -> None:
     expected = materialized([6])
-    assert list(expected) == list(a_layer_of_every_sort().state_dict())
+    assert list(expected) == list(model_of_many_layers().state_dict())
     for balance in ([1, 1, 1, 1, 1, 1], [2, 4], [5, 1]):
         state = materialized(balance)
         assert all(torch.equal(state[key], expected[key]) for key in expected)
-    other = materialized([6], seed=8)
-    assert not torch.equal(other["0.weight"], expected["0.weight"])
+    with_other_seed = materialized([6], seed=8)
+    assert not torch.equal(with_other_seed["0.weight"], expected["0.weight"])
 
 
 def test_values_are_those_of_the_constructors() -> None:
     state = materialized([6])
-    for key, built in a_layer_of_every_sort().state_dict().items():
+    for key, built in model_of_many_layers().state_dict().items():
         assert state[key].shape == built.shape
         if built.numel() == 0 or (built == built.flatten()[0]).all():
             assert torch.equal(state[key], built), key  # constants, as of norms and attention
@@ -87,7 +87,7 @@ def test_layers_and_seeds_draw_different_numbers() -> None:
 
 
 @pytest.mark.gpu(2)
-def test_on_a_gpu_it_is_that_gpus_generator_that_is_seeded() -> None:
+def test_on_a_gpu_the_generator_of_that_gpu_is_seeded() -> None:
     device = torch.device("cuda", 1)
     drawn = []
     for seed in range(2):
@@ -141,7 +141,7 @@ def test_a_recurrent_layer_runs() -> None:
 
 
 class Scaled(nn.Module):
-    """Owns a parameter, an integer and a boolean buffer; resets what it is told to."""
+    """Owns a parameter, an integer and a boolean buffer; resets them by a given function."""
 
     def __init__(self, reset: Callable[[Any], None] | None) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_the_outer_module_initialises_last() -> None:
     assert block.linear.bias.all()
 
 
-def test_what_nothing_initialises_is_named() -> None:
+def test_tensors_that_nothing_initialises_are_named() -> None:
     with torch.device("meta"):
         layers: dict[str, nn.Module] = {
             "neck": nn.Sequential(nn.Linear(1, 1), Scaled(None)),

@@ -47,7 +47,7 @@ def test_a_backward_plan_starts_with_what_forward_left() -> None:
 def test_received_skips_that_wait_are_counted() -> None:
     costs = Costs.uniform(4, skip_bytes={(0, 3): 7})
     routes = Routes(4, ((0, 3),))
-    # stage 3 posts four before its first task, and then one for each that it gives back
+    # stage 3 posts four before its first task, and then one for each that it returns
     assert peak_bytes(forward_plan(8, 4), costs, routes, 3) == 4 * 7
     assert peak_bytes(gpipe(8, 4), costs, routes, 3) == 8 * 7
 
@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Costs, Routes]:
 
 
 def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]:
-    """Hold named things instead of numbers, and drop all that bear a micro-batch's number."""
+    """Count named entries instead of one sum, and drop all entries of a micro-batch at its end."""
     again = {task.i for task in plan.tasks_of(stage) if task.kind == "R"}
     held: dict[tuple[str, int, int], int] = {}
 
@@ -152,7 +152,7 @@ def test_a_ledger_of_names_agrees_at_every_step(case: tuple[Plan, Costs, Routes]
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-def test_every_stage_ends_with_nothing(mode: str) -> None:
+def test_every_stage_ends_with_nothing_held(mode: str) -> None:
     for m in range(1, 7):
         for n in range(1, 7):
             costs = Costs.uniform(n, input_bytes=3, output_bytes=5)

@@ -16,7 +16,7 @@ from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
-def test_looped_and_folded() -> None:
+def test_looped_and_folded_placements() -> None:
     assert looped(6, 3) == (0, 1, 2, 0, 1, 2)
     assert folded(6, 3) == (0, 1, 2, 2, 1, 0)
     assert folded(8, 2) == (0, 1, 1, 0, 0, 1, 1, 0)
@@ -24,7 +24,7 @@ def test_looped_and_folded() -> None:
     assert partitions_of(folded(6, 3), 1) == (1, 4)
 
 
-def test_what_is_no_placement() -> None:
+def test_faults_of_a_placement_are_reported() -> None:
     assert list(placement_faults((1, 0, 3), 3)) == [
         "partition 2 is placed on stage 3, but there are 3, from 0",
         "stage 2 has no partition in the placement [1, 0, 3]",
@@ -47,7 +47,7 @@ def test_a_placement_is_part_of_a_plans_text() -> None:
         Plan.from_text("plan m=2 n=2 placement=0,x\n")
 
 
-def test_nothing_travels_between_partitions_of_one_stage() -> None:
+def test_nothing_is_sent_between_partitions_of_one_stage() -> None:
     routes = Routes(2, skips=((0, 3), (1, 3)), target=True, loss=True, placement=(0, 1, 1, 0))
     plan = gpipe(1, 2, placement=routes.placement)
     sent = [transfer for task in plan.tasks() for transfer in routes.leaving(task, plan)]
@@ -78,7 +78,7 @@ def test_the_channels_are_those_that_plans_use() -> None:
         assert (TARGET in kinds) == (routes.placement[-1] != 0)
 
 
-def test_all_micro_batches_through_one_partition_before_the_next() -> None:
+def test_all_micro_batches_pass_one_partition_before_the_next() -> None:
     assert grid(forward_plan(2, 2, (0, 1, 1, 0))) == read("""
         F0@0  --
         F1@0  F0@1
@@ -99,7 +99,7 @@ def test_all_micro_batches_through_one_partition_before_the_next() -> None:
 
 
 @for_each(("m", "n"), SIZES)
-def test_both_parts_of_a_users_mini_batch_verify(m: int, n: int) -> None:
+def test_forward_plans_and_backward_plans_verify(m: int, n: int) -> None:
     for placement in (looped(2 * n, n), folded(2 * n, n), folded(3 * n, n)):
         p = len(placement)
         skips = tuple({(0, p - 1), (0, p // 2)})

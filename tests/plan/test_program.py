@@ -101,7 +101,7 @@ def test_a_receive_cannot_be_posted_late() -> None:
         program(forward_plan(1, 2), Routes(2), 1, ahead=-1)
 
 
-def test_a_step_is_not_taken_for_another() -> None:
+def test_a_send_and_a_receive_of_one_transfer_differ() -> None:
     (transfer,) = Routes(2).leaving(next(forward_plan(1, 2).tasks()), forward_plan(1, 2))
     steps: set[Step] = {Send(transfer), Receive(transfer)}
     assert len(steps) == 2
@@ -129,7 +129,7 @@ def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int, 
 
 
 @for_each(("m", "n"), SIZES)
-def test_not_hoisted_a_stage_walks_through_the_fences(m: int, n: int) -> None:
+def test_with_no_receive_ahead_a_program_follows_the_fences(m: int, n: int) -> None:
     routes = Routes(n, all_skips(n), target=True, loss=True)
     plan = gpipe(m, n, recompute={0})
     for stage, steps in enumerate(programs(plan, routes, ahead=0)):

@@ -1,4 +1,4 @@
-"""Where tensors go: what leaves after a task is what some task needs, and nothing else."""
+"""Where tensors go: each task's transfers are exactly those that other tasks need."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)), target=True, loss=True)
         ("B1@0", []),
     ],
 )
-def test_what_leaves_after_a_task(task: str, expected: list[str]) -> None:
+def test_the_transfers_after_a_task(task: str, expected: list[str]) -> None:
     assert leaving(FULL, task, gpipe(2, 4)) == expected
 
 
@@ -60,11 +60,11 @@ def test_what_leaves_after_a_task(task: str, expected: list[str]) -> None:
         ("B1@0", ["gradient 1: 1->0", "skip gradient 1: 2->0", "skip gradient 1: 3->0"]),
     ],
 )
-def test_what_a_task_needs(task: str, expected: list[str]) -> None:
+def test_the_transfers_that_a_task_needs(task: str, expected: list[str]) -> None:
     assert needed(FULL, task) == expected
 
 
-def test_without_a_target_or_a_loss_neither_travels() -> None:
+def test_without_a_target_or_a_loss_neither_is_sent() -> None:
     bare = Routes(2)
     assert leaving(bare, "F0@0", gpipe(1, 2)) == ["activation 0: 0->1"]
     assert leaving(bare, "F0@1", gpipe(1, 2)) == []
@@ -97,7 +97,7 @@ def test_a_skip_given_twice_is_refused() -> None:
 
 
 @given(routes=routes_of(), m=st.integers(1, 4))
-def test_what_leaves_is_what_is_needed_once_each(routes: Routes, m: int) -> None:
+def test_every_transfer_is_needed_and_sent_once(routes: Routes, m: int) -> None:
     n = routes.num_stages
     for plan in (gpipe(m, n, recompute={0}), forward_plan(m, n), backward_plan(m, n)):
         sent: list[Transfer] = []

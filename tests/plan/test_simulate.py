@@ -1,4 +1,4 @@
-"""Timelines: literal ones, the bubble's formula, and a second opinion on every random one."""
+"""Timelines: literal ones, the bubble's formula, and random ones computed in a second way."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Costs, Routes]:
 
 
 @given(case=cases())
-def test_a_second_opinion_that_waits_for_skips_and_targets_too(
+def test_a_second_computation_agrees_also_with_skips_and_targets(
     case: tuple[Plan, Costs, Routes],
 ) -> None:
     plan, costs, routes = case
@@ -110,7 +110,7 @@ def test_a_second_opinion_that_waits_for_skips_and_targets_too(
 
 
 @given(case=cases())
-def test_nothing_is_faster_than_its_stages_and_its_micro_batches(
+def test_no_plan_is_faster_than_its_stages_and_its_micro_batches(
     case: tuple[Plan, Costs, Routes],
 ) -> None:
     plan, costs, _ = case
@@ -126,7 +126,7 @@ def test_nothing_is_faster_than_its_stages_and_its_micro_batches(
         assert sum(spans) == pytest.approx(timeline.busy_s(stage))
 
 
-def test_what_is_not_in_the_plan_has_no_time() -> None:
+def test_a_task_that_is_not_in_the_plan_has_no_time() -> None:
     timeline = simulate(backward_plan(2, 2), Costs.uniform(2))
     for task in ("F0@0", "R0@0", "B2@0", "B0@2"):
         with pytest.raises(KeyError, match=f"{task} is not in the plan"):
@@ -135,7 +135,7 @@ def test_what_is_not_in_the_plan_has_no_time() -> None:
             timeline.end_s(Task.parse(task))
 
 
-def test_a_plan_that_uses_what_is_not_made_is_refused() -> None:
+def test_a_plan_that_uses_a_missing_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="uses what no task before it makes"):
         simulate(Plan.from_text("plan m=1 n=2\nF0@1\nF0@0"), Costs.uniform(2))
 

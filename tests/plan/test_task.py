@@ -1,4 +1,4 @@
-"""Tasks and plans: their text, their equality, and what a plan says about itself."""
+"""Tasks and plans: their text, their equality, and the tasks and passes of a plan."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from procpipe.plan.task import KINDS, Plan, Task
 TASKS = st.builds(Task, st.sampled_from(KINDS), st.integers(0, 99), st.integers(0, 99))
 
 
-def test_a_task_reads_as_kind_micro_batch_and_stage() -> None:
+def test_the_text_of_a_task_is_its_kind_micro_batch_and_partition() -> None:
     assert str(Task("F", 3, 1)) == "F3@1"
     assert Task.parse("F3@1") == Task("F", 3, 1)
 
 
 @pytest.mark.parametrize("text", ["", "F3", "F@1", "F-1@0", "F3@1 ", "f3@1", "3@1", "F3@1F3@2"])
-def test_what_is_not_a_task_is_refused(text: str) -> None:
+def test_text_that_is_not_a_task_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a task; one reads like 'F3@1'"):
         Task.parse(text)
 
@@ -43,7 +43,7 @@ def test_the_text_of_a_plan_is_one_line_a_cycle() -> None:
     n=st.integers(1, 99),
     cycles=st.lists(st.lists(TASKS, max_size=4).map(tuple), max_size=5).map(tuple),
 )
-def test_any_plan_comes_back_from_its_text(m: int, n: int, cycles: tuple[tuple[Task, ...]]) -> None:
+def test_any_plan_is_read_from_its_text(m: int, n: int, cycles: tuple[tuple[Task, ...]]) -> None:
     plan = Plan(m, n, cycles)
     again = Plan.from_text(plan.to_text())
     assert (again.num_micro_batches, again.num_stages, again.cycles) == (m, n, cycles)
@@ -67,7 +67,7 @@ def test_bad_text_is_refused_with_its_line(text: str, fault: str) -> None:
         Plan.from_text(text)
 
 
-def test_plans_are_equal_when_their_tasks_are_however_the_cycles_are_kept() -> None:
+def test_plans_with_equal_tasks_are_equal_whether_or_not_their_cycles_are_stored() -> None:
     lazy = gpipe(3, 2)
     kept = Plan(3, 2, tuple(lazy.cycles))
     assert lazy == kept
@@ -77,12 +77,12 @@ def test_plans_are_equal_when_their_tasks_are_however_the_cycles_are_kept() -> N
     assert lazy != "plan"
 
 
-def test_the_digest_is_short_and_tells_plans_apart() -> None:
+def test_the_digest_is_short_and_distinguishes_plans() -> None:
     assert forward_plan(2, 2).digest == "7dc3465c80185b13"
     assert forward_plan(2, 2).digest != forward_plan(2, 3).digest
 
 
-def test_a_plan_says_what_a_stage_does() -> None:
+def test_a_plan_lists_the_tasks_of_a_stage() -> None:
     plan = gpipe(2, 2, recompute={0})
     assert [str(task) for task in plan.tasks_of(1)] == ["F0@1", "F1@1", "B1@1", "R0@1", "B0@1"]
     assert [k for k, _ in plan.row(1)] == [1, 2, 3, 4, 5]
@@ -90,7 +90,7 @@ def test_a_plan_says_what_a_stage_does() -> None:
     assert list(Plan(1, 3, ((Task("F", 0, 0),),)).row(2)) == []
 
 
-def test_a_plan_says_which_passes_it_holds_and_where_forward_ends() -> None:
+def test_a_plan_has_its_passes_and_the_end_of_forward() -> None:
     whole, forward, backward = gpipe(3, 2), forward_plan(3, 2), backward_plan(3, 2)
     assert [p.has_forward for p in (whole, forward, backward)] == [True, True, False]
     assert [p.has_backward for p in (whole, forward, backward)] == [True, False, True]

@@ -1,4 +1,4 @@
-"""Every plan we make verifies; every way of corrupting one is reported, at every place."""
+"""Every plan of procpipe's is valid; every kind of corruption is reported, at every place."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_one_forward_one_backward_runs_with_fences() -> None:
     verify(plan, Routes(2, target=True, loss=True))
 
 
-def test_a_large_plan_is_verified_in_a_moment() -> None:
+def test_a_large_plan_is_verified_quickly() -> None:
     plan = gpipe(64, 64, recompute=recomputed("except_last", 64))
     start_s = time.perf_counter()
     verify(plan, Routes(64, ((0, 63), (3, 40)), target=True, loss=True))
@@ -116,7 +116,7 @@ def test_a_recomputation_needs_its_backward() -> None:
     assert faults_in("plan m=1 n=1\nF0@0\nR0@0") == ["R0@0 recomputes for B0@0, which is missing"]
 
 
-def test_a_plan_without_tasks_is_none() -> None:
+def test_a_plan_without_tasks_is_refused() -> None:
     assert faults_in("plan m=1 n=1") == ["the plan has no forward and no backward tasks"]
 
 
@@ -125,12 +125,12 @@ def test_a_task_of_an_unknown_kind_is_reported() -> None:
     assert faults_of(plan, Routes(1)) == ["Z0@0 is of the unknown kind 'Z'; known: F, R, B, I, W"]
 
 
-def test_plan_and_routes_must_be_of_one_model() -> None:
+def test_plan_and_routes_must_have_the_same_stages() -> None:
     (fault,) = faults_of(gpipe(1, 2), Routes(3))
     assert fault.startswith("the plan has 2 stages and the routes 3")
 
 
-def test_a_program_too_few_is_reported() -> None:
+def test_a_missing_program_is_reported() -> None:
     plan = gpipe(1, 2)
     steps = programs(plan, Routes(2))[:1]
     assert faults_of(plan, Routes(2), steps) == ["there are 1 programs for 2 stages"]
@@ -156,7 +156,7 @@ def edited(plan: Plan, *changes: tuple[int, int, Sequence[Task]]) -> Plan:
 
 
 def can_run(plan: Plan) -> bool:
-    """Judge order alone, by the rule and without the code under test."""
+    """Check the order of tasks, without the code under test."""
     done: set[Task] = set()
     todo = set(plan.tasks())
     for cycle in plan.cycles:
@@ -177,7 +177,7 @@ def can_run(plan: Plan) -> bool:
 def test_a_dropped_task_is_reported(plan: Plan) -> None:
     for k, p in places(plan):
         task = plan.cycles[k][p]
-        if task.kind == "R":  # a plan that does not recompute here: another plan, and a good one
+        if task.kind == "R":  # the plan that does not recompute here is valid
             verify(edited(plan, (k, p, ())), Routes(plan.num_stages))
         else:
             faults = faults_of(edited(plan, (k, p, ())), Routes(plan.num_stages))
@@ -199,17 +199,17 @@ def test_a_doubled_task_is_reported(plan: Plan) -> None:
 
 
 @for_each("plan", SMALL)
-def test_swapped_tasks_are_reported_just_when_they_cannot_run(plan: Plan) -> None:
+def test_swapped_tasks_are_reported_exactly_if_they_cannot_run(plan: Plan) -> None:
     verdicts = set()
-    for one, other in combinations(places(plan), 2):
-        tasks = plan.cycles[one[0]][one[1]], plan.cycles[other[0]][other[1]]
-        swapped = edited(plan, (*one, tasks[1:]), (*other, tasks[:1]))
+    for first, second in combinations(places(plan), 2):
+        tasks = plan.cycles[first[0]][first[1]], plan.cycles[second[0]][second[1]]
+        swapped = edited(plan, (*first, tasks[1:]), (*second, tasks[:1]))
         verdicts.add(can_run(swapped))
         if can_run(swapped):
             verify(swapped, Routes(plan.num_stages))
         else:
-            told = "\n".join(faults_of(swapped, Routes(plan.num_stages)))
-            assert str(tasks[0]) in told or str(tasks[1]) in told
+            faults = "\n".join(faults_of(swapped, Routes(plan.num_stages)))
+            assert str(tasks[0]) in faults or str(tasks[1]) in faults
     assert False in verdicts
 
 
@@ -274,8 +274,8 @@ def test_a_rerouted_transfer_is_reported(stage: int, p: int) -> None:
     faults = faults_of(PLAN, WIRED, replaced(stage, p, wrong))
     assert f"stage {stage} does not {verb_of(step)} '{name_of(step)}'" in faults
     if kind != LOSS or isinstance(step, Receive):
-        told = f"stage {stage} would {verb_of(step)} '{name_of(wrong)}'"
-        assert any(fault.startswith(told) for fault in faults)
+        expected = f"stage {stage} would {verb_of(step)} '{name_of(wrong)}'"
+        assert any(fault.startswith(expected) for fault in faults)
 
 
 @for_each("kind", [Send, Receive])
@@ -283,15 +283,15 @@ def test_transfers_that_overtake_in_their_channel_are_reported(kind: type[Send |
     num_swaps = 0
     for stage, steps in enumerate(PROGRAMS):
         ours = [(p, step) for p, step in enumerate(steps) if isinstance(step, kind)]
-        for (p, one), (q, other) in combinations(ours, 2):
-            if one.transfer.channel != other.transfer.channel:
+        for (p, first), (q, second) in combinations(ours, 2):
+            if first.transfer.channel != second.transfer.channel:
                 continue
             swapped = list(steps)
-            swapped[p], swapped[q] = other, one
+            swapped[p], swapped[q] = second, first
             faults = faults_of(
                 PLAN, WIRED, [*PROGRAMS[:stage], tuple(swapped), *PROGRAMS[stage + 1 :]]
             )
-            channel = "the channel {} {}->{} carries".format(*one.transfer.channel)
+            channel = "the channel {} {}->{} carries".format(*first.transfer.channel)
             assert any(fault.startswith(channel) for fault in faults)
             num_swaps += 1
     assert num_swaps == 8 - 1  # all channels but the loss's carry two micro-batches
@@ -319,7 +319,7 @@ def test_a_send_before_its_task_and_a_receive_after_its_use_are_reported() -> No
 
 
 def posted_late(steps: Program, routes: Routes) -> Program:
-    """Post each receive just before the task that needs it, and the loss's last of all."""
+    """Post each receive just before the task that needs it, and the losses' receives at the end."""
     late: list[Step] = []
     for step in steps:
         if isinstance(step, Run):
@@ -353,7 +353,7 @@ def test_a_loss_posted_late_is_a_deadlock(n: int) -> None:
     assert f"stage {n - 1} waits at 'send loss 2: {n - 1}->0'" in fault
 
 
-def test_two_rings_are_distinguished() -> None:
+def test_two_deadlocks_are_distinguished() -> None:
     def crossed(a: int, b: int) -> list[Program]:
         there, back = Transfer("activation", 0, a, b), Transfer("gradient", 0, b, a)
         return [(Send(there), Receive(back)), (Send(back), Receive(there))]

@@ -1,4 +1,4 @@
-"""Orders of rank 0 over a real mesh: verified once, sent once, followed or refused."""
+"""Orders of rank 0 over a real mesh: plans verified and sent once, orders followed or refused."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_messages_of_rank_0_reach_all_in_order(controls):
         assert [control.receive(0, "it"), control.receive(0, "it")] == [b"first", b"second"]
 
 
-def test_messages_to_rank_0_are_told_apart(controls):
+def test_messages_to_rank_0_are_kept_by_sender(controls):
     controls[2].send_to_coordinator(b"from 2")
     controls[1].send_to_coordinator(b"from 1")
 
     assert [controls[0].receive(rank, "it") for rank in (1, 2)] == [b"from 1", b"from 2"]
 
 
-def test_a_message_can_be_looked_at_before_it_is_heard(controls):
+def test_peek_does_not_remove_a_message(controls):
     assert controls[1].peek(0) is None
     controls[0].send_to_all(b"it")
 
@@ -83,8 +83,8 @@ def test_a_message_can_be_looked_at_before_it_is_heard(controls):
     assert controls[1].peek(0) is None
 
 
-def test_a_rank_that_has_left_looks_at_nothing(meshes, controls):
-    """A failure that came as it left is none of another pipeline's."""
+def test_peek_returns_none_after_the_rank_has_left(meshes, controls):
+    """A failure that arrives as the rank leaves does not belong to another pipeline."""
     meshes[0].send_failure(0, "boom")
     meshes[1].part(0.05)
     meshes[1].close()
@@ -92,19 +92,19 @@ def test_a_rank_that_has_left_looks_at_nothing(meshes, controls):
     assert controls[1].peek(0) is None
 
 
-def test_meanwhile_a_rank_may_look_elsewhere(controls):
-    looks = []
+def test_receive_calls_a_function_while_it_waits(controls):
+    calls = []
 
-    def look():
-        looks.append(time.monotonic())
-        if len(looks) == 3:
-            raise KeyError("seen elsewhere")
+    def check():
+        calls.append(time.monotonic())
+        if len(calls) == 3:
+            raise KeyError("failed elsewhere")
 
     with pytest.raises(KeyError):
-        controls[1].receive(0, "it", look)
+        controls[1].receive(0, "it", check)
 
 
-def test_all_agree_on_what_rank_0_makes_of_it(controls):
+def test_all_ranks_get_the_result_of_rank_0(controls):
     outcomes = {}
     threads = [
         threading.Thread(
@@ -124,7 +124,7 @@ def sum_up(values):
     return [value for of_rank in values for value in of_rank]
 
 
-def test_a_rank_that_left_is_named_with_what_was_awaited(meshes, controls):
+def test_the_error_names_the_lost_rank_and_the_awaited_message(meshes, controls):
     meshes[1].close()
 
     with pytest.raises(PeerLostError, match="waits for its part in a common call from rank 1"):
@@ -150,7 +150,7 @@ def test_an_order_is_followed_as_it_was_issued(ranks):
     ]
 
 
-def test_a_plan_is_verified_once_and_told_once(ranks, monkeypatch):
+def test_a_plan_is_verified_once_and_sent_once(ranks, monkeypatch):
     verified = []
 
     def note(plan, routes, ahead):
@@ -182,8 +182,8 @@ def test_the_plan_depends_on_the_call_and_its_modes(ranks):
 
     plans = {name: Plan.from_text(text_of(ranks[0], order)) for name, order in calls.items()}
 
-    told = {name: (plan.has_forward, plan.has_backward) for name, plan in plans.items()}
-    assert told == {
+    directions = {name: (plan.has_forward, plan.has_backward) for name, plan in plans.items()}
+    assert directions == {
         "step": (True, True),
         "eval step": (True, False),
         "step without gradients": (True, False),
@@ -197,7 +197,7 @@ def text_of(rank, order):
 
 
 @pytest.mark.parametrize(("target", "is_routed"), [(ROUTED, True), (LOCAL, False)])
-def test_the_target_is_sent_if_the_order_says_so(ranks, target, is_routed):
+def test_the_target_is_sent_if_the_order_requires_it(ranks, target, is_routed):
     order = ranks[0].issue(step(target=target))
 
     kinds = {s.transfer.payload for s in ranks[0].program(order) if hasattr(s, "transfer")}
@@ -227,7 +227,7 @@ def test_calls_without_a_plan_carry_their_detail(ranks):
         ),
     ],
 )
-def test_another_call_than_rank_0s_is_refused(ranks, ours, words):
+def test_a_call_that_differs_from_rank_0s_is_refused(ranks, ours, words):
     ranks[0].issue(step())
 
     with pytest.raises(CallMismatchError) as caught:
@@ -240,14 +240,14 @@ def test_a_plan_that_cannot_run_is_not_issued(controls, meshes):
     broken = Plan.from_text("plan m=1 n=3\nF0@0\nF0@2\nF0@1\n")
     schedule = Schedule("broken", lambda *_: broken)
     coordinator = Coordinator(controls[0], 0, Routes(3), FixedSchedule(schedule))
-    heard = []
-    meshes[1].on(0, CONTROL, lambda *frame: heard.append(frame))
+    received = []
+    meshes[1].on(0, CONTROL, lambda *frame: received.append(frame))
 
     with pytest.raises(PlanError):
         coordinator.issue(Order("step", 0, sizes=(2,)))
     meshes[1].poll()
 
-    assert heard == []
+    assert received == []
 
 
 def test_a_receive_can_be_posted_at_its_fence(ranks):
@@ -257,14 +257,14 @@ def test_a_receive_can_be_posted_at_its_fence(ranks):
     ranks[0].issue(step())
     followed = ranks[1].follow(Order("step", 0))
 
-    assert [str(one) for one in ranks[1].program(followed)][:3] == [
+    assert [str(instruction) for instruction in ranks[1].program(followed)][:3] == [
         "receive activation 0: 0->1",
         "run F0@1",
         "receive activation 1: 0->1",
     ]
 
 
-def test_an_order_that_waits_can_be_seen(ranks):
+def test_a_waiting_order_is_visible(ranks):
     assert ranks[1].waiting() is None
     issued = ranks[0].issue(step())
 

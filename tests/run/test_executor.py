@@ -1,4 +1,4 @@
-"""Programs on real layers, all stages as threads of one process over memory channels."""
+"""Programs on real layers, with all stages as threads of one process over memory channels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Rig:
             self.executors[j].observe(Observers([self.traces[j]]))
 
     def run(self, plan, batches, *, target=False):
-        """Run a plan on all stages; return what each stage raised, and its outcome."""
+        """Run a plan on all stages; return each stage's exception and its outcome."""
         routes = Routes(self.num_stages, target=target, loss=True)
         raised: list[BaseException | None] = [None] * self.num_stages
         outcomes: list[Outcome | None] = [None] * self.num_stages
@@ -136,7 +136,7 @@ def check_gradients(m, n, mode, target):
     for j, executor in enumerate(rig.executors):
         tasks = {"F": m, "B": m, "R": len(recompute)}
         assert rig.traces[j].num_tasks == {kind: k for kind, k in tasks.items() if k}
-        assert executor.ledger.held_bytes == 0, f"stage {j} holds on to something"
+        assert executor.ledger.held_bytes == 0, f"stage {j} still holds tensors"
         assert executor.partitions[j].num_held == 0
         assert executor.current_task is None
     assert all(not channel._messages for channel in rig.channels.values())
@@ -158,7 +158,7 @@ def test_evaluation_holds_nothing_and_sends_no_gradients():
     assert all(executor.ledger.held_bytes == 0 for executor in rig.executors)
 
 
-def test_nothing_is_sent_for_what_requires_no_gradient():
+def test_no_gradient_is_sent_to_a_stage_that_needs_none():
     model = make_model(3)
     model[0].requires_grad_(False)
     x = torch.randn(4, WIDTH, dtype=torch.float64)
@@ -192,13 +192,13 @@ class Boom(nn.Module):
         (4, "procpipe: in stage 1 (rank 1), task R2@1 (micro-batch 2), layer '1' (Boom)"),
     ],
 )
-def test_an_exception_says_where_it_was(call, note):
+def test_an_exception_names_its_task_and_layer(call, note):
     model = make_model(2)
     model[1] = Boom(call)
     x = torch.randn(6, WIDTH, dtype=torch.float64)
     rig = Rig(model, 2)
     for channel in rig.channels.values():
-        channel._timeout_s = 0.2  # the other stage waits for a message that will not come
+        channel._timeout_s = 0.2  # the other stage waits for a message that is never sent
     recompute = recomputed("always", 3)
 
     raised, _ = rig.run(gpipe(3, 2, recompute=recompute), make_batches(x, x, 3, 2))

@@ -1,4 +1,4 @@
-"""Messages between ranks are read back as they were written; differences are whole sentences."""
+"""Messages between ranks read back as written; differences of ranks are whole sentences."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_order_is_short():
     )
 
 
-def test_modes_are_told_in_words():
+def test_modes_in_words():
     modes = [Order("x", 0, training, grad).mode() for training in BOTH for grad in BOTH]
 
     assert modes == [
@@ -94,11 +94,11 @@ def test_ranks_that_agree_have_no_differences():
 
 
 def test_every_difference_of_every_rank_is_a_sentence():
-    ours = {"balance": [1, 2], "chunks": 4, "layers": ["a", "b", "c"]}
+    facts = {"balance": [1, 2], "chunks": 4, "layers": ["a", "b", "c"]}
 
     assert compare_facts(
         [
-            ours,
+            facts,
             {"balance": [2, 1], "chunks": 4, "layers": ["a", "x", "y"]},
             {"balance": [1, 2], "layers": ["a", "b"]},
         ]

@@ -1,4 +1,4 @@
-"""Any exception can be described, whatever its class does."""
+"""Every exception can be described, even if methods of its class raise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from procpipe.run.stories import in_a_line, story_of, text_of
 
 
 class EvilError(Exception):
-    """Raises something else where it should say what it is about."""
+    """Its ``str()`` raises another error."""
 
     def __init__(self, another):
         super().__init__()
@@ -19,7 +19,7 @@ class EvilError(Exception):
 
 
 class EvilNotesError(Exception):
-    """Cannot be asked for its notes."""
+    """Reading its notes raises."""
 
     def __getattribute__(self, name):
         if name == "__notes__":
@@ -28,7 +28,7 @@ class EvilNotesError(Exception):
 
 
 class NumberError(Exception):
-    """Says what is no text."""
+    """Its ``str()`` returns a number."""
 
     def __str__(self):
         return 3  # noqa: PLE0307
@@ -42,20 +42,20 @@ def raised(error):
 
 
 @pytest.mark.parametrize("another", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
-def test_what_an_error_says_is_not_known(another):
+def test_an_error_whose_str_raises(another):
     error = raised(EvilError(another))
 
-    told = f"(what it says is not known: its __str__ raised {another.__name__})"
-    assert text_of(error) == told
-    assert in_a_line(error) == f"EvilError: {told}"
+    text = f"(what it says is not known: its __str__ raised {another.__name__})"
+    assert text_of(error) == text
+    assert in_a_line(error) == f"EvilError: {text}"
     assert "in raised\n    raise error" in story_of(error)
 
 
-def test_an_error_that_says_no_text():
+def test_an_error_whose_str_returns_a_number():
     assert in_a_line(NumberError()).endswith("its __str__ raised TypeError)")
 
 
-def test_the_cause_of_an_error_says_nothing():
+def test_a_cause_whose_str_raises():
     error = KeyError("boom")
     error.__cause__ = raised(EvilError(SystemExit))
 
@@ -78,10 +78,10 @@ def test_notes_that_are_no_list():
 
 
 def test_causes_that_form_a_circle():
-    one, other = KeyError("one"), KeyError("other")
-    one.__cause__, other.__cause__ = other, one
+    first, second = KeyError("one"), KeyError("other")
+    first.__cause__, second.__cause__ = second, first
 
-    assert story_of(raised(one)).count("KeyError: 'one'") == 1
+    assert story_of(raised(first)).count("KeyError: 'one'") == 1
 
 
 def test_a_story_that_is_too_long():

@@ -53,7 +53,7 @@ def test_tasks_are_timed_in_order_and_summed():
     assert 0 < trace.busy_ns <= trace.step_ns
 
 
-def test_a_step_that_failed_counts_for_nothing():
+def test_a_failed_step_is_not_counted():
     trace = Trace()
     trace.begin_step(ORDER)
     run(trace, Task("F", 0, 0))
@@ -82,7 +82,7 @@ def test_the_table_has_a_line_a_stage():
     ]
 
 
-def test_a_second_table_tells_of_the_last_step():
+def test_a_second_table_shows_the_last_step():
     split = Split(0, 2.0, busy_s=1.0, bubble_s=0.5, imbalance_s=0.25, communication_s=0.25)
     lines = table([statistics(split=split)]).splitlines()
 
@@ -94,26 +94,26 @@ def test_a_second_table_tells_of_the_last_step():
 
 def test_a_report_divides_the_last_step_of_all_stages():
     tasks = [["F", 0, 0, 0, 10]], [["F", 0, 1, 2, 12]]
-    told = [
+    reports = [
         {
             "statistics": asdict(statistics(stage=rank)),
             "step": {"step": 1, "begin": 100 + 10 * rank, "end": 110 + 12 * rank, "tasks": row},
         }
         for rank, row in enumerate(tasks)
     ]
-    ours, theirs = map(statistics_of, with_splits(told, {}))
+    first, second = map(statistics_of, with_splits(reports, {}))
 
-    # Stage 1 is idle until the activation is there, 2 ns of which are communication.
-    assert ours.split is not None
-    assert ours == statistics(stage=0, split=ours.split)
-    assert theirs.split is not None
-    assert theirs.split.stage == 1
-    nanoseconds = [round(part_s * 1e9, 3) for part_s in asdict(theirs.split).values()]
+    # Stage 1 is idle until the activation arrives, 2 ns of which are communication.
+    assert first.split is not None
+    assert first == statistics(stage=0, split=first.split)
+    assert second.split is not None
+    assert second.split.stage == 1
+    nanoseconds = [round(part_s * 1e9, 3) for part_s in asdict(second.split).values()]
     assert nanoseconds[0] == 1e9
     assert nanoseconds[1:] == [22, 10, 10, 0, 2]
 
 
-def test_before_the_first_step_there_is_nothing_to_divide():
-    told = {"statistics": asdict(statistics()), "step": Trace().last_record()}
+def test_statistics_before_the_first_step_have_no_split():
+    report = {"statistics": asdict(statistics()), "step": Trace().last_record()}
 
-    assert statistics_of(with_splits([told], {})[0]) == statistics()
+    assert statistics_of(with_splits([report], {})[0]) == statistics()

@@ -24,7 +24,7 @@ def stasher(*names: str, times: int = 1) -> nn.Module:
 
 
 def popper(*names: str) -> nn.Module:
-    """Return a layer that adds to its input what it pops under each name."""
+    """Return a layer that adds the tensor popped under each name to its input."""
 
     @skippable(pop=names)
     class Pop(nn.Module):
@@ -38,7 +38,7 @@ def popper(*names: str) -> nn.Module:
 
 
 def drawn(actions: str, namespace: Namespace | None = None) -> nn.Module:
-    """Return a layer that declares the likes of ``+a -b``, for checks that run no forward.
+    """Return a layer that declares actions such as ``+a -b``, for checks that run no forward.
 
     It stashes ``a`` and pops ``b``; ``+c*2`` is popped by two layers.
     """
@@ -55,6 +55,6 @@ def drawn(actions: str, namespace: Namespace | None = None) -> nn.Module:
 
 
 def isolated(layer: nn.Module, namespace: Namespace, **options: Any) -> nn.Module:
-    """Isolate a layer; type checkers do not know what a class decorator adds."""
+    """Isolate a layer; type checkers do not see what a class decorator adds."""
     layer.isolate(namespace, **options)  # type: ignore[operator]
     return layer

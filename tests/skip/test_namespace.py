@@ -18,7 +18,7 @@ def test_two_namespaces_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
+    "duplicate", [copy.copy, copy.deepcopy, lambda namespace: pickle.loads(pickle.dumps(namespace))]
 )
 def test_a_copy_is_the_same_namespace(duplicate: Callable[[Namespace], Namespace]) -> None:
     namespace = Namespace()
@@ -29,12 +29,12 @@ def test_a_copy_is_the_same_namespace(duplicate: Callable[[Namespace], Namespace
 
 
 def test_the_repr_distinguishes_namespaces() -> None:
-    one, other = Namespace(), Namespace()
-    assert repr(one) == repr(copy.deepcopy(one)) != repr(other)
-    assert repr(one).startswith("<Namespace ")
+    first, second = Namespace(), Namespace()
+    assert repr(first) == repr(copy.deepcopy(first)) != repr(second)
+    assert repr(first).startswith("<Namespace ")
 
 
-def test_a_key_in_print_names_its_namespace_only_if_it_has_one() -> None:
+def test_the_text_of_a_key_names_its_namespace_if_it_has_one() -> None:
     namespace = Namespace()
     assert str(SkipKey(None, "a")) == "'a'"
     assert str(SkipKey(namespace, "a")) == f"'a' in {namespace!r}"

@@ -27,7 +27,7 @@ class TheirPop(nn.Module):
 
 
 class OfOldTorch(nn.Module):
-    """As torch.distributed.pipeline.sync.skip made them, which torch has no longer."""
+    """A skippable of torch.distributed.pipeline.sync.skip, which torch has removed."""
 
     __module__ = "torch.distributed.pipeline.sync.skip.skippable"
 
@@ -46,7 +46,7 @@ class OurLayerTheirPop(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("layers", "told"),
+    ("layers", "message"),
     [
         (
             (TheirStash, TheirPop),
@@ -64,9 +64,9 @@ class OurLayerTheirPop(nn.Module):
         ),
     ],
 )
-def test_skippables_of_torchgpipe_are_refused_before_anything_runs(layers, told):
-    first, second = (each() if isinstance(each, type) else each for each in layers)
+def test_skippables_of_torchgpipe_are_refused_before_anything_runs(layers, message):
+    first, second = (layer() if isinstance(layer, type) else layer for layer in layers)
     with pytest.raises(TypeError) as info:
         Stage(nn.Sequential(first, nn.Sequential(second)), [2])
-    assert told in str(info.value)
+    assert message in str(info.value)
     assert "write `from procpipe.skip import skippable, stash, pop`" in str(info.value)

@@ -1,4 +1,4 @@
-"""Skippable layers in a plain ``nn.Sequential``: what they may do, and the errors otherwise."""
+"""Skippable layers in a plain ``nn.Sequential``: allowed actions, and errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ONE = torch.ones(1)
 # -- stash and pop --------------------------------------------------------------------------------
 
 
-def test_what_is_stashed_is_popped() -> None:
+def test_a_stashed_tensor_is_popped() -> None:
     """3 is stashed; doubled, then added to 3."""
     assert nn.Sequential(stasher("a"), popper("a"))(torch.tensor([3.0])).tolist() == [9]
 
 
-def test_it_passes_over_layers() -> None:
+def test_a_skip_tensor_passes_over_layers() -> None:
     model = nn.Sequential(stasher("a"), nn.ReLU(), nn.Flatten(0), popper("a"))
     assert model(torch.tensor([-3.0])).tolist() == [-3]
 
@@ -108,7 +108,7 @@ def test_gradients_come_back_from_every_layer_that_pops() -> None:
     assert x.grad.item() == 4
 
 
-# -- what a forward may not do --------------------------------------------------------------------
+# -- errors of a forward --------------------------------------------------------------------
 
 
 def faulty(forward: Callable[..., Any], *, stash: Any = (), pop: Any = ()) -> nn.Module:
@@ -150,7 +150,7 @@ def yield_tensor(self: nn.Module, input: Tensor) -> Generator[Tensor, None, Tens
 
 
 @pytest.mark.parametrize(
-    ("layer", "told"),
+    ("layer", "message"),
     [
         (faulty(no_generator, stash=["a"]), "ended without what it declares: stash 'a'; yield it"),
         (faulty(yield_nothing, stash=["a"], pop=["b"]), "declares: pop 'b', stash 'a'; yield it"),
@@ -164,14 +164,14 @@ def yield_tensor(self: nn.Module, input: Tensor) -> Generator[Tensor, None, Tens
         (faulty(pop_a, pop=["a"], stash=["b"]), "declares: stash 'b'; yield it"),
     ],
 )
-def test_a_forward_does_what_its_class_declares(layer: nn.Module, told: str) -> None:
+def test_a_forward_must_do_what_its_class_declares(layer: nn.Module, message: str) -> None:
     with tracking(PlainTracker()):
         stasher("a", times=2)(ONE)
-        with pytest.raises(RuntimeError, match=f"the forward of Faulty .*{told}"):
+        with pytest.raises(RuntimeError, match=f"the forward of Faulty .*{message}"):
             layer(ONE)
 
 
-def test_a_forward_yields_nothing_else() -> None:
+def test_a_forward_that_yields_something_else_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"Faulty yields torch\.Tensor: yield stash\("):
         faulty(yield_tensor)(ONE)
 
@@ -266,35 +266,35 @@ def test_isolate_only_some_names(only: Any) -> None:
 
 
 def test_isolate_some_names_here_and_others_there() -> None:
-    one, other = Namespace(), Namespace()
-    layer = isolated(isolated(stasher("a", "b"), one, only=["a"]), other, only=["b"])
+    first, second = Namespace(), Namespace()
+    layer = isolated(isolated(stasher("a", "b"), first, only=["a"]), second, only=["b"])
     verify_skippables(
-        nn.Sequential(layer, isolated(popper("a"), one), isolated(popper("b"), other))
+        nn.Sequential(layer, isolated(popper("a"), first), isolated(popper("b"), second))
     )
 
 
 def test_the_latest_namespace_of_a_name_counts() -> None:
-    one, other = Namespace(), Namespace()
-    layer = isolated(isolated(stasher("a", "b"), other), one, only=["a"])
+    first, second = Namespace(), Namespace()
+    layer = isolated(isolated(stasher("a", "b"), second), first, only=["a"])
     verify_skippables(
-        nn.Sequential(layer, isolated(popper("a"), one), isolated(popper("b"), other))
+        nn.Sequential(layer, isolated(popper("a"), first), isolated(popper("b"), second))
     )
 
 
-def test_isolating_an_unknown_name() -> None:
+def test_isolating_an_unknown_name_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"Stash declares the skip names \['a', 'b'\], not \['c', 'd'\]"
     ):
         isolated(stasher("a", "b"), Namespace(), only=["d", "a", "c"])
 
 
-def test_isolating_one_layer_leaves_others_of_its_class() -> None:
-    one, other = Namespace(), Namespace()
+def test_isolating_one_layer_does_not_change_others_of_its_class() -> None:
+    first, second = Namespace(), Namespace()
     layer = stasher("a")
     alone, apart = type(layer)(), type(layer)()
-    isolated(layer, one)
-    isolated(apart, other)
-    poppers = [popper("a"), isolated(popper("a"), one), isolated(popper("a"), other)]
+    isolated(layer, first)
+    isolated(apart, second)
+    poppers = [popper("a"), isolated(popper("a"), first), isolated(popper("a"), second)]
     verify_skippables(nn.Sequential(layer, alone, apart, *poppers))
 
 
@@ -328,7 +328,7 @@ def test_names_in_a_state_dict_have_no_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
+    "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
 )
 def test_a_copy_of_isolated_layers_matches_in_itself(
     duplicate: Callable[[nn.Sequential], nn.Sequential],

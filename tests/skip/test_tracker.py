@@ -1,4 +1,4 @@
-"""The tracker of plain forwards: each has its own tensors, and none is held when it is done."""
+"""The tracker of plain forwards: each has its own tensors, and holds none at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = SkipKey(None, "a")
 
 @pytest.fixture(autouse=True)
 def tracker() -> Iterator[PlainTracker]:
-    """Have each test see what its own forwards leave behind."""
+    """Give each test a tracker of its own."""
     with tracking(PlainTracker()):
         tracker = current_tracker()
         assert isinstance(tracker, PlainTracker)
@@ -32,7 +32,7 @@ class Fail(nn.Module):
         raise ArithmeticError("on purpose")
 
 
-def test_a_tensor_waits_until_the_last_has_popped_it(tracker: PlainTracker) -> None:
+def test_a_tensor_is_held_until_its_last_pop(tracker: PlainTracker) -> None:
     held = torch.ones(1)
     tracker.stash(KEY, held, 2)
     assert tracker.pop(KEY) is held
@@ -43,7 +43,7 @@ def test_a_tensor_waits_until_the_last_has_popped_it(tracker: PlainTracker) -> N
         tracker.pop(KEY)
 
 
-def test_what_is_stashed_last_counts(tracker: PlainTracker) -> None:
+def test_a_later_stash_of_a_key_replaces_an_earlier_one(tracker: PlainTracker) -> None:
     tracker.stash(KEY, torch.zeros(1), 2)
     tracker.stash(KEY, None, 1)
     assert tracker.pop(KEY) is None
@@ -84,8 +84,8 @@ def test_a_tensor_is_released_when_it_is_popped() -> None:
     assert found == [None]
 
 
-def test_a_forward_that_failed_leaves_the_next_one_alone(tracker: PlainTracker) -> None:
-    failing, working = (nn.Sequential(stasher("a"), it, popper("a")) for it in (Fail(), nn.ReLU()))
+def test_a_failed_forward_does_not_affect_the_next_one(tracker: PlainTracker) -> None:
+    failing, working = (nn.Sequential(stasher("a"), f, popper("a")) for f in (Fail(), nn.ReLU()))
     with pytest.raises(ArithmeticError, match="on purpose"):
         failing(torch.tensor([100.0]))
     assert working(torch.tensor([1.0])).tolist() == [3]
@@ -93,7 +93,7 @@ def test_a_forward_that_failed_leaves_the_next_one_alone(tracker: PlainTracker) 
 
 
 def test_a_forward_inside_another_of_a_copy_has_a_tracker_of_its_own() -> None:
-    """Else the inner stash, of the same name, would replace the outer."""
+    """Otherwise the inner stash, of the same name, would replace the outer one."""
 
     class Inner(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def test_threads_do_not_see_each_others_tensors(tracker: PlainTracker) -> None:
     assert len(tracker) == 1
 
 
-def test_tracking_ends_also_by_an_error(tracker: PlainTracker) -> None:
+def test_tracking_ends_with_an_error_too(tracker: PlainTracker) -> None:
     def fail() -> None:
         with tracking(PlainTracker()):
             raise ArithmeticError

@@ -14,7 +14,7 @@ from tests.skip.layers import drawn
 
 
 def verify(*layers: str | nn.Module) -> None:
-    verify_skippables(nn.Sequential(*(drawn(it) if isinstance(it, str) else it for it in layers)))
+    verify_skippables(nn.Sequential(*(drawn(x) if isinstance(x, str) else x for x in layers)))
 
 
 def faults_of(*layers: str | nn.Module) -> list[str]:
@@ -42,7 +42,7 @@ def faults_of(*layers: str | nn.Module) -> list[str]:
     ],
     ids=" | ".join,
 )
-def test_pairs_that_match(actions: tuple[str, ...]) -> None:
+def test_matching_pairs_are_accepted(actions: tuple[str, ...]) -> None:
     verify(*actions)
 
 
@@ -88,17 +88,17 @@ def test_one_error_lists_all_faults(actions: tuple[str, ...], expected: list[str
 
 
 def test_namespaces_distinguish_pairs_of_one_name() -> None:
-    one, other = Namespace(), Namespace()
-    verify(drawn("+a", one), drawn("-a", one), drawn("+a", other), drawn("-a", other))
-    verify(drawn("+a", one), drawn("+a", other), drawn("-a", one), drawn("-a", other))
-    verify(drawn("+a", one), drawn("+a"), drawn("-a"), drawn("-a", one))
+    first, second = Namespace(), Namespace()
+    verify(drawn("+a", first), drawn("-a", first), drawn("+a", second), drawn("-a", second))
+    verify(drawn("+a", first), drawn("+a", second), drawn("-a", first), drawn("-a", second))
+    verify(drawn("+a", first), drawn("+a"), drawn("-a"), drawn("-a", first))
 
 
 def test_a_pair_in_two_namespaces_does_not_match() -> None:
-    one, other = Namespace(), Namespace()
-    assert faults_of(drawn("+a", one), drawn("-a", other)) == [
-        f"layer '1' pops 'a' in {other}, that none stashes",
-        f"layer '0' stashes 'a' in {one}, but none pops it",
+    first, second = Namespace(), Namespace()
+    assert faults_of(drawn("+a", first), drawn("-a", second)) == [
+        f"layer '1' pops 'a' in {second}, that none stashes",
+        f"layer '0' stashes 'a' in {first}, but none pops it",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Makes the saved states of several versions of torch that ``test_versions.py`` loads.
+"""Writes the saved states of several versions of torch that ``test_versions.py`` loads.
 
     python -m tests.state.of_versions
 
@@ -40,7 +40,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save_plain(folder: Path) -> None:
-    """Save with torch alone, where every torch finds what it wants to find."""
+    """Save with torch alone, in the form that every torch can load."""
     model, optimizer = trained()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     theirs = get_optimizer_state_dict(model, optimizer, options=options)

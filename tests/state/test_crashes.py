@@ -1,8 +1,8 @@
-"""Processes that are killed while they save never harm what was saved before.
+"""A process that is killed while it saves never harms what was saved before.
 
-A process is forked, and killed by the k-th call to the operating system that changes something in
-the folder, for every k there is; so it is for the process of a plain module, and, at chosen points,
-for each rank of a pipeline. Then the folder is looked at, and saved to and loaded from again.
+A forked process is killed at its k-th call to the operating system that changes the folder: for
+every k where it saves a plain module, and for some k on each rank of a pipeline. Then the folder
+is checked, loaded from and saved to again.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ for kill_at in range(1, num_changes + 1):
     latest = check_loads(latest, step)
     found.append(latest == step)
     step += 1
-# Killed early the older one is there, killed late the newer; only the rename decides.
+# Before the rename the older state is there, after it the newer one.
 assert found == sorted(found), found
 assert True in found and False in found, found
 save(step)
@@ -144,15 +144,15 @@ print("survived", len(CASES))
 """
 
 
-def test_killed_at_every_change_of_the_folder():
+def test_a_process_is_killed_at_every_change_of_the_folder():
     done = run_forked(COMMON + ONE_PROCESS, timeout_s=90).check()
 
     assert done.stdout.startswith("survived ")
 
 
-#: Rank, and the how manieth of its calls kills it, at once or in the background. Each fsyncs its
-#: values (1), their index (2), its folder (3); rank 0 then the whole index (4). Each renames its
-#: index (1); rank 0 then the whole folder (2).
+#: Rank; the call and its number that kills it; whether in the background. Each calls fsync for its
+#: values (1), their index (2), its folder (3); rank 0 then for the whole index (4). Each renames
+#: its index (1); rank 0 then the whole folder (2).
 CASES = [
     (0, "fsync", 1, False),
     (0, "rename", 2, False),
@@ -163,8 +163,8 @@ CASES = [
 ]
 
 
-def test_a_killed_rank_of_a_pipeline():
-    """The others end too, at once or in the background, and the next run cleans up."""
+def test_a_rank_of_a_pipeline_is_killed_while_saving():
+    """The other rank ends too, and the next run removes what the killed one left."""
     done = run_forked(COMMON + RANKS + f"CASES = {CASES}\n" + KILLED, timeout_s=90)
 
     assert done.stdout == f"survived {len(CASES)}\n", done
@@ -194,18 +194,18 @@ assert run(1, False, False) == [0, 0]
 assert whole() == ["000001-step-1"], names()
 assert run(2, True, False) == [1, 1]
 assert whole() == ["000001-step-1"], names()
-print("a full disk is told", file=sys.stderr)
+print("-- an error of the script", file=sys.stderr)
 assert run(3, False, True) == [1, 1]
 print("done")
 """
 
 
-def test_the_end_of_a_script_waits():
-    """A save that fails then fails the script; and a script's own error comes first."""
+def test_the_end_of_a_script_waits_for_its_save():
+    """A save that fails fails the script; an error of the script is printed first."""
     done = run_forked(COMMON + RANKS + ENDS, timeout_s=90, tears_down=True).check()
 
     assert done.stdout == "done\n"
-    first, second = done.stderr.split("a full disk is told")
+    first, second = done.stderr.split("-- an error of the script")
     assert "File too large" in first
     assert "RemoteStageError" in first
     assert "KeyError: 'mine'" in second

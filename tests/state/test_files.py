@@ -50,7 +50,7 @@ def is_same(ours, theirs):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Give a saved state, with checksums, and what is in it."""
+    """Return a saved state, with checksums, and its values."""
     model, optimizer = make()
     extra: dict[str, Any] = {"more": [torch.arange(5), ("text", 1.5)]}
     path = state.save(tmp_path_factory.mktemp("saved"), model, optimizer, extra=extra).path
@@ -93,7 +93,7 @@ def copied(path, tmp_path):
 
 
 def damaged(draw, files):
-    """Change one of the files somehow; return what was done."""
+    """Make a random change to one of the files; return the change."""
     file = draw.choice(files)
     data = bytearray(file.read_bytes())
     at = draw.randrange(len(data))
@@ -127,8 +127,8 @@ def fuzz(path, expected, folder, *, num_rounds, extra):
         try:
             found = load(copied, extra)
         except ValueError as error:
-            told = str(error)
-            assert str(copied) in told, (what, told)
+            message = str(error)
+            assert str(copied) in message, (what, message)
             counts["refused"] += 1
         else:
             result = "right" if is_same(found, expected) else "wrong"
@@ -137,7 +137,7 @@ def fuzz(path, expected, folder, *, num_rounds, extra):
     return counts
 
 
-def test_every_change_is_seen(saved, tmp_path):
+def test_every_change_of_a_file_is_detected(saved, tmp_path):
     counts = fuzz(saved[0], saved[1], tmp_path, num_rounds=60, extra=True)
 
     assert counts["wrong"] == 0
@@ -151,7 +151,7 @@ def test_without_checksums_a_change_is_an_error_or_harmless_or_in_a_value(plain,
     assert counts["refused"] > 10
 
 
-def test_each_bit_of_a_weight(saved, tmp_path):
+def test_a_changed_bit_of_a_weight_is_detected(saved, tmp_path):
     path = copied(saved[0], tmp_path)
     [chunk] = read_index(path).entries["model.0.weight"].chunks
     file = path / chunk.file
@@ -182,7 +182,7 @@ def test_a_state_without_checksums_loads(saved, plain, tmp_path):
 
 
 def edited(path, change):
-    """Change torch's index, as somebody may who wants to."""
+    """Change torch's index, as an attacker might."""
     with open(path / ".metadata", "rb") as file:
         metadata = pickle.load(file)
     change(metadata)
@@ -202,7 +202,7 @@ def move_to(name):
 @pytest.mark.parametrize(
     "name", ["../state/{}", "x/../../other/{}", "/etc/passwd", "", ".", "a\0b"]
 )
-def test_files_outside_of_the_folder(plain, tmp_path, name):
+def test_files_outside_of_the_folder_are_refused(plain, tmp_path, name):
     copied(plain[0], tmp_path / "state")
     path = edited(shutil.move(tmp_path / "state/copy", tmp_path / "other"), move_to(name))
     (path / "x").mkdir()
@@ -210,7 +210,7 @@ def test_files_outside_of_the_folder(plain, tmp_path, name):
         load(path, extra=False)
 
 
-def test_files_outside_of_the_folder_in_our_index(saved, tmp_path):
+def test_files_outside_of_the_folder_in_procpipes_index_are_refused(saved, tmp_path):
     path = copied(saved[0], tmp_path)
     shutil.move(path / "stage-0", tmp_path / "elsewhere")
     text = (path / "procpipe.json").read_text().replace("stage-0/", "../elsewhere/")
@@ -221,7 +221,7 @@ def test_files_outside_of_the_folder_in_our_index(saved, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["\ud800", "x" * 5000, "stage-0/__0_0.distcp/x", "loop"])
-def test_names_that_lead_to_no_file(saved, tmp_path, name):
+def test_names_of_no_file_are_refused(saved, tmp_path, name):
     folder = copied(saved[0], tmp_path)
     os.symlink("loop", folder / "loop")
     rewritten(folder, "model.0.weight", file=name)
@@ -230,14 +230,14 @@ def test_names_that_lead_to_no_file(saved, tmp_path, name):
 
 
 @pytest.mark.parametrize("shape", [(1 << 61,), (1 << 45,), (0, 1 << 61, 1 << 61)])
-def test_sizes_that_do_not_fit_into_memory(saved, tmp_path, shape):
+def test_sizes_that_do_not_fit_into_memory_are_refused(saved, tmp_path, shape):
     folder = copied(saved[0], tmp_path)
     rewritten(folder, "procpipe", sizes=shape)
     with pytest.raises(SavedStateError, match=r"procpipe: (the index says|.* cannot be made)"):
         load(folder)
 
 
-def test_a_part_of_what_has_no_parts(saved, tmp_path):
+def test_a_part_of_a_value_without_parts_is_refused(saved, tmp_path):
     folder = copied(saved[0], tmp_path)
     entries, crc32 = from_json((folder / "procpipe.json").read_bytes())
     key = "optimizer.state.0.weight.exp_avg"
@@ -248,7 +248,7 @@ def test_a_part_of_what_has_no_parts(saved, tmp_path):
 
 
 def rewritten(folder, key, sizes=None, **where):
-    """Change where our index says that a value is; or make it a tensor of other sizes."""
+    """Change the place of a value in procpipe's index; or make it a tensor of other sizes."""
     entries, crc32 = from_json((folder / "procpipe.json").read_bytes())
     entry = entries[key]
     [chunk] = entry.chunks
@@ -260,11 +260,11 @@ def rewritten(folder, key, sizes=None, **where):
     (folder / "procpipe.json").write_bytes(to_json(entries, crc32))
 
 
-def test_links(plain, tmp_path):
+def test_links_are_followed_inside_of_the_folder_only(plain, tmp_path):
     path = copied(plain[0], tmp_path)
     shutil.move(path / "__0_0.distcp", path / "moved")
     (path / "__0_0.distcp").symlink_to("moved")
-    assert is_same(load(path, extra=False), plain[1])  # inside of it
+    assert is_same(load(path, extra=False), plain[1])  # inside of the folder
     shutil.move(path / "moved", tmp_path / "moved")
     (path / "__0_0.distcp").unlink()
     (path / "__0_0.distcp").symlink_to(tmp_path / "moved")
@@ -285,7 +285,7 @@ def test_a_fifo_does_not_hang(saved, tmp_path, name):
 
 
 @pytest.mark.timeout(30)
-def test_weights_of_another_kind_of_file(tmp_path):
+def test_weights_in_files_of_other_kinds_are_refused(tmp_path):
     for name in ("a.pt", "a.safetensors", "a.json"):
         os.mkfifo(tmp_path / name)
         with pytest.raises(SavedStateError, match=f"{tmp_path / name} is no regular file"):
@@ -358,9 +358,9 @@ def nowhere(metadata):
 def of_another_key(metadata):
     """Swap the places of two values, of which one is larger."""
     places = {index.fqn: index for index in metadata.storage_data}
-    one, other = places[WEIGHT], places["model.2.weight"]
+    first, second = places[WEIGHT], places["model.2.weight"]
     data = metadata.storage_data
-    data[one], data[other] = data[other], data[one]
+    data[first], data[second] = data[second], data[first]
 
 
 def of_another_version(metadata):
@@ -368,7 +368,7 @@ def of_another_version(metadata):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (without_chunks, r"model.0.weight: its 0 chunks do not cover a tensor of \(4, 3\) exactly"),
         (half_a_chunk, r"its 1 chunks do not cover .*: they leave some of it out \(6 of 12 elem"),
@@ -384,14 +384,14 @@ def of_another_version(metadata):
         (of_another_version, r"\.metadata: it is of version '2.0.0'"),
     ],
 )
-def test_an_index_that_contradicts_itself(plain, tmp_path, change, told):
+def test_an_index_that_contradicts_itself_is_refused(plain, tmp_path, change, expected):
     path = edited(copied(plain[0], tmp_path), change)
-    with pytest.raises(ValueError, match=told) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         load(path, extra=False)
     assert str(path) in str(caught.value)
 
 
-def test_what_the_file_holds_is_of_another_dtype(tmp_path):
+def test_a_file_with_another_dtype_than_its_index_is_refused(tmp_path):
     model = nn.Linear(2, 2)
     path = state.save(tmp_path, model).path
     (path / "procpipe.json").unlink()
@@ -404,18 +404,18 @@ def test_what_the_file_holds_is_of_another_dtype(tmp_path):
         state.load_weights(path, model)
 
 
-def test_another_dtype_than_the_models(tmp_path):
+def test_another_dtype_than_the_models_is_refused_or_converted(tmp_path):
     model = nn.Linear(2, 2)
     state.save(tmp_path, model)
     with pytest.raises(ValueError, match=r"weight has dtype torch.float64 but torch.float32 there"):
         state.load(tmp_path, nn.Linear(2, 2).double())
     for load_into in (
-        lambda other: state.load(tmp_path, other, strict=False),
-        lambda other: state.load_weights(tmp_path, other),
+        lambda target: state.load(tmp_path, target, strict=False),
+        lambda target: state.load_weights(tmp_path, target),
     ):
-        other = nn.Linear(2, 2).double()
-        load_into(other)
-        assert torch.equal(other.weight, model.weight.double())
+        target = nn.Linear(2, 2).double()
+        load_into(target)
+        assert torch.equal(target.weight, model.weight.double())
     module = nn.Module()
     module.register_buffer("weight", torch.zeros(2, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"weight has dtype torch.int32 but torch.float32 there"):
@@ -434,7 +434,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizers_moments_have_the_parameters_shape(tmp_path, name):
-    """Each of torch's own is loaded; and no tensor of any is loaded with another shape."""
+    """All of torch's optimizers are loaded; no tensor of their state with another shape."""
     options: dict[str, Any] = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9}}.get(name, {})
     options |= {"Adam": {"amsgrad": True}}.get(name, {})
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 1, bias=False))
@@ -450,10 +450,10 @@ def test_an_optimizers_moments_have_the_parameters_shape(tmp_path, name):
         optimizer.step(loss)
     path = state.save(tmp_path, model, optimizer).path
     (path / "procpipe.json").unlink()
-    other = OPTIMIZERS[name](model.parameters(), lr=0.01, **options)
+    loaded = OPTIMIZERS[name](model.parameters(), lr=0.01, **options)
     for _ in range(2):  # without a state, and with one
-        state.load(path, model, other)
-        assert is_same(other.state_dict()["state"], optimizer.state_dict()["state"])
+        state.load(path, model, loaded)
+        assert is_same(loaded.state_dict()["state"], optimizer.state_dict()["state"])
     keys = [
         key for key, shape in read_index(path).shapes.items() if key.startswith("optimizer.state")
     ]
@@ -479,9 +479,9 @@ def test_complex_state_is_not_made_real(tmp_path, part):
     state_of = optimizer.state[model.weight]
     state_of[part] = state_of[part].to(torch.complex64)
     state.save(tmp_path, model, optimizer)
-    other = torch.optim.AdamW(model.parameters())
+    loaded = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=rf"{part} has dtype torch.complex64, but must have"):
-        state.load(tmp_path, model, other, strict=False)
+        state.load(tmp_path, model, loaded, strict=False)
 
 
 def test_an_optimizer_may_hold_none_or_a_number_where_a_tensor_is_loaded(tmp_path):
@@ -492,14 +492,14 @@ def test_an_optimizer_may_hold_none_or_a_number_where_a_tensor_is_loaded(tmp_pat
     state.save(tmp_path, model, optimizer)
     buffer = optimizer.state[model.weight]["momentum_buffer"]
     for held in (None, 1):
-        other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        other.state[model.weight]["momentum_buffer"] = held
-        state.load(tmp_path, model, other)
-        assert torch.equal(other.state[model.weight]["momentum_buffer"], buffer)
+        loaded = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loaded.state[model.weight]["momentum_buffer"] = held
+        state.load(tmp_path, model, loaded)
+        assert torch.equal(loaded.state[model.weight]["momentum_buffer"], buffer)
 
 
 @pytest.mark.parametrize("position", [-1, 625, 1 << 40, None])
-def test_a_position_at_which_numpy_would_read_foreign_memory(position):
+def test_a_position_at_which_numpy_would_read_foreign_memory_is_refused(position):
     numpy = pytest.importorskip("numpy")
     before = numpy.random.get_state()[2]
     found = generators.states()
@@ -519,7 +519,7 @@ def reshape(metadata, key):
     chunk.sizes = entry.size = torch.Size([7])
 
 
-def test_what_could_not_be_read_again_is_not_saved(tmp_path):
+def test_values_that_could_not_be_loaded_are_not_saved(tmp_path):
     class Odd(nn.Linear):
         def get_extra_state(self):
             return {"path": Path("x")}
@@ -587,7 +587,7 @@ def test_chunks_cover_a_tensor_exactly_once():
 
 
 @pytest.mark.timeout(20)
-def test_many_chunks():
+def test_many_chunks_are_checked_quickly():
     boxes = [((3 * k, 5 * j), (3, 5)) for k in range(200) for j in range(200)]
     assert covers((600, 1000), boxes)
     assert not covers((600, 1000), [*boxes[:777], *boxes[778:]])
@@ -600,7 +600,7 @@ def test_many_chunks():
 
 
 def test_a_tensor_in_many_chunks_is_put_together(tmp_path):
-    """As it is of a job that had a part of it on every rank."""
+    """As saved by a job that had a part of the tensor on every rank."""
     from procpipe.state.files import Index
     from procpipe.state.index import Chunk
 

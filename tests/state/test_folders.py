@@ -29,7 +29,7 @@ def test_numbers_of_drafts_differ(tmp_path):
     assert names(tmp_path) == ["000003"]
 
 
-def test_what_another_rank_still_waits_for_is_not_removed(tmp_path):
+def test_a_state_that_another_rank_waits_for_is_not_removed(tmp_path):
     first = Draft(tmp_path, 1)
     of_rank_1 = Hold(first.path)
     first.publish(1)
@@ -43,7 +43,7 @@ def test_what_another_rank_still_waits_for_is_not_removed(tmp_path):
     assert names(tmp_path) == ["000003-step-3"]
 
 
-def test_what_is_gone_already_needs_no_removal(tmp_path):
+def test_states_that_are_already_removed_are_skipped(tmp_path):
     for step in (1, 2, 3):
         state.save(tmp_path, nn.Linear(1, 1), step=step)
     old = saved_in(tmp_path)
@@ -55,7 +55,7 @@ def test_what_is_gone_already_needs_no_removal(tmp_path):
     draft.let_go()
     assert names(tmp_path)[2:] == ["000004-step-4"]
     busy = os.open(tmp_path / ".removing-000002-step-2-x", os.O_RDONLY)
-    fcntl.flock(busy, fcntl.LOCK_EX)  # somebody is at it
+    fcntl.flock(busy, fcntl.LOCK_EX)  # as a process that removes it
     state.save(tmp_path, nn.Linear(1, 1))
     assert names(tmp_path) == [".removing-000002-step-2-x", "000004-step-4", "000005"]
     os.close(busy)

@@ -107,21 +107,21 @@ def test_a_loader_resumes_where_it_was(make):
         generators.restore(drawn)
         rest, _ = run_epochs(loader, 3 - epoch, stop=None)
         assert len(rest) == 3 * length - stop
-        for (one, noise), (other, other_noise) in zip(rest, whole[stop:], strict=True):
-            assert torch.equal(one, other)
-            assert torch.equal(noise, other_noise)
+        for (ours, noise), (theirs, their_noise) in zip(rest, whole[stop:], strict=True):
+            assert torch.equal(ours, theirs)
+            assert torch.equal(noise, their_noise)
 
 
-def test_what_was_given_is_not_read_again():
+def test_mini_batches_before_the_position_are_not_read_again():
     loader = state.Resumable(shuffled())
     items = iter(loader)
     next(items), next(items)
     data = Noisy()
-    other = state.Resumable(DataLoader(data, batch_size=3, shuffle=True))
-    other.load_state_dict(loader.state_dict())
+    resumed = state.Resumable(DataLoader(data, batch_size=3, shuffle=True))
+    resumed.load_state_dict(loader.state_dict())
 
-    assert other.state_dict() == loader.state_dict() | {"now": []}
-    assert len(list(other)) == 2
+    assert resumed.state_dict() == loader.state_dict() | {"now": []}
+    assert len(list(resumed)) == 2
     assert data.num_read == 10 - 2 * 3
 
 
@@ -134,7 +134,7 @@ def test_a_position_between_epochs():
     assert loader.state_dict()["given"] == 0
 
 
-def test_another_loader_than_was_saved():
+def test_a_position_in_another_loader_is_refused():
     loader = state.Resumable(shuffled())
     items = iter(loader)
     for _ in range(4):
@@ -145,13 +145,13 @@ def test_another_loader_than_was_saved():
         ValueError, match="after 4 mini-batches of an epoch, but now the loader end"
     ):
         list(short)
-    other = state.Resumable(with_generator())
-    other.load_state_dict(loader.state_dict())
+    different = state.Resumable(with_generator())
+    different.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"saved with 0 torch.Generators in it, but it has 1 now"):
-        list(other)
+        list(different)
 
 
-def test_two_loops_over_one_position():
+def test_an_older_loop_over_the_same_loader_fails():
     loader = state.Resumable([1, 2, 3])
     first = iter(loader)
     next(first)
@@ -188,7 +188,7 @@ class Tied(nn.Module):
         lambda p: torch.optim.Rprop(p),
     ],
 )
-def test_the_names_are_torchs(make):
+def test_the_keys_of_optimizer_state_are_torchs(make):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     model = nn.Sequential(nn.Linear(2, 2), Tied())
@@ -205,7 +205,7 @@ def test_the_names_are_torchs(make):
         assert_same(ours[f"optimizer.{key}"], value, key)
 
 
-def test_no_step_is_made_of_an_optimizer_without_state(tmp_path):
+def test_an_optimizer_without_state_is_saved_without_a_step(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.Adam(model.parameters())
     state.save(tmp_path, model, optimizer)
@@ -239,11 +239,11 @@ def test_several_optimizers_and_groups_of_other_forms(tmp_path):
         state.load(tmp_path, model, everything)
 
 
-def test_parameters_without_a_name_or_with_two_optimizers(tmp_path):
+def test_parameters_without_a_name_or_with_two_optimizers_are_refused(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2))
-    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(3))])
+    of_no_model = torch.optim.SGD([nn.Parameter(torch.zeros(3))])
     with pytest.raises(ValueError, match=r"parameter of shape \(3,\) that is not one of the model"):
-        state.save(tmp_path, model, stranger)
+        state.save(tmp_path, model, of_no_model)
     both = [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())]
     with pytest.raises(ValueError, match=r"two optimizers have the parameter 0.weight"):
         state.save(tmp_path, model, both)
@@ -273,26 +273,26 @@ def test_the_newest_are_kept_whatever_their_step(tmp_path):
         state.save(tmp_path, model, keep=0)
 
 
-@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_another_kind_of_optimizer_is_refused(tmp_path, other):
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_another_kind_of_optimizer_is_refused(tmp_path, kind):
     model = nn.Linear(2, 2)
     state.save(tmp_path, model, torch.optim.AdamW(model.parameters()))
 
     with pytest.raises(
-        ValueError, match=rf"another kind of optimizer than {other.__name__}: it has"
+        ValueError, match=rf"another kind of optimizer than {kind.__name__}: it has"
     ):
-        state.load(tmp_path, model, other(model.parameters(), lr=0.1))
+        state.load(tmp_path, model, kind(model.parameters(), lr=0.1))
     state.load(tmp_path, model, torch.optim.Adam(model.parameters()))  # its options are the same
 
 
 @pytest.mark.parametrize("step", [10.0, -1, "7", torch.tensor(3)])
-def test_a_step_that_cannot_be_part_of_a_name(tmp_path, step):
+def test_a_step_that_cannot_be_part_of_a_name_is_refused(tmp_path, step):
     with pytest.raises(ValueError, match="but must be an int of 0 or more"):
         state.save(tmp_path, nn.Linear(1, 1), step=step)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_crashes_left_is_removed_but_not_what_is_being_written(tmp_path):
+def test_drafts_left_by_crashes_are_removed_but_not_those_being_written(tmp_path):
     left, busy, going = (tmp_path / name for name in (".saving-x", ".saving-y", ".removing-z"))
     for folder in (left, busy, going):
         folder.mkdir()
@@ -318,14 +318,14 @@ def test_a_folder_that_gets_its_name_while_another_rank_looks_for_it(tmp_path):
     def is_there():
         looks.append(final.is_dir())
         if len(looks) == 1:
-            draft.rename(final)  # as rank 0 does it, just after we have looked
+            draft.rename(final)  # as rank 0 does, just after this rank has looked
         return looks[-1]
 
     saving._wait_until(is_there, "rank 0")
     assert looks == [False, True]
 
 
-def test_a_saved_state_that_is_broken_says_which(tmp_path):
+def test_the_error_of_a_damaged_state_names_the_file(tmp_path):
     model = nn.Sequential(nn.Linear(50, 50))
     path = state.save(tmp_path, model).path
     file = next(path.glob("stage-0/*.distcp"))
@@ -361,8 +361,8 @@ def test_no_code_in_a_saved_state_runs(tmp_path, monkeypatch, where):
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local", "torch", "collections"])
-def test_no_code_is_reached_by_way_of_what_a_module_has_imported(tmp_path, monkeypatch, module):
-    """A pickle may name what is inside of something in a module: "os.mkdir" of pathlib."""
+def test_no_code_is_reached_through_the_imports_of_a_module(tmp_path, monkeypatch, module):
+    """A pickle may name an attribute of an attribute of a module: "os.mkdir" of pathlib."""
     monkeypatch.chdir(tmp_path)
     names = [text.encode() for text in (module, "os.mkdir", "pwned")]
     module_, name, argument = (b"\x8c" + bytes([len(text)]) + text for text in names)
@@ -398,7 +398,7 @@ def test_extra_values_are_replaced_and_objects_get_their_state(tmp_path):
     assert new["e"].item() == 0
 
 
-def test_a_module_with_state_of_its_own_form(tmp_path):
+def test_the_extra_state_of_a_module_is_saved(tmp_path):
     class Counting(nn.Module):
         count = 0
 
@@ -409,23 +409,23 @@ def test_a_module_with_state_of_its_own_form(tmp_path):
             self.count = state["count"]
 
     model: Any
-    other: Any
-    model, other = (
+    loaded: Any
+    model, loaded = (
         nn.Sequential(nn.Linear(1, 1), Counting()),
         nn.Sequential(nn.Linear(1, 1), Counting()),
     )
     model[1].count = 5
     state.save(tmp_path, model)
-    state.load(tmp_path, other)
+    state.load(tmp_path, loaded)
 
-    assert other[1].count == 5
-    assert torch.equal(other[0].weight, model[0].weight)
+    assert loaded[1].count == 5
+    assert torch.equal(loaded[0].weight, model[0].weight)
 
 
 # -- weights -------------------------------------------------------------------------------------
 
 
-def test_weights_of_every_form(tmp_path):
+def test_weights_are_loaded_from_every_kind_of_file(tmp_path):
     from safetensors.torch import save_file
 
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Tied())
@@ -437,17 +437,17 @@ def test_weights_of_every_form(tmp_path):
     assert names(tmp_path / "exported") == ["model.safetensors"]
 
     for name in ("plain.pt", "x.safetensors", "exported", "saved", "saved/000001"):
-        other: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Tied())
+        loaded: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Tied())
         with torch.no_grad():
-            for parameter in other.parameters():
+            for parameter in loaded.parameters():
                 parameter.zero_()
-        state.load_weights(tmp_path / name, other)
-        for key, value in other.state_dict().items():
+        state.load_weights(tmp_path / name, loaded)
+        for key, value in loaded.state_dict().items():
             assert torch.equal(value, expected[key]), (name, key)
-        assert other[2].a.weight is other[2].b.weight
+        assert loaded[2].a.weight is loaded[2].b.weight
 
 
-def test_weights_that_cannot_be_loaded(tmp_path):
+def test_weights_that_cannot_be_loaded_are_refused(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"weight": torch.ones(1, 1), "more": 1}, tmp_path / "more.pt")
     model = nn.Linear(1, 1)
@@ -478,7 +478,7 @@ def test_safetensors_is_optional(tmp_path, monkeypatch):
 
 
 @pytest.mark.dist
-def test_importing_it_is_cheap():
+def test_importing_state_imports_nothing_heavy():
     code = (
         "import sys, procpipe; assert 'procpipe.state' not in sys.modules; "
         "from procpipe import state; assert state.save; "
@@ -489,7 +489,7 @@ def test_importing_it_is_cheap():
 
 
 @pytest.mark.dist
-def test_the_documentation_runs(tmp_path):
+def test_the_code_of_the_documentation_runs(tmp_path):
     page = Path(__file__).parents[2] / "docs/saved_state.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert len(blocks) == 4
@@ -497,13 +497,13 @@ def test_the_documentation_runs(tmp_path):
     assert run_forked(code, num_ranks=2).check().stdout == "24\n"
     assert names(tmp_path / "one") == ["000001-step-10", "000002-step-20", "000003"]
     shutil.rmtree(tmp_path / "exported")
-    # Again, in one process: it has nothing left to train, so no input either.
+    # Again, in one process: nothing is left to train, so there is no input.
     again = code.replace("stage.step(input, target)  #", "#")
     assert run_forked(again.replace("[2, 2]", "[4]")).check().stdout == "24\n"
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path):
+def test_a_state_is_saved_and_resumed_on_a_gpu(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
 

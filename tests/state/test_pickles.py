@@ -1,4 +1,4 @@
-"""Pickles are described, not made: whatever is in one, nothing outside of the reader changes.
+"""Pickles are described, not executed: whatever is in one, nothing outside of the reader changes.
 
 The programs are drawn by a grammar of all opcodes, with real classes among the names, and from the
 bytes of real indices and archives. While they are read, every import is an error.
@@ -47,7 +47,7 @@ def slots(**values):
     return b"(N}(" + items + b"ut"
 
 
-#: Seen to work on an earlier reader: any module is imported, or a class of Python's is changed.
+#: These worked on an earlier reader: they import any module, or change a class of Python's.
 EXPLOITS = {
     "a module that an attribute names": b"\x80\x04"
     + name(METADATA, "MetadataIndex")
@@ -101,12 +101,12 @@ def snapshot():
 
 @contextlib.contextmanager
 def watched():
-    """Let nothing be imported, and nothing that pickles know by name be changed."""
+    """Raise on any import, and if anything that pickles can name is changed."""
 
     def refuse(*args, **_):
         raise AssertionError(f"an import of {args[0]}")
 
-    read_archive(memoryview(bytearray(saved(torch.ones(1)))))  # what is imported on first use
+    read_archive(memoryview(bytearray(saved(torch.ones(1)))))  # imports what the first use needs
     before, original = snapshot(), builtins.__import__
     builtins.__import__ = refuse
     try:
@@ -140,7 +140,7 @@ def test_an_index_of_torch_is_read():
     assert from_metadata(pickle.dumps(of_torch)) == entries
 
 
-def test_an_index_is_written_with_what_torch_gives_its_own():
+def test_an_index_is_written_with_the_values_that_torch_writes():
     """Every field of torch's classes has the value that torch would give it."""
     of_torch = torch.distributed.checkpoint.metadata
     found = pickle.loads(an_index()[1])
@@ -164,7 +164,7 @@ def test_an_index_is_written_with_what_torch_gives_its_own():
     assert found.planner_data == {"a.b": ("a", "b"), "a.c": ("a", "c"), "d": ("d",)}
 
 
-def test_what_is_written_is_what_python_reads():
+def test_python_reads_what_is_written():
     value: list[Any] = [None, True, -1, 0, 255, 1 << 40, -(1 << 70), "é" * 300, ("a", []), "a", ()]
     data = write_pickle(Made(DICT, items=[("key", value), ("a", Made(DICT))]))
 
@@ -173,7 +173,7 @@ def test_what_is_written_is_what_python_reads():
 
 @pytest.mark.parametrize(("more", "is_known"), [((), True), (((4, 1),), True), ((1, 2), False)])
 def test_the_properties_of_a_tensor_in_several_versions_of_torch(monkeypatch, more, is_known):
-    """From 2.15 on there is a sixth, its strides; of others nothing is known."""
+    """From 2.15 on there is a sixth, its strides; other forms are refused."""
     kind = torch.distributed.checkpoint.metadata.TensorProperties
     original = kind.__getstate__
     monkeypatch.setattr(kind, "__getstate__", lambda self: (*original(self)[:5], *more))
@@ -336,7 +336,7 @@ def test_changed_indices_and_archives_change_nothing_outside():
 # -- limits --------------------------------------------------------------------------------------
 
 
-def test_what_grows_without_end_is_refused():
+def test_pickles_that_grow_without_end_are_refused():
     doubled = b"\x80\x04)" + b"".join(b"\x94h" + bytes([k]) + b"\x86" for k in range(100)) + b"."
     with pytest.raises(SavedStateError, match="holds more than 10000000 values"):
         read_archive(memoryview(bytearray(zipped(doubled))))
@@ -350,8 +350,8 @@ def test_what_grows_without_end_is_refused():
         read_pickle(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".", ())
 
 
-def test_errors_show_little_of_what_is_large():
-    """Its whole text would take more time and memory than there are."""
+def test_errors_do_not_show_large_values():
+    """The whole text of such a value would need too much time and memory."""
     doubled = b")" + b"".join(b"\x94h" + bytes([k]) + b"\x86" for k in range(100))
     nested = b")" + b"\x85" * 100_000
     number = b"\x8b" + struct.pack("<I", 10_000) + b"\x7f" * 10_000
@@ -366,7 +366,7 @@ def test_errors_show_little_of_what_is_large():
             read_archive(memoryview(bytearray(zipped(b"\x80\x04" + tensor))))
 
 
-def test_what_is_described():
+def test_a_pickle_is_described_by_its_types_and_items():
     data = pickle.dumps({"a": [1, (2.5, "x")], "b": {3}}, protocol=4)
     found = read_pickle(data, ())
     assert found.of == DICT
@@ -400,8 +400,8 @@ def assert_equal(ours, theirs):
         for key in ours:
             assert_equal(ours[key], theirs[key])
     elif isinstance(ours, (list, tuple)):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_equal(one, other)
+        for our, their in zip(ours, theirs, strict=True):
+            assert_equal(our, their)
     else:
         assert ours == theirs
 
@@ -411,7 +411,7 @@ def test_what_torch_saves_is_read(value):
     assert_equal(read_archive(memoryview(bytearray(saved(value)))), value)
 
 
-def test_what_is_not_read():
+def test_other_types_are_refused():
     for value in (torch.ones(2).to_sparse(), print, frozenset([1]), pathlib.Path("x")):
         with pytest.raises(SavedStateError, match="no use for"):
             read_archive(memoryview(bytearray(saved(value))))

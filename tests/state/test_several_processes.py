@@ -1,7 +1,7 @@
-"""Saved state on real processes: what is saved on n stages goes on on n', bit for bit, in float64.
+"""Saved state on real processes: saved on n stages, resumed on n', bit for bit, in float64.
 
 Truth is an undisturbed run of the plain ``nn.Sequential``. A run that was saved is loaded into
-models and optimizers with other values and options, so that what was not restored would be seen.
+models and optimizers with other values and options, so that an unrestored value makes a test fail.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def make_optimizer(kind, module, lr=0.05):
         return torch.optim.Adam(module.parameters(), lr=lr, amsgrad=True)
     named = list(module.named_parameters())
     matrices = [parameter for _, parameter in named if parameter.ndim > 1]
-    others = [parameter for _, parameter in named if parameter.ndim <= 1]
+    vectors = [parameter for _, parameter in named if parameter.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": 0.1, "betas": (0.8, 0.9)},
-        {"params": others, "weight_decay": 0.0, "lr": 2 * lr},
+        {"params": vectors, "weight_decay": 0.0, "lr": 2 * lr},
     ]
     return torch.optim.AdamW(groups, lr=lr)
 
@@ -116,13 +116,13 @@ def undisturbed(bare=None):
 
 @pytest.fixture(scope="module")
 def truth(ranks):
-    """Give the weights of undisturbed runs, made in one thread like those they are compared to."""
+    """Return the weights of undisturbed runs, trained in one thread as the others are."""
     return ranks(1).run(undisturbed, world=False).values()[0]
 
 
 @pytest.fixture
 def one_thread():
-    """Let this process add up in the same order as those of the stages."""
+    """Make this process add numbers in the same order as the stages' processes."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -144,7 +144,7 @@ def save_some(bare, folder):
             optimizer = make_optimizer(kind, s)
             scheduler = scheduler_of(optimizer)
             train(s, optimizer, scheduler, mini_batches()[:3])
-            # As it is between steps of a script that goes on: gradients are there, and not saved.
+            # As between two steps of a script: there are gradients, which are not saved.
             where = f"{folder}/{bare.num_ranks}-{kind}"
             saving = state.save(where, s, optimizer, extra={"scheduler": scheduler}, step=3)
             assert saving.is_done()
@@ -182,7 +182,7 @@ def test_from_any_number_of_stages_to_any_other(ranks, saved, truth, num_ranks):
 
 
 def go_on_in_turn(bare, folder, truth):
-    """One step with partitions in a fold, the others with the same ones in a loop."""
+    """Train one step with folded partitions, the others with the same partitions looped."""
     balance = BALANCES[4]
     options: Any = {"chunks": CHUNKS, "loss_fn": F.mse_loss}
     for before, schedule, steps in (
@@ -209,7 +209,7 @@ def test_from_one_placement_of_partitions_to_another(ranks, saved, truth):
 
 
 def train_what_is_not_frozen(bare, folder, truth):
-    """Save after two steps and load before the others, where the frozen layers are a stage."""
+    """Save after two steps, and load before the others, with a stage of frozen layers."""
     model = make_model()
     model[:4].requires_grad_(False)
     num_steps = len(mini_batches())
@@ -267,7 +267,7 @@ def flat_options():
 
 @contextlib.contextmanager
 def unwarned():
-    """Let torch say that there is no process group."""
+    """Ignore torch's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -275,7 +275,7 @@ def unwarned():
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_pytorch_reads_it(saved, truth, kind):
+def test_plain_pytorch_reads_a_saved_state(saved, truth, kind):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import (
         get_optimizer_state_dict,
@@ -301,7 +301,7 @@ def test_plain_pytorch_reads_it(saved, truth, kind):
     assert_same_as(model.state_dict(), truth[kind], kind)
 
 
-def test_torch_makes_one_file_of_it(saved, tmp_path):
+def test_torch_converts_a_saved_state_to_one_file(saved, tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(saved / "3-adam/000001-step-3", tmp_path / "all.pt")
@@ -414,7 +414,7 @@ def load_badly(bare, folder):
     model = make_model()
     model[0] = nn.Linear(5, 9).double()
     model[6] = nn.Sequential(nn.Linear(8, 3)).double()
-    told = []
+    errors = []
     with stage_of(bare, "bad", model, [4, 3], loss_fn=F.mse_loss) as stage:
         optimizer = make_optimizer("adam", stage)
         before = copy.deepcopy(stage.state_dict())
@@ -426,11 +426,11 @@ def load_badly(bare, folder):
         ):
             with pytest.raises((ValueError, FileNotFoundError)) as caught:
                 call()
-            told.append((caught.type.__name__, str(caught.value)))
+            errors.append((caught.type.__name__, str(caught.value)))
         assert_same_as(stage.state_dict(), before, "nothing is changed")
         assert state.load(f"{folder}/none", stage, missing_ok=True) is None
         stage.report()  # the stage can still be used
-    return told
+    return errors
 
 
 def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
@@ -461,12 +461,12 @@ def save_differently(bare, folder):
         state.save(folder, stage, extra=extra)
 
 
-def test_other_arguments_than_on_rank_0(ranks, tmp_path):
-    told = ranks(2).run(save_differently, str(tmp_path), world=False).errors()
+def test_other_arguments_than_on_rank_0_are_refused(ranks, tmp_path):
+    errors = ranks(2).run(save_differently, str(tmp_path), world=False).errors()
 
-    assert told[0].is_a("ValueError")
-    assert told[1].is_a("RemoteStageError")
-    for error in told:
+    assert errors[0].is_a("ValueError")
+    assert errors[1].is_a("RemoteStageError")
+    for error in errors:
         assert "on rank 1 than on rank 0: the names in extra: ['epochs'], not ['epoch']" in (
             error.text
         )
@@ -481,8 +481,8 @@ def save_own_extra(bare, folder):
         return extra["mean"].tolist(), extra["seconds"]
 
 
-def test_each_ranks_own_extra(ranks, tmp_path):
-    """On as many stages each gets its own; on others numbers of rank 0 count, tensors may not."""
+def test_each_rank_saves_its_own_extra_values(ranks, tmp_path):
+    """On as many stages each rank gets its own; on others all get rank 0's numbers, no tensors."""
     found = ranks(2).run(save_own_extra, str(tmp_path), world=False).values()
 
     assert found == [([0.0, 0.0], 1.5), ([1.0, 1.0], 2.5)]
@@ -495,7 +495,7 @@ def test_each_ranks_own_extra(ranks, tmp_path):
 
 
 def save_own_rates(bare, folder):
-    """A group a rank, each with a rate of its own, which its scheduler keeps."""
+    """Save a group a rank, each with a rate of its own, which its scheduler holds."""
     with stage_of(bare, "rates", small_model(), [1, 2]) as stage:
         optimizer, scheduler = scheduled(stage, 0.1 * (bare.rank + 1))
         state.save(folder, stage, optimizer, extra={"scheduler": scheduler})
@@ -523,7 +523,7 @@ def scheduled(stage, lr):
 
 
 def test_a_schedulers_rates_are_not_taken_to_other_layers(ranks, tmp_path):
-    """They would be set at its next step: those of rank 0's groups, on every stage."""
+    """The scheduler's next step would set the rates of rank 0's groups on every stage."""
     two, three = ranks(2), ranks(3)
     two.run(save_own_rates, str(tmp_path), world=False).values()
     two.run(load_own_rates, str(tmp_path), [1, 2], world=False).values()
@@ -535,7 +535,7 @@ def test_a_schedulers_rates_are_not_taken_to_other_layers(ranks, tmp_path):
 
 
 class Gate:
-    """Holds all writing of this process up until it is opened."""
+    """Blocks all writing of this process until it is opened."""
 
     def __init__(self):
         self.opened = threading.Event()
@@ -581,7 +581,7 @@ def save_while_training(bare, folder):
         return str(saving.path), str(two.path)
 
 
-def test_in_the_background(ranks, tmp_path):
+def test_a_state_is_saved_in_the_background_while_training_goes_on(ranks, tmp_path):
     first, second = ranks(2).run(save_while_training, str(tmp_path), world=False).values()
 
     assert first == second
@@ -591,7 +591,7 @@ def test_in_the_background(ranks, tmp_path):
 
 @contextlib.contextmanager
 def full_disk(is_full):
-    """Let this process write no file of more than a mebibyte."""
+    """Limit the files that this process writes to a mebibyte."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if is_full:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
@@ -657,7 +657,7 @@ def load_own_weights(bare, folder):
     for name in ("plain.pt", "exported", "saved"):
         with stage_of(bare, f"{name}{bare.num_ranks}", big_model(), balance) as stage:
             stage.report()
-            state.load_weights(f"{folder}/warm/{name}", nn.Linear(1, 1))  # imports what it needs
+            state.load_weights(f"{folder}/warm/{name}", nn.Linear(1, 1))  # for its imports
             peaks[name] = peak_bytes(lambda n=name, s=stage: state.load_weights(f"{folder}/{n}", s))
             torch.manual_seed(1)
             expected = big_model("cpu").state_dict()
@@ -677,7 +677,7 @@ def export_own_weights(bare, folder):
         torch.save(nn.Linear(1, 1).state_dict(), warm / "plain.pt")
 
 
-@pytest.mark.only_on_cpus  # where the processes' own memory says so
+@pytest.mark.only_on_cpus  # their memory is that of the processes
 def test_no_process_holds_the_whole_model(ranks, tmp_path):
     torch.manual_seed(1)
     torch.save(big_model("cpu").state_dict(), tmp_path / "plain.pt")
@@ -696,5 +696,5 @@ def test_no_process_holds_the_whole_model(ranks, tmp_path):
 
     for peaks in ranks(4).run(load_own_weights, str(tmp_path), world=False).values():
         for name, peak in peaks.items():
-            # Its quarter, from the file's pages, and what is used beside it.
+            # A quarter of the model, the file's pages, and some working memory.
             assert peak < 0.6 * num_bytes, (name, peak, num_bytes)

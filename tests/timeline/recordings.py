@@ -1,4 +1,4 @@
-"""Steps as if they had been measured, made of literal numbers."""
+"""Recorded steps, made of literal numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from procpipe.plan.task import Task
 from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
 
-#: Equal stages, a forward of 1 s and a backward of 2 s; each message is on its way for 0.5 s.
+#: Equal stages, a forward of 1 s and a backward of 2 s; each message takes 0.5 s.
 EQUAL = """
     F0 0-1 F1 1-2                        B1 6-8 B0 8-10
     F0 1.5-2.5 F1 2.5-3.5 B1 3.5-5.5 B0 5.5-7.5

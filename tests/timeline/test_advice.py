@@ -1,4 +1,4 @@
-"""Advice: each sentence with numbers that can be worked out by hand, and silence without them."""
+"""Advice: each sentence with numbers that can be checked by hand, and none without a cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def advice_on(step: Step, **fields: object) -> list[str]:
     return advise(recording_of(step, **fields), step, blocks)
 
 
-def test_another_balance_is_reported_with_what_it_would_give() -> None:
+def test_another_balance_is_advised_with_its_gain() -> None:
     # 2 layers of 3 s each on stage 0, 3 of 4 s each on stage 1: [3, 2] makes 6 and 12 s 10 and 8 s.
     # Stage 0: F 1.67 s, B 3.33 s, stage 1: F 1.33 s, B 2.67 s. The step of 15 s is 14 s then:
     #     0  F0 F1 3.33 .......... B1 7.33-10.67 B0 10.67-14
@@ -46,12 +46,12 @@ def test_measured_layers_decide_where_to_cut() -> None:
     )
 
 
-def test_equal_stages_hear_nothing_of_balance() -> None:
-    assert not any("balance" in told for told in advice_on(read_step(EQUAL)))
+def test_equal_stages_get_no_advice_on_balance() -> None:
+    assert not any("balance" in advice for advice in advice_on(read_step(EQUAL)))
 
 
 def scaled(step: Step, factor: float, number: int) -> Step:
-    """The same step on machines that all took longer by a factor."""
+    """Return the same step with all times multiplied by a factor."""
     tasks = tuple(
         replace(ran, start_s=factor * ran.start_s, end_s=factor * ran.end_s) for ran in step.tasks
     )
@@ -60,7 +60,7 @@ def scaled(step: Step, factor: float, number: int) -> Step:
 
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
-def test_what_a_change_gives_does_not_depend_on_the_step_that_is_shown(factor: float) -> None:
+def test_the_gain_of_a_change_does_not_depend_on_the_step_that_is_shown(factor: float) -> None:
     for step, facts in ((read_step(UNEQUAL), {}), (measured(8, 4), {"balance": [1] * 4})):
         usual = [replace(step, number=k) for k in range(1, 5)]
         odd = scaled(step, factor, number=5)
@@ -71,7 +71,7 @@ def test_what_a_change_gives_does_not_depend_on_the_step_that_is_shown(factor: f
 
 
 def measured(m: int, n: int, plan: Plan | None = None, **fields: Any) -> Step:
-    """A step of equal stages, by default gpipe's, 8 samples a micro-batch; lost is the bubble."""
+    """Return a step of equal stages, by default gpipe's; all idle time is the bubble."""
     timeline = simulate(plan or gpipe(m, n), Costs.uniform(n))
     plan = timeline.plan
     tasks = tuple(
@@ -85,39 +85,40 @@ def measured(m: int, n: int, plan: Plan | None = None, **fields: Any) -> Step:
 
 def test_more_micro_batches_make_the_bubble_smaller() -> None:
     # (n - 1) / (m + n - 1): 3 of 11, and 3 of 19 with twice as many.
-    told = advice_on(measured(8, 4), facts={"balance": [1] * 4})
+    advice = advice_on(measured(8, 4), facts={"balance": [1] * 4})
 
-    assert told[0] == (
+    assert advice[0] == (
         "More micro-batches: chunks=16 would take the bubble from 27% to about 16%, if tasks of "
         "half the samples take half as long."
     )
 
 
-def test_no_more_micro_batches_than_samples() -> None:
+def test_more_micro_batches_than_samples_are_not_advised() -> None:
     step = measured(8, 4)
     few = Step(**{**vars(step), "sizes": (1,) * 8})
 
-    assert not any("micro-batches:" in told for told in advice_on(few, facts={"balance": [1] * 4}))
+    advice = advice_on(few, facts={"balance": [1] * 4})
+    assert not any("micro-batches:" in sentence for sentence in advice)
 
 
-def test_1f1b_holds_fewer() -> None:
-    told = advice_on(measured(8, 4), facts={"balance": [1] * 4})
+def test_1f1b_is_advised_as_it_holds_fewer_micro_batches() -> None:
+    advice = advice_on(measured(8, 4), facts={"balance": [1] * 4})
 
-    assert told[1] == (
+    assert advice[1] == (
         "schedule='1f1b' would hold at most 4 micro-batches on a stage, not 8 (2.0 times fewer), "
         "and be as fast."
     )
-    assert len(told) == 2
+    assert len(advice) == 2
 
 
-def test_1f1b_is_not_advised_to_who_has_it() -> None:
+def test_1f1b_is_not_advised_if_it_is_the_schedule() -> None:
     facts = {"balance": [1] * 4, "schedule": "1f1b"}
-    assert not any("1f1b" in told for told in advice_on(measured(8, 4), facts=facts))
+    assert not any("1f1b" in advice for advice in advice_on(measured(8, 4), facts=facts))
 
 
 @pytest.mark.parametrize("chosen", ["1f1b", "trying 1f1b", "measuring, step 2 of 6, 1f1b"])
 def test_a_schedule_that_auto_chose_is_advised_on(chosen: str) -> None:
-    # 1F1B's bubble is gpipe's; it is not advised to itself.
+    # 1F1B has the bubble of gpipe; it is not advised if it is the schedule.
     step = measured(8, 4, one_f_one_b(8, 4, recompute=()), schedule=chosen)
     facts = {"balance": [1] * 4, "schedule": "auto"}
 
@@ -127,7 +128,7 @@ def test_a_schedule_that_auto_chose_is_advised_on(chosen: str) -> None:
     ]
 
 
-def test_a_plan_that_auto_searched_is_not_taken_for_another() -> None:
+def test_a_plan_that_auto_searched_is_not_mistaken_for_a_fixed_one() -> None:
     facts = {"balance": [1] * 4, "schedule": "auto"}
     assert advice_on(measured(8, 4, schedule="searched"), facts=facts)[:1] == [
         "schedule='1f1b' would hold at most 4 micro-batches on a stage, not 8 (2.0 times fewer), "
@@ -148,9 +149,9 @@ def test_communication_is_reported_with_its_longest_waits() -> None:
         Hop("activation", 1, 0, 1, 1 << 20, 2.0, 2.1, 2.5, 2.5),
         Hop("gradient", 1, 1, 0, 1 << 19, 5.5, 5.5, 2.0, 6.0),
     ]
-    told = advice_on(read_step(EQUAL, hops=hops))
+    advice = advice_on(read_step(EQUAL, hops=hops))
 
-    assert told[-1] == (
+    assert advice[-1] == (
         "Communication and overhead are 10% of the step: 3 messages of 2.5 MiB in all. The longest "
         "waits were stage 0's for the gradient of stage 1: 4 s. Fewer or larger micro-batches "
         "make fewer messages."
@@ -170,4 +171,4 @@ def test_tasks_that_took_far_longer_than_usual_are_reported() -> None:
         "1 of 8 tasks took more than twice as long as usual, 4 s longer in all; B1@1 on stage 1 "
         "took 6 s, not 2 s. Look for what else used its processor, or at another step."
     )
-    assert not any("usual" in told for told in advise(recording, steps[2], blocks))
+    assert not any("usual" in advice for advice in advise(recording, steps[2], blocks))

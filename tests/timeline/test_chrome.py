@@ -1,4 +1,4 @@
-"""The file: what is written is read back, viewers find their fields, and faults are errors."""
+"""The file of a timeline: it is read back, has the viewers' fields, and faults are errors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def recorded() -> Recording:
     return recording_of(first, second, layer_s=(1.0, 2.0), is_closed=False)
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_a_written_recording_is_read_back() -> None:
     assert from_chrome(json.loads(json.dumps(to_chrome(recorded())))) == recorded()
 
 
 def test_a_file_without_the_steps_schedules_is_read() -> None:
     data = to_chrome(recorded())
-    for told in data["otherData"]["steps"]:
-        del told["schedule"]
+    for step in data["otherData"]["steps"]:
+        del step["schedule"]
     assert {step.schedule for step in from_chrome(data).steps} == {""}
 
 
@@ -40,7 +40,7 @@ def test_a_stage_is_a_process_with_a_row_for_each_kind_of_event() -> None:
     rows = [(e["pid"], names[e["pid"], e["tid"]], e["name"]) for e in slices]
 
     assert len({event["tid"] for event in events} | {event["pid"] for event in events}) == 2 * 4 + 2
-    assert [(pid - 1000, *told) for pid, *told in rows if pid == 1001] == [
+    assert [(pid - 1000, *row) for pid, *row in rows if pid == 1001] == [
         (1, "steps", "step 3 (step)"),
         (1, "tasks", "F0@1"),
         (1, "tasks", "F1@1"),
@@ -60,7 +60,7 @@ def test_a_stage_is_a_process_with_a_row_for_each_kind_of_event() -> None:
     }  # fmt: skip
 
 
-def test_an_arrow_leads_from_each_sending_to_the_arrival() -> None:
+def test_an_arrow_connects_each_send_with_its_arrival() -> None:
     events = to_chrome(recorded())["traceEvents"]
     arrows = [event for event in events if event.get("cat") == "flow"]
     into = []
@@ -80,18 +80,18 @@ def test_an_arrow_leads_from_each_sending_to_the_arrival() -> None:
     ]
 
 
-def test_the_rest_is_in_other_data() -> None:
-    other = to_chrome(recorded())["otherData"]
+def test_plans_options_and_steps_are_in_other_data() -> None:
+    data = to_chrome(recorded())["otherData"]
 
-    assert other["plans"] == {"abc": "plan m=2 n=2\n"}
-    assert (other["balance"], other["chunks"], other["schedule"]) == ([2, 3], 2, "gpipe")
-    assert other["kept"] == "steps 3 and 7"
-    assert other["clock_error_s"] == 2e-6
-    assert other["steps"][0]["ends_us"] == [10_000_000, 7_500_000]
+    assert data["plans"] == {"abc": "plan m=2 n=2\n"}
+    assert (data["balance"], data["chunks"], data["schedule"]) == ([2, 3], 2, "gpipe")
+    assert data["kept"] == "steps 3 and 7"
+    assert data["clock_error_s"] == 2e-6
+    assert data["steps"][0]["ends_us"] == [10_000_000, 7_500_000]
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         ([], "no timeline that"),
         ({"traceEvents": []}, "no timeline that"),
@@ -100,8 +100,8 @@ def test_the_rest_is_in_other_data() -> None:
         ({"otherData": {"format": "procpipe timeline 1"}}, "damaged .KeyError: 'traceEvents'"),
     ],
 )
-def test_a_file_of_another_kind_is_reported(data: object, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_file_of_another_kind_is_reported(data: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         from_chrome(data)
 
 
@@ -128,11 +128,11 @@ def test_a_step_is_found_by_its_number_and_the_last_that_trained_without() -> No
         recording_of().step()
 
 
-def test_steps_like_one_did_the_same_and_leave_the_slow_first_one_out() -> None:
+def test_similar_steps_have_the_same_sizes_and_exclude_the_slow_first_one() -> None:
     steps = [read_step(EQUAL, number=k) for k in range(3)]
-    other = read_step(EQUAL, number=3, sizes=(4, 4))
-    recording = recording_of(*steps, other)
+    different = read_step(EQUAL, number=3, sizes=(4, 4))
+    recording = recording_of(*steps, different)
 
     assert recording.like(steps[2]) == steps[1:]
-    assert recording.like(other) == [other]
+    assert recording.like(different) == [different]
     assert recording_of(steps[0]).like(steps[0]) == steps[:1]

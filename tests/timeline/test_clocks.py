@@ -1,4 +1,4 @@
-"""Clocks of other ranks: the arithmetic by literal numbers, the questions over a real socket."""
+"""Clocks of other ranks: the arithmetic by literal numbers, the messages over a real socket."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from procpipe.channel.native_waits import WaitReports
 from procpipe.timeline.clocks import CLOCK, ClockReading, Clocks, drift_ppm, offset_at
 
 
-def test_the_quickest_answer_counts() -> None:
-    # Asked at, the other's time, heard at: the second is quickest, and 1000 ahead, give or take 5.
+def test_the_quickest_answer_is_used() -> None:
+    # Sent at, the other rank's time, answered at: the second is quickest: 1000 ahead, within 5.
     pings = [(0, 1400, 900), (2000, 3005, 2010), (4000, 5700, 4900)]
 
     assert ClockReading.of(pings) == ClockReading(3005, 1000, 5)
 
 
-def test_an_offset_within_its_error_is_none_and_the_error_says_so() -> None:
+def test_an_offset_within_its_error_is_0_and_adds_to_the_error() -> None:
     assert ClockReading.of([(100, 107, 110)]) == ClockReading(107, 0, 7)
     assert ClockReading.of([(100, 111, 110)]) == ClockReading(111, 6, 5)
 
@@ -53,9 +53,9 @@ def meshes():
 
 
 @pytest.mark.parametrize("ahead_ns", [0, 10**15])
-def test_a_waiting_rank_is_asked_for_its_time(meshes, ahead_ns) -> None:
+def test_a_waiting_rank_answers_with_its_time(meshes, ahead_ns) -> None:
     clocks = [Clocks(mesh) for mesh in meshes]
-    if ahead_ns:  # a rank of another host, whose clock began elsewhere
+    if ahead_ns:  # a rank on another host, with another clock
         meshes[1].on(0, CLOCK, lambda sequence, *_: meshes[1].send(
             0, CLOCK, 0, sequence, struct.pack("<q", time.perf_counter_ns() + ahead_ns)
         ))  # fmt: skip

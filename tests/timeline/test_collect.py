@@ -1,4 +1,4 @@
-"""What is kept of a long run, and files that cannot be written; the rest is in tests/dist."""
+"""The steps kept of a long run, and files that cannot be written; the rest is in tests/dist."""
 
 from __future__ import annotations
 
@@ -36,38 +36,38 @@ def test_the_first_and_the_last_steps_are_kept():
         kept.add(b"%d" % k)
 
     first, last = list(range(FIRST)), list(range(1000 - LAST, 1000))
-    assert [int(told) for told in kept] == first + last
+    assert [int(step) for step in kept] == first + last
     assert kept.num_added == 1000
 
 
-def test_a_long_run_says_what_was_left_out(tmp_path):
-    one = tracing(tmp_path / "run.json")
+def test_the_file_of_a_long_run_names_the_kept_steps(tmp_path):
+    recording = tracing(tmp_path / "run.json")
     for k in range(FIRST + LAST + 3):
-        one.note(record(k), "plan m=1 n=1\nF0@0\n")
-    one.finish()
-    one.leave()
-    other = json.loads((tmp_path / "run.json").read_text())["otherData"]
+        recording.note(record(k), "plan m=1 n=1\nF0@0\n")
+    recording.finish()
+    recording.leave()
+    data = json.loads((tmp_path / "run.json").read_text())["otherData"]
 
-    assert other["kept"] == f"steps 0 to {FIRST - 1} and {FIRST + 3} to {FIRST + LAST + 2}"
-    assert (other["num_steps"], other["is_closed"]) == (FIRST + LAST + 3, True)
-    assert other["plans"] == {"abc": "plan m=1 n=1\nF0@0\n"}
-    assert "trace" not in other
+    assert data["kept"] == f"steps 0 to {FIRST - 1} and {FIRST + 3} to {FIRST + LAST + 2}"
+    assert (data["num_steps"], data["is_closed"]) == (FIRST + LAST + 3, True)
+    assert data["plans"] == {"abc": "plan m=1 n=1\nF0@0\n"}
+    assert "trace" not in data
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_it_is_written_once_and_says_whether_the_run_closed(tmp_path):
-    one = tracing(tmp_path / "run.json")
-    one.leave()
-    one.finish()
-    one.leave()
+def test_a_file_is_written_once_and_notes_whether_the_run_closed(tmp_path):
+    recording = tracing(tmp_path / "run.json")
+    recording.leave()
+    recording.finish()
+    recording.leave()
 
     assert not json.loads((tmp_path / "run.json").read_text())["otherData"]["is_closed"]
 
 
-def test_a_file_that_cannot_be_written_is_told_and_no_error(tmp_path, capsys):
-    one = tracing(tmp_path / "gone" / "run.json")
-    one.note(record(0), "")
-    one.leave()
+def test_a_file_that_cannot_be_written_is_a_message_and_no_error(tmp_path, capsys):
+    recording = tracing(tmp_path / "gone" / "run.json")
+    recording.note(record(0), "")
+    recording.leave()
 
     assert "procpipe: the trace was not written: FileNotFoundError" in capsys.readouterr().err
 

@@ -32,8 +32,8 @@ def test_unequal_stages_lose_more_than_equal_ones_would() -> None:
 def test_a_late_beginning_and_a_slow_end_are_communication_and_overhead() -> None:
     step = read_step(UNEQUAL, begins_s=(-1.0, 0.5), ends_s=(16.0, 13.0))
 
-    assert [one.communication_s for one in split(step)] == [2, 2]
-    assert {one.step_s for one in split(step)} == {17}
+    assert [shares.communication_s for shares in split(step)] == [2, 2]
+    assert {shares.step_s for shares in split(step)} == {17}
 
 
 def test_a_micro_batch_that_takes_longer_is_imbalance() -> None:
@@ -46,14 +46,14 @@ def test_a_micro_batch_that_takes_longer_is_imbalance() -> None:
     assert second == Split(1, 10, busy_s=6, bubble_s=3, imbalance_s=1, communication_s=0)
 
 
-def test_clocks_that_are_off_make_nothing_negative() -> None:
+def test_wrong_clocks_make_no_share_negative() -> None:
     # By stage 0's clock all was over after 14 s, less than its tasks can take.
     step = read_step("F0 0-1 F1 1-2 B1 8-10 B0 12-14 \n F0 1-3 F1 3-5 B1 5-9 B0 9-13")
 
-    for one in split(step):
-        parts = (one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s)
+    for shares in split(step):
+        parts = (shares.busy_s, shares.bubble_s, shares.imbalance_s, shares.communication_s)
         assert min(parts) >= 0
-        assert sum(parts) == one.step_s == 14
+        assert sum(parts) == shares.step_s == 14
 
 
 def test_input_and_weight_gradients_and_several_partitions_on_a_stage() -> None:
@@ -98,13 +98,13 @@ def test_a_replay_with_one_cost_a_partition_is_a_simulation(name: str, mode: str
             assert replayed.spans_s[task] == (timeline.start_s(task), timeline.end_s(task))
 
 
-def test_tasks_that_wait_for_each_other_are_told() -> None:
+def test_tasks_that_wait_for_each_other_are_an_error() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
         replay([[Task("B", 0, 0), Task("F", 0, 0)], [Task("F", 0, 1), Task("B", 0, 1)]],
                lambda task: 1.0)  # fmt: skip
 
 
-def test_means_are_over_what_has_a_key_in_common() -> None:
+def test_means_are_over_tasks_with_the_same_key() -> None:
     means = mean_seconds(read_step(UNEQUAL), lambda task: task.kind)
     assert means == {"F": 1.5, "B": 3.0}
 

@@ -13,7 +13,7 @@ S = 1_000_000_000
 
 
 def records(step: int = 0, start_s: int = 10) -> list[dict[str, Any]]:
-    """One micro-batch forward; rank 1's clock is 100 s ahead. Two partitions live on rank 1."""
+    """One micro-batch forward; rank 1's clock is 100 s ahead. Rank 1 has two partitions."""
     return [
         {
             "step": step, "call": "step", "plan": "abc", "sizes": [4],
@@ -60,7 +60,7 @@ def test_all_times_are_on_the_clock_of_rank_0_and_begin_at_0() -> None:
     )
 
 
-def test_the_ends_of_a_message_are_brought_together() -> None:
+def test_the_two_ends_of_a_message_are_matched() -> None:
     assert merged_step(records(), READINGS).hops == (
         Hop("activation", 0, 0, 1, 64, posted_s=2, sent_s=2, asked_s=1, taken_s=3),
         Hop("target", 0, 0, 1, 8, posted_s=2, sent_s=3, asked_s=3, taken_s=3),
@@ -68,7 +68,7 @@ def test_the_ends_of_a_message_are_brought_together() -> None:
     )
 
 
-def test_messages_between_the_same_stages_are_told_apart_by_their_partitions() -> None:
+def test_messages_between_the_same_stages_are_matched_by_their_partitions() -> None:
     first, second = records()
     first["sends"] = [["activation", 0, j, j + 1, 64, j * S, j * S] for j in (0, 2)]
     second["takes"] = [["activation", 0, j, j + 1, 64, 0, (9 - j) * S] for j in (2, 0)]
@@ -77,7 +77,7 @@ def test_messages_between_the_same_stages_are_told_apart_by_their_partitions() -
     assert [(hop.posted_s, hop.taken_s) for hop in hops if hop.source == 0] == [(0, 10), (2, 8)]
 
 
-def test_a_step_counts_if_all_ranks_told_of_it() -> None:
+def test_a_step_counts_if_all_ranks_recorded_it() -> None:
     both = [records(k, 10 + 20 * k) for k in range(3)]
     found = recording([both[0][0], both[1][0]], [both[1][1], both[2][1]])
 
@@ -97,5 +97,5 @@ def test_layers_are_unknown_if_one_was_not_timed() -> None:
     assert recording([first], [second]).layer_s == ()
 
 
-def test_what_is_known_of_a_clock_is_told() -> None:
+def test_clocks_have_their_offsets_and_errors() -> None:
     assert recording([], []).clocks == (Clock(0, 0.0, 0.0, 0.0), Clock(1, 100.0, 2e-6, None))

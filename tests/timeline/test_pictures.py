@@ -1,4 +1,4 @@
-"""Pictures: literal grids as text; for SVG, a document in which every task has its box."""
+"""Pictures: literal grids as text; SVG documents in which every task has a box."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_column_is_as_wide_as_it_must_be() -> None:
     assert {line.find("F10") for line in text.splitlines()[11:21]} == set(range(5, 105, 10))
 
 
-def test_a_timeline_is_a_row_a_stage_with_dots_for_rest() -> None:
+def test_a_timeline_is_a_row_a_stage_with_dots_for_idle_time() -> None:
     timeline = simulate(gpipe(2, 2), Costs.uniform(2))
     assert render_timeline_text(timeline, width=37) == drawn("""
         stage 0   F0─F1─·········B1────B0────
@@ -64,7 +64,7 @@ def test_tasks_too_short_for_their_numbers_show_their_kind_once() -> None:
     ]
 
 
-def test_a_task_of_several_partitions_shows_what_there_is_room_for() -> None:
+def test_a_task_shows_its_partition_if_there_is_room() -> None:
     # 10 s, of which each F has 2, in 10, 15 and 20 characters.
     timeline = simulate(forward_plan(2, 2, (0, 1, 0, 1)), Costs.uniform(4, forward_s=2))
     assert [render_timeline_text(timeline, width).splitlines()[0] for width in (20, 25, 30)] == [
@@ -120,7 +120,7 @@ def test_each_task_of_a_timeline_has_a_box_as_wide_as_it_takes() -> None:
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-def test_the_picture_says_what_it_shows(mode: str) -> None:
+def test_the_picture_has_labels_and_a_title(mode: str) -> None:
     plan = gpipe(4, 3, recompute=recomputed(mode, 4))
     for what in (plan, simulate(plan, Costs.uniform(3, transfer_s=0.1))):
         svg = render_svg(what)

@@ -1,4 +1,4 @@
-"""What a traced stage records of a step."""
+"""The record of a step on a traced stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORDER = Order("step", 0)
 
 
 class Layers(Observer):
-    """Notes which layers are entered."""
+    """Records which layers are entered."""
 
     def __init__(self, entered):
         self.hook = entered.append
@@ -55,38 +55,38 @@ def recorded_step(recorder, entered):
 def test_waits_messages_and_layers_are_kept_with_their_times():
     entered: list[int] = []
     recorder = Recorder(torch.device("cpu"))
-    told = recorded_step(recorder, entered)
+    record = recorded_step(recorder, entered)
 
     assert entered == [0, 1, -1, 0, 1, -1]
-    assert [row[:3] for row in told["tasks"]] == [["F", 0, 3], ["F", 1, 3], ["B", 1, 3]]
-    assert [row[:5] for row in told["takes"]] == [
+    assert [row[:3] for row in record["tasks"]] == [["F", 0, 3], ["F", 1, 3], ["B", 1, 3]]
+    assert [row[:5] for row in record["takes"]] == [
         ["activation", 0, 2, 3, 24], ["activation", 1, 2, 3, 24],
     ]  # fmt: skip
-    assert [row[:5] for row in told["sends"]] == [
+    assert [row[:5] for row in record["sends"]] == [
         ["activation", 0, 3, 4, 24], ["activation", 1, 3, 4, 24],
     ]  # fmt: skip
     # Wait, task and message follow each other.
     times = []
-    for take, task, send in zip(told["takes"], told["tasks"], told["sends"], strict=False):
+    for take, task, send in zip(record["takes"], record["tasks"], record["sends"], strict=False):
         times += [*take[5:], *task[3:], *send[5:]]
     assert times == sorted(times)
     assert times[0] >= 0
-    assert told["end"] - told["begin"] >= times[-1]
-    assert [(j, index, count) for j, index, _, count in told["layers"]] == [(3, 0, 2), (3, 1, 2)]
+    assert record["end"] - record["begin"] >= times[-1]
+    assert [(j, index, count) for j, index, _, count in record["layers"]] == [(3, 0, 2), (3, 1, 2)]
     assert 0 < recorder.waiting_ns
 
 
-def test_a_step_starts_with_nothing_of_the_one_before():
+def test_a_step_has_no_records_of_the_step_before():
     recorder = Recorder(torch.device("cpu"))
     recorded_step(recorder, [])
-    told = recorded_step(recorder, [])
+    record = recorded_step(recorder, [])
 
-    assert told["step"] == 1
-    assert (len(told["tasks"]), len(told["takes"]), len(told["sends"])) == (3, 2, 2)
-    assert [count for *_, count in told["layers"]] == [2, 2]
+    assert record["step"] == 1
+    assert (len(record["tasks"]), len(record["takes"]), len(record["sends"])) == (3, 2, 2)
+    assert [count for *_, count in record["layers"]] == [2, 2]
 
 
-def test_what_no_observer_follows_is_not_called():
+def test_events_that_no_observer_follows_have_no_calls():
     entered: list[int] = []
     layers = Layers(entered)
     observers = Observers([Trace(), layers])
@@ -116,12 +116,12 @@ def test_on_a_gpu_tasks_have_the_device_s_times():
     # seed says, and shares the cores with other processes: equal work does not take equal times.
     if not is_emulated():
         assert (end_1 - start_1) / (end_0 - start_0) == pytest.approx(1, abs=0.5)
-    assert end_1 - start_1 > 1e5  # 50 products of 17 GFLOP take 0.1 ms on no GPU
+    assert end_1 - start_1 > 1e5  # no GPU computes 50 products of 17 GFLOP in 0.1 ms
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_task_lasts_as_long_as_its_stream_waits():
-    """The host has long gone on; what a stream waits for takes the same time on any GPU."""
+    """The host is far ahead then; the wait of a stream takes the same time on any GPU."""
     device = torch.device("cuda")
     stream, recorder = torch.cuda.current_stream(device), Recorder(device)
     held_s = (0.1, 0.3)

@@ -1,4 +1,4 @@
-"""What rank 0 decides under ``schedule="auto"``, without processes or clocks."""
+"""The decisions of rank 0 with ``schedule="auto"``, without processes or clocks."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ TRUE = Costs(
 )
 
 
-def told(choice: Choice, costs: Costs, routes: Routes, slower: float = 1.0) -> list[Report]:
-    """Run a plan on stages that cost this, whose clocks do not agree, and have the ranks tell."""
+def reports_of(choice: Choice, costs: Costs, routes: Routes, slower: float = 1.0) -> list[Report]:
+    """Simulate a plan on stages of these costs with different clocks; return the ranks' reports."""
     timeline = simulate(choice.plan, costs, routes)
     reports = []
     for stage in range(routes.num_stages):
@@ -92,11 +92,11 @@ def run(
         choice = auto.choose(m, 2, recompute, routes)
         choices.append(choice)
         if choice.measure != NOTHING:
-            auto.add_reports(told(choice, costs, routes, slower(choice.schedule)))
+            auto.add_reports(reports_of(choice, costs, routes, slower(choice.schedule)))
     return choices
 
 
-def test_the_story() -> None:
+def test_auto_measures_tries_and_chooses() -> None:
     choices = run(AutoSchedule(), 17)
     first = [f"measuring, step {1 + k} of 6, {('1f1b', 'zb-h1')[k % 2]}" for k in range(6)]
     assert [choice.schedule for choice in choices[:6]] == first
@@ -113,7 +113,7 @@ def test_the_story() -> None:
     assert choices[15].plan == choices[7].plan
 
 
-def test_costs_are_found_again_whatever_the_clocks_say() -> None:
+def test_costs_are_measured_whatever_the_clocks_show() -> None:
     auto = AutoSchedule()
     run(auto, 6)
     assert auto.costs == TRUE
@@ -144,8 +144,8 @@ def test_two_partitions_a_stage_are_folded() -> None:
     assert choices[1].schedule.endswith("6, zb-v")
 
 
-def test_what_is_measured_to_be_fastest_stays() -> None:
-    """What is simulated to be fastest turns out to be slow."""
+def test_the_plan_measured_as_fastest_is_chosen() -> None:
+    """The plan simulated as fastest is measured as slow."""
 
     def slower(name: str) -> float:
         return 2.0 if name == "trying searched" else 1.0
@@ -162,14 +162,14 @@ def test_the_first_plan_stays_if_nothing_is_faster_by_the_margin() -> None:
 def test_another_number_of_micro_batches_is_searched_for_and_not_measured() -> None:
     auto = AutoSchedule()
     run(auto, 7)
-    (other,) = run(auto, 1, m=3)  # in the middle of the finals
-    assert (other.plan.num_micro_batches, other.measure) == (3, NOTHING)
+    (other_choice,) = run(auto, 1, m=3)  # while plans are tried
+    assert (other_choice.plan.num_micro_batches, other_choice.measure) == (3, NOTHING)
     assert [choice.schedule for choice in run(auto, 9)] == [
         *["trying searched", "trying zb-h1", "trying 1f1b"] * 2,
         *["trying searched", "trying zb-h1"],
         "searched",
     ]
-    assert run(auto, 1, m=3)[0].plan == other.plan
+    assert run(auto, 1, m=3)[0].plan == other_choice.plan
 
 
 def test_one_stage_has_nothing_to_measure() -> None:
@@ -190,14 +190,14 @@ def test_more_is_recomputed_where_that_is_faster_than_to_wait_for_room() -> None
         assert [again(choice.plan) for choice in choices[:6]] == [{0, 1, 2, 3}] * 6
         assert all("one at a time" in choice.schedule for choice in choices[:6])
         assert again(choices[-1].plan) == expected
-        told_so = f", {len(expected)} of 4 micro-batches recomputed" in choices[-1].schedule
-        assert told_so == (expected != {0})
+        is_printed = f", {len(expected)} of 4 micro-batches recomputed" in choices[-1].schedule
+        assert is_printed == (expected != {0})
         for choice in choices:
             timeline = simulate(choice.plan, TRUE, ROUTES)
             assert all(timeline.peak_bytes(stage) <= limit for stage in range(2))
 
 
-def test_where_nothing_fits_the_switch_tells() -> None:
+def test_if_nothing_fits_the_error_names_the_bytes() -> None:
     auto = AutoSchedule([1000, 50])
     run(auto, 5)
     with pytest.raises(
@@ -207,7 +207,7 @@ def test_where_nothing_fits_the_switch_tells() -> None:
     assert error.value.lacks == ((1, 54, 50),)
 
 
-def test_larger_micro_batches_are_taken_to_need_more() -> None:
+def test_larger_micro_batches_are_expected_to_need_more() -> None:
     auto = AutoSchedule([120, 120])
     run(auto, 16)
     assert auto.choose(4, 2, (), ROUTES).measure == NOTHING
@@ -215,13 +215,13 @@ def test_larger_micro_batches_are_taken_to_need_more() -> None:
         auto.choose(4, 4, (), ROUTES)
 
 
-def test_no_costs_are_made_of_reports_of_nothing() -> None:
+def test_costs_of_empty_reports_are_zero() -> None:
     costs = costs_of([], [], Routes(1))
     assert costs == Costs((0.0,), (0.0,), (0.0,), transfer_s=())
 
 
 @pytest.mark.parametrize(
-    ("limits", "is_auto", "error", "told"),
+    ("limits", "is_auto", "error", "message"),
     [
         (5, False, ValueError, "only schedule='auto' can keep to a limit"),
         ("5", True, TypeError, "is '5', but must be an int"),
@@ -232,13 +232,13 @@ def test_no_costs_are_made_of_reports_of_nothing() -> None:
         ([5], True, ValueError, "has 1 limits, but there are 2 stages"),
     ],
 )
-def test_what_is_no_limit(limits: object, is_auto: bool, error: type[Exception], told: str) -> None:
+def test_wrong_limits(limits: object, is_auto: bool, error: type[Exception], message: str) -> None:
     schedule = AUTO if is_auto else SCHEDULES["gpipe"]
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         checked_limits(limits, 2, schedule, is_launched=True)  # type: ignore[arg-type]
 
 
-def test_limits() -> None:
+def test_limits_are_one_each_or_one_for_all() -> None:
     assert checked_limits(None, 2, SCHEDULES["gpipe"], is_launched=True) is None
     assert checked_limits(7, 2, AUTO, is_launched=True) == [7, 7]
     assert checked_limits((7, 8), 2, AUTO, is_launched=True) == [7, 8]

@@ -1,4 +1,4 @@
-"""Costs as text: what is written is read back, and each fault is an error that names its place."""
+"""Costs as text: written costs are read back, and each fault is an error with its place."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MODEL = Model(
 
 
 @pytest.mark.parametrize("link", [Link(), Link(1e-5, 2e10)])
-def test_what_is_written_is_read_back(link: Link) -> None:
+def test_written_costs_are_read_back(link: Link) -> None:
     measured = Measured(MODEL, 64, link, "a device")
 
     assert from_text(to_text(measured)) == measured
 
 
-def test_what_may_be_left_out() -> None:
+def test_optional_entries_may_be_left_out() -> None:
     text = '{"procpipe layer costs": 1, "samples": [8], "layers": [{"name": "a", "forward_s": [1],'
     text += ' "backward_s": [2], "output_bytes": [3]}]}'
 
@@ -40,7 +40,7 @@ def test_what_may_be_left_out() -> None:
     )
 
 
-def test_null_is_as_left_out() -> None:
+def test_null_equals_a_missing_entry() -> None:
     whole = json.loads(to_text(Measured(MODEL, 64, Link())))
     whole.update(loss=None, skips=None)
 
@@ -140,16 +140,16 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "told"), WRONG, ids=[told for _, told in WRONG])
-def test_what_is_wrong_is_reported_with_its_place(spoil, told: str) -> None:
+@pytest.mark.parametrize(("corrupt", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_each_fault_is_reported_with_its_place(corrupt, message: str) -> None:
     whole = json.loads(to_text(Measured(MODEL, 64, Link())))
-    spoil(whole)
+    corrupt(whole)
 
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         from_text(json.dumps(whole))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"a": 1}', "[" * 100_000])
-def test_what_is_no_such_file(text: str) -> None:
+def test_text_that_is_no_file_of_costs_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"it is not JSON|it has no|it is nested too deeply"):
         from_text(text)

@@ -1,4 +1,4 @@
-"""What a rank measures for "auto" in its own process; the rest is in tests/dist/test_auto.py."""
+"""The measurements for "auto" in one process; the rest is in tests/dist/test_auto.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_saved_bytes_and_message_sizes_are_reported(parts):
 
     report = Report(**control.report)
     assert report.sizes == [("activation", 0, 1, 11)]
-    assert report.saved == [(0, 0)]  # tanh saves its output only, which counts elsewhere
+    assert report.saved == [(0, 0)]  # tanh saves only its output, which counts elsewhere
 
 
 def fail_in_a_task(meter):

@@ -22,7 +22,7 @@ def saved(balance: list[int], *layers: Layer, skips: tuple[Skip, ...] = ()) -> t
     return Model((1,), layers, skips=skips).costs(balance, 1, Link()).saved_bytes
 
 
-def test_a_partition_costs_what_its_layers_do() -> None:
+def test_a_partition_costs_the_sum_of_its_layers() -> None:
     layers = [
         layer(forward_s=(1.0,), backward_s=(10.0,), output_bytes=(100.0,), put_off_bytes=(3.0,)),
         layer(forward_s=(2.0,), backward_s=(20.0,), output_bytes=(200.0,), put_off_bytes=(4.0,)),
@@ -38,7 +38,7 @@ def test_a_partition_costs_what_its_layers_do() -> None:
     assert costs.input_gradient_s == (15, 70)  # half where it was not measured
     assert costs.weight_gradient_s == (15, 50)
     assert costs.transfer_s == (2.5,)  # 0.5 s, and 200 bytes at 100 a second
-    assert costs.output_bytes == (200, 4)  # that of the loss, which is a last layer
+    assert costs.output_bytes == (200, 4)  # the loss is a last layer
     assert (costs.input_bytes, costs.target_bytes) == (7, 5)
     assert costs.put_off_bytes == (7, 0)
 
@@ -54,13 +54,13 @@ def test_every_task_has_a_start() -> None:
 @pytest.mark.parametrize(
     ("num_samples", "seconds"), [(2, 10), (3, 15), (4, 20), (8, 60), (10, 80), (1, 5)]
 )
-def test_between_sizes_is_a_straight_line(num_samples: int, seconds: float) -> None:
+def test_costs_between_two_sizes_are_interpolated(num_samples: int, seconds: float) -> None:
     model = Model((2, 4, 8), (layer(forward_s=(10.0, 20.0, 60.0), backward_s=(0.0, 0.0, 0.0)),))
 
     assert model.layer_seconds(num_samples) == [seconds]
 
 
-def test_one_size_is_in_proportion() -> None:
+def test_with_one_size_costs_are_proportional() -> None:
     assert Model((4,), (layer(),)).layer_seconds(8) == [6]
 
 
@@ -77,19 +77,19 @@ def test_a_value_that_no_layer_keeps_is_not_counted() -> None:
     assert saved([3], layer(), layer(kept_bytes=(1.0,)), layer()) == (1,)
 
 
-def test_values_in_one_memory_are_one() -> None:
-    # Linear -> ReLU(inplace) -> Linear: what the ReLU keeps and what the second Linear keeps.
+def test_values_in_the_same_memory_count_once() -> None:
+    # Linear -> ReLU(inplace) -> Linear: the ReLU and the second Linear keep the same memory.
     linear = layer(kept_input_bytes=(10.0,))
     relu = layer(kept_output_bytes=(10.0,), is_in_place=True)
 
     assert saved([3], linear, relu, linear) == (10,)
-    # A partition that begins with the ReLU has it in the memory of its input …
+    # A partition that begins with the ReLU has its output in the memory of the input;
     assert saved([1, 2], linear, relu, linear) == (0, 0)
-    # … and one that ends with it, in that of its output.
+    # in a partition that ends with the ReLU it is the partition's output.
     assert saved([2, 1], linear, relu, linear) == (0, 0)
 
 
-def test_skip_tensors_go_once_to_each_partition() -> None:
+def test_skip_tensors_are_sent_once_to_each_partition() -> None:
     skips = (
         Skip(0, (2, 3), (5.0,), (5.0,)),
         Skip(1, (3,), (7.0,), (7.0,)),
@@ -100,7 +100,7 @@ def test_skip_tensors_go_once_to_each_partition() -> None:
     assert model.skip_routes([4]) == ()
     assert model.costs([2, 2], 1, Link()).skip_bytes == {(0, 1): 12}
     assert model.costs([1, 1, 1, 1], 1, Link()).skip_bytes == {(0, 2): 5, (0, 3): 5, (1, 3): 7}
-    # What stays in its partition is kept there by whoever pops it.
+    # A skip tensor within a partition is kept there by the layer that pops it.
     assert model.costs([4], 1, Link()).saved_bytes == (12,)
     assert model.costs([3, 1], 1, Link()).saved_bytes == (5, 0)
 

@@ -1,4 +1,4 @@
-"""What is proposed for costs that a reader can check by hand."""
+"""Proposals for costs that a reader can check by hand."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def test_layers_are_divided_by_seconds() -> None:
     assert of(proposals, "gpipe").balance == (3, 1)
 
 
-def test_two_partitions_a_device_need_so_many_layers() -> None:
+def test_two_partitions_a_device_need_two_layers_a_device() -> None:
     names = {p.schedule for p in propose(model(1, 1, 1), Question(2, 4, chunks=(4,)), divide)}
 
     assert names == {"gpipe", "1f1b", "zb-h1", "searched"}
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
-    # Stage 0 of gpipe holds 4 micro-batches, that of 1F1B 2; each has 2 layers that keep 100 bytes.
+    # Stage 0 holds 4 micro-batches with gpipe, 2 with 1F1B; each has 2 layers that keep 100 bytes.
     question = Question(2, 4, memory_bytes=None, chunks=(4,))
-    there = propose(model(1, 1, kept=100), question, divide)
-    gpipe, one_f_one_b = of(there, "gpipe"), of(there, "1f1b")
+    proposals = propose(model(1, 1, kept=100), question, divide)
+    gpipe, one_f_one_b = of(proposals, "gpipe"), of(proposals, "1f1b")
     assert max(gpipe.held_bytes) - max(one_f_one_b.held_bytes) >= 200
     lean = max(one_f_one_b.needed_bytes)
 
@@ -92,7 +92,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert leanest([gpipe, one_f_one_b]) is one_f_one_b
 
 
-def test_of_those_as_fast_the_one_that_needs_least() -> None:
+def test_among_equally_fast_plans_the_leanest_is_chosen() -> None:
     base = of(propose(model(1, 1), Question(2, 4, chunks=(4,)), divide), "gpipe")
     fast = replace(base, total_s=10.0, held_bytes=(300, 300))
     lean = replace(base, total_s=10.19, held_bytes=(200, 100))
@@ -107,14 +107,14 @@ def test_of_those_as_fast_the_one_that_needs_least() -> None:
     assert choose([simple, fewer_chunks], None) is fewer_chunks
 
 
-def test_a_searched_plan_is_for_what_no_fixed_schedule_does() -> None:
-    # A link that takes as long as a forward: fixed schedules do not know of it.
+def test_a_searched_plan_is_chosen_if_no_fixed_schedule_is_as_fast() -> None:
+    # A transfer takes as long as a forward, which fixed schedules do not consider.
     question = Question(3, 8, chunks=(8,), link=Link(latency_s=1.0))
-    there = propose(model(1, 1, 1), question, divide)
-    fixed_s = min(p.total_s for p in there if p.schedule != "searched")
+    proposals = propose(model(1, 1, 1), question, divide)
+    fixed_s = min(p.total_s for p in proposals if p.schedule != "searched")
 
-    chosen = choose(there, None)
-    named = choose([replace(p, total_s=fixed_s) for p in there], None)
+    chosen = choose(proposals, None)
+    named = choose([replace(p, total_s=fixed_s) for p in proposals], None)
 
     assert chosen is not None
     assert chosen.schedule == "searched"
@@ -134,8 +134,8 @@ def test_room_for_one_micro_batch_is_used_by_a_searched_plan() -> None:
     assert {p.schedule for p in never if p.fits(1100)} == {"searched"}
 
 
-def test_memory_that_is_short_moves_layers() -> None:
-    # By seconds the last layer has a device of its own, by bytes the first has.
+def test_layers_are_moved_if_memory_is_short() -> None:
+    # By seconds the last layer gets its own device, by bytes the first layer.
     layers = tuple(
         Layer(name, (seconds,), (seconds,), (1.0,), parameter_bytes=size, trained_bytes=size)
         for name, seconds, size in (("a", 1.0, 500), ("b", 1.0, 500), ("c", 2.0, 100))
@@ -152,10 +152,10 @@ def test_memory_that_is_short_moves_layers() -> None:
     assert (moved.balance, moved.static_bytes) == ((1, 2), (1000, 1200))
 
 
-def test_what_is_kept_by_less_recomputation_is_traded_for_memory() -> None:
+def test_recomputation_is_chosen_if_memory_is_short() -> None:
     question = Question(2, 8, chunks=(8,))
-    there = propose(model(1, 1, kept=1000), question, divide)
-    roomy = choose(there, None)
+    proposals = propose(model(1, 1, kept=1000), question, divide)
+    roomy = choose(proposals, None)
     assert roomy is not None
     assert roomy.checkpoint == "never"
 
@@ -167,7 +167,7 @@ def test_what_is_kept_by_less_recomputation_is_traded_for_memory() -> None:
     assert chosen.total_s > roomy.total_s
 
 
-def test_slow_links_count() -> None:
+def test_slow_links_make_steps_slower() -> None:
     fast, slow = (
         of(propose(model(1, 1), Question(2, 4, chunks=(4,), link=link), divide), "1f1b").total_s
         for link in (Link(), Link(latency_s=0.5))
@@ -176,20 +176,20 @@ def test_slow_links_count() -> None:
     assert slow > fast
 
 
-def test_what_stages_count_is_without_what_is_within_layers() -> None:
-    there = propose(model(1, 1, kept=1000), Question(2, 1, chunks=(1,)), divide)
+def test_bytes_between_tasks_do_not_include_those_within_layers() -> None:
+    proposals = propose(model(1, 1, kept=1000), Question(2, 1, chunks=(1,)), divide)
     lean = propose(model(1, 1), Question(2, 1, chunks=(1,)), divide)
 
-    assert of(there, "gpipe").between_tasks_bytes == of(lean, "gpipe").held_bytes
-    assert of(there, "gpipe").held_bytes != of(lean, "gpipe").held_bytes
+    assert of(proposals, "gpipe").between_tasks_bytes == of(lean, "gpipe").held_bytes
+    assert of(proposals, "gpipe").held_bytes != of(lean, "gpipe").held_bytes
 
 
-def test_skips_are_part_of_it() -> None:
+def test_skip_tensors_are_routed_and_counted() -> None:
     skips = (Skip(0, (3,), (1000.0,)),)
-    there = propose(model(1, 1, 1, 1, skips=skips), Question(4, 2, chunks=(2,)), divide)
+    proposals = propose(model(1, 1, 1, 1, skips=skips), Question(4, 2, chunks=(2,)), divide)
 
-    assert of(there, "gpipe").routes.skips == ((0, 3),)
-    assert of(there, "gpipe").held_bytes[3] >= 2000
+    assert of(proposals, "gpipe").routes.skips == ((0, 3),)
+    assert of(proposals, "gpipe").held_bytes[3] >= 2000
 
 
 def test_a_batch_in_chunks_that_do_not_divide_it() -> None:
@@ -204,18 +204,18 @@ def test_default_chunks_are_powers_of_two() -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "told"),
+    ("question", "message"),
     [
         ({"num_devices": 0, "batch": 1}, "0 devices"),
         ({"num_devices": 1, "batch": 0}, "0 samples"),
         ({"num_devices": 1, "batch": 4, "chunks": (2, 8)}, "8 chunks .* 4 samples"),
     ],
 )
-def test_questions_without_an_answer(question: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_questions_without_an_answer_are_refused(question: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Question(**question)
 
 
-def test_more_devices_than_layers() -> None:
+def test_more_devices_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="3 devices are asked for, but the model has 2 layers"):
         propose(model(1, 1), Question(3, 4), divide)

@@ -1,4 +1,4 @@
-"""The search: plans by eye, known bounds reached, limits kept, never worse than fixed ones."""
+"""The search: small plans as grids, bounds reached, limits kept, never worse than fixed plans."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def without_search(found: list[Candidate]) -> list[Candidate]:
     return [candidate for candidate in found if candidate.name != SEARCHED]
 
 
-# -- by eye --------------------------------------------------------------------------------------
+# -- small plans ---------------------------------------------------------------------------------
 
 
-def test_a_stage_that_takes_twice_as_long_is_never_left_without_work() -> None:
+def test_a_stage_that_takes_twice_as_long_is_never_idle() -> None:
     costs = Costs((1.0, 2.0), (2.0, 4.0), (0.0, 0.0), input_gradient_s=(1.0, 2.0))
     plan = made(3, costs, Routes(2), rule=ListRule(in_two=True, window=None))
     assert grid(plan) == read("""
@@ -69,7 +69,7 @@ def test_one_micro_batch_at_a_time() -> None:
     """)
 
 
-def test_a_window_is_what_comes_while_the_first_goes_there_and_back() -> None:
+def test_a_window_covers_the_round_trip_of_the_first_micro_batch() -> None:
     uniform = Costs.uniform(4)
     assert windows(9, uniform, looped(4, 4), ListRule()) == [4, 3, 2, 1]  # as in 1F1B
     assert windows(9, uniform, looped(4, 4), ListRule(window=-2)) == [2, 1, 1, 1]
@@ -79,7 +79,7 @@ def test_a_window_is_what_comes_while_the_first_goes_there_and_back() -> None:
     assert windows(9, far, looped(2, 2), ListRule()) == [3, 1]
 
 
-def test_the_memory_of_a_limit_is_used_and_no_more() -> None:
+def test_memory_is_used_up_to_the_limit() -> None:
     """Room for three micro-batches of 10 bytes, each received one task early: 1F1B needs five."""
     costs, routes = Costs.uniform(4, saved_bytes=10, output_bytes=1, input_bytes=1), Routes(4)
     limits = [13 * 3] * 4
@@ -99,9 +99,9 @@ def test_equal_tasks_reach_the_published_bounds(m: int, n: int) -> None:
     found = searched(m, costs, routes)
     assert found is not None
     total_s = simulate(found, costs).total_s
-    if m >= 2 * n - 1:  # zero bubble: no stage rests once its first micro-batch has come
+    if m >= 2 * n - 1:  # zero bubble: no stage is idle after its first micro-batch
         assert total_s == 3 * m + n - 1
-    if m >= n:  # ZB-H1: m(F+I+W) + (n-1)(F+I-W), but for what two stages cannot put off
+    if m >= n:  # ZB-H1: m(F+I+W) + (n-1)(F+I-W), except what two stages cannot put off
         assert total_s <= max(3 * m + n - 1, simulate(zb_h1(m, n), costs).total_s)
 
 
@@ -128,7 +128,7 @@ UNEQUAL = {
 
 
 @pytest.mark.parametrize("costs", UNEQUAL.values(), ids=UNEQUAL)
-def test_where_the_search_wins(costs: Costs) -> None:
+def test_costs_with_which_the_search_is_faster_than_fixed_plans(costs: Costs) -> None:
     found = candidates(8, costs, Routes(4))
     assert found[0].name == SEARCHED
     assert found[0].total_s < 0.97 * without_search(found)[0].total_s
@@ -149,7 +149,7 @@ def test_more_memory_is_never_slower() -> None:
     assert num_fixed[0] == 0 < num_fixed[-1]
 
 
-# -- anything ------------------------------------------------------------------------------------
+# -- random costs --------------------------------------------------------------------------------
 
 
 @st.composite
@@ -195,7 +195,7 @@ RULES = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), rule=RULES, share=st.floats(0.0, 1.0))
-def test_limits_are_kept_and_what_can_fit_does(
+def test_limits_are_kept_by_every_rule(
     case: tuple[int, Costs, Routes, set[int]], rule: ListRule, share: float
 ) -> None:
     m, costs, routes, again = case
@@ -215,7 +215,7 @@ def test_limits_are_kept_and_what_can_fit_does(
         assert {task.i for task in plan.tasks() if task.kind == "R"} == again
 
 
-def test_nothing_fits_where_not_even_one_micro_batch_does() -> None:
+def test_nothing_fits_if_one_micro_batch_does_not_fit() -> None:
     costs, routes = Costs.uniform(2, saved_bytes=10, output_bytes=1), Routes(2)
     least = least_bytes(4, costs, routes)
     assert least == (12, 12)  # root, saved and gradient; at the last, input, root and saved
@@ -223,12 +223,12 @@ def test_nothing_fits_where_not_even_one_micro_batch_does() -> None:
     assert candidates(4, costs, routes, limits_bytes=[12, 11]) == []
 
 
-def test_strangers_are_not_recomputed() -> None:
+def test_recomputing_an_unknown_micro_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot recompute micro-batches \[4\]: there are 2"):
         list_schedule(2, Costs.uniform(2), Routes(2), recompute={4})
 
 
-def test_all_that_a_task_sends_to_a_stage_must_find_room_there() -> None:
+def test_all_that_a_task_sends_to_a_stage_must_fit_there() -> None:
     """I1@1 sends stage 0 a gradient and a skip's, a byte each, while it still holds W0's byte."""
     costs = Costs(
         (0.0,) * 2,

@@ -1,4 +1,4 @@
-"""Attention in two tasks, I and W, gives what the plain layer gives, bit by bit."""
+"""Attention with its backward in two tasks, I and W, equals the plain layer bit by bit."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ CALLS = [plainly, without_weights, with_each_heads_weights, with_mean_weights, c
 @FLOATS
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch_first", "sequence_first"])
-def test_calls(call, batch_first, dtype):
+def test_every_way_to_call_attention(call, batch_first, dtype):
     x = ramp(*(3, 5, 8) if batch_first else (5, 3, 8), dtype=dtype)
     attention = Attention(8, 2, batch_first=batch_first, dtype=dtype)
     check(Do(lambda attention, x: call(attention, x, x, x), attention), x, put_off=4)
@@ -104,7 +104,7 @@ SOURCES = {
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("shape", [(3, 5, 8), (5, 8)])
-def test_sources(shape, sources, bias, dtype):
+def test_attention_to_any_queries_keys_and_values(shape, sources, bias, dtype):
     def forward(attention, x):
         return without_weights(attention, *sources(x)) + x
 
@@ -124,7 +124,7 @@ def test_keys_and_values_of_other_widths(bias, dtype):
 
 @FLOATS
 @pytest.mark.parametrize("call", CALLS[:3])
-def test_more_keys_than_there_are(call, dtype):
+def test_additional_keys_and_values(call, dtype):
     attention = Attention(8, 2, add_bias_kv=True, add_zero_attn=True, dtype=dtype)
     model = Do(lambda attention, x: call(attention, x, x, x), attention)
     check(model, ramp(5, 3, 8, dtype=dtype), put_off=4)
@@ -136,7 +136,7 @@ def test_more_keys_than_there_are(call, dtype):
 @FLOATS
 @BOTH
 @pytest.mark.parametrize("norm_first", [True, False], ids=["norm_first", "norm_last"])
-def test_transformers(norm_first, recompute, dtype):
+def test_transformer_layers(norm_first, recompute, dtype):
     kwargs: Any = {
         "dropout": 0.0,
         "batch_first": True,
@@ -151,7 +151,7 @@ def test_transformers(norm_first, recompute, dtype):
     check(model, x, put_off=12, recompute=recompute)
 
 
-def test_a_whole_transformer():
+def test_a_transformer():
     transformer = nn.Transformer(8, 2, 1, 2, 16, 0.0, batch_first=True, dtype=torch.float64)
     model = Do(lambda transformer, x: transformer(x, x.sin()), transformer)
     check(model, ramp(3, 5, 8, dtype=torch.float64), put_off=8 + 2 * 12)
@@ -164,10 +164,11 @@ def test_dropout(forward, recompute):
     gradients = []
     for run in (in_plain_training, in_tasks):
         torch.manual_seed(3)
-        one = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         kwargs = {} if run is in_plain_training else {"recompute": recompute, "num_split": 2}
         xs = [ramp(5, 3, 8).requires_grad_(), ramp(5, 3, 8).requires_grad_()]
-        gradients.append(run(one, xs, nullcontext, **kwargs) + [p.grad for p in one.parameters()])
+        gradients.append(run(copied, xs, nullcontext, **kwargs))
+        gradients[-1] += [p.grad for p in copied.parameters()]
     assert all(map(equal, *gradients))
 
 
@@ -197,18 +198,18 @@ def test_frozen_parameters(frozen, put_off, forward):
     check(Do(forward, attention), ramp(5, 3, 8), put_off=put_off)
 
 
-def test_the_fast_way_of_an_attention_that_learns_nothing():
+def test_the_fast_path_of_a_frozen_attention():
     attention = Attention(8, 2, batch_first=True).eval().requires_grad_(False)
     model = nn.Sequential(Do(to_itself, attention), nn.Linear(8, 8))
-    check(model, ramp(3, 5, 8), put_off=2, wants=False)
+    check(model, ramp(3, 5, 8), put_off=2, requires_grad=False)
 
 
-def test_a_default_device_is_no_hindrance():
+def test_a_default_device_changes_nothing():
     with torch.device("cpu"):
         check(Do(to_itself, Attention(8, 2)), ramp(5, 3, 8), put_off=4)
 
 
-# -- parameters that meet ------------------------------------------------------------------------
+# -- parameters used more than once --------------------------------------------------------------
 
 
 def parts_of_gradients(forward, *modules: nn.Module) -> dict[str, int]:
@@ -234,7 +235,7 @@ def test_hooks_run_once():
     check(Do(forward, Attention(8, 2)), ramp(5, 3, 8), put_off=4)
 
 
-def test_a_bias_of_frozen_and_other_weights():
+def test_a_bias_of_frozen_and_trained_weights():
     attention = Attention(8, 2, kdim=4, vdim=4)
     assert attention.q_proj_weight is not None
     attention.q_proj_weight.requires_grad_(False)
@@ -246,7 +247,7 @@ def test_a_bias_of_frozen_and_other_weights():
     check(Do(forward, attention), ramp(5, 3, 8), put_off=0)
 
 
-def test_inputs_of_other_classes():
+def test_inputs_of_a_subclass_of_tensor():
     class Marked(torch.Tensor):
         pass
 
@@ -267,20 +268,20 @@ def test_a_weight_that_another_layer_computes():
 
 
 @pytest.mark.parametrize("name", ["in_proj_weight", "out_proj.weight"])
-def test_weights_that_others_have_too(name):
-    def forward(attention, other, x):
-        return to_itself(attention, x) + other(x)[..., :8]
+def test_weights_shared_with_another_layer(name):
+    def forward(attention, layer, x):
+        return to_itself(attention, x) + layer(x)[..., :8]
 
     attention = Attention(8, 2)
     for kind, put_off in ((nn.Linear, 5), (Own, 0)):
         weight = attention.get_parameter(name)
-        other = kind(8, len(weight))
-        other.weight = weight
-        assert set(parts_of_gradients(forward, copy.deepcopy(attention), other).values()) <= {1}
-        check(Do(forward, attention, other), ramp(5, 3, 8), put_off=put_off)
+        layer = kind(8, len(weight))
+        layer.weight = weight
+        assert set(parts_of_gradients(forward, copy.deepcopy(attention), layer).values()) <= {1}
+        check(Do(forward, attention, layer), ramp(5, 3, 8), put_off=put_off)
 
 
-def test_what_shares_with_what_is_not_put_off_is_not_put_off():
+def test_parameters_shared_with_a_layer_that_is_not_put_off_are_not_put_off():
     attention, own, linear = Attention(8, 2), Own(8, 24), nn.Linear(8, 24)
     own.weight = attention.in_proj_weight
     linear.bias = attention.in_proj_bias
@@ -294,7 +295,7 @@ def test_what_shares_with_what_is_not_put_off_is_not_put_off():
 
 def test_computed_weights():
     attention = Attention(8, 2)
-    parametrizations.spectral_norm(attention.out_proj)  # another result whenever it is computed
+    parametrizations.spectral_norm(attention.out_proj)  # it changes at each computation
     check(Do(to_itself, attention), ramp(5, 3, 8), put_off=4)
     parametrizations.spectral_norm(attention, "in_proj_weight")
     check(Do(to_itself, attention), ramp(5, 3, 8), put_off=0)
@@ -306,7 +307,7 @@ def test_a_computed_weight_that_is_not_put_off_is_computed_once(kind):
     check(layer, ramp(5, 8, 8), put_off=0)
 
 
-def test_one_layer_after_the_other():
+def test_task_w_handles_one_layer_after_the_other():
     class Log(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             if func is torch.Tensor.mm:
@@ -327,10 +328,10 @@ def test_one_layer_after_the_other():
     assert events == output + inputs + output + inputs
 
 
-# -- attention that is left alone ----------------------------------------------------------------
+# -- attention that is not changed ---------------------------------------------------------------
 
 
-def test_another_forward():
+def test_an_attention_with_its_own_forward_is_not_put_off():
     class Doubled(Attention):
         def forward(self, *args, **kwargs):
             output, weights = super().forward(*args, **kwargs)
@@ -342,7 +343,7 @@ def test_another_forward():
 @pytest.mark.parametrize(
     "name", ["multi_head_attention_forward", "_in_projection_packed", "_in_projection"]
 )
-def test_another_torch(name, monkeypatch):
+def test_with_another_implementation_in_torch_nothing_is_put_off(name, monkeypatch):
     assert is_known()
     functional: Any = F
     torchs = getattr(F, name)
@@ -356,14 +357,14 @@ def test_another_torch(name, monkeypatch):
         return torchs(*args, **kwargs)
 
     without_names = FunctionType(otherwise.__code__, vars(F), closure=otherwise.__closure__)
-    for other in (elsewhere, without_names):
-        monkeypatch.setattr(F, name, other)
+    for implementation in (elsewhere, without_names):
+        monkeypatch.setattr(F, name, implementation)
         check(Do(to_itself, Attention(8, 2)), ramp(5, 3, 8), put_off=0)
     monkeypatch.delattr(F, name)
     assert not is_known()
 
 
-def test_what_someone_replaces_in_torch_is_called(monkeypatch):
+def test_a_function_replaced_in_torch_is_called(monkeypatch):
     torchs = F.scaled_dot_product_attention
     partition = partition_of(nn.Sequential(Do(to_itself, Attention(8, 2))))
     list(run_split(partition, ramp(5, 3, 8)))
@@ -394,7 +395,7 @@ def test_compiled_attention():
     for i in range(2):
         tasks = run_split(partition, ramp(5, 3, 8), i)
         next(tasks)
-        next(tasks)  # in which a compiled layer does it all
+        next(tasks)  # a compiled layer has its whole backward here
         to_itself(plain, ramp(5, 3, 8)).backward(torch.ones(5, 3, 8))
         for a, b in zip(attention.parameters(), plain.parameters(), strict=True):
             assert equal(a.grad, b.grad)

@@ -1,4 +1,4 @@
-"""A backward pass in two tasks, I and W, gives what the plain layers give, bit by bit."""
+"""A backward pass in two tasks, I and W, equals that of the plain layers bit by bit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def partition_of(model: nn.Sequential) -> Partition:
 
 
 def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return values that sums depend on the order of."""
+    """Return values whose sum depends on their order."""
     numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
     return torch.sin(numbers * 1.7 + 0.3).reshape(shape).to(dtype)
 
@@ -75,7 +75,7 @@ def in_tasks(
     recompute: bool,
     num_split: int,
 ) -> list[Tensor | None]:
-    """Run micro-batches, the first ``num_split`` with I and W, the others with B."""
+    """Run micro-batches: the first ``num_split`` with I and W, all others with B."""
     partition = partition_of(model)
     partition.begin()
     gradients: list[Tensor | None] = []
@@ -100,7 +100,7 @@ def in_tasks(
 
 
 def num_put_off(model: nn.Sequential, x: Tensor) -> int:
-    """Return how many parameters have no gradient, or not all of it, between I and W."""
+    """Return how many parameters have no gradient, or only a part, between I and W."""
     model = copy.deepcopy(model)
     partition = partition_of(model)
     inputs = Flat([x.detach()], Flat.of(x).structure, (x.requires_grad,))
@@ -125,19 +125,19 @@ def check(
     x: Tensor,
     *,
     put_off: int,
-    wants: bool = True,
+    requires_grad: bool = True,
     recompute: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Check that two steps of three micro-batches, one unsplit, give what plain training gives."""
+    """Check that two steps of three micro-batches, one unsplit, equal plain training."""
     model = model if isinstance(model, nn.Sequential) else nn.Sequential(model)
-    x = x.requires_grad_(wants)
+    x = x.requires_grad_(requires_grad)
     xs = [x, x + 0.25, x - 0.125]
     plain, split = copy.deepcopy(model), copy.deepcopy(model)
     for _ in range(2):
         expected = in_plain_training(plain, xs, autocast)
         found = in_tasks(split, xs, autocast, recompute, num_split=2)
-        # An unsplit micro-batch adds its weight gradients before those that are put off.
+        # An unsplit micro-batch adds its weight gradients before the deferred ones.
         for a, b in zip(found, expected, strict=True):
             assert a is b if a is None or b is None else torch.equal(a, b)
     assert not any("forward" in module.__dict__ for module in split.modules())
@@ -173,15 +173,15 @@ def test_linear_layers(dtype):
 
 
 @FLOATS
-@pytest.mark.parametrize("wants", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias")])
-def test_frozen_parameters_and_inputs(frozen, wants, dtype):
+def test_frozen_parameters_and_inputs(frozen, requires_grad, dtype):
     layer = nn.Linear(7, 12, dtype=dtype)
     for name in frozen:
         getattr(layer, name).requires_grad_(False)
     model = nn.Sequential(layer, nn.Tanh(), nn.Linear(12, 3, dtype=dtype))
     expected = 2 + (0 if "weight" in frozen else 2 - len(frozen))
-    check(model, ramp(9, 7, dtype=dtype), put_off=expected, wants=wants)
+    check(model, ramp(9, 7, dtype=dtype), put_off=expected, requires_grad=requires_grad)
 
 
 @FLOATS
@@ -196,9 +196,9 @@ def test_frozen_parameters_and_inputs(frozen, wants, dtype):
         lambda t: t[:, :1].expand(33, 7),
     ],
 )
-def test_layouts_of_what_a_linear_layer_receives(turn, bias, dtype):
+def test_layouts_of_the_input_of_a_linear_layer(turn, bias, dtype):
     def forward(layer, x):
-        return layer(turn(x)).transpose(0, 1)  # so is the gradient of the layer's output
+        return layer(turn(x)).transpose(0, 1)  # transposes the gradient of the layer's output, too
 
     x = ramp(33, 7, dtype=dtype)
     layer = nn.Linear(turn(x).shape[-1], 12, bias=bias, dtype=dtype)
@@ -269,13 +269,13 @@ CONVOLUTIONS = {
 
 @FLOATS
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("wants", [True, False], ids=["", "first"])
-def test_convolutions(wants, dtype):
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["", "first"])
+def test_convolutions(requires_grad, dtype):
     for name, (stock, shape) in CONVOLUTIONS.items():
         with case(name):
             layer = copy.deepcopy(stock).to(dtype)
             put_off = 1 + (layer.bias is not None)
-            check(layer, ramp(*shape, dtype=dtype), put_off=put_off, wants=wants)
+            check(layer, ramp(*shape, dtype=dtype), put_off=put_off, requires_grad=requires_grad)
 
 
 @FLOATS
@@ -294,7 +294,7 @@ def test_channels_last(is_weight_too, dtype):
 
 
 @BOTH
-def test_what_is_not_put_off_is_in_the_first_task(recompute):
+def test_weight_gradients_that_are_not_put_off_are_in_the_first_task(recompute):
     model = nn.Sequential(
         nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.0), Own(8, 8), nn.Conv1d(5, 5, 3, padding=1)
     )
@@ -307,10 +307,11 @@ def test_dropout(recompute):
     gradients = []
     for run in (in_plain_training, in_tasks):
         torch.manual_seed(3)
-        one = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         kwargs = {} if run is in_plain_training else {"recompute": recompute, "num_split": 2}
         xs = [ramp(4, 6).requires_grad_(), ramp(4, 6).requires_grad_()]
-        gradients.append(run(one, xs, nullcontext, **kwargs) + [p.grad for p in one.parameters()])
+        gradients.append(run(copied, xs, nullcontext, **kwargs))
+        gradients[-1] += [p.grad for p in copied.parameters()]
     assert all(map(equal, *gradients))
 
 
@@ -331,7 +332,7 @@ def test_the_output_may_be_changed_in_place(shape):
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 1)])
-def test_a_change_in_place_of_what_is_kept_is_told(layer):
+def test_a_change_in_place_of_saved_tensors_is_an_error(layer):
     def forward(layer, x):
         x = x * 1
         y = layer(x)
@@ -404,7 +405,7 @@ def test_a_weight_that_another_layer_computes_is_not_put_off():
     check(Do(forward, nn.Linear(6, 36), nn.Linear(6, 6)), ramp(4, 6), put_off=2)
 
 
-def test_other_tensors_than_real_ones():
+def test_complex_and_vmapped_tensors_are_not_put_off():
     complex_layer = nn.Linear(6, 6, dtype=torch.complex64)
     check(Do(lambda layer, x: layer(x + 0j).real, complex_layer), ramp(4, 6), put_off=0)
     vmapped = Do(lambda layer, x: torch.func.vmap(layer)(x), nn.Linear(6, 6))
@@ -460,7 +461,7 @@ def test_checkpointing_inside_a_layer(use_reentrant, recompute):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradients_that_a_layer_asks_for(use_reentrant):
+def test_gradients_computed_in_a_layer(use_reentrant):
     def forward(first, second, x):
         with torch.enable_grad():
             x = x * 1
@@ -533,7 +534,7 @@ def linear() -> nn.Linear:
 
 
 def run_split(partition: Partition, x: Tensor, i: int = 0) -> Iterator[None]:
-    """Run the tasks of a micro-batch, each when asked for."""
+    """Run the tasks of a micro-batch, one at each yield."""
     output = partition.forward(i, received(x), keep=True, recompute=False, split=True)
     yield
     partition.backward_input(i, [torch.ones_like(output.tensors[0])])
@@ -595,10 +596,10 @@ def test_a_layer_may_be_called_with_its_parameters_name(linear):
     check(Do(lambda layer, x: layer(input=x) + layer.forward(x), linear), ramp(3, 6), put_off=2)
 
 
-# -- layers that are left alone ------------------------------------------------------------------
+# -- layers that are not changed -----------------------------------------------------------------
 
 
-def test_a_layer_whose_forward_someone_replaced(linear):
+def test_a_layer_whose_forward_was_replaced(linear):
     linear.forward = lambda x: F.linear(x, linear.weight) * 3
     partition = partition_of(nn.Sequential(linear))
     tasks = run_split(partition, ramp(3, 6))
@@ -608,7 +609,7 @@ def test_a_layer_whose_forward_someone_replaced(linear):
     assert "forward" in linear.__dict__
 
 
-def test_a_convolution_with_its_own_inside():
+def test_a_convolution_with_its_own_conv_forward():
     class Scaled(nn.Conv1d):
         def _conv_forward(self, input, weight, bias):
             return super()._conv_forward(input, weight * 2, bias)
@@ -645,7 +646,7 @@ def test_compiled_layers(how, linear):
         for i in range(2):
             tasks = run_split(partition, ramp(3, 6), i)
             next(tasks)
-            next(tasks)  # in which a compiled layer does it all
+            next(tasks)  # a compiled layer has its whole backward here
             output = expected(ramp(3, 6))
             (output * 2 if how == "function" else output).backward(torch.ones(3, 6))
             assert equal(linear.weight.grad, expected.weight.grad)
@@ -657,19 +658,19 @@ def test_compiled_layers(how, linear):
 # -- memory --------------------------------------------------------------------------------------
 
 
-class _Something:
-    """Lives as long as what holds it."""
+class _Owned:
+    """An object that ends with its owner."""
 
 
 class Seen(torch.autograd.Function):
-    """Copies a tensor, and its gradient, to where the end of their memory is seen."""
+    """Copies a tensor, and its gradient, into memory whose end is recorded."""
 
     @staticmethod
     def forward(ctx, name, alive, x):
         ctx.name, ctx.alive = name, alive
-        ctx.itself = _Something()
+        ctx.owned = _Owned()
         alive.add(f"node of {name}")
-        weakref.finalize(ctx.itself, alive.discard, f"node of {name}")
+        weakref.finalize(ctx.owned, alive.discard, f"node of {name}")
         return seen(name, alive, x)
 
     @staticmethod
@@ -684,7 +685,7 @@ def seen(name: str, alive: set[str], x: Tensor) -> Tensor:
     return torch.from_numpy(memory)
 
 
-def model_that_is_seen(alive: set[str]) -> nn.Sequential:
+def recorded_model(alive: set[str]) -> nn.Sequential:
     def forward(layer, x):
         x = Seen.apply("x", alive, x.sin())
         y = Seen.apply("y", alive, layer(x))
@@ -696,7 +697,7 @@ def model_that_is_seen(alive: set[str]) -> nn.Sequential:
 
 def test_between_the_tasks_only_two_tensors_a_layer_are_held():
     alive: set[str] = set()
-    partition = partition_of(model_that_is_seen(alive))
+    partition = partition_of(recorded_model(alive))
     inputs = received(seen("input", alive, ramp(3, 6)))
     output = partition.forward(0, inputs, keep=True, recompute=False, split=True)
     names = {"x", "y", "z", "output"}
@@ -711,9 +712,9 @@ def test_between_the_tasks_only_two_tensors_a_layer_are_held():
     assert partition.num_held == 0
 
 
-def test_a_new_mini_batch_drops_what_waited():
+def test_a_new_mini_batch_drops_unfinished_tasks():
     alive: set[str] = set()
-    partition = partition_of(model_that_is_seen(alive))
+    partition = partition_of(recorded_model(alive))
     for i in range(2):
         partition.forward(i, received(ramp(3, 6)), keep=True, recompute=False, split=True)
     partition.backward_input(0, [torch.ones(3, 5)])
@@ -723,7 +724,7 @@ def test_a_new_mini_batch_drops_what_waited():
     assert alive == set()
 
 
-def test_what_layers_share_is_held_once():
+def test_an_input_shared_by_two_layers_is_held_once():
     def forward(first, second, x):
         return first(x) + second(x)
 
@@ -735,7 +736,7 @@ def test_what_layers_share_is_held_once():
 
 
 class Workspace(nn.Module):
-    """Writes what a layer gets into the same memory for every micro-batch."""
+    """Writes the input of a layer into the same memory for every micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -750,7 +751,7 @@ class Workspace(nn.Module):
 
 
 def test_overwriting_an_input_before_task_w_is_an_error() -> None:
-    """Autograd looks whether it was before task I, which is over by then."""
+    """Autograd checks for changes in task I, which has ended before this change."""
     partition = Partition({"0": Workspace()}, torch.device("cpu"), is_first=False)
     partition.begin()
     for i in range(2):
@@ -762,7 +763,7 @@ def test_overwriting_an_input_before_task_w_is_an_error() -> None:
     partition.backward_weight(1)
 
 
-def test_a_forward_that_a_user_puts_in_later_is_run_and_stays() -> None:
+def test_a_forward_that_a_user_replaces_later_is_run_and_stays() -> None:
     layer = nn.Linear(3, 3)
     partition = Partition({"0": layer}, torch.device("cpu"), is_first=False)
     for forward in (None, lambda x: 5 * x):

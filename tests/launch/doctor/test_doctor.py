@@ -1,4 +1,4 @@
-"""What the doctor finds, advises and measures: checks on made-up facts, the rest for real."""
+"""What the doctor finds, advises and measures: checks on made-up facts, the rest on this host."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ WITH_GPUS = {"torch": TorchBuild("2.13.0+cu130", True, "13.0", (2, 28, 9)), "num
 UNPINNED = tuple(Place(rank, (), 0, None, "CPU", "") for rank in range(2))
 
 
-def test_all_is_well():
+def test_a_good_host_passes_all_checks():
     assert {check.status for check in check_host(GOOD)} == {Status.OK}
     assert not any(check.advice for check in check_host(GOOD))
 
 
-def test_all_is_well_with_gpus():
+def test_a_good_host_with_gpus_passes_all_checks():
     checks = {check.name: check for check in check_host(replace(GOOD, gpus=gpus(2), **WITH_GPUS))}
 
     assert {check.status for check in checks.values()} == {Status.OK}
@@ -231,7 +231,7 @@ BAD = [
 
 def test_each_fault_is_found_with_advice():
     for changes, what, found, advice in BAD:
-        (fault,) = [one for one in check_host(replace(GOOD, **changes)) if one.status != "ok"]
+        (fault,) = [check for check in check_host(replace(GOOD, **changes)) if check.status != "ok"]
 
         assert f"{fault.name}: {fault.status}" == what, changes
         assert found in fault.found, changes
@@ -313,23 +313,23 @@ def probed(world):
 
 
 def test_the_probe_measures_every_pair(ranks):
-    told, *others = ranks(3).run(probed).values()
+    report, *others = ranks(3).run(probed).values()
 
-    assert others == [told, told]
-    assert [(rank["rank"], rank["device"]) for rank in told["ranks"]] == [
+    assert others == [report, report]
+    assert [(rank["rank"], rank["device"]) for rank in report["ranks"]] == [
         (0, "cpu"),
         (1, "cpu"),
         (2, "cpu"),
     ]
-    assert [pair["lower"] for pair in told["pairs"]] == [0, 1]
-    for pair in told["pairs"]:
+    assert [pair["lower"] for pair in report["pairs"]] == [0, 1]
+    for pair in report["pairs"]:
         assert 1e-6 < pair["small_latency_s"] < 1
         assert 1e-6 < pair["middle_latency_s"] < 1
         assert 1e6 < pair["down_bytes_per_s"] < 1e12
         assert 1e6 < pair["up_bytes_per_s"] < 1e12
 
 
-# -- how it is told ------------------------------------------------------------------------------
+# -- how it is printed ---------------------------------------------------------------------------
 
 CHECKS = [
     Check("torch", Status.OK, "2.13"),
@@ -338,7 +338,7 @@ CHECKS = [
 ]
 
 
-def test_plain_text_has_a_line_a_check_and_what_to_do():
+def test_plain_text_has_a_line_a_check_and_its_advice():
     assert doctor.plain_text(CHECKS, measured(2)["pairs"]).splitlines() == [
         "ok       torch   2.13",
         "warning  memory  0.1 GiB available",
@@ -356,7 +356,7 @@ def test_without_a_measurement_there_is_no_table():
     assert doctor.plain_text(CHECKS, []).endswith("-> mend it")
 
 
-def test_a_terminal_shows_all_of_it():
+def test_a_terminal_shows_all_checks_and_measurements():
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=60, color_system=None)
 
@@ -378,19 +378,19 @@ def test_with_fewer_gpus_than_processes_nothing_is_measured(capsys):
     assert lines[-1].endswith("-> procpipe doctor -n 1 measures")
 
 
-# -- for real ------------------------------------------------------------------------------------
+# -- this host -----------------------------------------------------------------------------------
 
 
 @pytest.mark.dist
-def test_the_doctor_of_this_host(capsys):
+def test_the_doctor_examines_this_host(capsys):
     code = doctor.main(["-n", "2", "--json"])
 
-    told = json.loads(capsys.readouterr().out)
-    by_name = {check["name"]: check for check in told["checks"]}
+    report = json.loads(capsys.readouterr().out)
+    by_name = {check["name"]: check for check in report["checks"]}
     assert by_name["start"]["status"] == "ok", by_name["start"]["told"]
     assert by_name["start"]["told"].startswith("2 processes started, connected and ended in ")
-    assert [pair["lower"] for pair in told["pairs"]] == [0]
-    assert told["is_good"] == (code == 0)
+    assert [pair["lower"] for pair in report["pairs"]] == [0]
+    assert report["is_good"] == (code == 0)
     assert {"Python", "torch", "GPUs", "cores", "memory", "open files", "sockets"} <= set(by_name)
     if places_of_host(2)[0].cpus:
         assert "of its own" in by_name["cores"]["told"] or "CPU time" in by_name["cores"]["told"]

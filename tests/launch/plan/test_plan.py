@@ -56,7 +56,7 @@ each = lambda output, target: F.mse_loss(output, target, reduction="none")
 def broken():
     raise RuntimeError("no data here")
 
-def leaves():
+def exits():
     sys.exit("bye")
 """
 
@@ -95,49 +95,49 @@ def plan(*words: str) -> int:
     return code
 
 
-def test_from_costs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_made_from_saved_costs(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--costs", "costs.json", "-n", "2", "--optimizer", "sgd", "--chunks", "8") == 0
 
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     # 8 micro-batches of 1 + 1 + 1 ms (forward and both halves) on each stage, and 1 ms at the ends
-    # as the first one comes down and the last one goes up: zb-h1. On one device, 8 * 6 ms.
-    assert "one alone, if it had the memory, would take 48 ms" in told
-    assert re.search(r"zb-h1 \* +never +8 +25 ms +1\.92x", told), told
-    assert re.search(r"gpipe +never +8 +27 ms +1\.78x", told), told
-    assert re.search(r"0 +first +24 ms +1\.91 MiB", told), told
-    assert told.rstrip().endswith(
+    # as the first activation comes and the last gradient goes: zb-h1. On one device, 8 * 6 ms.
+    assert "one alone, if it had the memory, would take 48 ms" in printed
+    assert re.search(r"zb-h1 \* +never +8 +25 ms +1\.92x", printed), printed
+    assert re.search(r"gpipe +never +8 +27 ms +1\.78x", printed), printed
+    assert re.search(r"0 +first +24 ms +1\.91 MiB", printed), printed
+    assert printed.rstrip().endswith(
         'stage = Stage(model, balance=[1, 1], chunks=8, checkpoint="never", schedule="zb-h1", '
         "loss_fn=loss_fn)"
     )
 
 
 def test_little_memory_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
-    # Parameters and gradients take 2 MB, a micro-batch 3 MB: room for one, which no fixed schedule
-    # does with, unless all are recomputed.
+    # Parameters and gradients take 2 MB, a micro-batch 3 MB: there is room for one. Fixed schedules
+    # hold more, unless all are recomputed.
     words = ("--costs", "costs.json", "-n", "2", "--optimizer", "none", "--chunks", "8")
 
     assert plan(*words, "--memory", "5.5MB") == 0
 
-    told = capsys.readouterr().out
-    assert re.search(r"gpipe +never +8 .* no\n", told), told
-    assert re.search(r"1f1b +always +8 .* yes\n", told), told
-    assert re.search(r"1f1b +except_last +8 .* no\n", told), told
-    assert told.rstrip().endswith(
+    printed = capsys.readouterr().out
+    assert re.search(r"gpipe +never +8 .* no\n", printed), printed
+    assert re.search(r"1f1b +always +8 .* yes\n", printed), printed
+    assert re.search(r"1f1b +except_last +8 .* no\n", printed), printed
+    assert printed.rstrip().endswith(
         'checkpoint="except_last", schedule="auto", memory_limit_bytes=[3500000, 3500000], '
         "loss_fn=loss_fn)"
     )
 
 
-def test_if_nothing_fits_the_least_memory_is_named_and_does_fit(
+def test_if_nothing_fits_the_least_memory_is_printed_and_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ("--costs", "costs.json", "-n", "2", "--optimizer", "none", "--chunks", "8")
 
     assert plan(*words, "--memory", "2MB") == 1
-    told = capsys.readouterr().out
-    found = re.search(r"nothing fits into 1\.91 MiB: the least is 4\.77 MiB \((\d+) bytes\)", told)
-    assert found, told
-    assert "    stage = Stage(model, balance=[1, 1], chunks=8, " in told
+    text = capsys.readouterr().out
+    found = re.search(r"nothing fits into 1\.91 MiB: the least is 4\.77 MiB \((\d+) bytes\)", text)
+    assert found, text
+    assert "    stage = Stage(model, balance=[1, 1], chunks=8, " in text
     least = int(found[1])
 
     assert plan(*words, "--memory", f"{least}B") == 0
@@ -194,7 +194,7 @@ def test_measured_layers_predict_what_autograd_keeps_in_partitions() -> None:
 
 
 def kept_bytes(layers: nn.Sequential, x: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Run layers; count each memory that autograd keeps, if it is not there before or after."""
+    """Run layers; count the memory that autograd keeps, without inputs, outputs and state."""
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,11 +214,11 @@ def test_default_sizes_that_the_model_refuses_are_left_out(
 ) -> None:
     assert plan("mymodel:normed", "--sample", "mymodel:sample", "-n", "2") == 0
 
-    told = capsys.readouterr().out
-    assert "left out: micro-batches of less than 2, since the model cannot be run on 1 s" in told
-    assert "Expected more than 1 value per channel" in told
-    assert re.search(r"gpipe[ *]+never +[124] ", told), told
-    assert not re.search(r"(never|always|except_last) +8 ", told), told
+    printed = capsys.readouterr().out
+    assert "left out: micro-batches of less than 2, since the model cannot be run on 1 s" in printed
+    assert "Expected more than 1 value per channel" in printed
+    assert re.search(r"gpipe[ *]+never +[124] ", printed), printed
+    assert not re.search(r"(never|always|except_last) +8 ", printed), printed
 
 
 def test_layers_that_share_a_parameter_stay_together(
@@ -229,8 +229,8 @@ def test_layers_that_share_a_parameter_stay_together(
     assert plan("mymodel:tied", "--sample", "mymodel:sample", *words) == 0
     assert plan("--costs", "mine.json", "-n", "2", "--chunks", "2") == 0
 
-    told = capsys.readouterr().out
-    assert re.findall(r"balance=(\[.*?\])", told) == ["[3, 1]", "[3, 1]"]
+    printed = capsys.readouterr().out
+    assert re.findall(r"balance=(\[.*?\])", printed) == ["[3, 1]", "[3, 1]"]
 
 
 def test_a_missing_folder_is_an_error_before_anything_is_measured(
@@ -239,13 +239,13 @@ def test_a_missing_folder_is_an_error_before_anything_is_measured(
     with pytest.raises(SystemExit):
         plan(*MODEL, "--save", "nowhere/mine.json")
 
-    said = capsys.readouterr()
-    assert "--save nowhere/mine.json cannot be written: there is no folder " in said.err
-    assert said.out == ""
+    captured = capsys.readouterr()
+    assert "--save nowhere/mine.json cannot be written: there is no folder " in captured.err
+    assert captured.out == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
-def test_costs_of_a_gpu_need_none() -> None:
+def test_planning_from_costs_of_a_gpu_needs_no_gpu() -> None:
     assert main(["plan", "--costs", "costs.json", "-n", "2", "--device", "cuda"]) == 0
 
 
@@ -257,13 +257,13 @@ def test_a_table_is_never_cut(
 
     table.print(Console(width=width, force_terminal=True))
 
-    told = capsys.readouterr().out
-    assert "zb-h1 and more" in told
-    assert ("│" in told) == is_drawn
+    printed = capsys.readouterr().out
+    assert "zb-h1 and more" in printed
+    assert ("│" in printed) == is_drawn
 
 
 def proposal_and_measured() -> tuple[Proposal, Rehearsal]:
-    """Return a proposal, and what is measured where it is run as predicted."""
+    """Return a proposal, and the measurement of a run of its plan."""
     model = from_text(json.dumps(COSTS)).model
     found = propose(model, Question(2, 8, chunks=(2,)), divide)
     proposal = next(p for p in found if (p.schedule, p.checkpoint) == ("1f1b", "never"))
@@ -284,13 +284,13 @@ def test_a_run_of_the_predicted_plan_is_compared() -> None:
     assert rows["stage 0, held between tasks"][2] == "+0.0%"
 
 
-def test_a_run_of_another_plan_is_compared_only_in_part() -> None:
+def test_a_run_of_another_plan_is_compared_in_part() -> None:
     proposal, measured = proposal_and_measured()
-    other = replace(measured, tasks=(("F0@0",), ("F0@1",)), task_s={"F0": 0.004, "I0": 0.004})
+    other_run = replace(measured, tasks=(("F0@0",), ("F0@1",)), task_s={"F0": 0.004, "I0": 0.004})
 
-    rows = {row[0]: row[1:] for row in check_table(proposal, other, is_cpu=True).rows}
+    rows = {row[0]: row[1:] for row in check_table(proposal, other_run, is_cpu=True).rows}
 
-    assert not has_run(proposal, other)
+    assert not has_run(proposal, other_run)
     assert rows["stage 0, forward"] == ("4 ms", "4 ms", "+0.0%")
     assert rows["stage 0, input gradient"] == ("", "4 ms", "")
     assert rows["idle"] == ("", "50.0%", "")
@@ -300,8 +300,8 @@ def test_a_run_of_another_plan_is_compared_only_in_part() -> None:
 MODEL = ("mymodel:build", "--sample", "mymodel:sample", "-n", "2")
 MISTAKES = [
     (
-        ("mymodel:leaves", "--sample", "mymodel:sample", "-n", "2"),
-        "mymodel:leaves(), raised SystemExit: bye",
+        ("mymodel:exits", "--sample", "mymodel:sample", "-n", "2"),
+        "mymodel:exits(), raised SystemExit: bye",
     ),
     (
         ("mymodel:twice", "--sample", "mymodel:sample", "-n", "2"),

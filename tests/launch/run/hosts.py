@@ -1,12 +1,12 @@
 """Several hosts for tests: network namespaces joined by a cable, or addresses of the loopback.
 
     with network_namespaces(2) as (a, b):           # skips where they cannot be made
-    with loopback_addresses(2) as (a, b):           # always there; ranks talk over TCP too
+    with loopback_addresses(2) as (a, b):           # always there; ranks use TCP too
         with Job() as job:
             agents = [job.start(host, ["torchrun", ...]) for host in (a, b)]
             agents[0].wait_end()
 
-No process outlives the ``Job``, no namespace the ``with``.
+All processes end with the ``Job``, all namespaces with the ``with``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Host:
     """A place to start processes at.
 
     Attributes:
-        address: what the other hosts reach it by.
+        address: its address for the other hosts.
         enter: the words before a command that run it there.
-        environment: what its processes must be told.
+        environment: variables that its processes need.
     """
 
     address: str
@@ -53,14 +53,14 @@ class Host:
 
 @contextlib.contextmanager
 def loopback_addresses(num_hosts: int) -> Iterator[list[Host]]:
-    """Give addresses of this host; who is told different ones takes the others to be elsewhere."""
+    """Yield addresses of this host; ranks with different addresses use TCP, as on several hosts."""
     addresses = [f"127.0.0.{number}" for number in range(2, 2 + num_hosts)]
     yield [Host(address, (), {"PROCPIPE_ADDRESS": address}) for address in addresses]
 
 
 @contextlib.contextmanager
 def network_namespaces(num_hosts: int) -> Iterator[list[Host]]:
-    """Make hosts that share nothing of the network but one cable each to a common switch."""
+    """Make hosts whose only network is one cable each to a common switch."""
     prefix = f"pp{os.getpid()}"
     switch, names = f"{prefix}s", [f"{prefix}n{number}" for number in range(num_hosts)]
     hosts = []
@@ -79,8 +79,8 @@ def network_namespaces(num_hosts: int) -> Iterator[list[Host]]:
             hosts.append(Host(address, ("ip", "netns", "exec", name)))
     except (OSError, subprocess.CalledProcessError) as error:
         _remove([*names, switch])
-        told = getattr(error, "stderr", "") or str(error)
-        pytest.skip(f"network namespaces cannot be made here: {told.strip()}")
+        reason = getattr(error, "stderr", "") or str(error)
+        pytest.skip(f"network namespaces cannot be made here: {reason.strip()}")
     try:
         yield hosts
     finally:
@@ -98,7 +98,7 @@ def _remove(names: Sequence[str]) -> None:
 
 
 class Process:
-    """One command on a host, with what it and its children write."""
+    """One command on a host, with all its output and its children's."""
 
     def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
         self.popen = popen
@@ -110,7 +110,7 @@ class Process:
         return self._log.read_text(errors="replace")
 
     def wait_output(self, *words: str, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until all of these were written."""
+        """Wait until all words were written."""
         wait_until(
             lambda: all(word in self.output for word in words) or self.popen.poll() is not None,
             timeout_s,
@@ -126,7 +126,7 @@ class Process:
             raise AssertionError(f"did not end in {timeout_s} s:\n{self.output}") from None
 
     def kill_all(self) -> None:
-        """Kill the command and all it has started at once, as if the host lost power."""
+        """Kill the command and all its descendants at once, as if the host lost power."""
         processes = [psutil.Process(self.popen.pid)]
         processes += processes[0].children(recursive=True)
         for process in processes:
@@ -137,7 +137,7 @@ class Process:
 
 
 class Job:
-    """Commands that belong together; none of their processes outlives it."""
+    """Commands that belong together; all their processes end with it."""
 
     def __init__(self) -> None:
         self._token = uuid.uuid4().hex
@@ -181,28 +181,28 @@ class Job:
         return self._processes[-1]
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """Ask often until it is so; else say what was written."""
+        """Wait until the condition is true; a timeout's error has all output."""
         try:
             wait_until(condition)
         except AssertionError as error:
-            texts = "\n".join(f"--- {one.popen.args!r}\n{one.output}" for one in self._processes)
+            texts = "\n".join(f"--- {p.popen.args!r}\n{p.output}" for p in self._processes)
             raise AssertionError(f"{error}\n{texts}") from None
 
     def survivors(self) -> list[str]:
-        """Return what still runs."""
+        """Return the command lines of processes that still run."""
         return [" ".join(process.cmdline()) for process in _job(self._token)]
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    """Ask often until it is so."""
+    """Wait until the condition is true."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"not so in {timeout_s} s"
+        assert time.monotonic() < deadline_s, f"not true in {timeout_s} s"
         time.sleep(0.02)
 
 
 def free_port() -> int:
-    """Return a port that nobody uses now."""
+    """Return a port that is free now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

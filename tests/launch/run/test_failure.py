@@ -1,4 +1,4 @@
-"""Which rank failed first, and its report: from ends of ranks given as data."""
+"""Which rank failed first, and its report, from made-up ends of ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_recorded_exception_is_first_even_if_its_process_ends_last():
     assert failure.body.count("ValueError: mine") == 1
 
 
-def test_of_two_exceptions_the_earlier():
+def test_of_two_exceptions_the_earlier_is_the_headline():
     ends = [end(0, 1, 12.0, recorded=TRACEBACK), end(1, 4, 11.0, recorded=TRACEBACK), end(2, 0)]
 
     failure = explain(ends)
@@ -61,7 +61,7 @@ def test_of_two_exceptions_the_earlier():
     assert "rank 2 ended well" in failure.body
 
 
-def test_a_killed_rank_and_what_the_others_did():
+def test_a_killed_rank_is_reported_with_what_the_others_did():
     ends = [
         end(0, 1, 10.1, victim(0).stderr, reading=reading_of(0, "gradient from stage 1 (rank 1)")),
         end(1, -9, 10.0, reading=reading_of(1)),
@@ -91,27 +91,27 @@ def test_a_rank_that_left_early_is_named_and_not_one_that_the_agent_killed(code)
     assert failure.exit_code == 1
 
 
-def test_a_rank_on_another_host():
+def test_a_failure_on_another_host_is_named():
     failure = explain([victim(0, why="rank 5 failed"), victim(1, why="rank 5 failed")])
 
     assert failure.headline == "rank 5 failed (on another host, whose launcher reports more)"
 
 
-def test_a_rank_that_gets_sigterm():
+def test_a_rank_killed_by_sigterm_is_named():
     failure = explain([victim(0, 1, 10.2), end(1, -signal.SIGTERM, 10.0)])
 
     assert failure.headline == "rank 1 was killed by SIGTERM"
     assert failure.exit_code == 128 + signal.SIGTERM
 
 
-def test_an_exit_code_without_a_traceback():
+def test_an_exit_code_without_a_traceback_is_reported_with_the_last_lines():
     failure = explain([end(0, 3, stderr="one\ntwo\n")])
 
     assert failure.headline == "rank 0 ended with exit code 3"
     assert "Its last lines on standard error:\n  one\n  two" in failure.body
 
 
-def test_an_unknown_signal_and_nothing_known():
+def test_an_unknown_signal_or_no_ranks_at_all():
     assert explain([end(0, -40)]).headline == "rank 0 was killed by signal 40"
     assert explain([]).exit_code == 1
 
@@ -146,7 +146,7 @@ procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer '2' (Layer)
 """
 
 
-def test_the_last_traceback_with_its_causes():
+def test_the_last_traceback_is_found_with_its_causes():
     text = f"{TRACEBACK}and it goes on\n{CHAINED}"
 
     assert printed_traceback(text) == CHAINED.rstrip()
@@ -175,7 +175,7 @@ ValueError
 """
 
 
-def test_a_group_of_exceptions():
+def test_the_traceback_of_an_exception_group_is_found():
     try:
         raise ExceptionGroup("two", [KeyError("a"), ValueError("b")])
     except ExceptionGroup as error:
@@ -185,7 +185,7 @@ def test_a_group_of_exceptions():
     assert exception_line(trace) == "ExceptionGroup: two (2 sub-exceptions)"
 
 
-def test_inner_frames_are_folded_but_the_last():
+def test_inner_frames_except_the_last_are_folded():
     assert (
         folded(LONG)
         == """\

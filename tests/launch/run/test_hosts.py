@@ -1,4 +1,4 @@
-"""One job on several hosts: TCP between them, nothing for strangers, hosts that go and come."""
+"""One job on several hosts: TCP between them, strangers ignored, hosts that are lost and return."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.launch.run.hosts import (
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
 
-#: Stops at what a test wants to happen, and prints what it wants to know.
+#: Functions for the scripts of all tests; ``report`` prints values for the test as JSON.
 TRAIN = """
 import json, os, signal, socket, sys, time
 import psutil, torch, torch.nn.functional as F
@@ -34,7 +34,7 @@ from procpipe import Stage
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-def tell(**words):
+def report(**words):
     os.write(1, (json.dumps({"rank": RANK, "size": SIZE, **words}) + "\\n").encode())
 
 def model():
@@ -52,12 +52,13 @@ def links(stage):
     return {peer: mesh.socket_of(peer).family.name for peer in mesh.peers}
 
 def train(stage, steps):
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     losses = []
     for _ in range(steps):
-        optimizer.zero_grad()
         losses.append(stage.step(x, x).item())
-        optimizer.step()
+        with torch.no_grad():  # what SGD does, but for the second that its import takes
+            for parameter in stage.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
     return losses
 """
 
@@ -96,15 +97,15 @@ def torchrun(hosts, number, nproc=1, nnodes="2", port=29400, conf="", **options)
     ]
 
 
-def told(*processes):
-    """Return what the ranks told, in the order in which each host's did."""
+def reports(*processes):
+    """Return the ranks' reports, in the order of each host's output."""
     lines = [line for process in processes for line in process.output.splitlines()]
     return [json.loads(line) for line in lines if line.startswith('{"rank"')]
 
 
 # -- one job -------------------------------------------------------------------------------------
 
-#: A stranger speaks to each rank that waits for this one, and later to gloo.
+#: A stranger connects to each rank that waits for this rank, and later to gloo.
 MEET_STRANGERS = """
 connect_to, listen, sockets = starting.connect_to, starting.listen, set()
 NOISE = (
@@ -129,10 +130,10 @@ starting.connect_to, starting.listen = disturb_and_connect_to, note_and_listen
 stage = build([1, 1, 1])
 first = train(stage, 1)
 mine = psutil.Process().net_connections("inet")
-ports = [tuple(one.laddr) for one in mine if one.status == psutil.CONN_LISTEN]
+ports = [tuple(sock.laddr) for sock in mine if sock.status == psutil.CONN_LISTEN]
 for port in ports:
     disturb(port)
-tell(losses=first + train(stage, 2), listened=sorted(sockets), listens=[ip for ip, _ in ports],
+report(losses=first + train(stage, 2), listened=sorted(sockets), listens=[ip for ip, _ in ports],
      links=links(stage), pid=os.getpid())
 while True:
     train(stage, 1)
@@ -149,7 +150,7 @@ def start_two(hosts, job, script, nproc=(1, 2), port=29400, **options):
 
 @contextlib.contextmanager
 def two_hosts():
-    """Give network namespaces; addresses of the loopback where they cannot be made."""
+    """Yield network namespaces, or addresses of the loopback where they cannot be made."""
     with contextlib.ExitStack() as stack:
         try:
             hosts = stack.enter_context(network_namespaces(2))
@@ -162,10 +163,10 @@ def two_hosts():
 def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
     with two_hosts() as hosts, Job() as job:
         agents = start_two(hosts, job, MEET_STRANGERS, port=free_port())
-        job.wait_until(lambda: len(told(*agents)) == 3)
-        ranks = {one["rank"]: one for one in told(*agents)}
-        host_of = {one["rank"]: number for number in (0, 1) for one in told(agents[number])}
-        (victim,) = told(agents[0])
+        job.wait_until(lambda: len(reports(*agents)) == 3)
+        ranks = {report["rank"]: report for report in reports(*agents)}
+        host_of = {report["rank"]: host for host in (0, 1) for report in reports(agents[host])}
+        (victim,) = reports(agents[0])
         killed_s = time.monotonic()
         os.kill(victim["pid"], signal.SIGKILL)
 
@@ -173,64 +174,64 @@ def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
         assert time.monotonic() - killed_s < 30.0
         assert sorted(ranks) == [0, 1, 2]
         assert sorted(host_of.values()) == [0, 1, 1]
-        for rank, one in ranks.items():
-            assert one["losses"] == pytest.approx(plain_losses(3), abs=1e-12)
+        for rank, report in ranks.items():
+            assert report["losses"] == pytest.approx(plain_losses(3), abs=1e-12)
             address = hosts[host_of[rank]].address
-            assert one["listened"] == [address]  # the sockets between ranks
-            assert set(one["listens"]) == {address}  # gloo
-            assert one["links"] == {
+            assert report["listened"] == [address]  # the sockets between ranks
+            assert set(report["listens"]) == {address}  # gloo
+            assert report["links"] == {
                 str(peer): "AF_UNIX" if host_of[peer] == host_of[rank] else "AF_INET"
                 for peer in ranks
                 if peer != rank
             }
-        story = rf"rank \d ends, because rank {victim['rank']} ended without a word"
-        assert len(re.findall(story, agents[1].output)) == 2, agents[1].output
+        expected = rf"rank \d ends, because rank {victim['rank']} ended without a word"
+        assert len(re.findall(expected, agents[1].output)) == 2, agents[1].output
         assert "or its host or network failed" in agents[1].output
         assert not job.survivors()
 
 
-# -- hosts that go and come ----------------------------------------------------------------------
+# -- hosts that are lost and return --------------------------------------------------------------
 
-#: Rank 0's loader ends, and with it every rank's, when the test says so.
+#: Rank 0's loader, and so every rank's, ends when the test writes the file.
 ELASTIC = """
-def until_told():
+def until_stopped():
     while not os.path.exists("stop"):
         yield x, x
 
 stage = build([3] if SIZE == 1 else [1, 2], timeout_s=60)
-for step, (input, target) in enumerate(stage.batches(until_told())):
+for step, (input, target) in enumerate(stage.batches(until_stopped())):
     loss = stage.step(input, target).item()
     if step == 0:
-        tell(loss=loss, attempt=os.environ["TORCHELASTIC_RESTART_COUNT"], links=links(stage))
-tell(ended=True)
+        report(loss=loss, attempt=os.environ["TORCHELASTIC_RESTART_COUNT"], links=links(stage))
+report(ended=True)
 """
 
-#: A host is given up after six seconds without a word, and a late one waited for one second.
+#: A host counts as lost after six silent seconds; a late one is waited for one second.
 SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
 
 
-def test_a_host_that_is_lost_is_done_without_and_may_come_back(monkeypatch):
-    """Its restarts are counted from 0 again, and the other's from 1: both are of one round."""
+def test_training_continues_without_a_lost_host_and_with_it_after_its_return(monkeypatch):
+    """The returned host counts its restarts from 0 again; the other host counts from 1."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     options = {"nnodes": "1:2", "port": free_port(), "conf": SOON, "max_restarts": 3}
 
-    def told_of(size, *agents):
-        return [one for one in told(*agents) if one["size"] == size and "loss" in one]
+    def reports_of(size, *agents):
+        return [r for r in reports(*agents) if r["size"] == size and "loss" in r]
 
     with loopback_addresses(2) as hosts, Job() as job:
         first, lost = start_two(hosts, job, ELASTIC, nproc=(1, 1), **options)
-        job.wait_until(lambda: told_of(2, first) and told_of(2, lost))
+        job.wait_until(lambda: reports_of(2, first) and reports_of(2, lost))
         lost.kill_all()
-        job.wait_until(lambda: told_of(1, first))
+        job.wait_until(lambda: reports_of(1, first))
         back = job.start(hosts[1], torchrun(hosts, 1, **options))
-        job.wait_until(lambda: len(told_of(2, first)) == 2 and told_of(2, back))
+        job.wait_until(lambda: len(reports_of(2, first)) == 2 and reports_of(2, back))
         job.write("stop", "")
 
         assert first.wait_end() == 0, first.output
         assert back.wait_end() == 0, back.output
-        for one in [*told_of(1, first), *told_of(2, first, lost, back)]:
-            assert one["loss"] == pytest.approx(plain_losses(1)[0], abs=1e-12)
-        assert [one["attempt"] for one in told_of(2, first, back)] == ["0", "1", "0"]
-        assert {*told_of(2, back)[0]["links"].values()} == {"AF_INET"}
+        for report in [*reports_of(1, first), *reports_of(2, first, lost, back)]:
+            assert report["loss"] == pytest.approx(plain_losses(1)[0], abs=1e-12)
+        assert [report["attempt"] for report in reports_of(2, first, back)] == ["0", "1", "0"]
+        assert {*reports_of(2, back)[0]["links"].values()} == {"AF_INET"}
         assert " ended without a word" in first.output
         assert not job.survivors()

@@ -71,10 +71,10 @@ def test_rates_are_of_the_last_seconds_only():
     assert reader.rows()[0].samples_per_s == pytest.approx(10.0)
 
 
-def test_the_activity_of_a_stage():
-    board, other = Board.create(0, 2), Board.create(1, 2)
+def test_a_row_shows_the_activity_of_a_stage():
+    board, ended_board = Board.create(0, 2), Board.create(1, 2)
     board.write_facts({"device": "cpu", "layers": ["layer 'conv' (Conv2d)"]})
-    attempt = attempt_of(board, other)
+    attempt = attempt_of(board, ended_board)
     attempt.ranks[1].has_ended, attempt.ranks[1].code = True, -9
 
     def now():
@@ -91,7 +91,7 @@ def test_the_activity_of_a_stage():
     assert RowReader(attempt).rows()[0].is_stuck
 
 
-def test_a_plain_line():
+def test_a_plain_line_has_the_rates_of_the_last_steps():
     board, clock = Board.create(0, 1), Clock()
     reader = RowReader(attempt_of(board), clock)
     assert plain_line(reader.rows(), "0:10") == "0:10: no rank has begun its first step yet"
@@ -108,7 +108,7 @@ def test_a_plain_line():
     )
 
 
-def test_a_plain_line_while_a_rank_has_ended():
+def test_a_plain_line_after_a_rank_has_ended():
     boards = [Board.create(rank, 2) for rank in range(2)]
     for board in boards:
         board.write_facts({"device": "cpu", "layers": []})
@@ -135,7 +135,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_none_is_cut(width):
     assert ("0-15,64-79" in shown) == (width == 120)
 
 
-def test_a_summary():
+def test_a_summary_has_the_steps_and_their_rate():
     board = Board.create(0, 1)
     attempt = attempt_of(board)
     assert summary(attempt) == ""

@@ -14,7 +14,7 @@ from tests.launch.started import started
 
 pytestmark = pytest.mark.dist
 
-#: A job in which a layer of stage 1 does something in the second step.
+#: A job in which a layer of stage 1 executes given code in the second step.
 TRAINING = """
 import os, subprocess, sys, time
 import torch, torch.nn.functional as F
@@ -50,28 +50,28 @@ RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 exec(sys.argv[1])
 """
 
-#: How long torch's agent lets ranks end where nothing else is configured: after a failure, and in
-#: torch 2.11 after a signal. No load makes that shorter, so a run that ends in half of it did not
-#: wait for it. The grace of these tests is 1 s, which leaves 14 s to a loaded machine.
+#: How long torch's agent waits by default for ranks to end: after a failure, and in torch 2.11
+#: after a signal. A run that ends in half of that did not wait for it. These tests allow ranks 1 s,
+#: which leaves 14 s to a loaded machine.
 TORCHS_GRACE_S = 30
 
 #: Grandchildren in sessions of their own.
 LEAVE_SLEEPERS = 'subprocess.Popen(["sleep", "1000"], start_new_session=True)'
 
-#: One whose environment says nothing of the run either.
+#: A grandchild whose environment lacks the run's token, too.
 LEAVE_A_BARE_SLEEPER = """
 bare = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
 open(f"bare-{RANK}", "w").write(str(bare.pid))
 """
 
-#: What a rank waits for until the test lets it go on.
+#: Waits until the test writes the file.
 UNTIL_GO = """
 while not os.path.exists("go"):
     time.sleep(0.01)
 """
 
 
-#: Two ranks wait for one another, and from then on neither is ended because the other has failed.
+#: Two ranks wait for one another; neither is ended by the SIGTERM after the other's failure.
 MEET = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(f"here-{RANK}", "w").close()
@@ -88,7 +88,7 @@ def plain(code):
     return PLAIN, code
 
 
-def test_a_good_run_off_a_terminal():
+def test_a_successful_run_without_a_terminal():
     with started("-n", "2", "--threads", "3", script=training(3)) as run:
         ended = run.wait()
 
@@ -113,7 +113,7 @@ print(RANK, *(f"{name}={os.environ[name]}" for name in names))
 
 @pytest.mark.parametrize("own", ["", "file"])
 def test_the_ranks_of_one_host_get_a_key(monkeypatch, own):
-    """Also where the launcher itself was started by a rank; the user's file comes first."""
+    """Also if the launcher itself was started by a rank; a file of the user's takes precedence."""
     monkeypatch.setenv("PROCPIPE_KEY", "of another run")
     if own:
         monkeypatch.setenv("PROCPIPE_KEY_FILE", own)
@@ -121,10 +121,10 @@ def test_the_ranks_of_one_host_get_a_key(monkeypatch, own):
         ended = run.wait()
 
     assert ended.code == 0, ended
-    told = [ended.logs[f"attempt_0/rank_{rank}/stdout.log"].split() for rank in (0, 1)]
-    assert told[0][1:] == told[1][1:]
+    printed = [ended.logs[f"attempt_0/rank_{rank}/stdout.log"].split() for rank in (0, 1)]
+    assert printed[0][1:] == printed[1][1:]
     pattern = "PROCPIPE_KEY_FILE=file" if own else "PROCPIPE_KEY=[0-9a-f]{64}"
-    assert re.fullmatch(pattern, " ".join(told[0][1:]))
+    assert re.fullmatch(pattern, " ".join(printed[0][1:]))
 
 
 def test_the_store_of_one_host_does_not_hold_the_key():
@@ -140,7 +140,7 @@ assert not bare.check([prefix + "key"])
     assert ended.code == 0, ended
 
 
-def test_a_good_run_on_a_terminal():
+def test_a_successful_run_on_a_terminal():
     bar = "print('bar 1', end='\\rbar 2\\r', flush=True)\n" + UNTIL_GO.replace("go", "seen")
     start = bar + LEAVE_SLEEPERS
     with started("-n", "3", on_terminal=True, script=training(3, start, UNTIL_GO, 0.5)) as run:
@@ -171,7 +171,7 @@ def test_a_good_run_on_a_terminal():
     assert ended.raw.rindex("\x1b[?25h") > ended.raw.rindex("\x1b[?25l"), "the cursor is hidden"
 
 
-def test_an_exception_in_a_layer():
+def test_an_exception_in_a_layer_is_reported_once():
     layer = "raise KeyError('boom')"
     with started("-n", "3", on_terminal=True, script=training(3, do=layer)) as run:
         ended = run.wait()
@@ -195,10 +195,10 @@ def test_an_exception_in_a_layer():
     assert f"Logs: procpipe-logs/{ended.name}/attempt_0/ (rank_1/stderr.log" in report
     assert lines[-1].startswith("Exit code 1 after ")
     assert "\n".join(lines[1:3]) in f"procpipe: {ended.logs['report.txt']}"
-    assert "failed (exitcode: 1)" in ended.logs["launcher.log"], "what torch has to say"
+    assert "failed (exitcode: 1)" in ended.logs["launcher.log"], "torch's own report"
 
 
-def test_a_killed_rank():
+def test_a_killed_rank_is_named_with_what_the_others_did():
     with started("-n", "2", script=training(3, do=UNTIL_GO, stall_s=0.5)) as run:
         ranks = [run.rank(0), run.rank(1)]
 
@@ -209,7 +209,7 @@ def test_a_killed_rank():
             return is_waiting and second and second.num_steps == 1 and second.layer
 
         run.wait_until(is_stuck, "wait for stage 1")
-        run.wait_for("no progress", "err")  # the launcher has seen the boards by then
+        run.wait_for("no progress", "err")  # then the launcher has read the boards
         ranks[1].send_signal(signal.SIGKILL)
         ended = run.wait()
 
@@ -227,7 +227,7 @@ def test_a_killed_rank():
     assert report.splitlines()[-1].startswith("Exit code 137 after ")
 
 
-def test_a_killed_launcher():
+def test_a_killed_launcher_leaves_no_processes():
     start = LEAVE_SLEEPERS + LEAVE_A_BARE_SLEEPER
     with started("-n", "2", script=training(10**9, start)) as run:
         run.wait_for("step 2")
@@ -245,7 +245,7 @@ def test_a_killed_launcher():
     assert set(left) <= {psutil.STATUS_ZOMBIE}
 
 
-def test_ctrl_c():
+def test_ctrl_c_ends_all_processes():
     with started("-n", "2", on_terminal=True, script=training(10**9, LEAVE_SLEEPERS)) as run:
         run.wait_for("step 2")
         run.press("\x03")
@@ -256,13 +256,13 @@ def test_ctrl_c():
     assert "Traceback" not in ended.out
     assert ended.out.count("procpipe: Ctrl-C: ending all processes; again to kill them") == 1
     assert ended.out.splitlines()[-1].startswith("procpipe: ended by Ctrl-C after ")
-    # Which of the two comes first: its own signal, or that rank 0 had one.
-    told = ended.logs["attempt_0/rank_1/stderr.log"]
-    assert re.search(r"rank 1 was interrupted|rank 0 failed in step\(\): KeyboardInterrupt", told)
-    assert "Exception ignored" not in told
+    # Either its own signal comes first, or the message that rank 0 was interrupted.
+    errors = ended.logs["attempt_0/rank_1/stderr.log"]
+    assert re.search(r"rank 1 was interrupted|rank 0 failed in step\(\): KeyboardInterrupt", errors)
+    assert "Exception ignored" not in errors
 
 
-def test_ctrl_c_twice():
+def test_ctrl_c_twice_kills_all_processes():
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN); print('ready'); time.sleep(1000)"
     with started("-n", "2", on_terminal=True, grace_s=1000, script=plain(ignore)) as run:
         run.wait_until(lambda: len(ready(run)) == 2, "both ranks to ignore it")
@@ -282,7 +282,7 @@ def ready(run):
     return [path for path in paths if "ready" in path.read_text()]
 
 
-def test_sigterm_and_ranks_that_do_not_end():
+def test_sigterm_ends_ranks_that_ignore_it():
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(1000)"
     with started("-n", "2", "--view", "off", grace_s=1, script=plain(ignore)) as run:
         run.wait_until(lambda: len(ready(run)) == 2, "both ranks to ignore it")
@@ -297,7 +297,7 @@ def test_sigterm_and_ranks_that_do_not_end():
     assert 1 <= took_s < TORCHS_GRACE_S / 2
 
 
-def test_restarts():
+def test_a_failed_job_is_restarted():
     code = """
 if ATTEMPT == 0 and RANK == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -355,7 +355,7 @@ def test_the_same_exception_on_all_ranks_before_any_stage():
     assert re.search(r"\nThe same on rank [01]\.\n", ended.err)
 
 
-def test_a_script_that_removes_its_logs():
+def test_a_failure_is_reported_if_the_script_removed_its_logs():
     code = 'import shutil\nshutil.rmtree("procpipe-logs")\nsys.exit(5)'
     with started("-n", "1", script=plain(code)) as run:
         ended = run.wait()

@@ -28,7 +28,7 @@ def test_a_traceback_is_held_back_until_it_is_released():
     assert fed(held, b"later\n") == [b"later\n"]
 
 
-def test_a_traceback_in_pieces():
+def test_a_traceback_that_comes_in_pieces_is_held_back():
     pieces = [bytes([byte]) for byte in b"one\n" + TRACEBACK]
     held = HeldBack()
 
@@ -50,7 +50,7 @@ def test_the_line_of_a_victim_is_held_back():
     assert fed(HeldBack(), b"procpipe: hello\n", line) == [b"procpipe: hello\n", b""]
 
 
-def test_a_process_that_goes_on_after_a_traceback():
+def test_a_traceback_is_passed_on_if_the_process_continues():
     assert fed(HeldBack(hold_s=0.0), TRACEBACK, b"", b"on\n") == [b"", TRACEBACK, b"on\n"]
 
 

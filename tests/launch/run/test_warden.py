@@ -16,7 +16,7 @@ import pytest
 from procpipe.launch.run import warden
 from procpipe.launch.run.warden import TOKEN, end_family, family
 
-#: Starts a child with no environment in its session, one in a session of its own, and waits.
+#: Starts a child without environment in its session, a second one in its own session, and waits.
 TREE = """
 import subprocess, sys
 stripped = subprocess.Popen(["sleep", "1000"], env={})
@@ -66,7 +66,7 @@ def is_alive(pid):
         return False
 
 
-def test_the_family_has_the_token_or_was_started_by_one_that_has(token):
+def test_a_family_is_the_processes_with_the_token_and_their_children(token):
     with tree(token) as pids:
         assert {process.pid for process in family(token)} == pids
         assert family(token, spared=pids) == []
@@ -80,10 +80,10 @@ def test_the_family_has_the_token_or_was_started_by_one_that_has(token):
     assert end_family(token) == []
 
 
-def test_processes_get_a_moment_to_end_and_are_killed_after_it(token):
+def test_processes_that_do_not_end_in_time_are_killed(token):
     handle = "import signal, sys, time; signal.signal(15, {}); print(flush=True); time.sleep(1000)"
-    polite, stubborn = handle.format("lambda *_: sys.exit(7)"), handle.format("signal.SIG_IGN")
-    with start(token, polite) as first, start(token, stubborn) as second:
+    obedient, stubborn = handle.format("lambda *_: sys.exit(7)"), handle.format("signal.SIG_IGN")
+    with start(token, obedient) as first, start(token, stubborn) as second:
         for process in (first, second):
             assert process.stdout is not None
             process.stdout.readline()
@@ -104,7 +104,7 @@ def start_warden(token, descriptor):
     )
 
 
-def test_the_warden_ends_all_when_its_pipe_ends_and_not_before(token):
+def test_the_warden_ends_all_processes_only_when_its_pipe_ends(token):
     reading, writing = os.pipe()
     with tree(token) as pids, start_warden(token, reading) as process:
         os.close(reading)

@@ -27,7 +27,7 @@ HOP = Hop("activation", 0, 0, 1, 4096, 1.0, 1.1, 0.0, 1.5)
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A file with steps 0, 1 and 5; the version of torch tries to break out of the page."""
+    """A file with steps 0, 1 and 5; the version of torch is HTML, which the page must escape."""
     monkeypatch.chdir(tmp_path)
     recording = recording_of(
         read_step(UNEQUAL, number=0),
@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch):
 
 
 class Page(HTMLParser):
-    """What a page shows: the cells of its table, its items, and the titles of its drawings."""
+    """The contents of a page: the cells of its table, its items, the titles of its drawings."""
 
     def __init__(self, html):
         super().__init__()
@@ -56,8 +56,8 @@ class Page(HTMLParser):
         if tag == "tr":
             self.rows.append([])
         if tag in ("th", "td", "li", "title"):
-            others = {"li": self.items, "title": self.titles}
-            self._into = others[tag] if tag in others else self.rows[-1]
+            lists = {"li": self.items, "title": self.titles}
+            self._into = lists[tag] if tag in lists else self.rows[-1]
             self._into.append("")
 
     def handle_endtag(self, tag):
@@ -70,13 +70,13 @@ class Page(HTMLParser):
 
 
 def rows_of(recording, number):
-    """The table's rows of stages, as they must be."""
+    """Return the expected rows of stages."""
     step = recording.step(number)
     rows = []
-    for one, layers in zip(split(step), recording.facts["balance"], strict=True):
-        parts = one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s
-        cells = [f"{part * 1e3:.2f} ms {part / one.step_s:.1%}" for part in parts]
-        rows.append([str(one.stage), str(layers), *cells, f"{one.step_s * 1e3:.2f} ms", ""])
+    for shares, layers in zip(split(step), recording.facts["balance"], strict=True):
+        parts = shares.busy_s, shares.bubble_s, shares.imbalance_s, shares.communication_s
+        cells = [f"{part * 1e3:.2f} ms {part / shares.step_s:.1%}" for part in parts]
+        rows.append([str(shares.stage), str(layers), *cells, f"{shares.step_s * 1e3:.2f} ms", ""])
     return rows
 
 
@@ -89,11 +89,11 @@ def test_the_last_step_is_shown_beside_the_file(run, capsys):
     assert page.rows[1][2:6] == [
         "6000.00 ms 40.0%", "4500.00 ms 30.0%", "4500.00 ms 30.0%", "0.00 ms 0.0%",
     ]  # fmt: skip
-    told = capsys.readouterr().out
-    assert told.startswith("step 5 of run.json (steps 0 to 1 and 5 of 8):\n\nstage ")
-    assert "\n- Stage 1 is 33% slower than the mean (usually 12 s busy" in told
-    assert page.items[0] in told
-    assert told.endswith("\n\nWorked out from this step alone.\n\nrun.html\n")
+    printed = capsys.readouterr().out
+    assert printed.startswith("step 5 of run.json (steps 0 to 1 and 5 of 8):\n\nstage ")
+    assert "\n- Stage 1 is 33% slower than the mean (usually 12 s busy" in printed
+    assert page.items[0] in printed
+    assert printed.endswith("\n\nWorked out from this step alone.\n\nrun.html\n")
 
 
 def test_each_task_has_a_box_above_and_below_with_its_numbers(run):
@@ -124,7 +124,7 @@ def test_the_page_loads_nothing_and_runs_nothing(run):
     assert "http" not in html
 
 
-def test_the_page_of_a_failed_run(run):
+def test_the_page_names_the_last_step_of_a_failed_run(run):
     data = json.loads(Path("run.json").read_text())
     data["otherData"]["is_closed"] = False
     Path("run.json").write_text(json.dumps(data))
@@ -136,7 +136,7 @@ def test_the_page_of_a_failed_run(run):
 
 
 @pytest.mark.parametrize(
-    ("content", "words", "told"),
+    ("content", "words", "expected"),
     [
         (None, [], "run.json: No such file or directory"),
         ("", [], "run.json: it is empty"),
@@ -149,7 +149,7 @@ def test_the_page_of_a_failed_run(run):
         ("ours", ["-o", "nowhere/x.html"], "nowhere/x.html: No such file or directory"),
     ],
 )
-def test_each_mistake_is_one_line(run, content, words, told, capsys):
+def test_each_mistake_is_one_line(run, content, words, expected, capsys):
     if content is None:
         Path("run.json").unlink()
     elif content != "ours":
@@ -158,7 +158,7 @@ def test_each_mistake_is_one_line(run, content, words, told, capsys):
     assert main(["timeline", "run.json", *words]) == 1
     assert capsys.readouterr().err.startswith("procpipe timeline: ")
     main(["timeline", "run.json", *words])
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert not Path("run.html").exists()
 
 
@@ -169,7 +169,7 @@ def test_a_run_that_failed_in_its_first_step_has_nothing_to_show(run, capsys):
     assert "run.json: no step ended on all stages" in capsys.readouterr().err
 
 
-def test_a_folder_is_no_file_and_no_page(run, capsys):
+def test_a_folder_is_neither_a_file_nor_a_page(run, capsys):
     for words in (["."], ["/"], [".", "-o", "x.html"]):
         assert main(["timeline", *words]) == 1
         assert "Is a directory" in capsys.readouterr().err
@@ -181,7 +181,7 @@ def html_of(recording):
 
 
 def stretched(step, factor):
-    """The step with so many times the tasks of each stage, each as long, one after another."""
+    """Return the step with the tasks of each stage repeated ``factor`` times."""
     length_s = step.seconds
     tasks = [
         Ran(ran.stage, Task(ran.task.kind, ran.task.i + 2 * k, ran.task.j),
@@ -206,10 +206,10 @@ def test_a_picture_whose_boxes_would_be_too_narrow_is_not_fitted_to_the_page(fac
         assert labels[0] == ("0.0000", "start", "0")
         seconds = [float(at) / 100 * 10 * factor for at, _, _ in labels]
         assert [text for _, _, text in labels[1:]] == [f"{s:.3g} s" for s in seconds[1:]]
-    assert labels[-1][:2] == ("100.0000", "end")  # else half of it would be cut off
+    assert labels[-1][:2] == ("100.0000", "end")  # otherwise half of the label would be cut off
 
 
-def test_the_page_says_which_schedule_was_chosen_and_when_it_was_written():
+def test_the_page_names_the_chosen_schedule_and_when_it_was_written():
     step = read_step(EQUAL, schedule="zb-h1")
     facts = {"schedule": "auto", "written": "2030-01-02T03:04:05+00:00"}
     html = html_of(recording_of(step, facts=facts))
@@ -227,16 +227,16 @@ def test_counts_of_one_are_in_the_singular():
 
 
 @pytest.mark.parametrize(
-    ("drift_ppm", "told"),
+    ("drift_ppm", "expected"),
     [
         (0.0, "were compared at both ends of the run. All by the hosts."),
         (2.5, "at both ends of the run, and their drift (at most 2.5 ppm) taken out."),
         (None, "at its beginning only, so that a drift since then is not taken out."),
     ],
 )
-def test_the_page_says_how_clocks_were_compared(drift_ppm, told):
+def test_the_page_names_how_clocks_were_compared(drift_ppm, expected):
     clocks = (Clock(0, 0.0, 0.0, 0.0), Clock(1, 0.5, 2e-6, drift_ppm))
-    assert told in html_of(recording_of(read_step(EQUAL), clocks=clocks))
+    assert expected in html_of(recording_of(read_step(EQUAL), clocks=clocks))
 
 
 # -- in a browser -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ SIZES = [(m, n) for m in range(1, 9) for n in range(1, 9)]
 
 
 def grid(plan: Plan) -> list[list[str]]:
-    """One row a cycle, one column a stage, ``--`` where the stage rests.
+    """Return one row a cycle, one column a stage, ``--`` where the stage is idle.
 
     Where stages run several partitions, a task says which: ``F0@2``.
     """

@@ -21,7 +21,7 @@ def equal(plan: Plan) -> Costs:
     return Costs.uniform(plan.num_partitions, forward_s=1.0, backward_s=2.0)
 
 
-def test_a_half_that_the_stage_before_waits_for_stays() -> None:
+def test_a_half_that_the_stage_before_waits_for_is_not_fused() -> None:
     plan = zb_h1(3, 2)
     assert grid(plan) == read("""
         F0  --
@@ -73,7 +73,7 @@ def test_nothing_ends_later_and_no_stage_holds_more(m: int, n: int) -> None:
                     assert after.busy_s(stage) == pytest.approx(before.busy_s(stage))
 
 
-def test_the_schedules_split_where_it_helps_only() -> None:
+def test_the_schedules_split_backward_only_where_it_helps() -> None:
     for name, make in (("zb-h1", zb_h1), ("zb-v", zb_v)):
         plan = make(8, 2)
         joined = SCHEDULES[name].plan(8, plan.placement, ())
@@ -83,5 +83,5 @@ def test_the_schedules_split_where_it_helps_only() -> None:
         assert simulate(joined, equal(plan)).total_s == simulate(plan, equal(plan)).total_s
 
 
-def test_alone_a_stage_splits_nothing() -> None:
+def test_a_single_stage_splits_no_backward() -> None:
     assert {task.kind for task in SCHEDULES["zb-h1"].plan(4, (0,), ()).tasks()} == {"F", "B"}

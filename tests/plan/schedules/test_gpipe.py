@@ -30,7 +30,7 @@ def test_forward_is_a_triangle_that_fills_and_drains() -> None:
     ]
 
 
-def test_one_micro_batch_walks_through_the_stages() -> None:
+def test_one_micro_batch_passes_through_the_stages() -> None:
     assert grid(gpipe(1, 2)) == read("""
         F0  --
         --  F0
@@ -98,7 +98,7 @@ def test_forward_cycle_k_holds_every_i_plus_j_equal_k(m: int, n: int) -> None:
 
 @for_each("mode", MODES)
 @for_each(("m", "n"), SIZES)
-def test_backward_sits_where_the_formula_says(m: int, n: int, mode: str) -> None:
+def test_backward_tasks_are_in_the_cycles_of_the_formula(m: int, n: int, mode: str) -> None:
     again = recomputed(mode, m)
     expected = set()
     for i in range(m):
@@ -114,7 +114,7 @@ def test_backward_sits_where_the_formula_says(m: int, n: int, mode: str) -> None
 
 
 @for_each(("m", "n"), SIZES)
-def test_the_whole_is_forward_and_then_backward(m: int, n: int) -> None:
+def test_a_plan_is_forward_and_then_backward(m: int, n: int) -> None:
     again = recomputed("except_last", m)
     whole = gpipe(m, n, recompute=again)
     parts = [*forward_plan(m, n).cycles, *backward_plan(m, n, again).cycles]
@@ -123,16 +123,16 @@ def test_the_whole_is_forward_and_then_backward(m: int, n: int) -> None:
 
 
 @for_each(("m", "n"), SIZES)
-def test_cycles_made_when_asked_for_are_those_of_the_walk(m: int, n: int) -> None:
+def test_cycles_by_index_are_those_of_the_iteration(m: int, n: int) -> None:
     plan = gpipe(m, n, recompute={0})
-    walk = list(plan.cycles)
-    assert len(plan.cycles) == len(walk)
-    assert [plan.cycles[k] for k in range(len(walk))] == walk
-    assert plan.cycles[-1] == walk[-1]
-    assert plan.cycles[1:-1:2] == tuple(walk[1:-1:2])
+    cycles = list(plan.cycles)
+    assert len(plan.cycles) == len(cycles)
+    assert [plan.cycles[k] for k in range(len(cycles))] == cycles
+    assert plan.cycles[-1] == cycles[-1]
+    assert plan.cycles[1:-1:2] == tuple(cycles[1:-1:2])
     with pytest.raises(IndexError):
-        plan.cycles[len(walk)]
-    kept = Plan(m, n, tuple(walk))
+        plan.cycles[len(cycles)]
+    kept = Plan(m, n, tuple(cycles))
     assert all(list(kept.row(j)) == list(plan.row(j)) for j in range(n))
 
 
@@ -148,6 +148,6 @@ def test_an_unknown_mode_is_refused() -> None:
         recomputed("often", 3)
 
 
-def test_recomputing_a_micro_batch_that_is_not_there_is_refused() -> None:
+def test_recomputing_a_missing_micro_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot recompute micro-batches \[3, 7\]: there are 3"):
         gpipe(3, 2, recompute={1, 3, 7})

@@ -74,18 +74,18 @@ def test_every_small_plan_runs_to_its_end(m: int, n: int, v: int) -> None:
 
 @for_each(("m", "n"), SIZES)
 @for_each("v", [2, 3, 4])
-def test_it_takes_the_time_of_its_longest_stage_or_way(m: int, n: int, v: int) -> None:
-    """(n-1)(F+B)/v of bubble, as published, where there are micro-batches enough."""
+def test_a_plan_takes_the_time_of_its_longest_stage_or_path(m: int, n: int, v: int) -> None:
+    """With enough micro-batches the bubble is (n-1)(F+B)/v, as published."""
     costs = Costs.uniform(v * n, forward_s=1.0 / v, backward_s=2.0 / v)
     total_s = simulate(interleaved(m, n, v), costs).total_s
     longest_stage_s = 3.0 * m + 3.0 * (n - 1) / v
-    longest_way_s = 3.0 * (v * n + m - 1) / v
-    assert total_s == pytest.approx(max(longest_stage_s, longest_way_s))
+    longest_path_s = 3.0 * (v * n + m - 1) / v
+    assert total_s == pytest.approx(max(longest_stage_s, longest_path_s))
     assert m < n or total_s == pytest.approx(longest_stage_s)
 
 
 @for_each("v", [2, 3, 4])
-def test_a_stage_holds_what_the_warm_up_takes_in(v: int) -> None:
+def test_a_stage_holds_the_micro_batches_of_its_warm_up(v: int) -> None:
     """Stage j holds 2(n-1-j) + (v-1)g + 1 partitions' micro-batches, of groups of g."""
     for n in range(1, 5):
         costs = Costs.uniform(v * n, saved_bytes=1)

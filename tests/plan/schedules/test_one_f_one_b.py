@@ -1,4 +1,4 @@
-"""One forward, one backward: its figure, and what it is for, less memory in the same time."""
+"""One forward, one backward: its figure, and less memory in the same time as fill and drain."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_small_plan_runs_to_its_end(m: int, n: int, mode: str) -> None:
 
 
 @for_each(("m", "n"), SIZES)
-def test_a_stage_holds_no_more_than_there_are_stages_from_it_on(m: int, n: int) -> None:
+def test_a_stage_holds_a_micro_batch_for_itself_and_each_later_stage(m: int, n: int) -> None:
     for j in range(n):
         held = most = 0
         for kind, _, _ in one_f_one_b(m, n).tasks_of(j):
@@ -82,13 +82,13 @@ def test_a_stage_holds_no_more_than_there_are_stages_from_it_on(m: int, n: int) 
 
 
 @for_each(("m", "n"), SIZES)
-def test_it_takes_as_long_as_fill_and_drain(m: int, n: int) -> None:
+def test_a_plan_takes_as_long_as_fill_and_drain(m: int, n: int) -> None:
     costs = Costs.uniform(n, forward_s=1.0, backward_s=2.0)
     total_s = simulate(one_f_one_b(m, n), costs).total_s
     assert total_s == simulate(gpipe(m, n), costs).total_s == 3.0 * (m + n - 1)
 
 
-def test_its_peak_does_not_grow_with_the_number_of_micro_batches() -> None:
+def test_the_peak_does_not_grow_with_the_number_of_micro_batches() -> None:
     costs = Costs.uniform(4, output_bytes=100, input_bytes=100)
     peaks = {
         m: [simulate(one_f_one_b(m, 4), costs).peak_bytes(j) for j in range(4)] for m in (8, 64)

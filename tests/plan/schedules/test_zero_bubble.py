@@ -1,4 +1,4 @@
-"""Zero bubble: the figures, what is left of the bubble, and 1F1B's memory."""
+"""Zero bubble: the figures, the rest of the bubble, and 1F1B's memory."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_the_bubble_of_zb_h1(m: int, n: int, halves_s: tuple[float, float, float
 
 
 @for_each(("m", "n"), SIZES)
-def test_zb_v_rests_until_its_first_micro_batch_comes_and_no_longer(m: int, n: int) -> None:
-    """Six tasks a micro-batch and stage; with few micro-batches, the way of the last counts."""
+def test_zb_v_is_idle_only_until_its_first_micro_batch(m: int, n: int) -> None:
+    """Six tasks a micro-batch and stage; with few micro-batches, the path of the last counts."""
     total_s = simulate(zb_v(m, n), Costs.uniform(2 * n, forward_s=1.0, backward_s=2.0)).total_s
     least_s = max(6 * m + n - 1, 4 * n + 2 + 4 * (m - 1))
     if m >= 2 * n - 1 or m == 1:
@@ -119,7 +119,7 @@ def test_zb_v_rests_until_its_first_micro_batch_comes_and_no_longer(m: int, n: i
 
 @for_each(("m", "n"), SIZES)
 def test_both_hold_no_more_than_1f1b(m: int, n: int) -> None:
-    """``n`` micro-batches a stage, or ``2n`` halves, though what W needs is as much as all."""
+    """``n`` micro-batches a stage, or ``2n`` halves, even if W needs all that is saved."""
     whole = Costs.uniform(n, saved_bytes=2, put_off_bytes=2)
     halves = Costs.uniform(2 * n, saved_bytes=1, put_off_bytes=1)
     most = simulate(one_f_one_b(m, n), whole).peak_bytes(0)
@@ -139,7 +139,7 @@ def test_both_hold_no_more_than_1f1b(m: int, n: int) -> None:
         ("F0@0\nI0@0\nR0@0\nW0@0", "I0@0 in cycle 1 needs R0@0, in cycle 2"),
     ],
 )
-def test_a_backward_that_is_not_whole_is_reported(text: str, fault: str) -> None:
+def test_an_incomplete_backward_is_reported(text: str, fault: str) -> None:
     with pytest.raises(PlanError) as caught:
         verify(Plan.from_text(f"plan m=1 n=1\n{text}\n"), Routes(1))
     assert caught.value.faults == (fault,)
