@@ -27,6 +27,9 @@ class Costs:
         target_bytes: the target.
         saved_bytes: what autograd saves inside each partition's layers, if it is to count.
         put_off_bytes: what each partition keeps of it between ``I`` and ``W``.
+        tied_bytes: the parameters that each set of partitions has in common.
+        tied_s: seconds from the last task that adds to the gradient of such a parameter on a stage
+            until each other stage that has it has the gradient.
 
     Raises:
         ValueError: the numbers are not for the same number of partitions.
@@ -44,6 +47,8 @@ class Costs:
     weight_gradient_s: tuple[float, ...] = ()
     saved_bytes: tuple[int, ...] = ()
     put_off_bytes: tuple[int, ...] = ()
+    tied_bytes: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    tied_s: float = 0.0
 
     def __post_init__(self) -> None:
         p = self.num_partitions

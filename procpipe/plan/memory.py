@@ -6,7 +6,8 @@ when a task ends:
 
     receive t    + the message: an activation, which the partition keeps as its input (not counted
                    again when the task runs), a gradient of its output, a skip, a skip gradient
-                   or a target. The loss, one number, counts as nothing
+                   or a target. The loss, one number, counts as nothing. Gradients of tied
+                   parameters count to the end of the program
     run F(i,j)   + in partition 0, its input
                  + the output and what it stashes, kept as roots of the backward pass, and what
                    its layers save; not if the micro-batch will be recomputed, or the plan has no
@@ -46,7 +47,16 @@ from collections.abc import Iterator
 from procpipe.plan.costs import Costs
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.program import Receive, Run, Send, program
-from procpipe.plan.routes import ACTIVATION, GRADIENT, SKIP, SKIP_GRADIENT, TARGET, Routes, Transfer
+from procpipe.plan.routes import (
+    ACTIVATION,
+    GRADIENT,
+    SKIP,
+    SKIP_GRADIENT,
+    TARGET,
+    TIED_GRADIENT,
+    Routes,
+    Transfer,
+)
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
@@ -58,7 +68,7 @@ from procpipe.plan.task import (
 )
 
 
-def message_bytes(transfer: Transfer, costs: Costs) -> int:
+def message_bytes(transfer: Transfer, costs: Costs, routes: Routes) -> int:
     """Return the size of a message."""
     payload, _, source, destination = transfer
     if payload == ACTIVATION:
@@ -71,6 +81,13 @@ def message_bytes(transfer: Transfer, costs: Costs) -> int:
         return costs.skip_bytes.get((destination, source), 0)
     if payload == TARGET:
         return costs.target_bytes
+    if payload == TIED_GRADIENT:
+        ends = set(routes.stages_of(transfer))
+        return sum(
+            size
+            for tie, size in costs.tied_bytes.items()
+            if ends <= {routes.placement[j] for j in tie}
+        )
     return 0
 
 
@@ -82,12 +99,14 @@ def peak_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> int:
 def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]:
     """Yield the bytes that a stage holds: before its program, during each step, after each task."""
     ledger = Holdings(plan, costs, routes, stage)
-    held = ledger.before()
+    held, at_end = ledger.before(), 0
     yield held
     for step in program(plan, routes, stage):
         match step:
             case Receive(transfer):
-                held += message_bytes(transfer, costs)
+                size = message_bytes(transfer, costs, routes)
+                at_end += size if transfer.payload == TIED_GRADIENT else 0
+                held += size
                 yield held
             case Run(task):
                 held += ledger.taken(task)
@@ -96,6 +115,8 @@ def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator
                 yield held
             case Send():
                 yield held
+    if at_end:
+        yield held - at_end
 
 
 class Holdings:
@@ -158,7 +179,7 @@ class Holdings:
         return own_input + self._needed(forward) + self._handed(forward)
 
     def _needed(self, task: Task) -> int:
-        return sum(message_bytes(transfer, self._costs) for transfer in self._routes.needed(task))
+        return sum(self._size(transfer) for transfer in self._routes.needed(task))
 
     def _handed(self, task: Task) -> int:
         """Return the bytes that other partitions of its stage made for a task."""
@@ -172,7 +193,10 @@ class Holdings:
         """Return the bytes of a handover; 0 if its maker counts them as a root."""
         if transfer.payload in (ACTIVATION, SKIP) and self._is_kept(transfer.i, transfer.source):
             return 0
-        return 0 if transfer.payload == TARGET else message_bytes(transfer, self._costs)
+        return 0 if transfer.payload == TARGET else self._size(transfer)
+
+    def _size(self, transfer: Transfer) -> int:
+        return message_bytes(transfer, self._costs, self._routes)
 
     def _stays(self, transfer: Transfer) -> bool:
         source, destination = self._routes.stages_of(transfer)

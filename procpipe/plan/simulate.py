@@ -106,11 +106,16 @@ class Timeline:
 
     def _place(self, task: Task) -> int:
         m, p = self.plan.num_micro_batches, self.plan.num_partitions
-        place = task.i * (p + 2) + task.j + 1
+        place = _place_of(task, self.plan)
         there = task.kind in self._tracks and 0 <= task.i < m and 0 <= task.j < p
         if not there or math.isinf(self._tracks[task.kind].starts_s[place]):
             raise KeyError(f"{task} is not in the plan")
         return place
+
+
+def _place_of(task: Task, plan: Plan) -> int:
+    """Return a task's place in a track."""
+    return task.i * (plan.num_partitions + 2) + task.j + 1
 
 
 def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline:
@@ -134,7 +139,12 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
     total_s = max(free_s)
     if math.isinf(total_s):
         raise ValueError("a task uses what no task before it makes; verify() lists which")
-    return Timeline(plan, costs, routes, total_s, tracks, tuple(busy_s))
+    tied_s = [
+        tracks[task.kind].ends_s[_place_of(task, plan)] + costs.tied_s
+        for stage in range(plan.num_stages)
+        for _, task, _ in routes.tied_gradients(plan, stage)
+    ]
+    return Timeline(plan, costs, routes, max(total_s, *tied_s, 0.0), tracks, tuple(busy_s))
 
 
 def _walk(plan: Plan, costs: Costs) -> tuple[Mapping[str, _Track], list[float], list[float]]:

@@ -221,7 +221,7 @@ class _Room:
         for task in plan.tasks_of(stage):
             messages: Counter[int] = Counter()
             for transfer in routes.leaving(task, plan):
-                messages[routes.stages_of(transfer)[1]] += message_bytes(transfer, costs)
+                messages[routes.stages_of(transfer)[1]] += message_bytes(transfer, costs, routes)
             sizes = tuple((to, size) for to, size in messages.items() if size)
             effect = _Effect(holdings.taken(task), holdings.given_back(task), sizes)
             self._effects[again, task.kind, task.j] = effect

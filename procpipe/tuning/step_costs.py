@@ -22,7 +22,7 @@ from itertools import chain
 from statistics import median
 
 from procpipe.plan.costs import Costs
-from procpipe.plan.routes import ACTIVATION, ROOTS, SKIP, TARGET, Routes
+from procpipe.plan.routes import ACTIVATION, ROOTS, SKIP, TARGET, TIED_GRADIENT, Routes
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
@@ -116,6 +116,11 @@ def costs_of(
         target_bytes=sizes.get((TARGET, 0, p - 1), 0),
         saved_bytes=tuple(saved.get((j,), 0) for j in range(p)),
         put_off_bytes=tuple(put_off.get((j,), 0) for j in range(p)),
+        tied_bytes={
+            (int(a), int(b)): size
+            for (payload, a, b), size in sizes.items()
+            if payload == TIED_GRADIENT and int(a) < int(b)
+        },
     )
 
 

@@ -17,9 +17,6 @@ def layers(count: int = 4) -> list[nn.Module]:
 
 
 def build(world: World, case: str) -> None:
-    shared = nn.Linear(2, 2)
-    tied = nn.Linear(2, 2)
-    tied.weight = shared.weight
     arguments: dict[str, Any] = {"balance": [2, 2]}
     model: Any = nn.Sequential(*layers())
     if case == "not a Sequential":
@@ -36,8 +33,6 @@ def build(world: World, case: str) -> None:
         arguments["balance"] = [2, 1, 1]
     elif case == "fewer partitions":
         arguments["balance"] = [4]
-    elif case == "shared":
-        model = nn.Sequential(shared, nn.Linear(2, 2), tied, nn.Linear(2, 2))
     stage = Stage(model, world=world, **arguments)
     stage(torch.ones(2, 2))
 
@@ -50,7 +45,6 @@ CASES = {
     "sum": ("BalanceError", "[2, 1]"),
     "more partitions": ("IndexError", "there are 2 processes"),
     "fewer partitions": ("BalanceError", "there are 2 processes"),
-    "shared": ("ValueError", "shared by two partitions"),
 }
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from procpipe import RemoteStageError, Stage, state
 from tests.dist.devices import some_of
@@ -40,7 +41,7 @@ class Mix(nn.Module):
     def __init__(self, matrix):
         super().__init__()
         self.own = nn.Linear(6, 6)
-        self.inner = nn.Module()
+        self.inner: Any = nn.Module()
         self.inner.weight = matrix
 
     def forward(self, input):
@@ -165,7 +166,7 @@ def test_frozen_and_set_free_between_steps(ranks):
 def check_equal_from_the_start(bare):
     """Also if ranks build other models, and on the meta device, with the values of one stage."""
     balance = [1, 4, 2]
-    options = {"chunks": 2, "loss_fn": F.mse_loss, "check_tied": True}
+    options: dict[str, Any] = {"chunks": 2, "loss_fn": F.mse_loss, "check_tied": True}
     for users in USERS:
         different = make_model(users, seed=bare.rank)
         with stage_of(bare, f"seeds {users}", different, balance, **options) as stage:
@@ -218,6 +219,8 @@ def test_copies_that_differ_are_found(ranks):
 
 class Scaled(nn.Module):
     """Uses a buffer, and may change it."""
+
+    scale: Tensor
 
     def __init__(self, buffer, changes=False):
         super().__init__()

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from procpipe.errors import BalanceError
 from procpipe.model.cut import (
     check_balance,
     check_model,
-    check_shared_parameters,
     cut,
     layer_facts,
 )
@@ -90,30 +89,6 @@ def test_cut_keeps_the_names() -> None:
     partitions = cut(model, (1, 2, 1))
     assert [list(layers) for layers in partitions] == [["stem"], ["body", "norm"], ["head"]]
     assert [layer for layers in partitions for layer in layers.values()] == list(model)
-
-
-class Shares(nn.Module):
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("table", table)
-
-
-def test_shared_parameters_are_all_named() -> None:
-    embedding, head, table = nn.Embedding(5, 2), nn.Linear(2, 5, bias=False), torch.ones(1)
-    head.weight = embedding.weight
-    model = nn.Sequential(embedding, Shares(table), nn.Sequential(head), Shares(table))
-
-    check_shared_parameters(model, (4,))
-    with pytest.raises(ValueError, match=r"0\.weight in partition 0 is 2\.0\.weight"):
-        check_shared_parameters(model, (2, 2))
-    with pytest.raises(
-        ValueError,
-        match=r"0\.weight in partition 0 is 2\.0\.weight in partition 2; "
-        r"1\.table in partition 1 is 3\.table in partition 2: choose a balance",
-    ):
-        check_shared_parameters(model, (1, 1, 2))
-    with pytest.raises(ValueError, match=r"1\.table in partition 0 is 3\.table in partition 1"):
-        check_shared_parameters(model, (3, 1))
 
 
 def test_layer_facts_do_not_depend_on_the_device() -> None:

@@ -35,7 +35,7 @@ def test_values_spread_as_in_a_model_built_with_memory(
     expected = build().state_dict()
     with torch.device("meta"):
         model = build()
-    materialize(dict(model.named_children()), torch.device("cpu"), first_index=0, seed=0)
+    materialize(dict(model.named_children()), list(model._modules), CPU, seed=0)
     state = model.state_dict()
     assert list(state) == list(expected)
     for name, value in state.items():
@@ -47,10 +47,8 @@ def test_values_spread_as_in_a_model_built_with_memory(
 
 def materialized(balance: list[int], seed: int = 7) -> dict[str, Tensor]:
     model = model_of_many_layers("meta")
-    first_index = 0
     for layers in cut(model, check_balance(balance, 6)):
-        materialize(layers, CPU, first_index=first_index, seed=seed)
-        first_index += len(layers)
+        materialize(dict(model.named_children()), layers, CPU, seed=seed)
     return model.state_dict()
 
 
@@ -79,7 +77,7 @@ def test_values_are_those_of_the_constructors() -> None:
 def test_layers_and_seeds_draw_different_numbers() -> None:
     def weights(seed: int) -> list[Tensor]:
         model = nn.Sequential(*(nn.Linear(2, 2, device="meta") for _ in range(3)))
-        materialize(cut(model, (3,))[0], CPU, first_index=0, seed=seed)
+        materialize(dict(model.named_children()), ["0", "1", "2"], CPU, seed=seed)
         return [model[k].get_parameter("weight") for k in range(3)]
 
     drawn = [*weights(0), *weights(1)]
@@ -108,9 +106,9 @@ def test_the_callers_generator_is_untouched() -> None:
 def test_layers_with_memory_are_moved_and_keep_their_values() -> None:
     layer = nn.Linear(2, 2)
     weight = layer.weight.detach().clone()
-    materialize({"0": layer}, CPU, first_index=0, seed=0)
+    materialize({"0": layer}, ["0"], CPU, seed=0)
     assert torch.equal(layer.weight, weight)
-    materialize({"0": layer}, torch.device("meta"), first_index=0, seed=0)
+    materialize({"0": layer}, ["0"], torch.device("meta"), seed=0)
     assert layer.weight.is_meta
 
 
@@ -118,16 +116,36 @@ def test_tied_weights_stay_tied() -> None:
     with torch.device("meta"):
         embedding, head = nn.Embedding(5, 2), nn.Linear(2, 5)
         head.weight = embedding.weight
-    materialize({"0": embedding, "1": nn.Sequential(head)}, CPU, first_index=0, seed=0)
+    materialize({"0": embedding, "1": nn.Sequential(head)}, ["0", "1"], CPU, seed=0)
     assert head.weight is embedding.weight
     assert not head.weight.isnan().any()
+
+
+def test_each_holder_of_a_tied_weight_gets_the_same_values_and_no_other_layer() -> None:
+    def build() -> dict[str, Any]:
+        with torch.device("meta"):
+            layers = [nn.Embedding(5, 2), nn.Linear(2, 2), nn.Linear(2, 5), nn.Linear(2, 5)]
+        layers[2].weight = layers[0].weight
+        layers[3].weight = layers[0].weight
+        return dict(zip("abcd", layers, strict=True))
+
+    expected = build()
+    materialize(expected, [*"abcd"], CPU, seed=3)
+    for ours in (["a"], ["c"], ["a", "b"], ["c", "d"], ["d"]):
+        layers = build()
+        materialize(layers, ours, CPU, seed=3)
+        for name, layer in layers.items():
+            if name in ours:
+                assert torch.equal(layer.weight, expected[name].weight), (ours, name)
+            else:
+                assert all(parameter.is_meta for parameter in layer.parameters()), (ours, name)
 
 
 def test_attributes_of_parameters_are_kept() -> None:
     layer = nn.Linear(2, 2, device="meta")
     layer.weight.requires_grad_(False)
     layer.weight.no_weight_decay = True  # type: ignore[attr-defined]
-    materialize({"0": layer}, CPU, first_index=0, seed=0)
+    materialize({"0": layer}, ["0"], CPU, seed=0)
     assert layer.weight.no_weight_decay  # type: ignore[attr-defined]
     assert not layer.weight.requires_grad
     assert layer.bias.requires_grad
@@ -135,7 +153,7 @@ def test_attributes_of_parameters_are_kept() -> None:
 
 def test_a_recurrent_layer_runs() -> None:
     layer = nn.LSTM(2, 3, device="meta")
-    materialize({"0": layer}, CPU, first_index=0, seed=0)
+    materialize({"0": layer}, ["0"], CPU, seed=0)
     layer(torch.ones(4, 1, 2))[0].sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
@@ -165,7 +183,7 @@ def reset_partly(module: Any) -> None:
 def test_a_custom_layer_initialises_itself() -> None:
     with torch.device("meta"):
         layer = Scaled(reset_all)
-    materialize({"0": layer}, CPU, first_index=0, seed=0)
+    materialize({"0": layer}, ["0"], CPU, seed=0)
     assert layer.scale.tolist() == [2.0, 2.0]
     assert layer.get_buffer("places").tolist() == [0, 1, 2]
     assert layer.get_buffer("mask").all()
@@ -182,7 +200,7 @@ def test_the_outer_module_initialises_last() -> None:
 
     with torch.device("meta"):
         block = Block()
-    materialize({"0": block}, CPU, first_index=0, seed=0)
+    materialize({"0": block}, ["0"], CPU, seed=0)
     assert not block.linear.weight.any()
     assert block.linear.bias.all()
 
@@ -194,7 +212,7 @@ def test_tensors_that_nothing_initialises_are_named() -> None:
             "head": Scaled(reset_partly),
         }
     with pytest.raises(ValueError, match="nothing initialises") as caught:
-        materialize(layers, CPU, first_index=0, seed=0)
+        materialize(layers, list(layers), CPU, seed=0)
     message = str(caught.value)
     for name in ("neck.1.scale", "neck.1.places", "neck.1.mask"):
         assert f"{name} (Scaled has no reset_parameters())" in message

@@ -69,7 +69,7 @@ def test_the_size_of_a_message(kind: str, source: int, destination: int, size: i
     three = (1.0, 1.0, 1.0)
     outputs, skips = (10, 20, 30), {(0, 2): 7}
     costs = Costs(three, three, three, output_bytes=outputs, skip_bytes=skips, target_bytes=5)
-    assert message_bytes(Transfer(kind, 0, source, destination), costs) == size
+    assert message_bytes(Transfer(kind, 0, source, destination), costs, Routes(3)) == size
 
 
 @for_each("n", range(1, 6))
@@ -122,7 +122,7 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
         for i in range(plan.num_micro_batches):
             hold_forward(i)
             for t in routes.needed(Task("F", i, stage)):
-                held[t.payload, i, t.source] = message_bytes(t, costs)
+                held[t.payload, i, t.source] = message_bytes(t, costs, routes)
     yield sum(held.values())
     for step in program(plan, routes, stage):
         if isinstance(step, Run):
@@ -136,7 +136,7 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
                 held = {key: size for key, size in held.items() if key[1] != i}
         if isinstance(step, Receive):
             t = step.transfer
-            held[t.payload, t.i, t.source] = message_bytes(t, costs)
+            held[t.payload, t.i, t.source] = message_bytes(t, costs, routes)
         yield sum(held.values())
 
 
