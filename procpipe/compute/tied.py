@@ -124,8 +124,21 @@ class Tied:
             parameter.grad = None
 
     def gradients_for(self, stage: int) -> list[Tensor | None]:
-        """Return what this stage contributes to the parameters that another has, too."""
-        return [copy.tensor.grad for copy in self.parameters if stage in copy.stages]
+        """Return what this stage contributes to the parameters that another has, too.
+
+        Raises:
+            TypeError: one is sparse.
+        """
+        shared = [copy for copy in self.parameters if stage in copy.stages]
+        gradients = [copy.tensor.grad for copy in shared]
+        for copy, gradient in zip(shared, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise TypeError(
+                    f"the gradient of {copy.name}, which stages {self._stage} and {stage} share, "
+                    "is sparse, so it cannot be sent: use a dense one (sparse=False), or choose a "
+                    "balance that puts the layers that use it on one stage"
+                )
+        return gradients
 
     def add_up(self, received: Mapping[int, Sequence[Tensor | None]]) -> None:
         """Set the sums as gradients; ``received`` has what each other stage contributes."""

@@ -24,10 +24,11 @@ pytestmark = pytest.mark.on_gpus
 TOLERANCE = 1e-12
 
 BALANCES = {
+    "auto": {2: [1, 2, 3, 1]},
     "gpipe": {1: [7], 2: [3, 4], 3: [1, 4, 2], 4: [1, 2, 3, 1]},
     "1f1b": {1: [7], 2: [6, 1], 3: [2, 2, 3], 4: [2, 2, 2, 1]},
     "zb-h1": {1: [7], 2: [1, 6], 3: [1, 5, 1], 4: [1, 2, 3, 1]},
-    "interleaved": {1: [7], 2: [1, 2, 3, 1], 3: [1, 1, 1, 1, 2, 1], 4: [1, 6]},
+    "interleaved": {1: [7], 2: [1, 2, 3, 1], 3: [1, 1, 1, 1, 2, 1]},
     "zb-v": {1: [7], 2: [1, 2, 3, 1], 3: [1, 1, 1, 1, 2, 1]},
 }
 
@@ -112,10 +113,33 @@ def check_training(bare, schedule):
 
 @pytest.mark.parametrize(
     ("schedule", "num_ranks"),
-    [(s, n) for s in BALANCES for n in BALANCES[s] if s != "interleaved" or n < 4],
+    [(s, n) for s in BALANCES for n in BALANCES[s] if s != "auto"],
 )
 def test_training_is_the_plain_models(ranks, schedule, num_ranks):
     ranks(num_ranks).run(check_training, schedule, world=False).values()
+
+
+def check_auto(bare):
+    train(bare, "auto", "three", "except_last", num_steps=9)
+
+
+def test_plans_found_by_measurements(ranks):
+    ranks(2).run(check_auto, world=False).values()
+
+
+def check_sparse(bare):
+    torch.manual_seed(1)
+    embedding, head = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 5)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, nn.Tanh(), head)
+    stage = Stage(model, [2, 1], world=world_of(bare, "sparse"), loss_fn=F.cross_entropy)
+    error = TypeError if bare.rank == 0 else RemoteStageError
+    with pytest.raises(error, match=r"the gradient of 0\.weight, which stages 0 and 1 share, is s"):
+        stage.step(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3]))
+
+
+def test_sparse_gradients_are_an_error(ranks):
+    ranks(2).run(check_sparse, world=False).values()
 
 
 def check_own_loss(bare):
