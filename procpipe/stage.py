@@ -372,7 +372,7 @@ class Stage(FixedLayers):
         """
         with self._calls.together("clip_grad_norm_") as pipeline:
             self._issue_or_follow("clip_grad_norm_")
-            by_partition, copies = self._gradients()
+            by_partition, copies = self._tied.gradients(self._by_partition())
             return clip(
                 by_partition,
                 copies,
@@ -537,22 +537,6 @@ class Stage(FixedLayers):
             j: nn.ModuleList(self._modules[name] for name in layers)
             for j, layers in self._cut.layers.items()
         }
-
-    def _gradients(self) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
-        """Return the gradients by partition; and those of parameters that another stage counts."""
-        by_partition: dict[int, list[Tensor]] = {}
-        copies: list[Tensor] = []
-        seen: set[Tensor] = set()
-        for j, part in self._by_partition().items():
-            found = by_partition[j] = []
-            for parameter in part.parameters():
-                if parameter.grad is None or parameter in seen:
-                    continue
-                seen.add(parameter)
-                tied = self._tied.name_of(parameter)
-                is_counted = tied is None or tied[1] == self.rank
-                (found if is_counted else copies).append(parameter.grad)
-        return by_partition, copies
 
     def _connect(self) -> Pipeline:
         if self._world.num_ranks > 1:

@@ -62,13 +62,6 @@ class Tied:
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_open = False
 
-    def name_of(self, parameter: Tensor) -> tuple[str, int] | None:
-        """Return the first name in the full model of a tied parameter, and the stage of that."""
-        for copy in self.parameters:
-            if copy.tensor is parameter:
-                return copy.name, copy.stages[0]
-        return None
-
     # -- values ---------------------------------------------------------------------------------
 
     def make_equal(
@@ -112,6 +105,23 @@ class Tied:
                 )
 
     # -- gradients ------------------------------------------------------------------------------
+
+    def gradients(
+        self, partitions: Mapping[int, nn.Module]
+    ) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
+        """Return each gradient once: by partition; and those that another stage counts."""
+        copies = {copy.tensor for copy in self.parameters if copy.stages[0] != self._stage}
+        by_partition: dict[int, list[Tensor]] = {}
+        counted_elsewhere: list[Tensor] = []
+        seen: set[Tensor] = set()
+        for j, partition in partitions.items():
+            by_partition[j] = []
+            for parameter in partition.parameters():
+                if parameter.grad is not None and parameter not in seen:
+                    seen.add(parameter)
+                    found = counted_elsewhere if parameter in copies else by_partition[j]
+                    found.append(parameter.grad)
+        return by_partition, counted_elsewhere
 
     def begin(self) -> None:
         """Set aside the gradients of earlier calls, once a call."""
