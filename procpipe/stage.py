@@ -491,7 +491,7 @@ class Stage(FixedLayers):
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
         if self._checks_tied and order.keeps_graph:
-            pipeline.check_copies()
+            self._tied.check_equal(pipeline.control.agree)
         pipeline.executor.begin()
         for layer in self._deferred:
             layer.begin()

@@ -81,9 +81,19 @@ class Tied:
             if ours:
                 send(other, [copy.tensor for copy in ours])
 
-    def digests(self) -> dict[str, str]:
-        """Return a hash of each copy's bits by name, so that copies can be compared."""
-        return {copy.name: _hash_of(copy.tensor) for copy in self.parameters + self._buffers}
+    def check_equal(self, agree: Callable[[Any, Callable[[list[Any]], Any]], Any]) -> None:
+        """Compare all copies; all stages call it.
+
+        Raises:
+            RuntimeError: they differ; on every stage.
+        """
+        hashes = {copy.name: _hash_of(copy.tensor) for copy in self.parameters + self._buffers}
+        if faults := agree(hashes, _differences):
+            raise RuntimeError(
+                f"copies of one tensor differ: {'; '.join(faults)}: all its stages must have the "
+                "same optimizer with the same options for it, and write into it alike, or not at "
+                "all"
+            )
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """Return the buffers and how often each was changed, for :meth:`check_unchanged`."""
@@ -186,12 +196,12 @@ class Tied:
         return total if is_fresh or total is own or total is None else total.clone()
 
 
-def compare(of_stages: Sequence[Mapping[str, str]]) -> list[str]:
-    """Describe copies that differ, given each stage's :meth:`Tied.digests`."""
+def _differences(of_stages: Sequence[Mapping[str, str]]) -> list[str]:
+    """Describe copies that differ, given each stage's hashes by name."""
     first: dict[str, tuple[int, str]] = {}
     faults = []
-    for stage, digests in enumerate(of_stages):
-        for name, digest in digests.items():
+    for stage, hashes in enumerate(of_stages):
+        for name, digest in hashes.items():
             first_stage, expected = first.setdefault(name, (stage, digest))
             if digest != expected:
                 faults.append(f"{name} on stages {first_stage} and {stage}")

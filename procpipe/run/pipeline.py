@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from procpipe.compute.tied import compare
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.data.upload import uploaded
 from procpipe.errors import PeerLostError, RemoteStageError
@@ -115,20 +114,6 @@ class Pipeline:
         receiver.expect()
         device = self._world.device
         return map_tensors(lambda tensor: uploaded(tensor, device), receiver.take().value)
-
-    def check_copies(self) -> None:
-        """Compare all copies of what several stages use; every rank calls it.
-
-        Raises:
-            RuntimeError: they differ; on every rank.
-        """
-        faults = self.control.agree(self.executor.tied.digests(), compare)
-        if faults:
-            raise RuntimeError(
-                f"copies of one tensor differ: {'; '.join(faults)}: all its stages must have the "
-                "same optimizer with the same options for it, and write into it alike, or not at "
-                "all"
-            )
 
     def wait_until(self, ready: Callable[[], object], what: str) -> None:
         """Wait for what this process does in the background; a peer's failure ends the wait."""
