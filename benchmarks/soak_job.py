@@ -197,7 +197,14 @@ def model_of(round_: Round, fault: Fault) -> nn.Sequential:
         is_faulty = k == 2 * round_.origin + round_.layer or is_actors
         act = round_.act if k == 2 * round_.origin + round_.layer else ""
         layers[f"l{k}"] = FaultyLayer(fault, act) if is_faulty else nn.Linear(WIDTH, WIDTH)
+    if has_ties(round_):
+        layers[f"l{len(layers) - 1}"].weight = layers["l0"].weight
     return nn.Sequential(layers)
+
+
+def has_ties(round_: Round) -> bool:
+    """Return whether the first and the last layer share a weight: in every second round."""
+    return round_.seed % 2 == 1
 
 
 def run_rank(round_: Round, folder: Path) -> None:
@@ -223,6 +230,7 @@ def run_rank(round_: Round, folder: Path) -> None:
         checkpoint=round_.checkpoint,
         loss_fn=loss_of,
         check_loss=True,
+        check_tied=has_ties(round_),
         stall_timeout_s=round_.stall_timeout_s,
         transport=round_.transport,
     )
