@@ -227,6 +227,7 @@ def connect(
         "transport": settings.transport,
         "trace": settings.trace is not None,
         "layers": cut.facts,
+        "shared by partitions": [str(tie) for tie in cut.ties],
     }
     partitions = {
         j: Partition(
@@ -285,7 +286,7 @@ def tied_of(cut: Cut, stage: int) -> Tied:
             layer, _, path = name.partition(".")
             module, _, key = path.rpartition(".")
             owner = cut.layers[j][layer].get_submodule(module)
-            copies[tie.is_parameter].append(Copy(tie.name, stages, owner, key))
+            copies[tie.is_parameter].append(Copy(tie.name, tie.all_names, stages, owner, key))
     return Tied(stage, copies[True], copies[False])
 
 
