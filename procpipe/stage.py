@@ -409,19 +409,10 @@ class Stage(FixedLayers):
         Entries of layers that other stages hold are passed over; with ``strict``, entries of no
         layer of the model are an error. Does not communicate.
 
-        Of a parameter that layers of several stages share, the last of its names there counts, as
-        in the plain model; so give each stage the same.
-
         Raises:
             ValueError: ``assign`` is set, and layers of several stages share a parameter.
         """
-        placement = self._cut.placement
-        apart = [t for t in self._cut.ties if len({placement[j] for j in t.partitions}) > 1]
-        if assign and apart:
-            raise ValueError(
-                "assign=True would give each layer a parameter of its own, but layers of several "
-                f"stages share one: {'; '.join(map(str, apart))}: leave assign off"
-            )
+        self._cut.check_assign(assign=assign)
         ours = {
             key: value
             for key, value in state_dict.items()
@@ -430,9 +421,6 @@ class Stage(FixedLayers):
         if (versions := getattr(state_dict, "_metadata", None)) is not None:
             ours = OrderedDict(ours)
             ours._metadata = versions  # type: ignore[attr-defined]
-        for key, name in self._tied.names_in(state_dict).items():
-            if key in ours:
-                ours[key] = state_dict[name]
         loaded = super().load_state_dict(ours, strict, assign)
         self._tied.load(state_dict)
         return loaded

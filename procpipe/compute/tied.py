@@ -102,7 +102,7 @@ class Tied:
         return found
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the copies of which a state dict has only names on other stages."""
+        """Load each copy under the name that counts, which may be one on another stage."""
         names = self.names_in(state_dict)
         for copy in self.parameters + self._buffers:
             value = state_dict[names[copy.name]] if copy.name in names else None
