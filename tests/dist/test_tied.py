@@ -470,6 +470,23 @@ def test_loading_under_some_of_the_names_is_as_in_the_plain_model(ranks, tmp_pat
     ranks(3).run(check_loading, str(tmp_path), world=False).values()
 
 
+def save_with_other_options(bare, folder):
+    with stage_of(bare, "options", make_model(), [3, 4]) as stage:
+        groups = [
+            {"params": [parameter], "weight_decay": 0.0 if name == "0.inner.weight" else 0.1}
+            for name, parameter in stage.named_parameters()
+        ]
+        optimizer = torch.optim.AdamW(groups)
+        error = ValueError if bare.rank == 0 else RemoteStageError
+        told = r"has 0\.inner\.weight with weight_decay = 0\.0 on rank 0 and 0\.1 on rank 1"
+        with pytest.raises(error, match=told):
+            state.save(folder, stage, optimizer)
+
+
+def test_other_options_for_a_name_on_another_stage_are_not_saved(ranks, tmp_path):
+    ranks(2).run(save_with_other_options, str(tmp_path), world=False).values()
+
+
 def load_plainly_saved(bare, folder):
     plain = make_model("three")
     values = make_weights("three", ["6.inner.weight"], seed=3)
