@@ -408,7 +408,11 @@ class Stage(FixedLayers):
 
         Entries of layers that other stages hold are passed over; with ``strict``, entries of no
         layer of the model are an error. Does not communicate.
+
+        Raises:
+            ValueError: ``assign`` is set, and layers of several stages share a parameter.
         """
+        self._cut.check_assign(assign=assign)
         ours = {
             key: value
             for key, value in state_dict.items()
@@ -417,7 +421,9 @@ class Stage(FixedLayers):
         if (versions := getattr(state_dict, "_metadata", None)) is not None:
             ours = OrderedDict(ours)
             ours._metadata = versions  # type: ignore[attr-defined]
-        return super().load_state_dict(ours, strict, assign)
+        loaded = super().load_state_dict(ours, strict, assign)
+        self._tied.load(state_dict)
+        return loaded
 
     # -- statistics ----------------------------------------------------------------------------
 
@@ -490,6 +496,7 @@ class Stage(FixedLayers):
     def _run_mini_batch(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> Outcome:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
+        buffers = self._tied.versions()
         if self._checks_tied and order.keeps_graph:
             self._tied.check_equal(pipeline.control.agree)
         pipeline.executor.begin()
@@ -498,6 +505,7 @@ class Stage(FixedLayers):
         outcome = pipeline.run(order, batch)
         for layer in self._deferred:
             layer.commit()
+        self._tied.check_unchanged(buffers)
         return outcome
 
     def _run_backward(

@@ -14,12 +14,17 @@ So equal optimizers keep the copies equal. Partitions of one stage use the tenso
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+#: What a stage contributes: a gradient, none, or ``_FROZEN`` if the parameter requires none.
+Part = Tensor | bool | None
+
+_FROZEN = False
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,14 @@ class Copy:
 
     Attributes:
         name: its first name in the full model.
+        all_names: all its names there, in order.
         stages: all that have it, ascending.
         owner: the module that has it here.
         key: its name in that module.
     """
 
     name: str
+    all_names: tuple[str, ...]
     stages: tuple[int, ...]
     owner: nn.Module
     key: str
@@ -80,6 +87,28 @@ class Tied:
             ours = [c for c in copies if c.stages[0] == self._stage and other in c.stages]
             if ours:
                 send(other, [copy.tensor for copy in ours])
+
+    def names_in(self, saved: Container[str]) -> dict[str, str]:
+        """Return, for each name of a copy, under which one its value is to be read.
+
+        That is the last name of those saved, whose value plain PyTorch would leave in it; so all
+        copies get the same, also where names are missing or have different values.
+        """
+        found: dict[str, str] = {}
+        for copy in self.parameters + self._buffers:
+            last = next((name for name in reversed(copy.all_names) if name in saved), None)
+            if last is not None:
+                found |= dict.fromkeys(copy.all_names, last)
+        return found
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Load each copy under the name that counts, which may be one on another stage."""
+        names = self.names_in(state_dict)
+        for copy in self.parameters + self._buffers:
+            value = state_dict[names[copy.name]] if copy.name in names else None
+            if isinstance(value, Tensor) and value.shape == copy.tensor.shape:
+                with torch.no_grad():
+                    copy.tensor.copy_(value)
 
     def check_equal(self, agree: Callable[[Any, Callable[[list[Any]], Any]], Any]) -> None:
         """Compare all copies; all stages call it.
@@ -143,7 +172,7 @@ class Tied:
             self._set_aside.append((parameter, parameter.grad))
             parameter.grad = None
 
-    def gradients_for(self, stage: int) -> list[Tensor | None]:
+    def gradients_for(self, stage: int) -> list[Part]:
         """Return what this stage contributes to the parameters that another has, too.
 
         Raises:
@@ -158,10 +187,15 @@ class Tied:
                     "is sparse, so it cannot be sent: use a dense one (sparse=False), or choose a "
                     "balance that puts the layers that use it on one stage"
                 )
-        return gradients
+        flags = [copy.tensor.requires_grad for copy in shared]
+        return [g if is_free else _FROZEN for g, is_free in zip(gradients, flags, strict=True)]
 
-    def add_up(self, received: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Set the sums as gradients; ``received`` has what each other stage contributes."""
+    def add_up(self, received: Mapping[int, Sequence[Part]]) -> None:
+        """Set the sums as gradients; ``received`` has what each other stage contributes.
+
+        Raises:
+            RuntimeError: a parameter requires a gradient on some of its stages only.
+        """
         others = {stage: iter(gradients) for stage, gradients in received.items()}
         sums = [self._sum_of(copy, others) for copy in self.parameters]
         for (parameter, before), total in zip(self._set_aside, sums, strict=True):
@@ -180,13 +214,21 @@ class Tied:
         self._set_aside.clear()
         self._is_open = False
 
-    def _sum_of(self, copy: Copy, others: Mapping[int, Iterator[Tensor | None]]) -> Tensor | None:
+    def _sum_of(self, copy: Copy, others: Mapping[int, Iterator[Part]]) -> Tensor | None:
         own = copy.tensor.grad
+        is_free = copy.tensor.requires_grad
         total: Tensor | None = None
         is_fresh = False
         for stage in copy.stages:
             part = own if stage == self._stage else next(others[stage])
-            if part is None:
+            if stage != self._stage and is_free == (part is _FROZEN):
+                without, having = (stage, self._stage) if is_free else (self._stage, stage)
+                raise RuntimeError(
+                    f"the parameter {copy.name}, also named {', '.join(copy.all_names[1:])}, "
+                    f"requires a gradient on stage {having} but not on stage {without}: freeze it, "
+                    "or set it free, on all its stages; it has another name on each"
+                )
+            if not isinstance(part, Tensor):
                 continue
             if total is None:
                 total = part

@@ -48,8 +48,10 @@ def materialize(
             before = [place.value for place in of_layer]
             _initialise(layer, of_layer, memory, device, seed, index)
             for place, value in zip(of_layer, before, strict=True):
-                setattr(place.owner, place.key, value)
-                if value not in shared:
+                if value in shared:  # and stays so: the model may be given to another stage
+                    places.append(place)
+                else:
+                    setattr(place.owner, place.key, value)
                     memory.pop(value, None)
     unwritten = {tensor for tensor in memory.values() if _is_unwritten(tensor)}
     faults = [place.fault for place in places if place.value in unwritten]

@@ -23,10 +23,12 @@ class Tie:
     Attributes:
         names: its first name in each partition that uses it, by partition; names are those in the
             full model.
+        all_names: all its names in the full model, in order.
         is_parameter: whether it is a parameter.
     """
 
     names: dict[int, str]
+    all_names: tuple[str, ...]
     is_parameter: bool
 
     @property
@@ -46,14 +48,22 @@ class Tie:
 
 def find_ties(parts: Sequence[dict[str, nn.Module]]) -> list[Tie]:
     """Find all ties between partitions, in the order of their first names in the model."""
-    found: dict[Tensor, tuple[dict[int, str], bool]] = {}
+    found: dict[Tensor, tuple[dict[int, str], list[str]]] = {}
     for j, layers in enumerate(parts):
         for name, tensor in _named_tensors(layers):
-            names, _ = found.setdefault(tensor, ({}, isinstance(tensor, nn.Parameter)))
+            names, all_names = found.setdefault(tensor, ({}, []))
             names.setdefault(j, name)
-    return [Tie(names, is_parameter) for names, is_parameter in found.values() if len(names) > 1]
+            all_names.append(name)
+    return [
+        Tie(names, tuple(all_names), isinstance(tensor, nn.Parameter))
+        for tensor, (names, all_names) in found.items()
+        if len(names) > 1
+    ]
 
 
 def _named_tensors(layers: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for name, layer in layers.items():
-        yield from chain(layer.named_parameters(name), layer.named_buffers(name))
+        yield from chain(
+            layer.named_parameters(name, remove_duplicate=False),
+            layer.named_buffers(name, remove_duplicate=False),
+        )

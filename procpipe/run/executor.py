@@ -31,7 +31,7 @@ from procpipe.channel.link import Receiver, Sender
 from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
-from procpipe.compute.tied import Tied
+from procpipe.compute.tied import Part, Tied
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.plan.program import Program, Run, Send
@@ -164,7 +164,7 @@ class Executor:
 
     def _take_at_end(self, transfers: Sequence[Transfer], outcome: Outcome) -> None:
         """Take what no task of this stage needs."""
-        tied: dict[int, Sequence[Tensor | None]] = {}
+        tied: dict[int, Sequence[Part]] = {}
         for transfer in transfers:
             message = self._take(transfer)
             if transfer.payload == LOSS:
@@ -392,8 +392,8 @@ def _finish(batch: MiniBatch, target: Any, i: int) -> Callable[[Any], Any] | Non
     return None if loss_of is None else lambda output: loss_of(output, target, batch.shares[i])
 
 
-def _message_of(gradients: list[Tensor | None]) -> Flat:
-    """Make a message of gradients: the tuple of them, and None where there is none."""
-    tensors = [gradient for gradient in gradients if gradient is not None]
-    structure = tuple(("v", None) if gradient is None else TENSOR for gradient in gradients)
+def _message_of(gradients: Sequence[Part]) -> Flat:
+    """Make a message of gradients: the tuple of them, and what there is instead of one."""
+    tensors = [gradient for gradient in gradients if isinstance(gradient, Tensor)]
+    structure = tuple(TENSOR if isinstance(part, Tensor) else ("v", part) for part in gradients)
     return Flat(tensors, ("t", structure), (False,) * len(tensors))

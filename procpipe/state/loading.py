@@ -28,7 +28,7 @@ from procpipe.state import extras, generators, optimizers
 from procpipe.state.files import METADATA, read_index
 from procpipe.state.folders import find, saved_in
 from procpipe.state.member import Member, raise_faults
-from procpipe.state.weights import Shapes, all_faults, under, weights_faults
+from procpipe.state.weights import Shapes, all_faults, names_of, under, weights_faults
 
 
 @dataclass(frozen=True)
@@ -283,11 +283,11 @@ class _Loading:
     def _read_weights(self) -> None:
         ours = self._module.state_dict()
         # Straight into the parameters' memory, which a state dict shares.
-        into = {f"model.{key}": value for key, value in ours.items() if isinstance(value, Tensor)}
-        found = [f"model.{key}" for key in ours if f"model.{key}" in self._shapes]
-        read = self._index.read(found, into)
-        for key in found:
-            ours[key.removeprefix("model.")] = read[key]
+        names = names_of(self._module, self._weight_shapes())
+        into = {f"model.{names[key]}": ours[key] for key in names if isinstance(ours[key], Tensor)}
+        read = self._index.read([f"model.{name}" for name in dict.fromkeys(names.values())], into)
+        for key, name in names.items():
+            ours[key] = read[f"model.{name}"]
         self._module.load_state_dict(ours)
 
     def _read_optimizers(self) -> None:

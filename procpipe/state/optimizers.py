@@ -47,9 +47,11 @@ class Names:
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._of = {parameter: name for name, parameter in module.named_parameters()}
         self._saved_elsewhere: set[str] = set()
+        self.shared: tuple[str, ...] = ()
         stand_in: Sequence[Tensor] = ()
         if isinstance(module, Stage):
             stand_in = module._stand_in
+            self.shared = tuple(copy.name for copy in module._tied.parameters)
             for copy in module._tied.parameters:
                 self._of[copy.tensor] = copy.name
                 if copy.stages[0] != module.rank:
@@ -94,6 +96,42 @@ def values_of(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
                     if option not in _NOT_OPTIONS
                 }
     return found
+
+
+def shared_options(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, str]]:
+    """Return the options, as text, of each parameter that other stages have, too."""
+    found: dict[str, dict[str, str]] = {name: {} for name in names.shared} if optimizers else {}
+    for k, _, group in _groups(optimizers):
+        options = {key: _text(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+        options["class"] = type(optimizers[k]).__qualname__
+        found |= {name: options for name in names.in_group(group) if name in found}
+    return found
+
+
+def _text(option: Any) -> str:
+    """Return an option as text that does not depend on the rank; of an object, its class."""
+    value = option.tolist() if isinstance(option, Tensor) else option
+    is_plain = isinstance(value, (bool, int, float, str, tuple, list, type(None)))
+    return repr(value) if is_plain else type(value).__qualname__
+
+
+def check_shared(of_ranks: Sequence[dict[str, dict[str, str]]]) -> None:
+    """Check that all stages that share a parameter have the same options for it.
+
+    Raises:
+        ValueError: they do not, so that its copies differ.
+    """
+    first: dict[str, tuple[int, dict[str, str]]] = {}
+    for rank, shared in enumerate(of_ranks):
+        for name, options in shared.items():
+            other, theirs = first.setdefault(name, (rank, options))
+            for option in sorted(options.keys() | theirs.keys()):
+                if options.get(option) != theirs.get(option):
+                    raise ValueError(
+                        f"the optimizer has {name} with {option} = {theirs.get(option)} on rank "
+                        f"{other} and {options.get(option)} on rank {rank}, where it has another "
+                        "name: the ranks share it, so put it in a group with the same options"
+                    )
 
 
 def group_options(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:

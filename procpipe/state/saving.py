@@ -66,7 +66,8 @@ def save(
         RemoteStageError: another rank failed.
         TypeError: something in ``extra`` that could not be loaded again.
         ValueError: a parameter of the optimizer that is not the module's; other names in
-            ``extra``, or other arguments, than on rank 0; a wrong ``keep`` or ``step``.
+            ``extra``, or other arguments, than on rank 0; a wrong ``keep`` or ``step``; a parameter
+            that stages share with other options of the optimizer on each.
 
     Source: ``torch.distributed.checkpoint.save``.
     """
@@ -76,8 +77,9 @@ def save(
         wait_unfinished(module)  # 1
         made: list[Draft] = []
 
-        def make_draft(asked_for: list[Any]) -> list[str]:
-            _check_alike(asked_for)
+        def make_draft(of_ranks: list[Any]) -> list[str]:
+            _check_alike([asked_for for asked_for, _ in of_ranks])
+            optimizers.check_shared([shared for _, shared in of_ranks])
             if keep is not None and (isinstance(keep, bool) or keep < 1):
                 raise ValueError(f"keep is {keep}, but at least the newest saved state is kept")
             # It becomes part of a name, by which load() must find it again.
@@ -88,7 +90,8 @@ def save(
             return [str(draft.path), str(draft.final_path)]
 
         asked_for = [sorted(extra or ()), len(listed), bool(asynchronous)]
-        path, final_path = map(Path, agree(asked_for, make_draft))  # 2
+        shared = optimizers.shared_options(optimizers.Names(module, listed), listed)
+        path, final_path = map(Path, agree([asked_for, shared], make_draft))  # 2
         draft = made[0] if made else None
         target = Target(draft, path, final_path, member.rank, member.num_ranks, keep)
         saving = Saving(member, target)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.errors import SavedStateError
+from procpipe.stage import Stage
 from procpipe.state.archives import read_archive
 from procpipe.state.files import METADATA, naming, open_regular, read_index
 from procpipe.state.folders import find
@@ -76,8 +77,8 @@ def load_weights(path: str | os.PathLike[str], module: nn.Module, *, strict: boo
         )
         if not faults:
             with torch.no_grad():
-                for key in filter(source.shapes.__contains__, ours):
-                    value = source.read(key)
+                for key, name in names_of(module, source.shapes).items():
+                    value = source.read(name)
                     if isinstance(ours[key], Tensor):  # into the model's memory, one by one
                         ours[key].copy_(value)
                     else:
@@ -160,6 +161,13 @@ def weights_faults(
             elif dtype is not None and not _fits(dtype, value.dtype, must_be_same_dtype):
                 faults.append(f"{where}{key} has dtype {value.dtype} but {dtype} there")
     return faults
+
+
+def names_of(module: nn.Module, saved: Container[str]) -> dict[str, str]:
+    """Return, for each of a module's keys that is to be read, under which name it is saved."""
+    shared = module._tied.names_in(saved) if isinstance(module, Stage) else {}
+    names = {key: shared.get(key, key) for key in module.state_dict()}
+    return {key: name for key, name in names.items() if name in saved}
 
 
 def all_faults(facts: list[dict[str, Any]], saved: Iterable[str], *, strict: bool) -> list[str]:

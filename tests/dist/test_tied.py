@@ -7,15 +7,17 @@ another order than autograd, so it may differ in its last digits.
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe import RemoteStageError, Stage, state
+from procpipe import DisagreementError, RemoteStageError, Stage, state
 from tests.dist.devices import some_of
 from tests.dist.stages import MODES, assert_same, plain_backward, plain_step, stage_of, world_of
 
@@ -291,6 +293,112 @@ def test_a_shared_buffer_is_copied_and_may_not_change(ranks):
     ranks(3).run(check_buffers, world=False).values()
 
 
+class Normed(nn.Module):
+    """Normalises by a module that another layer may have, too."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, input):
+        return self.norm(input)
+
+
+def check_deferred(bare):
+    norm = nn.BatchNorm1d(6).double()
+    stage = Stage(
+        nn.Sequential(Normed(norm), Normed(norm)),
+        [1, 1],
+        world=world_of(bare, "deferred"),
+        loss_fn=F.mse_loss,
+        deferred_batch_norm=True,
+    )
+    with pytest.raises(
+        (RuntimeError, RemoteStageError), match=r"has changed the buffer 0\.norm\.r"
+    ):
+        for_ever(stage.step, *make_batch())
+
+
+def test_running_statistics_that_change_after_all_tasks_are_found(ranks):
+    ranks(2).run(check_deferred, world=False).values()
+
+
+def check_tied_on_one_rank(bare):
+    model = make_model()
+    if bare.rank == 1:
+        model[6].inner.weight = nn.Parameter(model[6].inner.weight.detach().clone())
+    stage = Stage(model, [3, 4], world=world_of(bare, "one rank"), loss_fn=F.mse_loss)
+    with pytest.raises(
+        DisagreementError, match=r"shared by partitions is \['0\.inner\.weight in p"
+    ):
+        stage.step(*make_batch())
+
+
+def test_ranks_whose_models_share_other_parameters_disagree(ranks):
+    ranks(2).run(check_tied_on_one_rank, world=False).values()
+
+
+def check_frozen_on_one_stage(bare):
+    stage = Stage(make_model(), [3, 4], world=world_of(bare, "by name"), loss_fn=F.mse_loss)
+    stage.step(*make_batch())
+    for name, parameter in stage.named_parameters():
+        parameter.requires_grad_(name != "0.inner.weight")
+    told = (
+        r"0\.inner\.weight, also named 6\.inner\.weight, requires a gradient on stage 1 but not on"
+    )
+    with pytest.raises((RuntimeError, RemoteStageError), match=told):
+        stage.step(*make_batch())
+
+
+def test_a_parameter_frozen_under_one_of_its_names_is_an_error(ranks):
+    ranks(2).run(check_frozen_on_one_stage, world=False).values()
+
+
+def check_built_again(bare):
+    """Layers of other stages stay on the meta device, but share what is shared."""
+    model = make_on_meta("two")
+    for name in ("first", "second"):
+        world = world_of(bare, name)
+        stage = Stage(model, [3, 4], world=world, loss_fn=F.mse_loss, check_tied=True)
+        stage.step(*make_batch())
+        stage.step(*make_batch())
+        assert stage.statistics().num_messages["tied gradient"] == 2
+        stage.close()
+
+
+def test_another_stage_of_a_model_from_the_meta_device(ranks):
+    ranks(2).run(check_built_again, world=False).values()
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, dtype=torch.float64))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight)
+
+    def forward(self, input):
+        return input * self.weight
+
+
+def check_module_on_meta(bare):
+    def values_on(world, balance):
+        torch.manual_seed(5)
+        with torch.device("meta"):
+            shared = Scaling()
+            model = nn.Sequential(Normed(shared), nn.Tanh(), Normed(shared))
+        return Stage(model, balance, world=world).state_dict()
+
+    expected = values_on(None, [3])
+    for key, value in values_on(world_of(bare, "module"), [1, 2]).items():
+        assert_same(value.cpu(), expected[key], key)
+
+
+def test_a_shared_module_on_the_meta_device_is_initialised_once(ranks):
+    ranks(2).run(check_module_on_meta, world=False).values()
+
+
 # -- saved state ---------------------------------------------------------------------------------
 
 
@@ -326,6 +434,78 @@ def load_on(bare, folder):
         expected = plain.state_dict()
         for key, value in stage.state_dict().items():
             assert_same(value.cpu(), expected[key], key, TOLERANCE)
+
+
+def make_weights(users, without, seed):
+    """Return a state dict in which each name of a weight has other values, or is left out."""
+    torch.manual_seed(seed)
+    values = make_model(users).state_dict()
+    return {key: torch.randn_like(value) for key, value in values.items() if key not in without}
+
+
+def check_loading(bare, folder):
+    names = [f"{k}.inner.weight" for k in USERS["three"]]
+    for case, without in enumerate(([], names[:1], names[1:], names[:2], names)):
+        plain = make_model("three")
+        values = make_weights("three", without, seed=case)
+        path = f"{folder}/{case}.pt"
+        if bare.rank == 0:
+            torch.save(values, path)
+        with stage_of(bare, f"load {case}", plain, [1, 4, 2], check_tied=True) as stage:
+            plain.load_state_dict(values, strict=False)
+            stage.load_state_dict(values, strict=False)
+            for key, value in stage.state_dict().items():
+                assert_same(value.cpu(), plain.state_dict()[key], key)
+            stage.fetch(None)  # rank 0 has written
+            for module in (stage, plain):
+                nn.init.zeros_(next(module.parameters()))
+            state.load_weights(path, stage, strict=False)
+            plain.load_state_dict(values, strict=False)
+            for key, value in stage.state_dict().items():
+                if without != names or "inner" not in key:
+                    assert_same(value.cpu(), plain.state_dict()[key], key)
+            if not without:
+                with pytest.raises(ValueError, match="assign=True would give each layer a param"):
+                    stage.load_state_dict(values, assign=True)
+
+
+def test_loading_under_some_of_the_names_is_as_in_the_plain_model(ranks, tmp_path):
+    ranks(3).run(check_loading, str(tmp_path), world=False).values()
+
+
+def save_with_other_options(bare, folder):
+    with stage_of(bare, "options", make_model(), [3, 4]) as stage:
+        groups = [
+            {"params": [parameter], "weight_decay": 0.0 if name == "0.inner.weight" else 0.1}
+            for name, parameter in stage.named_parameters()
+        ]
+        optimizer = torch.optim.AdamW(groups)
+        error = ValueError if bare.rank == 0 else RemoteStageError
+        told = r"has 0\.inner\.weight with weight_decay = 0\.0 on rank 0 and 0\.1 on rank 1"
+        with pytest.raises(error, match=told):
+            state.save(folder, stage, optimizer)
+
+
+def test_other_options_for_a_name_on_another_stage_are_not_saved(ranks, tmp_path):
+    ranks(2).run(save_with_other_options, str(tmp_path), world=False).values()
+
+
+def load_plainly_saved(bare, folder):
+    plain = make_model("three")
+    values = make_weights("three", ["6.inner.weight"], seed=3)
+    plain.load_state_dict(values, strict=False)
+    with stage_of(bare, "plain", make_model("three"), [1, 4, 2]) as stage:
+        state.load(folder, stage, strict=False)
+        for key, value in stage.state_dict().items():
+            assert_same(value.cpu(), plain.state_dict()[key], key)
+
+
+def test_plainly_saved_without_one_of_the_names(ranks, tmp_path):
+    values = make_weights("three", ["6.inner.weight"], seed=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it runs in one process
+        dcp.save({"model": values}, checkpoint_id=str(tmp_path), no_dist=True)
+    ranks(3).run(load_plainly_saved, str(tmp_path), world=False).values()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
