@@ -104,9 +104,9 @@ class Stage(FixedLayers):
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
-            training call, and raise ``RuntimeError`` on every rank if they differ, which reads all
-            of them each time. They can differ if stages use different optimizers or options for
-            them, or write into them. Give it on every rank.
+            training call, and raise ``RuntimeError`` on every rank if they differ; otherwise before
+            the calls 2, 4, 8, … with a warning on rank 0. They differ if stages' optimizers have
+            different options for them, or if your code writes into one. Give it on every rank.
         transport: what carries large tensors: ``"shm"`` (CPUs of one host, the default there),
             ``"gloo"`` (CPUs, several hosts), ``"nccl"`` (different GPUs; shared ones too
             from NCCL 2.30 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``) or ``"cuda_ipc"`` (all stages
@@ -497,8 +497,8 @@ class Stage(FixedLayers):
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
         buffers = self._tied.versions()
-        if self._checks_tied and order.keeps_graph:
-            self._tied.check_equal(pipeline.control.agree)
+        if self._cut.ties and order.keeps_graph:
+            self._tied.check_equal(pipeline.control.agree, always=self._checks_tied)
         pipeline.executor.begin()
         for layer in self._deferred:
             layer.begin()

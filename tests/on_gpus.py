@@ -82,10 +82,14 @@ def run(pytest: list[str], number: int, seed: int, *, is_brief: bool) -> tuple[i
 
     Prints what pytest has printed, if that is not to be brief or a test has failed.
     """
+    env = dict(os.environ)
+    # Without bytecode each process would compile what it imports.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     emulated = [sys.executable, "-m", "tests.emulated_gpu", f"--gpus={number}", f"--seed={seed}"]
     done = subprocess.run(
         [*emulated, *TIMING, "--", *pytest, "-p", "no:cacheprovider", "--gpus=share"],
         cwd=ROOT,
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,6 +14,7 @@ So equal optimizers keep the copies equal. Partitions of one stage use the tenso
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,7 @@ class Tied:
         self._stage = stage
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_open = False
+        self._num_calls = 0
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -110,19 +112,34 @@ class Tied:
                 with torch.no_grad():
                     copy.tensor.copy_(value)
 
-    def check_equal(self, agree: Callable[[Any, Callable[[list[Any]], Any]], Any]) -> None:
-        """Compare all copies; all stages call it.
+    def check_equal(
+        self, agree: Callable[[Any, Callable[[list[Any]], Any]], Any], *, always: bool
+    ) -> None:
+        """Compare all copies; all stages call it before each training call.
+
+        Args:
+            agree: brings values of all stages together, see ``Control.agree``.
+            always: whether to compare each time, and raise; else before the calls 2, 4, 8, …, with
+                a warning on stage 0.
 
         Raises:
             RuntimeError: they differ; on every stage.
         """
+        self._num_calls += 1
+        is_due = self._num_calls > 1 and self._num_calls.bit_count() == 1
+        if not (always or is_due):
+            return
         hashes = {copy.name: _hash_of(copy.tensor) for copy in self.parameters + self._buffers}
-        if faults := agree(hashes, _differences):
-            raise RuntimeError(
-                f"copies of one tensor differ: {'; '.join(faults)}: all its stages must have the "
-                "same optimizer with the same options for it, and write into it alike, or not at "
-                "all"
-            )
+        if not (faults := agree(hashes, _differences)):
+            return
+        message = (
+            f"copies of one tensor differ: {'; '.join(faults)}: all its stages must have the same "
+            "optimizer with the same options for it, and write into it alike, or not at all"
+        )
+        if always:
+            raise RuntimeError(message)
+        if self._stage == 0:
+            warnings.warn(f"{message} (check_tied=True makes this an error)", stacklevel=2)
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """Return the buffers and how often each was changed, for :meth:`check_unchanged`."""

@@ -29,6 +29,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import signal
@@ -218,10 +219,10 @@ def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[
         os.close(descriptor)
     if os.isatty(1):
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-    _open_standard_files()
     os.chdir(start.cwd)
     os.environ.clear()
     os.environ.update(start.env)
+    _open_standard_files()
     if "PYTHONFAULTHANDLER" in start.env:
         faulthandler.enable()
     main = types.ModuleType("__main__")
@@ -243,15 +244,19 @@ def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[
 
 def _open_standard_files() -> None:
     """Open what ``sys`` has anew: as the server opened it, it remembers other files."""
-    stdout_buffering = 1 if os.isatty(1) else -1
-    files = {
-        "stdin": open(0, closefd=False),  # noqa: SIM115 - open until the end
-        "stdout": open(1, "w", stdout_buffering, closefd=False),  # noqa: SIM115
-        "stderr": open(2, "w", 1, errors="backslashreplace", closefd=False),  # noqa: SIM115
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    streams = {
+        "stdin": os.fdopen(0, closefd=False),
+        "stdout": io.TextIOWrapper(
+            os.fdopen(1, "wb", 0 if is_unbuffered else -1, closefd=False),
+            line_buffering=os.isatty(1),
+            write_through=is_unbuffered,
+        ),
+        "stderr": os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False),
     }
-    for name, file in files.items():
-        setattr(sys, name, file)
-        setattr(sys, f"__{name}__", file)
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 class End:

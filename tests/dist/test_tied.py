@@ -242,6 +242,25 @@ def check_differences(bare):
         stage.step(*make_batch())
 
 
+def check_warning(bare):
+    stage = Stage(make_model(), [3, 4], world=world_of(bare, "warns"), loss_fn=F.mse_loss)
+    stage.step(*make_batch())
+    if bare.rank == 1:
+        with torch.no_grad():
+            stage.get_parameter("6.inner.weight").add_(1e-15)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            stage.step(*make_batch())
+    stage.close()
+    messages = [str(each.message) for each in caught if "copies of one" in str(each.message)]
+    assert len(messages) == (2 if bare.rank == 0 else 0)  # before the second call and the fourth
+
+
+def test_copies_that_differ_are_warned_of_before_few_calls(ranks):
+    ranks(2).run(check_warning, world=False).values()
+
+
 def test_copies_that_differ_are_found(ranks):
     ranks(2).run(check_differences, world=False).values()
 

@@ -76,7 +76,7 @@ def main() -> None:
     rank, port = map(int, sys.argv[1:3])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # So that nothing printed is lost when the process is killed.
-    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
     pipe = Connection(os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
