@@ -2,10 +2,11 @@
 
     python -m tests.at_once [arguments of pytest]
 
-Starts one pytest for each core, up to 4. Each collects all tests, and runs the files that no other
-pytest has taken before. Files with tests that start processes come first; the others are short, so
-all end at about the same time. The first pytest prints as it runs; the output of the others is
-printed when they have ended. ``pytest`` alone runs all tests one after the other.
+Starts one pytest for each core, and one more since tests wait too; up to 4. Each collects all tests,
+and runs the files that no other pytest has taken before. Files with tests that start processes come
+first; the others are short, so all end at about the same time. The first pytest prints as it runs;
+the output of the others is printed when they have ended. ``pytest`` alone runs all tests one after
+the other.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ NUM_COLLECTED = pytest.StashKey[int]()
 def main(arguments: list[str]) -> int:
     """Run the tests; return 0 if none failed."""
     start_s = time.monotonic()
-    num_processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    num_processes = min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
     with tempfile.TemporaryDirectory(prefix="procpipe-tests-") as name:
         folder = Path(name)
         logs = [folder / f"log-{number}" for number in range(1, num_processes)]
