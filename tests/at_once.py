@@ -2,7 +2,7 @@
 
     python -m tests.at_once [arguments of pytest]
 
-Starts one pytest for each core, and one more since tests wait too; up to 4. Each collects all tests,
+Starts one pytest for each core, and one more since tests wait; up to 4. Each collects all tests,
 and runs the files that no other pytest has taken before. Files with tests that start processes come
 first; the others are short, so all end at about the same time. The first pytest prints as it runs;
 the output of the others is printed when they have ended. ``pytest`` alone runs all tests one after
