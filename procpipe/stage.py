@@ -190,8 +190,8 @@ class Stage(FixedLayers):
                 )
             self._cut = build.Cut.of(module, balance, self._settings, self._world)
             self.balance = self._cut.balance
-            self._adopt_layers(module)
             self._tied = build.tied_of(self._cut, self.rank)
+            self._adopt_layers(module)
             self._checks_tied = bool(check_tied)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
                 loss_fn.to(self.device)  # class weights must be on the output's device
@@ -400,6 +400,16 @@ class Stage(FixedLayers):
             stand_in = self._stand_in[0]
             stand_in.requires_grad = True  # stage.requires_grad_(False) froze it too
             yield stand_in
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return this stage's parameters with the names under which the plain model lists them.
+
+        Of one that stages share that is its first name, on each of them.
+        """
+        found = super().named_parameters(prefix, recurse, remove_duplicate)
+        return self._tied.renamed(found, prefix) if remove_duplicate else found
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,15 @@ class Tied:
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_open = False
         self._num_calls = 0
+
+    def renamed(
+        self, named: Iterable[tuple[str, nn.Parameter]], prefix: str
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield named parameters, and copies under their first names in the full model."""
+        names = {copy.tensor: copy.name for copy in self.parameters}
+        for name, parameter in named:
+            own = names.get(parameter)
+            yield (".".join(filter(None, (prefix, own))) if own else name), parameter
 
     # -- values ---------------------------------------------------------------------------------
 

@@ -32,7 +32,6 @@ nothing. All receives move up by the same number of tasks, so each channel keeps
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -97,25 +96,12 @@ _Fenced = tuple[int, Transfer]
 
 
 def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
-    """List the transfers after each cycle: by the stage that sends, then as its task sends them.
-
-    Those of tied parameters come last.
-    """
-    tied: defaultdict[int, list[Transfer]] = defaultdict(list)
+    """List the transfers after each cycle: by the stage that sends, then as its task sends them."""
+    found: list[list[Transfer]] = [[] for _ in plan.cycles]
     for stage in range(plan.num_stages):
-        for k, _, transfer in routes.tied_gradients(plan, stage):
-            tied[k].append(transfer)
-    return [
-        (
-            *(
-                transfer
-                for task in sorted(cycle, key=lambda task: plan.placement[task.j])
-                for transfer in routes.leaving(task, plan)
-            ),
-            *tied[k],
-        )
-        for k, cycle in enumerate(plan.cycles)
-    ]
+        for k, transfer in routes.sent(plan, stage):
+            found[k].append(transfer)
+    return [tuple(fence) for fence in found]
 
 
 def program(
@@ -133,16 +119,12 @@ def program(
         recompute: the micro-batches that a later plan recomputes, if this one has no backward.
     """
     makers = sorted([stage, *routes.sources(stage)])
-    leaving = [
-        (k, transfer)
+    touching = [
+        fenced
         for maker in makers
-        for k, task in plan.row(maker)
-        for transfer in routes.leaving(task, plan)
+        for fenced in routes.sent(plan, maker)
+        if stage in routes.stages_of(fenced[1])
     ]
-    leaving += [
-        (k, transfer) for maker in makers for k, _, transfer in routes.tied_gradients(plan, maker)
-    ]
-    touching = [fenced for fenced in leaving if stage in routes.stages_of(fenced[1])]
     touching.sort(key=lambda fenced: fenced[0])  # stable: within a fence by maker, as in fences()
     steps = _arranged(plan.row(stage), _divided(stage, touching, routes), ahead)
     tasks = {step.task for step in steps if isinstance(step, Run)}

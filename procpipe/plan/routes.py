@@ -166,6 +166,14 @@ class Routes:
             return up + [Transfer(SKIP_GRADIENT, i, b, j) for b in self.skips_from(j)]
         return []
 
+    def sent(self, plan: Plan, stage: int) -> Iterator[tuple[int, Transfer]]:
+        """Yield all that a stage sends, with its cycle; within a cycle in order."""
+        for k, task in plan.row(stage):
+            for transfer in self.leaving(task, plan):
+                yield k, transfer
+        for k, _, transfer in self.tied_gradients(plan, stage):
+            yield k, transfer
+
     def tied_gradients(self, plan: Plan, stage: int) -> Iterator[tuple[int, Task, Transfer]]:
         """Yield what a stage sends of the gradients of tied parameters: cycle, task, transfer.
 

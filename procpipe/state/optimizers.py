@@ -53,7 +53,6 @@ class Names:
             stand_in = module._stand_in
             self.shared = tuple(copy.name for copy in module._tied.parameters)
             for copy in module._tied.parameters:
-                self._of[copy.tensor] = copy.name
                 if copy.stages[0] != module.rank:
                     self._saved_elsewhere.add(copy.name)
         seen: set[Tensor] = set()

@@ -360,12 +360,12 @@ def test_ranks_whose_models_share_other_parameters_disagree(ranks):
 def check_frozen_on_one_stage(bare):
     stage = Stage(make_model(), [3, 4], world=world_of(bare, "by name"), loss_fn=F.mse_loss)
     stage.step(*make_batch())
-    for name, parameter in stage.named_parameters():
-        parameter.requires_grad_(name != "0.inner.weight")
-    told = (
+    if bare.rank == 0:
+        stage.get_parameter("0.inner.weight").requires_grad_(False)
+    message = (
         r"0\.inner\.weight, also named 6\.inner\.weight, requires a gradient on stage 1 but not on"
     )
-    with pytest.raises((RuntimeError, RemoteStageError), match=told):
+    with pytest.raises((RuntimeError, RemoteStageError), match=message):
         stage.step(*make_batch())
 
 
@@ -495,18 +495,51 @@ def test_loading_under_some_of_the_names_is_as_in_the_plain_model(ranks, tmp_pat
 def save_with_other_options(bare, folder):
     with stage_of(bare, "options", make_model(), [3, 4]) as stage:
         groups = [
-            {"params": [parameter], "weight_decay": 0.0 if name == "0.inner.weight" else 0.1}
-            for name, parameter in stage.named_parameters()
+            {"params": [parameter], "weight_decay": 0.0 if bare.rank == 0 else 0.1}
+            for parameter in stage.parameters()
         ]
         optimizer = torch.optim.AdamW(groups)
         error = ValueError if bare.rank == 0 else RemoteStageError
-        told = r"has 0\.inner\.weight with weight_decay = 0\.0 on rank 0 and 0\.1 on rank 1"
-        with pytest.raises(error, match=told):
+        message = r"has 0\.inner\.weight with weight_decay = 0\.0 on rank 0 and 0\.1 on rank 1"
+        with pytest.raises(error, match=message):
             state.save(folder, stage, optimizer)
 
 
 def test_other_options_for_a_name_on_another_stage_are_not_saved(ranks, tmp_path):
     ranks(2).run(save_with_other_options, str(tmp_path), world=False).values()
+
+
+def check_groups_by_name(bare):
+    """Options, and what is frozen, by the names that the plain model lists."""
+    plain = make_model("three")
+    with stage_of(bare, "by name", plain, [1, 4, 2], loss_fn=F.mse_loss, check_tied=True) as stage:
+        names = [name for name, _ in plain.named_parameters()]
+        listed = [name for name, _ in stage.named_parameters()]
+        assert set(listed) <= set(names)
+        assert "0.inner.weight" in listed
+        assert next(iter(stage.named_parameters("prefix")))[0].startswith("prefix.")
+        optimizers = []
+        for module in (stage, plain.to(bare.device)):
+            groups = [
+                {"params": [parameter], "weight_decay": 0.3 if name == "0.inner.weight" else 0.0}
+                for name, parameter in module.named_parameters()
+            ]
+            optimizers.append(torch.optim.AdamW(groups, lr=0.1))
+        for step in range(4):
+            for module in (stage, plain):
+                for name, parameter in module.named_parameters():
+                    parameter.requires_grad_(step < 2 or name != "0.inner.weight")
+            input, target = (part.to(bare.device) for part in make_batch(seed=step))
+            plain_step(plain, (input,), target, 1, F.mse_loss)
+            stage.step(input, target)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same_values(stage, plain, f"step {step}")
+
+
+def test_options_and_freezing_by_name_are_as_in_the_plain_model(ranks):
+    ranks(3).run(check_groups_by_name, world=False).values()
 
 
 def load_plainly_saved(bare, folder):
