@@ -79,7 +79,7 @@ def assert_same_values(stage, plain, what):
         assert_same(value, expected[key], f"{what} {key}", TOLERANCE)
 
 
-def train(bare, schedule, users, mode, num_steps=3):
+def train(bare, schedule, users, mode, num_steps=3, make_optimizer=torch.optim.AdamW):
     """Clip and step, with two mini-batches accumulated each time."""
     plain = make_model(users)
     balance = BALANCES[schedule][bare.num_ranks]
@@ -87,7 +87,7 @@ def train(bare, schedule, users, mode, num_steps=3):
     name = f"{schedule} {users} {mode}"
     with stage_of(bare, name, plain, balance, check_tied=True, **options) as stage:
         plain.to(bare.device)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (stage, plain)]
+        optimizers = [make_optimizer(m.parameters(), lr=0.05) for m in (stage, plain)]
         for step in range(num_steps):
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=step < 2)
@@ -125,7 +125,8 @@ def test_training_is_the_plain_models(ranks, schedule, num_ranks):
 
 
 def check_auto(bare):
-    train(bare, "auto", "three", "except_last", num_steps=9)
+    # Not by Adam: over so many steps it enlarges the last digits, which plans make differ.
+    train(bare, "auto", "three", "except_last", num_steps=9, make_optimizer=torch.optim.SGD)
 
 
 def test_plans_found_by_measurements(ranks):
