@@ -531,7 +531,9 @@ class Stage(FixedLayers):
         self._open_pass = None
         with self._calls.together("backward") as pipeline:
             order = self._issue_or_follow("backward", sizes=order.sizes, recompute=order.recompute)
+            buffers = self._tied.versions()
             outcome = pipeline.run(order, batch)
+            self._tied.check_unchanged(buffers)
             if ingoing is not None:
                 ingoing.add_gradients(outcome.input_gradients)
 
