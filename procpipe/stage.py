@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from procpipe import build
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.clipping import clip
+from procpipe.compute.compiled import compile_layers
 from procpipe.compute.wrappers import check_not_sharded
 from procpipe.data.loss import Loss
 from procpipe.data.minibatch import Ingoing, MiniBatch, Outcome, input_and_target, join_outputs
@@ -38,6 +39,7 @@ from procpipe.errors import StageClosedError
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.model.arguments import checked_checkpoint, checked_chunks
 from procpipe.model.fixed import FixedLayers
+from procpipe.notes import write_note
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
@@ -438,6 +440,26 @@ class Stage(FixedLayers):
         loaded = super().load_state_dict(ours, strict, assign)
         self._tied.load(state_dict)
         return loaded
+
+    def compile(self, **options: Any) -> None:
+        """Compile each of this stage's layers in place, by ``torch.compile`` in their first steps.
+
+        Every rank calls it; it does not communicate. Keys, parameters and results stay. Layers that
+        stash or pop skip tensors are left as they are, which a note says. A backward in two tasks
+        (``"zb-h1"``, ``"zb-v"``) runs whole in the first for compiled layers, which a note says,
+        too. While a rank compiles, the ``timeout_s`` of others does not run, and stall reports
+        name the layer.
+
+        Args:
+            options: for ``torch.compile``: ``backend``, ``mode``, ``dynamic``, …
+
+        Source: ``torch.nn.Module.compile``.
+        """
+        if left_out := compile_layers(self.named_children(), options):
+            write_note(
+                f"procpipe: stage {self.rank} leaves layers uncompiled that stash or pop skip "
+                f"tensors: {', '.join(left_out)}"
+            )
 
     # -- statistics ----------------------------------------------------------------------------
 
