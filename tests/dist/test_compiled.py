@@ -155,8 +155,8 @@ def train(bare: Any, kind: str, how: str, backend: str, cases: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "how", "backend", "cases"),
     [
-        ("blocks", "by the stage", "aot_eager", ALL),
-        ("blocks", "in the model", "eager", TWO),
+        ("blocks", "by the stage", "aot_eager", ALL[::2]),
+        ("blocks", "in the model", "eager", ALL[1::2]),
         ("skips", "by the stage", "eager", TWO),
         ("not reentrant", "by the stage", "eager", TWO[1:]),
         ("reentrant", "uncompiled", "", ALL),
@@ -172,41 +172,36 @@ def test_training_is_the_plain_models(
     ranks(2).run(train, kind, how, backend, cases, world=False).values()
 
 
-def train_in_one_process(backend: str, mode: str, **options: Any) -> tuple[Any, ...]:
-    """Return the gradients, buffers and output of a stage with dropout, after two steps."""
+def train_in_one_process(backend: str, mode: str) -> tuple[Any, ...]:
+    """Return gradients, buffers and an output of a stage with dropout and deferred statistics."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layers = [Block(), nn.Dropout(0.5), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))]
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), nn.Dropout(0.5)]
     model = nn.Sequential(*layers).double()
-    stage = Stage(model, chunks=3, checkpoint=mode, loss_fn=F.mse_loss, **options)
+    stage = Stage(model, chunks=2, checkpoint=mode, loss_fn=F.mse_loss, deferred_batch_norm=True)
     if backend:
         stage.compile(backend=backend)
     torch.manual_seed(1)
-    for num_samples in (9, 8):
-        stage.step(*make_batch(num_samples))
+    for _ in range(2):
+        stage.step(*make_batch(8))
     gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}
-    found = gradients, dict(stage.state_dict())
     stage.eval()
     with torch.no_grad():
-        output = stage(make_batch(4)[0])
+        output = stage(make_batch(8)[0])
     stage.close()
-    return *found, output
+    return gradients, dict(stage.state_dict()), output
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its default backend
-def test_recomputation_repeats_compiled_layers() -> None:
-    backends = ["eager", "aot_eager", *(["inductor"] if shutil.which("g++") else [])]
-    for deferred in (False, True):
-        plain = train_in_one_process("", "never", deferred_batch_norm=deferred)
-        for backend in backends[: 2 if deferred else 3]:
-            never, always = (
-                train_in_one_process(backend, mode, deferred_batch_norm=deferred)
-                for mode in ("never", "always")
-            )
-            assert_same(always, never, backend, TOLERANCE)
-            if backend != "inductor":  # which draws other random numbers
-                assert_same(never, plain, backend, TOLERANCE)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_recomputation_repeats_compiled_layers(backend: str) -> None:
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("torch's default backend needs g++")
+    never, always = (train_in_one_process(backend, mode) for mode in ("never", "always"))
+    assert_same(always, never, "recomputed", TOLERANCE)
+    if backend != "inductor":  # which draws other random numbers
+        assert_same(never, train_in_one_process("", "never"), "compiled", TOLERANCE)
 
 
 class Report:
