@@ -19,8 +19,7 @@ cannot be used again.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from procpipe import build
-from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.clipping import clip
 from procpipe.compute.wrappers import check_not_sharded
 from procpipe.data.loss import Loss
@@ -36,8 +34,8 @@ from procpipe.data.minibatch import Ingoing, MiniBatch, Outcome, input_and_targe
 from procpipe.data.remote import Remote
 from procpipe.errors import StageClosedError
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
+from procpipe.local_layers import LocalLayers
 from procpipe.model.arguments import checked_checkpoint, checked_chunks
-from procpipe.model.fixed import FixedLayers
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
@@ -51,7 +49,7 @@ from procpipe.tree import children_of, map_tensors
 _UNSET: Any = object()
 
 
-class Stage(FixedLayers):
+class Stage(LocalLayers):
     """This process's part of a model that is trained as a pipeline, one process a stage.
 
     Every rank builds it from the same full model and the same arguments, and then makes the same
@@ -171,8 +169,6 @@ class Stage(FixedLayers):
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
         try:
-            # In a tuple, so that nn.Module does not register it.
-            self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
             build.check(module, self._world)
             self.chunks = checked_chunks(chunks)
             self.checkpoint = checked_checkpoint(checkpoint)
@@ -188,10 +184,9 @@ class Stage(FixedLayers):
                 balance = build.found_balance(
                     balance, module, sample, self.chunks, self._world, self._settings.schedule
                 )
-            self._cut = build.Cut.of(module, balance, self._settings, self._world)
-            self.balance = self._cut.balance
-            self._tied = build.tied_of(self._cut, self.rank)
-            self._adopt_layers(module)
+            cut = build.Cut.of(module, balance, self._settings, self._world)
+            self.balance = cut.balance
+            self._adopt(cut, build.tied_of(cut, self.rank), is_training=module.training)
             self._checks_tied = bool(check_tied)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
                 loss_fn.to(self.device)  # class weights must be on the output's device
@@ -383,58 +378,6 @@ class Stage(FixedLayers):
                 error_if_nonfinite=error_if_nonfinite,
             )
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return this stage's parameters, for this process's optimizer.
-
-        Where none of them requires a gradient, because the stage has no parameters or all are
-        frozen, an empty one that does comes last: so no optimizer refuses what is left of them
-        (``[p for p in stage.parameters() if p.requires_grad]``). It stands in for a parameter to
-        train, has no elements and never a gradient, and is neither in ``named_parameters()`` nor
-        in ``state_dict()``; ``procpipe.state`` passes over it.
-        """
-        is_trainable = False
-        for parameter in super().parameters(recurse):
-            is_trainable = is_trainable or parameter.requires_grad
-            yield parameter
-        if not is_trainable:
-            stand_in = self._stand_in[0]
-            stand_in.requires_grad = True  # stage.requires_grad_(False) froze it too
-            yield stand_in
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this stage's parameters with the names under which the plain model lists them.
-
-        Of one that stages share that is its first name, on each of them.
-        """
-        found = super().named_parameters(prefix, recurse, remove_duplicate)
-        return self._tied.renamed(found, prefix) if remove_duplicate else found
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load this stage's part of a state dict of the full model, or of this stage alone.
-
-        Entries of layers that other stages hold are passed over; with ``strict``, entries of no
-        layer of the model are an error. Does not communicate.
-
-        Raises:
-            ValueError: ``assign`` is set, and layers of several stages share a parameter.
-        """
-        self._cut.check_assign(assign=assign)
-        ours = {
-            key: value
-            for key, value in state_dict.items()
-            if key.split(".", 1)[0] not in self._cut.elsewhere
-        }
-        if (versions := getattr(state_dict, "_metadata", None)) is not None:
-            ours = OrderedDict(ours)
-            ours._metadata = versions  # type: ignore[attr-defined]
-        loaded = super().load_state_dict(ours, strict, assign)
-        self._tied.load(state_dict)
-        return loaded
-
     # -- statistics ----------------------------------------------------------------------------
 
     def statistics(self) -> StageStatistics:
@@ -538,25 +481,6 @@ class Stage(FixedLayers):
                 ingoing.add_gradients(outcome.input_gradients)
 
     # -- building -------------------------------------------------------------------------------
-
-    def _adopt_layers(self, module: nn.Sequential) -> None:
-        """Register this stage's layers under their names in the full model."""
-        for name, layer in (item for part in self._cut.layers.values() for item in part.items()):
-            if hasattr(self, name):
-                raise ValueError(
-                    f"a layer of the model is named {name!r}, which is also an attribute of "
-                    "Stage: name the layer otherwise"
-                )
-            self.add_module(name, layer)
-        self.training = module.training
-        self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]
-
-    def _by_partition(self) -> dict[int, nn.ModuleList]:
-        """Return this stage's layers, as they are now, by the indices of its partitions."""
-        return {
-            j: nn.ModuleList(self._modules[name] for name in layers)
-            for j, layers in self._cut.layers.items()
-        }
 
     def _connect(self) -> Pipeline:
         if self._world.num_ranks > 1:
