@@ -163,7 +163,8 @@ def _tied_s(
     """
     hops = zip(output_bytes, hops_s, placement, placement[1:], strict=False)
     between = [(size, hop_s) for size, hop_s, here, there in hops if here != there]
-    num_bytes, hop_s = max(between, default=(0, 0.0))
+    num_bytes = max((size for size, _ in between), default=0)
+    hop_s = min((hop_s for size, hop_s in between if size == num_bytes), default=0.0)
     return {
         tie: hop_s * max(1.0, size / num_bytes if num_bytes else 0.0)
         for tie, size in tied_bytes.items()
