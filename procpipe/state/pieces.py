@@ -29,7 +29,7 @@ from procpipe.state.files import filled, naming, open_regular
 _MAX_HEADER_BYTES = 100_000_000
 
 #: The bytes of a tensor that are held while it is read or written, beside the tensor itself.
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
 
 _DTYPES = {
     "F64": torch.float64,
