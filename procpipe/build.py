@@ -154,20 +154,6 @@ class Cut:
         keys = getattr(module, "keys", None)
         return cls(entries, placement, ours, elsewhere, skips, ties, facts, keys)
 
-    def check_assign(self, *, assign: bool) -> None:
-        """Check that ``load_state_dict`` leaves each parameter shared that stages share.
-
-        Raises:
-            ValueError: it would not.
-        """
-        stages_of = [{self.placement[j] for j in tie.partitions} for tie in self.ties]
-        apart = [str(t) for t, stages in zip(self.ties, stages_of, strict=True) if len(stages) > 1]
-        if assign and apart:
-            raise ValueError(
-                "assign=True would give each layer a parameter of its own, but layers of several "
-                f"stages share one: {'; '.join(apart)}: leave assign off"
-            )
-
 
 def check(module: nn.Sequential, world: World) -> None:
     """Check that a model can be cut, and its skip tensors match."""
