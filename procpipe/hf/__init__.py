@@ -1,0 +1,12 @@
+"""Models of Hugging Face's transformers as pipelines: in, trained, out.
+
+sequential.py   sequential(): an nn.Sequential over a model's own modules
+families.py     the classes of models that are supported, and in what some differ
+shells.py       copies of a model's module tree that hold one layer's modules only
+losses.py       losses that weigh tokens
+"""
+
+from procpipe.hf.losses import causal_lm_loss, seq2seq_lm_loss
+from procpipe.hf.sequential import sequential
+
+__all__ = ["causal_lm_loss", "seq2seq_lm_loss", "sequential"]
