@@ -30,7 +30,15 @@ from procpipe import build
 from procpipe.clipping import clip
 from procpipe.compute.wrappers import check_not_sharded
 from procpipe.data.loss import Loss
-from procpipe.data.minibatch import Ingoing, MiniBatch, Outcome, input_and_target, join_outputs
+from procpipe.data.minibatch import (
+    UNSET,
+    Ingoing,
+    MiniBatch,
+    Outcome,
+    inputs_and_target,
+    inputs_of,
+    join_outputs,
+)
 from procpipe.data.remote import Remote
 from procpipe.errors import StageClosedError
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
@@ -45,8 +53,6 @@ from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.statistics import StageStatistics, TimedTask
 from procpipe.tree import children_of, map_tensors
-
-_UNSET: Any = object()
 
 
 class Stage(LocalLayers):
@@ -93,7 +99,9 @@ class Stage(LocalLayers):
             is for the whole model, and of several the sum.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
-            one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of
+            one micro-batch: the mean over its samples, 0-dim; or ``(sum, weight)``, a 0-dim sum
+            and the number it counts (of tokens, say), also 0-dim. Of these the mini-batch's loss
+            is the sum of sums over the sum of weights. Runs on the last stage, as part of
             its last layer. Parameters of its own are not among ``parameters()``.
         loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
             mini-batch, a finite number from 0; by default its number of samples. One that counts
@@ -234,7 +242,9 @@ class Stage(LocalLayers):
 
     # -- running --------------------------------------------------------------------------------
 
-    def step(self, *inputs: Any, target: Any = _UNSET) -> Tensor:
+    def step(
+        self, *inputs: Any, target: Any = UNSET, total_weight: Any = None, **named: Any
+    ) -> Tensor:
         """Run a mini-batch: forward, loss and, in training with gradients on, backward.
 
         Every rank calls it; rank 0's ``inputs`` and ``target`` are the ones that count, so the
@@ -243,12 +253,17 @@ class Stage(LocalLayers):
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``. Of two positional
                 values the second is the target, unless that is given by name.
-            target: what ``loss_fn`` gets beside the output; ``None`` for none. A model of several
-                inputs needs it by name: ``step(a, b, target=y)``. One given only on the last stage
-                is used there.
+            target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``;
+                ``None`` for none. A model of several inputs needs it by name:
+                ``step(a, b, target=y)``. One given only on the last stage is used there.
+            total_weight: what the loss is divided by, instead of this mini-batch's own weight: the
+                weight of all mini-batches whose gradients are added up, a number above 0.
+            named: inputs that the first layer takes by name, divided as the others. ``labels`` is
+                the target, unless that is given: ``step(**batch)``.
 
         Returns:
-            The mean loss over the mini-batch's samples, 0-dim, detached, on every rank. Gradients
+            The mean loss over the mini-batch's samples, 0-dim, detached, on every rank; with
+            ``total_weight`` this mini-batch's part of that of all. Gradients
             are added to the parameters' ``.grad`` (and to those of inputs that require them).
 
         Raises:
@@ -258,22 +273,34 @@ class Stage(LocalLayers):
         """
         with self._calls.together("step") as pipeline:
             self._loss.check()
-            if target is _UNSET:
-                inputs, target = input_and_target(inputs, is_read=self.rank == 0)
-            order, batch, ingoing = self._intake.begin("step", inputs, target, **self._modes())
+            given, target = inputs_and_target(inputs, named, target, is_read=self.rank == 0)
+            modes = self._modes()
+            order, batch, ingoing = self._intake.begin("step", given, target, total_weight, **modes)
             outcome = self._run_mini_batch(pipeline, order, batch)
             if ingoing is not None:
                 ingoing.add_gradients(outcome.input_gradients)
-            assert outcome.loss is not None, "every step ends with a loss on every rank"
-            return outcome.loss  # step 10
+            return self._loss.note(outcome.loss, outcome.weight, order.weights)  # step 10
 
-    def forward(self, *inputs: Any) -> Any:
+    @property
+    def last_weight(self) -> Tensor:
+        """What the mini-batch of the newest ``step`` counts: its samples, or their weights.
+
+        0-dim, float64, on every rank; does not communicate. So a loss over several mini-batches is
+        the sum of ``loss * stage.last_weight`` over the sum of ``stage.last_weight``.
+
+        Raises:
+            RuntimeError: there was no ``step`` yet.
+        """
+        return self._loss.weight_of_last_step()
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.
 
         Every rank calls it; rank 0's ``inputs`` are the ones that count.
 
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``.
+            named: inputs that the first layer takes by name.
 
         Returns:
             The model's output ``(batch, …)`` on the last stage. Elsewhere a placeholder that takes
@@ -286,7 +313,8 @@ class Stage(LocalLayers):
             TypeError: no tensor in the inputs.
         """
         with self._calls.together("forward") as pipeline:
-            order, batch, ingoing = self._intake.begin("forward", inputs, None, **self._modes())
+            given = inputs_of(inputs, named)
+            order, batch, ingoing = self._intake.begin("forward", given, None, **self._modes())
             outputs = self._run_mini_batch(pipeline, order, batch).outputs
         this = self._open_pass = object()
 

@@ -7,6 +7,7 @@
     nn.Conv1d._conv_forward, also of 2d and 3d      those of convolutions are not deferred
     F._in_projection, F._in_projection_packed       those of attention are not: split/attention.py
     nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
+    Tensor._backward_hooks, _post_accumulate_…      hooks of gradients are not found
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
@@ -91,6 +92,12 @@ def will_run(node: Any) -> bool:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/graph.py
     """
     return bool(_will_run(node))
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether hooks are called with a parameter's gradient during a backward pass."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(parameter, name, None) for name in names)
 
 
 def are_functions_transformed() -> bool:
