@@ -3,10 +3,12 @@
 sequential.py   sequential(): an nn.Sequential over a model's own modules
 families.py     the classes of models that are supported, and in what some differ
 shells.py       copies of a model's module tree that hold one layer's modules only
-losses.py       losses that weigh tokens
+losses.py       causal_lm_loss()
+weights.py      load_pretrained(), save_pretrained()
 """
 
-from procpipe.hf.losses import causal_lm_loss, seq2seq_lm_loss
+from procpipe.hf.losses import causal_lm_loss
 from procpipe.hf.sequential import sequential
+from procpipe.hf.weights import load_pretrained, save_pretrained
 
-__all__ = ["causal_lm_loss", "seq2seq_lm_loss", "sequential"]
+__all__ = ["causal_lm_loss", "load_pretrained", "save_pretrained", "sequential"]

@@ -92,7 +92,7 @@ def keys_of(family: Family) -> Callable[[str], str]:
     """Return what makes Hugging Face's key from a key of the ``nn.Sequential``."""
     owner = re.escape(family.shared[0]) if family.shared else "(?!)"
     copies = re.compile(rf"\.\d+(?=\.{owner}\.)")
-    return lambda key: copies.sub(".0", key.partition(".")[2])
+    return lambda key: copies.sub(".0", key.partition(".")[2]).replace(".base_layer.", ".")
 
 
 class HFSequential(nn.Sequential):
@@ -117,6 +117,7 @@ class _Stack:
         self, model: Any, name: str, stack: Any, path: tuple[str, ...], family: Family
     ) -> None:
         self.model, self.name, self.path, self.family = model, name, path, family
+        self.skeleton = copied(model, {})  # does not keep the parameters of other stages alive
         self._stack = stack
         self._blocks = [*stack.get_submodule(".".join(path))]
         self.num_blocks = len(self._blocks)
@@ -161,7 +162,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.training = stack.model.training
         self._name, self._travels = stack.name, stack.travels
-        self._model = (stack.model,)  # in a tuple, so that nn.Module does not register it
+        self._model = (stack.skeleton,)  # in a tuple, so that nn.Module does not register it
         self.add_module(stack.name, stack.shell(part))
         self._turns = [module for module in self.modules() if isinstance(module, Twice)]
 
@@ -213,7 +214,8 @@ class Head(nn.Module):
         shell = stack.shell("after")
         whole = stack.whole(shell)
         self.training = stack.model.training
-        self._whole, self._is_seq2seq = (whole,), bool(stack.family.encoder)
+        self._model, self._whole = (stack.skeleton,), (whole,)
+        self._is_seq2seq = bool(stack.family.encoder)
         self._modules = whole._modules  # one dict: what replaces a module replaces it in both
         self._turns = [module for module in self.modules() if isinstance(module, Twice)]
         self._router_logits: tuple[Tensor, ...] = ()
@@ -248,7 +250,7 @@ class Head(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all parameters and buffers, as transformers does."""
-        _initialise(self, self._whole[0])
+        _initialise(self, self._model[0])
 
 
 # -- encoder and decoder -------------------------------------------------------------------------
@@ -328,6 +330,18 @@ class CrossBlock(_Layer):
 # -- helpers -------------------------------------------------------------------------------------
 
 
+def model_of(stage: nn.Sequential) -> Any:
+    """Return the model of the layers of a stage without its modules: class and configuration.
+
+    Raises:
+        TypeError: the stage was not made of ``hf.sequential``.
+    """
+    for layer in stage.children():
+        if isinstance(layer, _Layer | Head):
+            return layer._model[0]
+    raise TypeError("the model of the stage was not made by hf.sequential: make it so")
+
+
 def _by_name(inputs: tuple[Any, ...], named: dict[str, Any], known: list[str]) -> dict[str, Any]:
     """Return what a first layer was given, by name, without labels."""
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
@@ -367,5 +381,6 @@ def _initialise(module: Any, model: Any) -> None:
 def _check_complete(made: HFSequential, model: nn.Module) -> None:
     """Check that the layers hold all of the model."""
     of_layers = {made.keys(key) for key in made.state_dict()}
-    if lost := sorted(of_layers.symmetric_difference(model.state_dict())):
+    of_model = {key.replace(".base_layer.", ".") for key in model.state_dict()}
+    if lost := sorted(of_layers ^ of_model):
         raise unsupported(model, f"{', '.join(lost)} would be in no layer, or in no model")

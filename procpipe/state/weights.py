@@ -82,7 +82,7 @@ def load_weights(
     Source: ``torch.nn.Module.load_state_dict``.
     """
     with Member.of(module).call("state.load_weights") as agree:
-        source = _open(Path(path))
+        source = open_source(Path(path))
         file_keys = FileKeys.of(module, () if keys is None and source.is_own else keys)
 
         def all_faults_and_advice(facts: list[dict[str, Any]]) -> list[str]:
@@ -226,20 +226,20 @@ def under(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     shapes: Shapes
     read: Callable[[str], Any]
     is_own: bool = False  # whether ``save`` wrote it, under the model's own keys
 
 
-def _open(path: Path) -> _Source:
+def open_source(path: Path) -> Source:
     """Look into a file or folder of weights."""
     if path.is_dir():
         if (entry := find(path, None, METADATA)) is not None:
             return _open_saved_state(entry.path)
         for name in (_INDEX, _SINGLE):
             if (path / name).is_file():
-                return _open(path / name)
+                return open_source(path / name)
         raise FileNotFoundError(f"{path} holds neither a saved state nor {_SINGLE} nor {_INDEX}")
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path.absolute()}")
@@ -250,7 +250,7 @@ def _open(path: Path) -> _Source:
     return _open_torch_file(path)
 
 
-def _open_torch_file(path: Path) -> _Source:
+def _open_torch_file(path: Path) -> Source:
 
     with naming(path):
         with open_regular(path) as file:
@@ -261,7 +261,7 @@ def _open_torch_file(path: Path) -> _Source:
         state = read_archive(memoryview(data))
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise SavedStateError(f"{path} holds a {type(state).__name__}, but no state dict")
-    return _Source({key: _shape_of(value) for key, value in state.items()}, state.__getitem__)
+    return Source({key: _shape_of(value) for key, value in state.items()}, state.__getitem__)
 
 
 def _files_of_index(path: Path) -> dict[Path, list[str] | None]:
@@ -284,7 +284,7 @@ def _files_of_index(path: Path) -> dict[Path, list[str] | None]:
     return keys_of
 
 
-def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> _Source:
+def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> Source:
     """Open files; of each the given keys, or all of them for None."""
     open_file: Any = _safetensors().safe_open
     file_of: dict[str, Any] = {}
@@ -303,13 +303,13 @@ def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> _Source:
                 part = file.get_slice(key)
                 file_of[key] = file
                 shapes[key] = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
-    return _Source(shapes, lambda key: file_of[key].get_tensor(key))
+    return Source(shapes, lambda key: file_of[key].get_tensor(key))
 
 
-def _open_saved_state(path: Path) -> _Source:
+def _open_saved_state(path: Path) -> Source:
 
     index = read_index(path)
-    return _Source(
+    return Source(
         under("model.", index.shapes),
         lambda key: index.read([f"model.{key}"])[f"model.{key}"],
         "procpipe" in index.shapes,

@@ -12,8 +12,10 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-import torch.nn.functional as F
 import transformers
+
+from procpipe import hf
+from procpipe.losses import masked_cross_entropy
 
 _PLAIN = {
     "vocab_size": 31,
@@ -122,14 +124,7 @@ def batch_of(name: str, size: int = 5) -> tuple[dict[str, torch.Tensor], torch.T
 
 def loss_of(name: str) -> Any:
     """Return the loss of a case, a sum and a weight; of a plain model's output, too."""
-    from procpipe import hf
-
-    if name == "BERT":
-        return lambda output, labels: (
-            F.cross_entropy(output, labels, reduction="sum"),
-            len(labels),
-        )
-    return hf.seq2seq_lm_loss if name.startswith(("T5", "BERT")) else hf.causal_lm_loss
+    return masked_cross_entropy if name.startswith(("T5", "BERT")) else hf.causal_lm_loss
 
 
 def output_of(model: Any, batch: dict[str, torch.Tensor]) -> Any:

@@ -36,24 +36,10 @@ def truth_of(name, chunks=CHUNKS):
     return loss.detach(), gradients, dict(model.named_buffers())
 
 
-def options_of(name):
-    """Return a mean loss and its weight."""
-    loss = loss_of(name)
-    counted = (lambda labels: (labels[:, 1:] != -100).sum()) if "LM" in CASES[name][1] else None
-    if name.startswith(("T5", "BERT,")):
-        counted = lambda labels: (labels != -100).sum()  # noqa: E731
-
-    def mean_loss(output, labels):
-        total, weight = loss(output, labels)
-        return total / weight
-
-    return {"loss_fn": mean_loss, "loss_weight": counted}
-
-
 def step_of(stage, name):
     """Run a step; return the loss, and this stage's gradients and buffers by key."""
     batch, labels = batch_of(name)
-    loss = stage.step(batch, target=labels)
+    loss = stage.step(**batch, labels=labels)
     keys: Any = hf.sequential(model_of(name)).keys
     named = stage.named_parameters(remove_duplicate=False)
     return (
@@ -80,7 +66,7 @@ def assert_same(found, expected, what):
 def test_all_families_in_one_process():
     for name in CASES:
         layers = hf.sequential(model_of(name))
-        stage = Stage(layers, [len(layers)], chunks=CHUNKS, **options_of(name))
+        stage = Stage(layers, [len(layers)], chunks=CHUNKS, loss_fn=loss_of(name))
         found = step_of(stage, name)
 
         expected = truth_of(name)
@@ -110,7 +96,7 @@ def steps(bare):
         layers = hf.sequential(model_of(name))
         balance = [len(layers) // 3 + 1, len(layers) // 3]
         balance.append(len(layers) - sum(balance))
-        options = {"chunks": CHUNKS, "schedule": way, **options_of(name)}
+        options = {"chunks": CHUNKS, "schedule": way, "loss_fn": loss_of(name)}
         with stage_of(bare, f"{name}, {way}", layers, balance, **options) as stage:
             done[name, way] = step_of(stage, name)
     return done
