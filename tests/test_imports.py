@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "tuning": {"compute", "plan", "run", "errors", "words"},
     "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
     "state": {"run", "stage", "errors", "forks", "notes", "version"},
-    "hf": {"losses", "skip", "stage", "state"},
+    "hf": {"data", "losses", "skip", "stage", "state"},
 }
 
 #: Loaded only where a user selects them; deleted in turn in tests/test_rooms.py.

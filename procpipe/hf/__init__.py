@@ -5,10 +5,19 @@ families.py     the classes of models that are supported, and in what some diffe
 shells.py       copies of a model's module tree that hold one layer's modules only
 losses.py       causal_lm_loss()
 weights.py      load_pretrained(), save_pretrained()
+lora.py         load_adapter(), save_adapter()
 """
 
+from procpipe.hf.lora import load_adapter, save_adapter
 from procpipe.hf.losses import causal_lm_loss
 from procpipe.hf.sequential import sequential
 from procpipe.hf.weights import load_pretrained, save_pretrained
 
-__all__ = ["causal_lm_loss", "load_pretrained", "save_pretrained", "sequential"]
+__all__ = [
+    "causal_lm_loss",
+    "load_adapter",
+    "load_pretrained",
+    "save_adapter",
+    "save_pretrained",
+    "sequential",
+]

@@ -33,6 +33,9 @@ _TRAVELS = ("attention_mask", "position_ids")
 #: Parameters of a forward that are no inputs of a mini-batch.
 _NO_INPUTS = ("self", "past_key_values", "use_cache", "kwargs", "encoder_hidden_states")
 
+#: What peft puts into the keys of what it wraps.
+_WRAPPED = re.compile(r"\.(base_layer|original_module)\.")
+
 #: The output of one layer: the hidden states, and what travels with them, by name.
 State = dict[str, Any]
 
@@ -92,7 +95,7 @@ def keys_of(family: Family) -> Callable[[str], str]:
     """Return what makes Hugging Face's key from a key of the ``nn.Sequential``."""
     owner = re.escape(family.shared[0]) if family.shared else "(?!)"
     copies = re.compile(rf"\.\d+(?=\.{owner}\.)")
-    return lambda key: copies.sub(".0", key.partition(".")[2]).replace(".base_layer.", ".")
+    return lambda key: copies.sub(".0", _WRAPPED.sub(".", key.partition(".")[2]))
 
 
 class HFSequential(nn.Sequential):
@@ -381,6 +384,6 @@ def _initialise(module: Any, model: Any) -> None:
 def _check_complete(made: HFSequential, model: nn.Module) -> None:
     """Check that the layers hold all of the model."""
     of_layers = {made.keys(key) for key in made.state_dict()}
-    of_model = {key.replace(".base_layer.", ".") for key in model.state_dict()}
+    of_model = {_WRAPPED.sub(".", key) for key in model.state_dict()}
     if lost := sorted(of_layers ^ of_model):
         raise unsupported(model, f"{', '.join(lost)} would be in no layer, or in no model")

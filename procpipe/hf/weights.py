@@ -76,7 +76,7 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     model, member = model_of(stage), Member.of(stage)
     path = Path(folder).absolute()
     with member.call("hf.save_pretrained") as agree:
-        agree(None, lambda _: _make_folder(path, ["config.json", _INDEX, "model*.safetensors"]))
+        agree(None, lambda _: make_folder(path, ["config.json", _INDEX, "model*.safetensors"]))
         values, merged = stage.state_dict(), _merged(stage)
         own = {
             name: merged.get(key, values[key])
@@ -138,8 +138,8 @@ def read_into(
 
 
 def is_of_adapter(key: str) -> bool:
-    """Return whether a key is of a matrix of LoRA, not of the model."""
-    return ".lora_" in key
+    """Return whether a key is of an adapter: a matrix of LoRA, or a module in place of another."""
+    return ".lora_" in key or ".modules_to_save." in key
 
 
 def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -152,6 +152,13 @@ def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         seen.add(storage.data_ptr())
         found[key] = tensor if is_alone else tensor.clone()
     return found
+
+
+def make_folder(path: Path, patterns: list[str]) -> None:
+    """Make a folder, and check that no file in it has one of these names."""
+    path.mkdir(parents=True, exist_ok=True)
+    if there := [file.name for pattern in patterns for file in sorted(path.glob(pattern))]:
+        raise FileExistsError(f"{path} holds {there[0]} already: save to a new folder")
 
 
 class _Pieces(nn.Module):
@@ -196,7 +203,7 @@ def _pieces(stage: Stage, model: Any, keys: FileKeys, source: Source) -> dict[st
 
 
 def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str], str]:
-    """Return the map from a stage's keys to those in files, which may lack the base model's name."""
+    """Return the map from a stage's keys to those in files, perhaps of the base model alone."""
     to_file = FileKeys.of(stage, None).to_file
     if any(key.startswith(prefix) for key in source.shapes):
         return to_file
@@ -204,9 +211,14 @@ def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str]
 
 
 def _merged(stage: Stage) -> dict[str, Tensor]:
-    """Return, by key, the weights that LoRA changes, with the change."""
+    """Return, by key, the weights that adapters change or replace, as they are with them."""
     found = {}
     for name, module in stage.named_modules():
+        if hasattr(module, "original_module") and not module.disable_adapters:
+            for key, value in (
+                module.modules_to_save[module.active_adapters[0]].state_dict().items()
+            ):
+                found[f"{name}.original_module.{key}"] = value
         if hasattr(module, "get_delta_weight") and not module.merged:
             weight = module.get_base_layer().weight.detach()
             for adapter in module.active_adapters:
@@ -214,9 +226,3 @@ def _merged(stage: Stage) -> dict[str, Tensor]:
                     weight = weight + module.get_delta_weight(adapter).detach()
             found[f"{name}.base_layer.weight"] = weight
     return found
-
-
-def _make_folder(path: Path, patterns: list[str]) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    if there := [file.name for pattern in patterns for file in sorted(path.glob(pattern))]:
-        raise FileExistsError(f"{path} holds {there[0]} already: save to a new folder")

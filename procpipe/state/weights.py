@@ -227,9 +227,17 @@ def under(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Source:
+    """Files of weights.
+
+    Attributes:
+        shapes: of what is in them.
+        read: returns the value of a key.
+        is_own: whether ``save`` wrote it, under the model's own keys.
+    """
+
     shapes: Shapes
     read: Callable[[str], Any]
-    is_own: bool = False  # whether ``save`` wrote it, under the model's own keys
+    is_own: bool = False
 
 
 def open_source(path: Path) -> Source:
