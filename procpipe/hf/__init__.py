@@ -6,8 +6,10 @@ shells.py       copies of a model's module tree that hold one layer's modules on
 losses.py       causal_lm_loss()
 weights.py      load_pretrained(), save_pretrained()
 lora.py         load_adapter(), save_adapter()
+generation.py   generate()
 """
 
+from procpipe.hf.generation import generate
 from procpipe.hf.lora import load_adapter, save_adapter
 from procpipe.hf.losses import causal_lm_loss
 from procpipe.hf.sequential import sequential
@@ -15,6 +17,7 @@ from procpipe.hf.weights import load_pretrained, save_pretrained
 
 __all__ = [
     "causal_lm_loss",
+    "generate",
     "load_adapter",
     "load_pretrained",
     "save_adapter",

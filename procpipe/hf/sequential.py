@@ -136,8 +136,8 @@ class _Stack:
             raise LookupError(f"it has no base model {name!r}")
         names = [*(stack._no_split_modules or ()), *(model._no_split_modules or ())]
         self = cls(model, name, stack, path_of_blocks(stack, names), family)
-        states = torch.rand(2, 3, stack.config.hidden_size)
-        with torch.no_grad(), torch.device("cpu"):
+        with torch.no_grad(), torch.device("cpu"):  # also within torch.device("meta")
+            states = torch.linspace(-1, 1, 6 * stack.config.hidden_size).view(2, 3, -1)
             result = self.shell(None)(inputs_embeds=states, use_cache=False)[0]
         if not torch.equal(states, result):
             raise LookupError("its forward changes the hidden states outside of its modules")
@@ -173,7 +173,7 @@ class _Layer(nn.Module):
         """Run the shell."""
         for module in self._turns:
             module.is_second = False
-        return self._modules[self._name](use_cache=False, **inputs)  # type: ignore[misc]
+        return self._modules[self._name](**{"use_cache": False, **inputs})  # type: ignore[misc]
 
     def reset_parameters(self) -> None:
         """Initialise all parameters and buffers, as transformers does."""
@@ -197,20 +197,36 @@ class Embed(_Layer):
 
 
 class Block(_Layer):
-    """A block of the model."""
+    """A block of the model.
+
+    Attributes:
+        caches: where keys and values are kept while tokens are generated.
+    """
+
+    caches: Any = None
 
     def forward(self, state: State) -> State:
         """Return the state with the block's hidden states."""
         given = {name: state[name] for name in self._travels if name in state}
+        if self.caches is not None:
+            config = self._modules[self._name].config  # type: ignore[union-attr]
+            given |= {"past_key_values": self.caches.next(config), "use_cache": True}
         result = self.run(inputs_embeds=state["hidden_states"], **given)
         state = {**state, "hidden_states": result[0]}
-        if logits := getattr(result, "router_logits", None):
+        logits = getattr(result, "router_logits", None)
+        if logits and self.caches is None:
             state["router_logits"] = (*state.get("router_logits", ()), *logits)
         return state
 
 
 class Head(nn.Module):
-    """The last layer: everything after the blocks, by the forward of the whole model."""
+    """The last layer: everything after the blocks, by the forward of the whole model.
+
+    Attributes:
+        num_logits: of how many of the last positions it returns logits; 0 for all.
+    """
+
+    num_logits = 0
 
     def __init__(self, stack: _Stack) -> None:
         super().__init__()
@@ -221,6 +237,8 @@ class Head(nn.Module):
         self._is_seq2seq = bool(stack.family.encoder)
         self._modules = whole._modules  # one dict: what replaces a module replaces it in both
         self._turns = [module for module in self.modules() if isinstance(module, Twice)]
+        parameters = inspect.signature(type(whole).forward).parameters
+        self._has_routers = "output_router_logits" in parameters
         self._router_logits: tuple[Tensor, ...] = ()
         shell.register_forward_hook(self._add_router_logits)
 
@@ -229,10 +247,14 @@ class Head(nn.Module):
         states = state["hidden_states"]
         for module in self._turns:
             module.is_second = False
-        named = {"inputs_embeds": states}
+        named: dict[str, Any] = {"inputs_embeds": states}
         if self._is_seq2seq:
             named = {"decoder_inputs_embeds": states, "encoder_outputs": (states,)}
+        if self.num_logits:
+            named["logits_to_keep"] = self.num_logits
         self._router_logits = state.get("router_logits", ())
+        if self._has_routers:
+            named["output_router_logits"] = bool(self._router_logits)
         if self._router_logits:
             named["attention_mask"] = state.get("attention_mask")
         (whole,) = self._whole
