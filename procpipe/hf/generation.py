@@ -178,11 +178,18 @@ class _Caches:
 def _cache_type() -> Any:
     from transformers import DynamicCache
 
-    class OneBlockCache(DynamicCache):  # type: ignore[misc]
+    class OneBlockCache(DynamicCache):
         """A cache of one block, which asks for it by its index in the whole model."""
 
-        def update(self, keys: Tensor, values: Tensor, layer_idx: int, *a: Any, **kw: Any) -> Any:
-            return super().update(keys, values, 0, *a, **kw)
+        def update(
+            self,
+            key_states: Tensor,
+            value_states: Tensor,
+            layer_idx: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            return super().update(key_states, value_states, 0, *args, **kwargs)
 
         def get_seq_length(self, layer_idx: int = 0) -> Any:
             return super().get_seq_length(0)

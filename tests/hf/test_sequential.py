@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,11 @@ from torch import nn
 from procpipe import hf
 from procpipe.hf import families
 from tests.hf.cases import CASES, batch_of, loss_of, model_of, output_of
+
+TINY: dict[str, Any] = dict.fromkeys(
+    ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    8,
+)
 
 
 def test_logits_gradients_and_dropout_are_the_plain_models():
@@ -48,7 +54,7 @@ def test_checkpointing_inside_layers_is_exact():
 
 def test_layers_hold_the_models_own_modules():
     model = model_of("Llama")
-    layers = hf.sequential(model)
+    layers: Any = hf.sequential(model)
 
     assert [*dict(layers.named_children())] == ["embed", "block0", "block1", "block2", "head"]
     assert layers.block1.model.layers[0] is model.model.layers[1]
@@ -57,8 +63,7 @@ def test_layers_hold_the_models_own_modules():
 
 
 def test_what_is_not_supported_is_one_error():
-    values = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    llama = transformers.LlamaConfig(**values, intermediate_size=8)
+    llama = transformers.LlamaConfig(**TINY)
     cases = [
         (nn.Linear(1, 1), "a Linear: it is not a model of transformers itself"),
         (
@@ -74,8 +79,7 @@ def test_what_is_not_supported_is_one_error():
 
 
 def test_forwards_that_change_hidden_states_are_detected(monkeypatch):
-    values = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    granite = transformers.GraniteConfig(**values, intermediate_size=8, embedding_multiplier=3.0)
+    granite = transformers.GraniteConfig(**TINY, embedding_multiplier=3.0)
     monkeypatch.setitem(families.FAMILIES, "GraniteForCausalLM", families.Family())
 
     with pytest.raises(TypeError, match="changes the hidden states outside of its modules"):
