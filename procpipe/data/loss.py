@@ -268,23 +268,26 @@ def _is_pair(result: Any) -> bool:
 
 
 def _weight_of(weight: Any, loss: Tensor) -> Tensor:
-    """Return what a sum counts as a 0-dim tensor of float64 on the sum's device, checked there."""
+    """Return what a sum counts as a 0-dim tensor of float64 on the sum's device.
+
+    It is checked unless it is on a GPU.
+    """
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(
                 f"loss_fn returned a sum and a weight of shape {tuple(weight.shape)}, which must "
                 "be one number"
             )
-        found = weight.detach().reshape(()).to(loss.device, torch.float64)
-    else:
-        # Not torch.tensor(…): on a GPU that would wait for the device.
-        found = torch.full((), float(weight), dtype=torch.float64, device=loss.device)
-    if found.device.type == "cpu" and not 0 <= float(found) < math.inf:
+        weight = weight.detach().reshape(())
+    is_known = not isinstance(weight, Tensor) or weight.device.type == "cpu"  # else it would wait
+    if is_known and not 0 <= (number := float(weight)) < math.inf:
         raise ValueError(
-            f"loss_fn returned a sum and the weight {float(found)}, which must be a finite number "
-            "from 0"
+            f"loss_fn returned a sum and the weight {number}, which must be a finite number from 0"
         )
-    return found
+    if isinstance(weight, Tensor):
+        return weight.to(loss.device, torch.float64)
+    # Not torch.tensor(…): on a GPU that would wait for the device.
+    return torch.full((), number, dtype=torch.float64, device=loss.device)
 
 
 def _form_of(result: Any) -> str:

@@ -156,12 +156,16 @@ def check_ways_to_give(bare):
         for way, step in ways.items():
             assert_same(step(), expected, way, TOLERANCE)
         assert_same(stage.step(**batch, scale=2.0), doubled, "plain value", TOLERANCE)
-        for items in ([batch] * 2, [Encoding(batch)] * 2):
+
+        class Unimportable(UserDict):
+            """A class that the other ranks cannot find, which get a dict."""
+
+        for items in ([batch] * 2, [Encoding(batch)] * 2, [Unimportable(batch)] * 2):
             losses = [stage.step(**item) for item in stage.batches(items)]
             assert_same(losses, [expected] * 2, "batches", TOLERANCE)
         output = stage(**inputs)
         if bare.rank == last:
-            total, weight = masked_cross_entropy(output, labels)
+            total, weight = masked_cross_entropy(output, labels.to(output.device))
             assert_same(total / weight, expected, "forward", TOLERANCE)
 
 
