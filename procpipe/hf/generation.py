@@ -64,12 +64,19 @@ def generate(
             f"hf.generate continues the text of a causal language model, not of a "
             f"{type(model).__name__}"
         )
-    job = None
+    job: dict[str, Any] = {}
     if stage.rank == 0:
         ends = _ends(model, eos_token_id)
-        job = _job(input_ids, attention_mask, max_new_tokens, temperature if do_sample else None)
-        job |= {"ends": ends, "padding": _padding(model, ends)}
+        try:
+            job = _job(
+                input_ids, attention_mask, max_new_tokens, temperature if do_sample else None
+            )
+            job |= {"ends": ends, "padding": _padding(model, ends)}
+        except ValueError as error:
+            job = {"fault": str(error)}
     job = stage.fetch(job)
+    if "fault" in job:  # of rank 0, on every rank
+        raise ValueError(job["fault"])
     return _continued(stage, **job)
 
 

@@ -181,7 +181,9 @@ def _parts(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors as transformers saves them: of some, parts (experts), not copied, by key."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    memories = {key: tensor.detach().as_subclass(_Memory) for key, tensor in tensors.items()}
+    memories: dict[str, Tensor] = {
+        key: tensor.detach().as_subclass(_Memory) for key, tensor in tensors.items()
+    }
     parts = revert_weight_conversion(model, memories)
     known = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     for key, part in parts.items():

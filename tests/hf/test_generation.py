@@ -118,6 +118,8 @@ def generated(bare):
     for name in ("GPT-2", "Mistral"):
         layers = hf.sequential(model_of(name))
         with stage_of(bare, name, layers, [2, len(layers) - 2], chunks=2) as stage:
+            with pytest.raises(ValueError, match="max_new_tokens is 0"):  # of rank 0
+                hf.generate(stage, prompts_of(name)[0], max_new_tokens=bare.rank)
             for options in WAYS:
                 torch.manual_seed(7 + bare.rank)
                 tokens, mask = prompts_of(name)
