@@ -97,8 +97,12 @@ def will_run(node: Any) -> bool:
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Return whether hooks are called with a parameter's gradient during a backward pass."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(parameter, name, None) for name in names)
+    return bool(getattr(parameter, "_backward_hooks", None)) or has_accumulation_hooks(parameter)
+
+
+def has_accumulation_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether hooks are called when a gradient has been added to a parameter's."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def are_functions_transformed() -> bool:
