@@ -22,11 +22,13 @@ QUICK = [
     "schedules",
     "checkpoint",
     "overlap",
+    "ties",
     "memory",
     "start",
     "growth",
     "boundary",
     "scaling",
+    "weights",
 ]
 
 #: The published experiments, in a package of their own; together they take about 10 minutes.

@@ -109,6 +109,7 @@ class Cut:
         skips: which skip tensors cross partitions.
         ties: the parameters and buffers that several partitions use.
         facts: a line about each layer of the full model.
+        keys: the model's attribute ``keys``, a map of its keys to those in files, or None.
     """
 
     balance: list[int]
@@ -118,6 +119,7 @@ class Cut:
     skips: SkipLayout
     ties: list[Tie]
     facts: list[str]
+    keys: Any = None
 
     @classmethod
     def of(
@@ -150,21 +152,8 @@ class Cut:
                 for name, layer in layers.items():
                     layers[name] = DeferredBatchNorm.convert_deferred_batch_norm(layer)
         elsewhere = {name for j, part in enumerate(parts) if j not in ours for name in part}
-        return cls(entries, placement, ours, elsewhere, skips, ties, facts)
-
-    def check_assign(self, *, assign: bool) -> None:
-        """Check that ``load_state_dict`` leaves each parameter shared that stages share.
-
-        Raises:
-            ValueError: it would not.
-        """
-        stages_of = [{self.placement[j] for j in tie.partitions} for tie in self.ties]
-        apart = [str(t) for t, stages in zip(self.ties, stages_of, strict=True) if len(stages) > 1]
-        if assign and apart:
-            raise ValueError(
-                "assign=True would give each layer a parameter of its own, but layers of several "
-                f"stages share one: {'; '.join(apart)}: leave assign off"
-            )
+        keys = getattr(module, "keys", None)
+        return cls(entries, placement, ours, elsewhere, skips, ties, facts, keys)
 
 
 def check(module: nn.Sequential, world: World) -> None:
@@ -311,16 +300,18 @@ def connect(
 
 def tied_of(cut: Cut, stage: int) -> Tied:
     """Return a stage's copies of tensors that other stages have, too; in the order of the ties."""
+    layers = {name: layer for part in cut.layers.values() for name, layer in part.items()}
     copies: dict[bool, list[Copy]] = {True: [], False: []}
     for tie in cut.ties:
         stages = tuple(sorted({cut.placement[j] for j in tie.partitions}))
-        here = [(j, name) for j, name in tie.names.items() if cut.placement[j] == stage]
-        if here and len(stages) > 1:
-            j, name = here[0]
-            layer, _, path = name.partition(".")
-            module, _, key = path.rpartition(".")
-            owner = cut.layers[j][layer].get_submodule(module)
-            copies[tie.is_parameter].append(Copy(tie.name, tie.all_names, stages, owner, key))
+        if stage in stages and len(stages) > 1:
+            places = {}
+            for name in tie.all_names:
+                layer, _, path = name.partition(".")
+                if layer in layers:
+                    module, _, key = path.rpartition(".")
+                    places[name] = layers[layer].get_submodule(module), key
+            copies[tie.is_parameter].append(Copy(tie.name, tie.all_names, stages, places))
     return Tied(stage, copies[True], copies[False])
 
 

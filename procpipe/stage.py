@@ -19,27 +19,33 @@ cannot be used again.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from procpipe import build
-from procpipe.batchnorm import DeferredBatchNorm
-from procpipe.clipping import clip
-from procpipe.compute.compiled import compile_layers
+from procpipe.clipping import Agree, clip
 from procpipe.compute.wrappers import check_not_sharded
 from procpipe.data.loss import Loss
-from procpipe.data.minibatch import Ingoing, MiniBatch, Outcome, input_and_target, join_outputs
-from procpipe.data.remote import Remote
+from procpipe.data.minibatch import (
+    UNSET,
+    Ingoing,
+    MiniBatch,
+    Outcome,
+    inputs_and_target,
+    inputs_of,
+    join_outputs,
+)
+from procpipe.data.remote import Remote, holder_of
 from procpipe.errors import StageClosedError
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
+from procpipe.local_layers import LocalLayers
 from procpipe.model.arguments import checked_checkpoint, checked_chunks
-from procpipe.model.fixed import FixedLayers
-from procpipe.notes import write_note
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
@@ -48,12 +54,11 @@ from procpipe.run.intake import Intake
 from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.statistics import StageStatistics, TimedTask
-from procpipe.tree import children_of, map_tensors
+from procpipe.scaling import share
+from procpipe.tree import map_tensors
 
-_UNSET: Any = object()
 
-
-class Stage(FixedLayers):
+class Stage(LocalLayers):
     """This process's part of a model that is trained as a pipeline, one process a stage.
 
     Every rank builds it from the same full model and the same arguments, and then makes the same
@@ -69,7 +74,8 @@ class Stage(FixedLayers):
             parameters (an embedding and an output layer): each stage has a copy, with the same
             value and, after each call, the same gradient, that of the plain model. If the model was
             built on the meta device, only this stage's layers get memory; they are initialised by
-            their ``reset_parameters()``, with values that no balance changes.
+            their ``reset_parameters()``, with values that no balance changes. ``procpipe.state``
+            uses its attribute ``keys``, a map of its keys to those in files, if it has one.
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
             (then every rank waits for rank 0 here). If left out, each rank finds the same one from
@@ -101,7 +107,9 @@ class Stage(FixedLayers):
             is for the whole model, and of several the sum.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
-            one micro-batch: the mean over its samples, 0-dim. Runs on the last stage, as part of
+            one micro-batch: the mean over its samples, 0-dim; or ``(sum, weight)``, a 0-dim sum
+            and the number it counts (of tokens, say), also 0-dim. Of these the mini-batch's loss
+            is the sum of sums over the sum of weights. Runs on the last stage, as part of
             its last layer. Parameters of its own are not among ``parameters()``.
         loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
             mini-batch, a finite number from 0; by default its number of samples. One that counts
@@ -177,8 +185,6 @@ class Stage(FixedLayers):
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
         try:
-            # In a tuple, so that nn.Module does not register it.
-            self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
             build.check(module, self._world)
             self.chunks = checked_chunks(chunks)
             self.checkpoint = checked_checkpoint(checkpoint)
@@ -194,10 +200,9 @@ class Stage(FixedLayers):
                 balance = build.found_balance(
                     balance, module, sample, self.chunks, self._world, self._settings.schedule
                 )
-            self._cut = build.Cut.of(module, balance, self._settings, self._world)
-            self.balance = self._cut.balance
-            self._tied = build.tied_of(self._cut, self.rank)
-            self._adopt_layers(module)
+            cut = build.Cut.of(module, balance, self._settings, self._world)
+            self.balance = cut.balance
+            self._adopt(cut, build.tied_of(cut, self.rank), is_training=module.training)
             self._checks_tied = bool(check_tied)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
                 loss_fn.to(self.device)  # class weights must be on the output's device
@@ -245,7 +250,9 @@ class Stage(FixedLayers):
 
     # -- running --------------------------------------------------------------------------------
 
-    def step(self, *inputs: Any, target: Any = _UNSET) -> Tensor:
+    def step(
+        self, *inputs: Any, target: Any = UNSET, total_weight: Any = None, **named: Any
+    ) -> Tensor:
         """Run a mini-batch: forward, loss and, in training with gradients on, backward.
 
         Every rank calls it; rank 0's ``inputs`` and ``target`` are the ones that count, so the
@@ -254,12 +261,17 @@ class Stage(FixedLayers):
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``. Of two positional
                 values the second is the target, unless that is given by name.
-            target: what ``loss_fn`` gets beside the output; ``None`` for none. A model of several
-                inputs needs it by name: ``step(a, b, target=y)``. One given only on the last stage
-                is used there.
+            target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``;
+                ``None`` for none. A model of several inputs needs it by name:
+                ``step(a, b, target=y)``. One given only on the last stage is used there.
+            total_weight: what the loss is divided by, instead of this mini-batch's own weight: the
+                weight of all mini-batches whose gradients are added up, a number above 0.
+            named: inputs that the first layer takes by name, divided as the others. ``labels`` is
+                the target, unless that is given: ``step(**batch)``.
 
         Returns:
-            The mean loss over the mini-batch's samples, 0-dim, detached, on every rank. Gradients
+            The mean loss over the mini-batch's samples, 0-dim, detached, on every rank; with
+            ``total_weight`` this mini-batch's part of that of all. Gradients
             are added to the parameters' ``.grad`` (and to those of inputs that require them).
 
         Raises:
@@ -269,22 +281,34 @@ class Stage(FixedLayers):
         """
         with self._calls.together("step") as pipeline:
             self._loss.check()
-            if target is _UNSET:
-                inputs, target = input_and_target(inputs, is_read=self.rank == 0)
-            order, batch, ingoing = self._intake.begin("step", inputs, target, **self._modes())
+            given, target = inputs_and_target(inputs, named, target, is_read=self.rank == 0)
+            modes = self._modes()
+            order, batch, ingoing = self._intake.begin("step", given, target, total_weight, **modes)
             outcome = self._run_mini_batch(pipeline, order, batch)
             if ingoing is not None:
                 ingoing.add_gradients(outcome.input_gradients)
-            assert outcome.loss is not None, "every step ends with a loss on every rank"
-            return outcome.loss  # step 10
+            return self._loss.note(outcome.loss, outcome.weight, order.weights)  # step 10
 
-    def forward(self, *inputs: Any) -> Any:
+    @property
+    def last_weight(self) -> Tensor:
+        """What the mini-batch of the newest ``step`` counts: its samples, or their weights.
+
+        0-dim, float64, on every rank; does not communicate. So a loss over several mini-batches is
+        the sum of ``loss * stage.last_weight`` over the sum of ``stage.last_weight``.
+
+        Raises:
+            RuntimeError: there was no ``step`` yet.
+        """
+        return self._loss.weight_of_last_step()
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.
 
         Every rank calls it; rank 0's ``inputs`` are the ones that count.
 
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``.
+            named: inputs that the first layer takes by name.
 
         Returns:
             The model's output ``(batch, …)`` on the last stage. Elsewhere a placeholder that takes
@@ -297,7 +321,8 @@ class Stage(FixedLayers):
             TypeError: no tensor in the inputs.
         """
         with self._calls.together("forward") as pipeline:
-            order, batch, ingoing = self._intake.begin("forward", inputs, None, **self._modes())
+            given = inputs_of(inputs, named)
+            order, batch, ingoing = self._intake.begin("forward", given, None, **self._modes())
             outputs = self._run_mini_batch(pipeline, order, batch).outputs
         this = self._open_pass = object()
 
@@ -344,7 +369,7 @@ class Stage(FixedLayers):
             The value, detached, on this stage's device.
         """
         with self._calls.together("fetch") as pipeline:
-            detail = self._issue_or_follow("fetch", detail=FetchDetail(_holder(value))).detail
+            detail = self._issue_or_follow("fetch", detail=FetchDetail(holder_of(value))).detail
             assert isinstance(detail, FetchDetail), "rank 0 says where the value is"
             holder = detail.holder
             if self.rank != holder:
@@ -376,90 +401,35 @@ class Stage(FixedLayers):
 
         Source: ``torch.nn.utils.clip_grad_norm_``.
         """
-        with self._calls.together("clip_grad_norm_") as pipeline:
-            self._issue_or_follow("clip_grad_norm_")
+        with self._agreement("clip_grad_norm_") as agree:
             by_partition, copies = self._tied.gradients(self._by_partition())
             return clip(
                 by_partition,
                 copies,
                 max_norm,
                 norm_type,
-                pipeline.control.agree,
+                agree,
                 self.device,
                 error_if_nonfinite=error_if_nonfinite,
             )
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return this stage's parameters, for this process's optimizer.
+    def scaler(self, scaler: GradScaler) -> GradScaler:
+        """Connect a scaler to this stage, to be used as in one process; return the scaler itself.
 
-        Where none of them requires a gradient, because the stage has no parameters or all are
-        frozen, an empty one that does comes last: so no optimizer refuses what is left of them
-        (``[p for p in stage.parameters() if p.requires_grad]``). It stands in for a parameter to
-        train, has no elements and never a gradient, and is neither in ``named_parameters()`` nor
-        in ``state_dict()``; ``procpipe.state`` passes over it.
-        """
-        is_trainable = False
-        for parameter in super().parameters(recurse):
-            is_trainable = is_trainable or parameter.requires_grad
-            yield parameter
-        if not is_trainable:
-            stand_in = self._stand_in[0]
-            stand_in.requires_grad = True  # stage.requires_grad_(False) froze it too
-            yield stand_in
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this stage's parameters with the names under which the plain model lists them.
-
-        Of one that stages share that is its first name, on each of them.
-        """
-        found = super().named_parameters(prefix, recurse, remove_duplicate)
-        return self._tied.renamed(found, prefix) if remove_duplicate else found
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load this stage's part of a state dict of the full model, or of this stage alone.
-
-        Entries of layers that other stages hold are passed over; with ``strict``, entries of no
-        layer of the model are an error. Does not communicate.
-
-        Raises:
-            ValueError: ``assign`` is set, and layers of several stages share a parameter.
-        """
-        self._cut.check_assign(assign=assign)
-        ours = {
-            key: value
-            for key, value in state_dict.items()
-            if key.split(".", 1)[0] not in self._cut.elsewhere
-        }
-        if (versions := getattr(state_dict, "_metadata", None)) is not None:
-            ours = OrderedDict(ours)
-            ours._metadata = versions  # type: ignore[attr-defined]
-        loaded = super().load_state_dict(ours, strict, assign)
-        self._tied.load(state_dict)
-        return loaded
-
-    def compile(self, **options: Any) -> None:
-        """Compile each of this stage's layers in place, by ``torch.compile`` in their first steps.
-
-        Every rank calls it; it does not communicate. Keys, parameters and results stay. Layers that
-        stash or pop skip tensors are left as they are, which a note says. A backward in two tasks
-        (``"zb-h1"``, ``"zb-v"``) runs whole in the first for compiled layers, which a note says,
-        too. While a rank compiles, the ``timeout_s`` of others does not run, and stall reports
-        name the layer.
+        ``step`` then scales gradients, and an inf or NaN on one rank skips the optimizer's step on
+        all. Every rank calls it, and waits for all of them; also in the scaler's ``unscale_``, or
+        its ``step`` where that comes first. See docs/mixed_precision.md.
 
         Args:
-            options: for ``torch.compile``: ``backend``, ``mode``, ``dynamic``, …
+            scaler: with the same options and state on each rank; the newest one given counts.
 
-        Source: ``torch.nn.Module.compile``.
+        Raises:
+            DisagreementError: options or states differ between ranks.
         """
-        if left_out := compile_layers(self.named_children(), options):
-            write_note(
-                f"procpipe: stage {self.rank} leaves layers uncompiled that stash or pop skip "
-                f"tensors: {', '.join(left_out)}"
-            )
+        with self._agreement("scaler") as agree:
+            share(scaler, lambda: self._agreement("scaler.unscale_"), agree, self.device)
+            self._loss.scale = scaler.scale
+        return scaler
 
     # -- statistics ----------------------------------------------------------------------------
 
@@ -524,6 +494,12 @@ class Stage(FixedLayers):
     def _issue_or_follow(self, call: str, **decided: Any) -> Order:
         return self._calls.issue_or_follow(call, is_training=self.training, **decided)
 
+    @contextmanager
+    def _agreement(self, call: str) -> Iterator[Agree]:
+        with self._calls.together(call) as pipeline:
+            self._issue_or_follow(call)
+            yield pipeline.control.agree
+
     def _modes(self) -> dict[str, Any]:
         """Return the user's current settings for a mini-batch."""
         chunks = checked_chunks(self.chunks) if self.rank == 0 else 1
@@ -565,25 +541,6 @@ class Stage(FixedLayers):
 
     # -- building -------------------------------------------------------------------------------
 
-    def _adopt_layers(self, module: nn.Sequential) -> None:
-        """Register this stage's layers under their names in the full model."""
-        for name, layer in (item for part in self._cut.layers.values() for item in part.items()):
-            if hasattr(self, name):
-                raise ValueError(
-                    f"a layer of the model is named {name!r}, which is also an attribute of "
-                    "Stage: name the layer otherwise"
-                )
-            self.add_module(name, layer)
-        self.training = module.training
-        self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]
-
-    def _by_partition(self) -> dict[int, nn.ModuleList]:
-        """Return this stage's layers, as they are now, by the indices of its partitions."""
-        return {
-            j: nn.ModuleList(self._modules[name] for name in layers)
-            for j, layers in self._cut.layers.items()
-        }
-
     def _connect(self) -> Pipeline:
         if self._world.num_ranks > 1:
             check_not_sharded(self)
@@ -601,10 +558,3 @@ class Stage(FixedLayers):
         except RuntimeError as error:
             note_full_device(error, self.rank, self.device)
             raise
-
-
-def _holder(value: Any) -> int:
-    """Return the rank that holds a nested value: that of a placeholder in it, else rank 0."""
-    if isinstance(value, Remote):
-        return value.rank
-    return max(map(_holder, children_of(value)), default=0)

@@ -10,9 +10,11 @@
     nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
     _dynamo.OptimizedModule                         likewise
     _dynamo.callback_handler                        compiling counts as computing
+    Tensor._backward_hooks, _post_accumulate_…      hooks of gradients are not found
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
+    amp.GradScaler._unscale_grads_                  RuntimeError where stage.scaler() is called
     utils._pytree                                   ImportError
 
 A name may stay while its behaviour changes. Where no check could detect that (the engine, the
@@ -98,6 +100,16 @@ def will_run(node: Any) -> bool:
     return bool(_will_run(node))
 
 
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether hooks are called with a parameter's gradient during a backward pass."""
+    return bool(getattr(parameter, "_backward_hooks", None)) or has_accumulation_hooks(parameter)
+
+
+def has_accumulation_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether hooks are called when a gradient has been added to a parameter's."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def are_functions_transformed() -> bool:
     """Return whether this is within a transformation of ``torch.func``.
 
@@ -171,6 +183,43 @@ def on_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Callable
     handler.register_start_callback(started)
     handler.register_end_callback(ended)
     return remove
+
+
+# -- scaling of gradients ------------------------------------------------------------------------
+
+
+class CheckedScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` that can change what its checks of gradients have found.
+
+    ``unscale_``, and otherwise ``step``, checks and unscales an optimizer's gradients in one
+    function, whose result ``step`` and ``update`` go by.
+    """
+
+    def checked(
+        self, check: Callable[[], Mapping[torch.device, Tensor]], zero: Tensor
+    ) -> Mapping[torch.device, Tensor]:
+        """Run a check and return what counts: by device, 0-dim, not 0 for an inf or NaN.
+
+        ``zero`` is a 0 on the scale's device.
+        """
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Any:
+        of_torch = super()._unscale_grads_
+        return self.checked(
+            lambda: of_torch(optimizer, inv_scale, found_inf, allow_fp16), found_inf
+        )
+
+
+def check_scaler() -> None:
+    """Raise ``RuntimeError`` if this torch's ``GradScaler`` checks gradients elsewhere."""
+    if not hasattr(torch.amp.GradScaler, "_unscale_grads_"):
+        raise RuntimeError(
+            f"torch {torch.__version__} has another GradScaler than those known here: use a "
+            "release of torch that procpipe was tested with"
+        )
 
 
 # -- process groups ------------------------------------------------------------------------------

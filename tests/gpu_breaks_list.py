@@ -547,9 +547,9 @@ BREAKS = [
     Break(
         "steady-item",
         "a step reads its loss",
-        "procpipe/run/executor.py",
-        "        part = loss * batch.shares[i]\n",
-        "        part = loss * batch.shares[i]\n        part.item()\n",
+        "procpipe/data/loss.py",
+        "        part = loss if weight is not None else loss * self._shares[i]\n",
+        "        part = loss * self._shares[i]\n        part.item()\n",
         STEADY,
     ),
     Break(

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from procpipe.compute import refused
 from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.digests import Digests, Look, difference, differs
 from procpipe.compute.generators import Generators
@@ -41,7 +42,6 @@ from procpipe.compute.sharing import SharedInputs, Sharing
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.compute.wrappers import check_not_data_parallel
-from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.tracker import tracking
 from procpipe.torch_internals import is_compiled, run_backward
@@ -80,7 +80,7 @@ class Partition:
     Args:
         layers: the partition's layers by their names in the full model.
         device: the stage's device, on which every tensor at the partition's edges must be.
-        is_first: whether the first layer is the model's, which takes several positional inputs.
+        is_first: whether the first layer is the model's, which takes several inputs.
         is_last: whether the output leaves the pipeline, and need not travel.
         skips: where skip tensors enter and leave. Where any do, an input is the tuple of what
             comes from the partition before and of each source's skip tensors, and an output the
@@ -136,6 +136,11 @@ class Partition:
             self._trainable = trainable
             self._learned.clear()
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of the layers, as they are now."""
+        for _, layer in self._layers:
+            yield from layer.parameters()
+
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter of the layers requires a gradient in this mini-batch."""
@@ -163,7 +168,8 @@ class Partition:
 
         Args:
             i: the micro-batch.
-            inputs: in the first partition a tuple of positional inputs.
+            inputs: in the first partition a tuple of positional inputs; or, if some are named, a
+                dict by position and name.
             keep: whether a backward task will follow.
             recompute: whether a recompute task will come before that; then no graph is kept now.
             finish: applied to the output, as a last layer.
@@ -194,17 +200,9 @@ class Partition:
         if not any(this.requires_grad):
             return 0
         if this.versions != self._versions(this.inputs.tensors):
-            raise RecomputeError(
-                f"the input of micro-batch {i} was changed in place after its first forward, so "
-                "recomputing it would start from the wrong values: leave a mini-batch's input "
-                "alone until its backward() is over, or use checkpoint='never'"
-            )
+            raise refused.micro_batch_changed(i)
         if fault := self._outside.fault(this.buffers):
-            raise RecomputeError(
-                f"{fault} after the first forward of micro-batch {i} and before its recomputation, "
-                "whose gradients would be wrong: change parameters and buffers after backward() is "
-                "over (optimizer.step(), load_state_dict())"
-            )
+            raise refused.changed_between(fault, i)
         self._digests.start_again(this.look)
         with (
             recomputing(this.ambient),
@@ -219,12 +217,7 @@ class Partition:
         if len(flags) != len(this.requires_grad) or any(
             now and not before for now, before in zip(flags, this.requires_grad, strict=True)
         ):
-            raise RecomputeError(
-                f"recomputing micro-batch {i} gave outputs that require gradients {flags}, but its "
-                f"first forward was taken to give {this.requires_grad}: either a layer takes "
-                "another way the second time (see is_recomputing()), or which outputs require "
-                "gradients differs between micro-batches of one form; use checkpoint='never'"
-            )
+            raise refused.other_gradients(i, flags, this.requires_grad)
         return num_bytes(tensors)
 
     def backward(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -299,7 +292,7 @@ class Partition:
                 with torch.enable_grad():
                     tensors, structure = self._run_with_graph(this)
                 if not all(map(_are_same, before, inputs.tensors)):
-                    raise RecomputeError(_CHANGED_PAST_AUTOGRAD)
+                    raise refused.input_changed_past_autograd()
                 this.roots, this.entry = [], Entry()
                 learned = learned or _Learned(
                     _form(tensors, structure), tuple(t.requires_grad for t in tensors)
@@ -358,9 +351,9 @@ class Partition:
         outputs, structure = flatten(value)
         for output in outputs:
             if not (self._is_last or is_plain(output)):
-                raise self._not_plain(output)
+                raise refused.not_plain(self.where(), output)
             if output.device != self.device or output.layout != torch.strided:
-                raise self._misplaced(output)
+                raise refused.misplaced(self.where(), output, self.device)
         if not self._is_last:
             self._sharing = watch.leaving(outputs, self._layers[0][0] if self._layers else "")
         self._enter(-1)
@@ -376,7 +369,7 @@ class Partition:
         for k, (_, layer) in enumerate(self._layers):
             self._enter(k)
             try:
-                value = layer(*value) if spread else layer(value)
+                value = _called(layer, value) if spread else layer(value)
             except Exception as error:
                 error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
@@ -385,17 +378,17 @@ class Partition:
                 watch.look(self.where)
                 self._digests.add(self._current, value)
             if versions and versions != self._versions(untouched):
-                raise self._changed_in_place()
+                raise refused.input_changed(self.where())
         if finish is not None:
             self._enter(len(self._layers))
-            value = finish(value[0] if spread else value)
+            value = finish(_passed_on(value) if spread else value)
             if must_look:
                 watch.look(self.where)
                 self._digests.add(self._current, value)
             if versions and versions != self._versions(untouched):
-                raise self._changed_in_place()
+                raise refused.input_changed(self.where())
         elif spread:  # a partition without layers passes its inputs on
-            value = value[0] if len(value) == 1 else value
+            value = _passed_on(value)
         return value
 
     def _versions(self, tensors: Sequence[Tensor]) -> list[int]:
@@ -447,35 +440,20 @@ class Partition:
             self._current = found.place  # which the error's notes name, too
             raise differs(found, self.where(), i)
 
-    def _changed_in_place(self) -> RecomputeError:
-        return RecomputeError(
-            f"{self.where()} changed its partition's input in place, so recomputing it would start "
-            "from the wrong values: make the change out of place (x = x + 1 for x.add_(1)), let "
-            "the partition begin at another layer, or use checkpoint='never'"
-        )
 
-    def _not_plain(self, output: Tensor) -> BoundaryError:
-        kind = type(output)
-        return BoundaryError(
-            f"{self.where()} returned, or a layer before it stashed, a {kind.__module__}."
-            f"{kind.__qualname__} of {output.dtype}, which would arrive in the next partition as a "
-            "plain tensor: return plain ones (MaskedTensor.get_data() and get_mask(), "
-            "DTensor.to_local(), x.dequantize(), x.as_subclass(torch.Tensor)), or let the "
-            "partition end after the layer that uses it"
-        )
-
-    def _misplaced(self, output: Tensor) -> BoundaryError:
-        return BoundaryError(
-            f"{self.where()} returned a tensor on {output.device} with layout {output.layout}, "
-            f"shape {tuple(output.shape)}: what leaves a stage must be a strided tensor on the "
-            f"stage's device, {self.device}"
-        )
+def _passed_on(inputs: Any) -> Any:
+    """Return the model's inputs as the first partition passes them on without a layer."""
+    if isinstance(inputs, dict):
+        raise refused.named_without_layer()
+    return inputs[0] if len(inputs) == 1 else inputs
 
 
-_CHANGED_PAST_AUTOGRAD = (
-    "a layer changed its partition's input past autograd (through x.data or NumPy), so "
-    "recomputing it would start from the wrong values: change a copy, or use checkpoint='never'"
-)
+def _called(layer: nn.Module, inputs: Any) -> Any:
+    """Call the model's first layer with its inputs: positional, or a dict by position and name."""
+    if isinstance(inputs, tuple):
+        return layer(*inputs)
+    positional = [value for key, value in inputs.items() if isinstance(key, int)]
+    return layer(*positional, **{k: value for k, value in inputs.items() if isinstance(k, str)})
 
 
 def _form(tensors: list[Tensor], structure: Structure) -> tuple[Structure, tuple[torch.dtype, ...]]:

@@ -1,16 +1,18 @@
-"""The user's loss function and weight, with their results checked."""
+"""The user's loss function and weight, and the mean over a mini-batch that they make."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from procpipe.data.microbatch import shares
+from procpipe.data.microbatch import checked_weights
 from procpipe.data.remote import Remote
 from procpipe.errors import NonFiniteLossError
 from procpipe.torch_internals import pytree
@@ -21,19 +23,24 @@ from procpipe.tree import flatten, in_words
 class Loss:
     """The user's loss function and weight, with their results checked.
 
-    A micro-batch whose share is 0 is left out: its loss may be NaN (a mean over no tokens), and 0
-    times NaN is NaN. The loss function is called all the same, as it may count or log.
+    A micro-batch of weight 0 is left out: its loss may be NaN (a mean over no tokens), and 0 times
+    NaN is NaN. The loss function is called all the same, as it may count or log.
 
     Attributes:
         function: ``loss_fn`` of the ``Stage``.
         weight: ``loss_weight`` of the ``Stage``.
         must_be_finite: whether a loss that is NaN or infinite is an error; on a GPU, looking
             waits for the device.
+        is_sum: whether the function returns a sum and its weight; None before the first step.
+        scale: multiplies the gradient with which a backward pass begins, see ``Stage.scaler``.
     """
 
     function: Callable[..., Any] | None
     weight: Callable[[Any], Any] | None
     must_be_finite: bool = False
+    is_sum: bool | None = field(default=None, init=False)
+    scale: Callable[[Tensor], Tensor] | None = field(default=None, init=False)
+    _last_weight: Tensor | None = field(default=None, init=False)
     _has_warned: bool = field(default=False, init=False)
 
     def check(self) -> None:
@@ -44,14 +51,13 @@ class Loss:
                 "loss of its output backward"
             )
 
-    def of(self, output: Any, target: Any, share: float = 1.0) -> Tensor:
-        """Return the loss of one micro-batch, 0-dim.
+    def of(self, output: Any, target: Any, *, is_left_out: bool = False) -> Any:
+        """Return the loss of one micro-batch: its mean, 0-dim, or its sum and weight, both 0-dim.
 
         Args:
             output: the model's.
             target: what ``loss_fn`` gets beside it; None for nothing.
-            share: the micro-batch's in the loss of the mini-batch. If it is 0, so is the result,
-                and so are the gradients of ``output``.
+            is_left_out: whether a mean is to be 0, and with it the gradients of ``output``.
         """
         assert self.function is not None, "checked before the step"
         if isinstance(target, Remote):
@@ -60,15 +66,17 @@ class Loss:
                 "last stage as a real value"
             )
         # Before the loss function, which may change the output in place.
-        zero = _zero_of(output) if share == 0 else None
-        loss = self.function(output) if target is None else self.function(output, target)
+        zero = _zero_of(output) if is_left_out else None
+        result = self.function(output) if target is None else self.function(output, target)
+        loss, weight = result if _is_pair(result) else (result, None)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
-            form = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss)}"
             raise ValueError(
-                f"loss_fn returned {form}, but must return the mean over the micro-batch's "
-                "samples, a 0-dim tensor (reduction='mean')"
+                f"loss_fn returned {_form_of(result)}, but must return the mean over the "
+                "micro-batch's samples, a 0-dim tensor (reduction='mean'), or a tuple of a sum, a "
+                "0-dim tensor (reduction='sum'), and of what it counts, a number"
             )
-        if zero is not None:
+        self._check_kind(is_sum=weight is not None)
+        if zero is not None and weight is None:
             return zero.to(loss)
         if self.must_be_finite and not loss.isfinite():
             raise NonFiniteLossError(
@@ -76,27 +84,225 @@ class Loss:
                 f"{_share_not_finite(output)} of it not finite: lower the learning rate, clip "
                 "gradients, or look for the layer with torch.autograd.detect_anomaly()"
             )
-        return loss
+        return loss if weight is None else (loss, _weight_of(weight, loss))
 
-    def shares(self, targets: Sequence[Any] | None, sizes: Sequence[int]) -> tuple[float, ...]:
-        """Return each micro-batch's share in the loss; ``targets`` None where there are none."""
+    def _check_kind(self, *, is_sum: bool) -> None:
+        if is_sum and self.weight is not None:
+            raise ValueError(
+                "loss_fn returned a sum and its weight, and there is a loss_weight, too: leave "
+                "one of them out"
+            )
+        if self.is_sum not in (None, is_sum):
+            kinds = ("a mean", "a sum and its weight")
+            raise ValueError(
+                f"loss_fn returned {kinds[is_sum]}, but {kinds[not is_sum]} before: return the "
+                "same kind each time"
+            )
+        self.is_sum = is_sum
+
+    def weights(self, targets: Sequence[Any] | None, sizes: Sequence[int]) -> tuple[float, ...]:
+        """Return what each micro-batch counts; ``targets`` None where there are none."""
         if self.weight is None:
-            return tuple(shares(sizes))
+            return tuple(map(float, sizes))
         if targets is None:
             raise ValueError(
                 "loss_weight needs a target: give one to step() on rank 0 or on the last stage, or "
                 "leave loss_weight out"
             )
-        found = shares([float(self.weight(target)) for target in targets])
-        if not any(found) and not self._has_warned:
+        found = checked_weights([float(self.weight(target)) for target in targets])
+        if not any(found):
+            self.warn_of_no_weight("loss_weight is 0 for every micro-batch of a mini-batch")
+        return tuple(found)
+
+    def note(
+        self, loss: Tensor | None, weight: Tensor | float | None, weights: Sequence[float]
+    ) -> Tensor:
+        """Keep what a ``step`` has shown; return its loss.
+
+        Args:
+            loss: of the mini-batch.
+            weight: what it counts, if the last stage has sent that; a tensor for sums.
+            weights: else what each micro-batch counts.
+        """
+        assert loss is not None, "every step ends with a loss on every rank"
+        self.is_sum = isinstance(weight, Tensor)
+        found = math.fsum(weights) if weight is None else weight
+        self._last_weight = torch.as_tensor(found, dtype=torch.float64)
+        return loss
+
+    def weight_of_last_step(self) -> Tensor:
+        """Return what the mini-batch of the newest step counts; see ``Stage.last_weight``."""
+        if self._last_weight is None:
+            raise RuntimeError("last_weight is that of the newest step(), and there was none yet")
+        return self._last_weight
+
+    def warn_of_no_weight(self, what: str) -> None:
+        """Warn, once, of a mini-batch that counts nothing."""
+        if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
-                "gradients are 0; this warning is given once",
+                f"{what}, so its loss and its gradients are 0; this warning is given once",
                 RuntimeWarning,
-                stacklevel=5,  # the line that calls step()
+                stacklevel=6,  # the line that calls step()
             )
-        return tuple(found)
+
+
+class MeanLoss:
+    """The loss of one mini-batch, made of those of its micro-batches; on the last stage.
+
+        loss_fn returns a mean           loss = sum of weight * mean / total
+        loss_fn returns (sum, weight)    loss = sum of sums / total
+
+    The total is that of the weights, or the user's. Gradients are divided by it before a backward
+    pass begins. But with sums, and unless the user gave it, the total is known only after the last
+    forward task, and a schedule may have run backward tasks before. They are divided by the total
+    to be expected, and :attr:`correction` by which all gradients of the mini-batch are
+    multiplied in the end.
+
+    Args:
+        loss: the user's function.
+        weights: what each micro-batch counts; of sums, their samples.
+        total_weight: what the sum is divided by; None for the sum of the weights.
+        is_sent: whether the other stages do not know the weights.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        weights: Sequence[float],
+        total_weight: float | None = None,
+        *,
+        is_sent: bool = False,
+    ) -> None:
+        self._loss = loss
+        self._weights = weights
+        self._total_weight = total_weight
+        self._is_sent = is_sent
+        total = math.fsum(weights) if total_weight is None else total_weight
+        self._shares = [weight / total if total else 0.0 for weight in weights]
+        self._sum: Tensor | None = None
+        self._counted: dict[int, Tensor] = {}  # of sums, what each micro-batch counts
+        self._divisor: Tensor | None = None
+        self._is_divisor_exact = True
+
+    def is_left_out(self, i: int) -> bool:
+        """Whether micro-batch ``i`` counts nothing, so that its loss is 0 whatever its output."""
+        return self._shares[i] == 0 and not self._loss.is_sum
+
+    def of(self, i: int, output: Any, target: Any) -> Any:
+        """Return the loss of micro-batch ``i``, or its sum and weight; see :meth:`Loss.of`."""
+        return self._loss.of(output, target, is_left_out=self.is_left_out(i))
+
+    def add(self, i: int, loss: Tensor, weight: Tensor | None = None) -> None:
+        """Count what :meth:`of` returned for micro-batch ``i``, detached."""
+        if weight is not None:
+            self._counted[i] = weight
+        part = loss if weight is not None else loss * self._shares[i]
+        self._sum = part if self._sum is None else self._sum + part
+
+    def gradient(self, i: int, loss: Tensor) -> Tensor:
+        """Return the gradient with which the backward pass of a micro-batch's loss begins."""
+        if (scale := self._loss.scale) is None:
+            return self._share(i, loss, loss.dtype)
+        # In float16 a scale alone may be inf, and a small share 0.
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        return scale(self._share(i, loss, wide)).to(loss.dtype)
+
+    def _share(self, i: int, loss: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self._loss.is_sum:
+            return torch.full_like(loss, self._shares[i], dtype=dtype)
+        if self._divisor is None:
+            self._divisor = self._total()
+            if self._total_weight is None and len(self._counted) < len(self._weights):
+                self._is_divisor_exact = False
+                known = math.fsum(self._weights[k] for k in self._counted)
+                self._divisor = self._divisor * (math.fsum(self._weights) / known)
+            self._divisor = _or_one(self._divisor)
+        return self._divisor.reciprocal().to(loss.device, dtype)
+
+    def _total(self) -> Tensor:
+        if self._total_weight is None:
+            return self._weight_so_far()
+        return torch.full_like(next(iter(self._counted.values())), self._total_weight)
+
+    def _weight_so_far(self) -> Tensor:
+        return torch.stack([self._counted[i] for i in sorted(self._counted)]).sum()
+
+    @cached_property
+    def loss(self) -> Tensor:
+        """The loss of the mini-batch, 0-dim, once all micro-batches are counted."""
+        assert self._sum is not None, "a mini-batch has a micro-batch"
+        if not self._loss.is_sum:
+            return self._sum
+        return self._sum / _or_one(self._total()).to(self._sum)
+
+    @cached_property
+    def weight(self) -> Tensor | float | None:
+        """What the mini-batch counts; None if all stages know that."""
+        if not self._loss.is_sum:
+            return math.fsum(self._weights) if self._is_sent else None
+        weight = self._weight_so_far()
+        if weight.device.type == "cpu" and not weight:
+            self._loss.warn_of_no_weight("loss_fn counts 0 in every micro-batch of a mini-batch")
+        return weight
+
+    @cached_property
+    def correction(self) -> Tensor | None:
+        """What all gradients are to be multiplied by, 0-dim; None if they are right."""
+        if self._divisor is None or self._is_divisor_exact:
+            return None
+        return self._divisor / _or_one(self._total())
+
+
+def checked_total(weight: Any) -> float | None:
+    """Return the ``total_weight`` of a ``step`` as a number."""
+    if weight is None:
+        return None
+    total = float(weight)
+    if not 0 < total < math.inf:
+        raise ValueError(
+            f"total_weight is {total}, which the loss is divided by: give a finite number above 0, "
+            "such as all tokens that count in the mini-batches whose gradients are added up"
+        )
+    return total
+
+
+def _or_one(total: Tensor) -> Tensor:
+    """Return a total, or 1 if it is 0: then what is divided by it is 0."""
+    return torch.where(total == 0, torch.ones_like(total), total)
+
+
+def _is_pair(result: Any) -> bool:
+    return isinstance(result, tuple) and len(result) == 2
+
+
+def _weight_of(weight: Any, loss: Tensor) -> Tensor:
+    """Return what a sum counts as a 0-dim tensor of float64 on the sum's device.
+
+    It is checked unless it is on a GPU.
+    """
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(
+                f"loss_fn returned a sum and a weight of shape {tuple(weight.shape)}, which must "
+                "be one number"
+            )
+        weight = weight.detach().reshape(())
+    is_known = not isinstance(weight, Tensor) or weight.device.type == "cpu"  # else it would wait
+    if is_known and not 0 <= (number := float(weight)) < math.inf:
+        raise ValueError(
+            f"loss_fn returned a sum and the weight {number}, which must be a finite number from 0"
+        )
+    if isinstance(weight, Tensor):
+        return weight.to(loss.device, torch.float64)
+    # Not torch.tensor(…): on a GPU that would wait for the device.
+    return torch.full((), number, dtype=torch.float64, device=loss.device)
+
+
+def _form_of(result: Any) -> str:
+    if _is_pair(result):
+        return f"a tuple of {_form_of(result[0])} and {_form_of(result[1])}"
+    return f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{type(result)}"
 
 
 def _zero_of(output: Any) -> Tensor:

@@ -53,19 +53,21 @@ class NoChunk:
         return f"NoChunk({self.tensor!r})"
 
 
-def scatter(inputs: tuple[Any, ...], chunks: int) -> tuple[list[tuple[Any, ...]], list[int]]:
-    """Return the positional inputs of each of at most ``chunks`` micro-batches, and their sizes.
+def scatter(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
+    """Return the inputs of each of at most ``chunks`` micro-batches, and their sizes.
 
-    Inputs are nested tensors ``(batch, …)``, which become views; ``NoChunk`` tensors and plain
-    values are repeated.
+    Inputs are a tuple, or a dict by position and name, of nested tensors ``(batch, …)``, which
+    become views; ``NoChunk`` tensors and plain values are repeated.
 
     Raises:
         TypeError: there is no tensor to split, or a value of another type (``BoundaryError``).
         ValueError: a tensor without dimensions, tensors of different batch size, or an empty batch.
     """
-    if len(inputs) == 1 and isinstance(inputs[0], Tensor) and inputs[0].dim() and len(inputs[0]):
-        parts = inputs[0].chunk(chunks)
-        return [(part,) for part in parts], [len(part) for part in parts]
+    if type(inputs) is tuple and len(inputs) == 1:
+        (only,) = inputs
+        if isinstance(only, Tensor) and only.dim() and len(only):
+            parts = only.chunk(chunks)
+            return [(part,) for part in parts], [len(part) for part in parts]
     sizes = _sizes(_batch_size(inputs), chunks)
     return _divide(inputs, sizes), sizes
 
@@ -104,8 +106,8 @@ def gather(outputs: list[Any]) -> Any:
     return _merge(outputs, "output")
 
 
-def shares(weights: Sequence[float]) -> list[float]:
-    """Return each micro-batch's share of the loss: its weight over the sum, or 0 if all are 0.
+def checked_weights(weights: Sequence[float]) -> list[float]:
+    """Return what each micro-batch counts in the loss.
 
     Raises:
         ValueError: a weight, or the sum of all, is negative or not a finite number.
@@ -116,11 +118,10 @@ def shares(weights: Sequence[float]) -> list[float]:
             f"the loss weights of the micro-batches are {list(weights)}, which add up to {total}: "
             "each must be a finite number from 0, and so must be their sum"
         )
-    total = math.fsum(weights)
-    return [weight / total if total else 0.0 for weight in weights]
+    return list(weights)
 
 
-def _batch_size(inputs: tuple[Any, ...]) -> int:
+def _batch_size(inputs: Any) -> int:
     tensors = _tensors_to_split(inputs, "input")
     first = next(tensors, None)
     if first is None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from procpipe.compute.sharing import shared
+from procpipe.data.loss import MeanLoss
 from procpipe.data.microbatch import gather, scatter
 from procpipe.data.upload import uploaded
 from procpipe.tree import Flat, flatten, map_tensors, unflatten
@@ -27,26 +28,61 @@ from procpipe.tree import Flat, flatten, map_tensors, unflatten
 RunBackward = Callable[[list[list[Tensor | None]]], None]
 
 
-def input_and_target(values: tuple[Any, ...], *, is_read: bool) -> tuple[tuple[Any, ...], Any]:
-    """Return the inputs and the target of a ``step`` whose target is not named.
+#: What the model's first layer is called with: a tuple of positional values; where there are named
+#: ones, a dict by position and name.
+Inputs = tuple[Any, ...] | dict[int | str, Any]
+
+#: The value of ``target`` where ``step`` was given none.
+UNSET: Any = object()
+
+
+def inputs_of(values: tuple[Any, ...], named: Mapping[str, Any]) -> Inputs:
+    """Return what the model's first layer is called with."""
+    if not named:
+        return values
+    inputs: dict[int | str, Any] = dict(enumerate(values))
+    inputs.update(named)
+    return inputs
+
+
+def inputs_and_target(
+    values: tuple[Any, ...], named: dict[str, Any], target: Any, *, is_read: bool
+) -> tuple[Inputs, Any]:
+    """Return the inputs and the target of a ``step``.
 
     Args:
-        values: what ``step`` was given by position.
-        is_read: whether this rank's inputs count; others may give any number of values, of which
-            more than two hold no target.
+        values: what ``step`` was given by position; if there is no other target, the second of two
+            is it.
+        named: what it was given by name; if there is no other target, ``labels`` is it.
+        target: the target, or the name of a named value; ``UNSET`` where none was given.
+        is_read: whether this rank's inputs count; others may give any values.
 
     Raises:
-        TypeError: more than two values, of which the last may be an input too.
+        TypeError: more than two positional values, of which the last may be an input too; a target
+            that names none of the named values.
     """
+    if target is UNSET and "labels" in named:
+        target = "labels"
+    if named and isinstance(target, str):
+        if is_read and target not in named:
+            raise TypeError(
+                f"step(target={target!r}) names none of the named values, which are "
+                f"{', '.join(named)}: give the name of one, or the target itself"
+            )
+        target = named.pop(target, None)
+    if target is not UNSET:
+        return inputs_of(values, named), target
     if len(values) > 2:
         if not is_read:
-            return values, None
+            return inputs_of(values, named), None
         raise TypeError(
             f"step() was given {len(values)} positional values, which may all be inputs: name the "
             f"target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, target=y), or "
             "target=None where the loss takes none"
         )
-    return (values[:-1], values[-1]) if len(values) > 1 else (values, None)
+    if len(values) == 2:
+        return inputs_of(values[:1], named), values[1]
+    return inputs_of(values, named), None
 
 
 @dataclass(frozen=True)
@@ -55,7 +91,7 @@ class Ingoing:
 
     Attributes:
         sizes: samples in each micro-batch.
-        inputs: each micro-batch's positional inputs, detached, on stage 0's device.
+        inputs: each micro-batch's inputs, detached, on stage 0's device.
         requiring: of each micro-batch, the tensors that require a gradient, as the user gave them.
     """
 
@@ -64,8 +100,8 @@ class Ingoing:
     requiring: list[list[Tensor]]
 
     @classmethod
-    def of(cls, inputs: tuple[Any, ...], chunks: int, device: torch.device) -> Ingoing:
-        """Scatter positional inputs; see ``microbatch.scatter`` for what is raised."""
+    def of(cls, inputs: Inputs, chunks: int, device: torch.device) -> Ingoing:
+        """Scatter a model's inputs; see ``microbatch.scatter`` for what is raised."""
         parts, sizes = scatter(inputs, chunks)
         flats, requiring = [], []
         keeps_gradients = torch.is_grad_enabled()
@@ -96,21 +132,21 @@ class MiniBatch:
     """What the program of one stage works on.
 
     Attributes:
-        inputs: on stage 0, each micro-batch's positional inputs.
+        inputs: on stage 0, each micro-batch's inputs.
         targets: each micro-batch's target, where the user gave it: on stage 0 if it is routed,
             else on the stage of the last partition.
-        loss_of: on that stage, in a ``step``: ``(output, target, share) -> 0-dim loss``.
-        shares: each micro-batch's share in the loss of the mini-batch; one of share 0 is left out.
+        loss: on that stage, in a ``step``: makes the loss of those of the micro-batches.
         keep: whether backward tasks follow, in this program or a later one.
+        may_correct: whether gradients may have to be multiplied by ``MeanLoss.correction``.
         output_gradients: on the stage of the last partition, for a program that begins with
             backward tasks: each micro-batch's gradients of the output tensors that want one.
     """
 
     inputs: Sequence[Flat] | None = None
     targets: Sequence[Any] | None = None
-    loss_of: Callable[[Any, Any, float], Tensor] | None = None
-    shares: Sequence[float] = ()
+    loss: MeanLoss | None = None
     keep: bool = False
+    may_correct: bool = False
     output_gradients: Sequence[list[Tensor | None]] | None = None
 
 
@@ -121,11 +157,14 @@ class Outcome:
     Attributes:
         outputs: on the stage of the last partition, each micro-batch's output (or loss), detached.
         loss: the loss of the mini-batch, on every rank whose program has a loss in it.
+        weight: what the mini-batch counts, if the order does not say it: a tensor where
+            ``loss_fn`` returns it.
         input_gradients: on stage 0, each micro-batch's gradients of the inputs that want one.
     """
 
     outputs: dict[int, Flat] = field(default_factory=dict)
     loss: Tensor | None = None
+    weight: Tensor | float | None = None
     input_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
 

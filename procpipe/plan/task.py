@@ -148,6 +148,14 @@ class Plan:
         return any(task.kind == FORWARD for _, task in self.row(0))
 
     @cached_property
+    def ends_forward_first(self) -> bool:
+        """Whether the last partition ends its forward tasks before it begins a backward task."""
+        row = self.tasks_of(self.placement[-1])
+        kinds = [task.kind for task in row if task.j == self.num_partitions - 1]
+        backward = [k for k, kind in enumerate(kinds) if kind in (BACKWARD, INPUT_GRADIENT)]
+        return not backward or FORWARD not in kinds[backward[0] :]
+
+    @cached_property
     def has_backward(self) -> bool:
         """Whether the plan has backward tasks (found by the first stage's)."""
         return any(task.kind in (BACKWARD, INPUT_GRADIENT) for _, task in self.row(0))

@@ -11,7 +11,7 @@ then does not send it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ def _form_of(item: Any) -> Any:
 def _outer_form_of(item: Any) -> Any:
     if isinstance(item, (tuple, list)):
         return ["tuple" if isinstance(item, tuple) else "list", len(item)]
-    if isinstance(item, dict):
+    if isinstance(item, Mapping):
         return ["dict", list(item)]
     return ["value", 1]
 

@@ -107,7 +107,7 @@ class Coordinator:
         """Return what this stage does under an order's plan, verified on rank 0."""
         key = order.plan, *_wires_of(order), order.recompute
         if key not in self._programs:
-            plan, routes = self._plans[order.plan], self._routes_of(order)
+            plan, routes = self.plan(order), self._routes_of(order)
             if self._rank == 0:
                 verify(plan, routes, ahead=self.ahead)
             self._programs[key] = program(  # step 3
@@ -117,7 +117,11 @@ class Coordinator:
 
     def plan_text(self, order: Order) -> str:
         """Return the text of an order's plan."""
-        return self._plans[order.plan].to_text()
+        return self.plan(order).to_text()
+
+    def plan(self, order: Order) -> Plan:
+        """Return an order's plan."""
+        return self._plans[order.plan]
 
     def _routes_of(self, order: Order) -> Routes:
         target, loss = _wires_of(order)

@@ -22,16 +22,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from procpipe.channel.link import Receiver, Sender
+from procpipe.compute.correction import Correction
 from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
 from procpipe.compute.tied import Part, Tied
+from procpipe.data.loss import MeanLoss
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.plan.program import Program, Run, Send
@@ -109,6 +111,7 @@ class Executor:
         self._channels = channels
         self._made: dict[Transfer, Flat] = {}
         self._passages: dict[tuple[int, int], _Passage] = {}
+        self._correction = Correction()
 
     def observe(self, observers: Observers) -> None:
         """Call these observers for tasks, layers and messages from now on."""
@@ -139,19 +142,21 @@ class Executor:
                     self._channels.poll()
                     self._run(step, batch, outcome)
                 elif isinstance(step, Send):
-                    self._send(step.transfer, outcome)
+                    self._send(step.transfer, batch)
                 else:
                     transfer = step.transfer
                     if transfer.payload in (LOSS, TIED_GRADIENT):
                         at_end.append(transfer)
                     self._channels.receivers[transfer.channel].expect()
                     self.ledger.hold(transfer)
-            self._take_at_end(at_end, outcome)
+            if batch.loss is not None:
+                outcome.loss, outcome.weight = batch.loss.loss, batch.loss.weight
+            self._take_at_end(at_end, batch, outcome)
         except RemoteStageError:
-            self.tied.abandon()
+            self._put_back()
             raise
         except BaseException as error:
-            self.tied.abandon()
+            self._put_back()
             if self.current_task is not None:
                 note_where(error, self.current_task, self._stage, self.partitions, self.ledger)
             raise
@@ -160,18 +165,27 @@ class Executor:
         self.ledger.settle()
         return outcome
 
-    def _take_at_end(self, transfers: Sequence[Transfer], outcome: Outcome) -> None:
+    def _put_back(self) -> None:
+        """Give parameters the gradients that they had before a call that has failed."""
+        self.tied.abandon()
+        self._correction.abandon()
+
+    def _take_at_end(
+        self, transfers: Sequence[Transfer], batch: MiniBatch, outcome: Outcome
+    ) -> None:
         """Take what no task of this stage needs."""
         tied: dict[int, Sequence[Part]] = {}
+        correction = batch.loss.correction if batch.loss else None
         for transfer in transfers:
             message = self._take(transfer)
             if transfer.payload == LOSS:
-                (outcome.loss,) = message.tensors
+                correction = _read_loss(message.value, outcome)
                 self.ledger.size(transfer, 0)
             else:
                 tied[self._placement[transfer.source]] = message.value
         if tied:
             self.tied.add_up(tied)
+        self._correction.end(correction, outcome.input_gradients)
         for transfer in transfers:
             if transfer.payload == TIED_GRADIENT:
                 self.ledger.release(transfer)
@@ -230,7 +244,7 @@ class Executor:
             recompute=step.is_recomputed,
             finish=_finish(batch, target, i) if is_last else None,
             split=step.is_split,
-            is_left_out=is_last and batch.loss_of is not None and batch.shares[i] == 0,
+            is_left_out=is_last and batch.loss is not None and batch.loss.is_left_out(i),
         )
         self._end_task(task)
         is_root = batch.keep and not step.is_recomputed
@@ -239,8 +253,8 @@ class Executor:
         outputs = self._put_outputs(step, output, batch, is_counted=not is_root)
         if is_last:
             outcome.outputs[i] = outputs[0]
-            if batch.loss_of is not None:
-                self._add_loss(i, outputs[0], batch, outcome)  # step 7
+            if batch.loss is not None:
+                batch.loss.add(i, *outputs[0].tensors)  # step 7
         if batch.keep:
             self._passages[i, j] = _Passage(
                 held,
@@ -273,6 +287,9 @@ class Executor:
     def _backward(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
         task = step.task
         kind, i, j = task
+        if batch.may_correct:
+            parts = self.partitions.values()
+            self._correction.begin(chain.from_iterable(part.parameters() for part in parts))
         self.tied.begin()
         passage = self._passages.pop((i, j))
         gradients = self._output_gradients(step, passage, batch, outcome)
@@ -318,22 +335,17 @@ class Executor:
         """Return the gradients of what leaves the pipeline in the last partition."""
         if batch.output_gradients is not None:
             return batch.output_gradients[i]
-        (loss,) = outcome.outputs[i].tensors
+        assert batch.loss is not None, "else the user gives the gradients of the output"
         if own[0]:
-            return [torch.full_like(loss, batch.shares[i])]
+            return [batch.loss.gradient(i, outcome.outputs[i].tensors[0])]
         is_trained = self.partitions[self._last].is_trainable
-        if batch.shares[i] and (is_trained or any(passage.num_wanted)):
+        if not batch.loss.is_left_out(i) and (is_trained or any(passage.num_wanted)):
             raise RuntimeError(
                 "the loss requires no gradient, so nothing would be trained: loss_fn may not be "
                 "differentiable (argmax, a comparison); to only evaluate, call eval() or use "
                 "torch.no_grad()"
             )
         return []  # all of the model is frozen, or the micro-batch is left out
-
-    def _add_loss(self, i: int, output: Flat, batch: MiniBatch, outcome: Outcome) -> None:
-        (loss,) = output.tensors
-        part = loss * batch.shares[i]
-        outcome.loss = part if outcome.loss is None else outcome.loss + part
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -352,10 +364,10 @@ class Executor:
         if self._is_local(transfer.destination):
             self.ledger.hold(transfer, num_bytes(message.tensors) if is_counted else 0)
 
-    def _send(self, transfer: Transfer, outcome: Outcome) -> None:
+    def _send(self, transfer: Transfer, batch: MiniBatch) -> None:
         if transfer.payload == LOSS:
-            assert outcome.loss is not None, "the stage of the last partition has the loss"
-            message = Flat([outcome.loss], TENSOR, (False,))
+            assert batch.loss is not None, "the stage of the last partition has the loss"
+            message = _loss_message(batch.loss)
         elif transfer.payload == TIED_GRADIENT:
             other = self._placement[transfer.destination]
             message = _message_of(self.tied.gradients_for(other))
@@ -386,8 +398,24 @@ def _roots(i: int, j: int) -> Transfer:
 
 def _finish(batch: MiniBatch, target: Any, i: int) -> Callable[[Any], Any] | None:
     """Return what turns a micro-batch's output into its loss, if it has one."""
-    loss_of = batch.loss_of
-    return None if loss_of is None else lambda output: loss_of(output, target, batch.shares[i])
+    loss = batch.loss
+    return None if loss is None else lambda output: loss.of(i, output, target)
+
+
+def _loss_message(loss: MeanLoss) -> Flat:
+    """Make the message of the loss, with its weight and correction if other stages need them."""
+    if (weight := loss.weight) is None:
+        return Flat([loss.loss], TENSOR, (False,))
+    return Flat.of((loss.loss, weight, loss.correction))
+
+
+def _read_loss(message: Any, outcome: Outcome) -> Any:
+    """Read what :func:`_loss_message` made; return the correction, or None."""
+    if isinstance(message, Tensor):
+        outcome.loss = message
+        return None
+    outcome.loss, outcome.weight, correction = message
+    return correction
 
 
 def _message_of(gradients: Sequence[Part]) -> Flat:

@@ -1,6 +1,6 @@
 """Begins a mini-batch on every rank: scatters it, issues its order, routes the target.
 
-rank 0   input ── Ingoing.of ── order: sizes, shares, where the target is ──> every rank
+rank 0   input ── Ingoing.of ── order: sizes, weights, where the target is ──> every rank
 the target   goes along its route, or is on the last stage already: given there by the user, or
 delivered by ``batches``
 """
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from procpipe.compute.ledger import num_bytes
-from procpipe.data.loss import Loss
+from procpipe.data.loss import Loss, MeanLoss, checked_total
 from procpipe.data.microbatch import scatter_like
-from procpipe.data.minibatch import Ingoing, MiniBatch, on_device
+from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch, on_device
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.run.batches import Batches
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
@@ -52,8 +52,9 @@ class Intake:
     def begin(
         self,
         call: str,
-        inputs: tuple[Any, ...],
+        inputs: Inputs,
         target: Any,
+        total_weight: Any = None,
         *,
         chunks: int,
         checkpoint: str,
@@ -65,6 +66,7 @@ class Intake:
             call: "step" or "forward".
             inputs: on rank 0, the model's inputs.
             target: of a "step", what ``loss_fn`` gets; on rank 0, or else on the last stage.
+            total_weight: of a "step", on rank 0, what its loss is divided by, if not its weight.
             chunks: on rank 0, the number of micro-batches.
             checkpoint: on rank 0, what is recomputed.
             is_training: whether the stage is in training mode.
@@ -74,11 +76,19 @@ class Intake:
         else:
             ingoing = Ingoing.of(inputs, chunks, self._device)  # step 1
             keeps = is_training and torch.is_grad_enabled()
-            order = self._issue(call, ingoing, target, checkpoint, keeps=keeps)
+            total = checked_total(total_weight)
+            order = self._issue(call, ingoing, target, total, checkpoint, keeps=keeps)
         return order, self._mini_batch(call, order, target, ingoing), ingoing
 
     def _issue(
-        self, call: str, ingoing: Ingoing, target: Any, checkpoint: str, *, keeps: bool
+        self,
+        call: str,
+        ingoing: Ingoing,
+        target: Any,
+        total_weight: float | None,
+        checkpoint: str,
+        *,
+        keeps: bool,
     ) -> Order:
         sizes = ingoing.sizes
         decided: dict[str, Any] = {
@@ -88,9 +98,10 @@ class Intake:
         }
         if call == "step":
             decided["target"] = self._way_of(target)
+            decided["total_weight"] = total_weight
             if self._loss.weight is None or decided["target"] != LOCAL:
                 parts = scatter_like(target, sizes) if self._loss.weight else None
-                decided["shares"] = self._loss.shares(parts, sizes)
+                decided["weights"] = self._loss.weights(parts, sizes)
         return self._issue_or_follow(call, **decided)
 
     def _way_of(self, target: Any) -> str:
@@ -112,8 +123,12 @@ class Intake:
         given = None  # on the user's device: if that is a CPU, loss_weight waits for no GPU
         if (is_sender or is_user) and target is not None:
             given = scatter_like(target, order.sizes)
-        shares = order.shares
-        if is_user and not shares:
-            shares = self._loss.shares(given, order.sizes)
+        loss = None
+        if self._rank == self._output_rank:
+            weights = order.weights or self._loss.weights(given, order.sizes)
+            loss = MeanLoss(self._loss, weights, order.total_weight, is_sent=not order.weights)
         targets = None if given is None else [on_device(part, self._device) for part in given]
-        return MiniBatch(inputs, targets, self._loss.of, shares, keep=order.keeps_graph)
+        may_correct = (
+            order.keeps_graph and order.total_weight is None and self._loss.is_sum is not False
+        )
+        return MiniBatch(inputs, targets, loss, keep=order.keeps_graph, may_correct=may_correct)

@@ -81,7 +81,9 @@ class Order:
         plan_text: the plan itself, the first time it is named.
         sizes: samples of each micro-batch.
         input_bytes: the model's input of the largest micro-batch.
-        shares: each micro-batch's share in the loss of the mini-batch.
+        weights: what each micro-batch counts in the loss of the mini-batch; empty if only the last
+            stage knows.
+        total_weight: what the loss is divided by; None for the sum of the weights.
         recompute: the micro-batches that are recomputed.
         target: where the last stage finds the target (ROUTED, LOCAL, DELIVERED).
         detail: what else this call needs to say, if it does.
@@ -95,7 +97,8 @@ class Order:
     plan_text: str = ""
     sizes: tuple[int, ...] = ()
     input_bytes: int = 0
-    shares: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
+    total_weight: float | None = None
     recompute: tuple[int, ...] = ()
     target: str = LOCAL
     detail: Detail | None = None
@@ -134,7 +137,7 @@ def decode(data: bytes) -> Any:
 def decode_order(data: bytes) -> Order:
     """Read an order that :func:`encode` wrote."""
     fields = dict(zip(_FIELDS, json.loads(data), strict=True))
-    for name in ("sizes", "shares", "recompute"):
+    for name in ("sizes", "weights", "recompute"):
         fields[name] = tuple(fields[name])
     if fields["detail"] is not None:
         detail = _DETAILS[fields["call"]](*fields["detail"])

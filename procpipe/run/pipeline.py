@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ class Pipeline:
         """Run this stage's program under an order."""
         self._limit_lead()
         program = self.coordinator.program(order)
+        if batch.may_correct and self.coordinator.plan(order).ends_forward_first:
+            batch = replace(batch, may_correct=False)
         with self.observers.step(order):
             outcome = self.executor.run(program, batch)
             if self._world.device.type == "cuda":

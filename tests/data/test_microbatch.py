@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from procpipe.data.microbatch import NoChunk, gather, scatter, scatter_like, shares
+from procpipe.data.microbatch import NoChunk, checked_weights, gather, scatter, scatter_like
 from procpipe.errors import BoundaryError
 
 
@@ -192,18 +192,11 @@ def test_dicts_in_another_order_are_alike() -> None:
     assert gather([{"a": 1, 2: 0}, {2: 0, "a": 3}]) == {"a": [1, 3], 2: [0, 0]}
 
 
-def test_shares_of_weights() -> None:
-    assert shares([3, 3, 3, 1]) == [0.3, 0.3, 0.3, 0.1]
-    assert shares([0.0, 2.0]) == [0.0, 1.0]
-    assert shares([7]) == [1.0]
-    assert shares([0, 0.0]) == [0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     "weights",
     [[], [0, -1], [1, -1], [3, -1], [math.nan, 1], [math.inf, 1], [math.inf, -1], [1e308, 1e308]],
     ids=repr,
 )
-def test_weights_without_shares_are_refused(weights: list[float]) -> None:
+def test_weights_that_are_no_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="each must be a finite number from 0"):
-        shares(weights)
+        checked_weights(weights)

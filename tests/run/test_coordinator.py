@@ -57,7 +57,7 @@ def ranks(controls):
 
 
 def step(sizes=(2, 2), recompute=(0,), **fields):
-    return Order("step", 0, sizes=sizes, recompute=recompute, shares=(0.5, 0.5), **fields)
+    return Order("step", 0, sizes=sizes, recompute=recompute, weights=(2.0, 2.0), **fields)
 
 
 def test_messages_of_rank_0_reach_all_in_order(controls):

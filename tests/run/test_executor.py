@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from procpipe.compute.partition import Partition
+from procpipe.data.loss import Loss, MeanLoss
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import PlanError
 from procpipe.plan.program import program
@@ -73,11 +74,9 @@ class Rig:
             thread.start()
         for thread in threads:
             thread.join()
+        # Recomputation switches it off for a moment, which here several threads do at a time.
+        torch.backends.mha.set_fastpath_enabled(True)
         return raised, outcomes
-
-
-def mse(output, target, share):
-    return F.mse_loss(output, target)
 
 
 def make_batches(x, y, m, n, *, keep=True, target=False):
@@ -88,8 +87,7 @@ def make_batches(x, y, m, n, *, keep=True, target=False):
         MiniBatch(
             inputs=inputs if j == 0 else None,
             targets=ys if j == given else None,
-            loss_of=mse if j == n - 1 else None,
-            shares=[1 / m] * m if j == n - 1 else (),
+            loss=MeanLoss(Loss(F.mse_loss, None), [1.0] * m) if j == n - 1 else None,
             keep=keep,
         )
         for j in range(n)

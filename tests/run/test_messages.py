@@ -42,7 +42,7 @@ def orders(call, detail):
         plan=st.text(),
         plan_text=st.text(),
         sizes=COUNTS,
-        shares=st.lists(st.floats(0, 1)).map(tuple),
+        weights=st.lists(st.floats(0, 1)).map(tuple),
         recompute=COUNTS,
         target=st.text(),
         detail=st.none() | detail,
@@ -65,10 +65,10 @@ def test_a_plain_value_reads_back(value):
 
 
 def test_an_order_is_short():
-    order = Order("step", 0, plan="0123456789abcdef", sizes=(2, 2), shares=(0.5, 0.5))
+    order = Order("step", 0, plan="0123456789abcdef", sizes=(2, 2), weights=(2.0, 2.0))
 
     assert encode(order) == (
-        b'["step",0,true,true,"0123456789abcdef","",[2,2],0,[0.5,0.5],[],"local",null]'
+        b'["step",0,true,true,"0123456789abcdef","",[2,2],0,[2.0,2.0],null,[],"local",null]'
     )
 
 

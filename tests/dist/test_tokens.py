@@ -1,0 +1,311 @@
+"""Named inputs, and losses that are sums with weights: the mean over all tokens that count.
+
+Truth is the plain model in float64 over the whole mini-batch, whose loss is a mean over its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from procpipe import RemoteStageError
+from procpipe.losses import masked_cross_entropy
+from tests.dist.stages import assert_same, assert_same_gradients, stage_of
+
+pytestmark = pytest.mark.on_gpus
+
+TOLERANCE = 1e-12
+
+#: Micro-batches of 2, 2, 2 and 1 samples; the second counts nothing in one mini-batch, the first in
+#: another, so that what is expected of the others is far off.
+COUNTS = ([5, 3, 0, 0, 1, 0, 4], [0, 0, 0, 2, 5, 5, 5], [5, 5, 5, 5, 5, 5, 5])
+
+
+class Embed(nn.Module):
+    """Takes its inputs by name or position, some of which need not be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+
+    def forward(self, input_ids, attention_mask=None, scale=1.0, *, bias=None):
+        output = self.embedding(input_ids) * scale
+        if attention_mask is not None:
+            output = output * attention_mask[..., None]
+        return output if bias is None else output + bias
+
+
+def make_model():
+    torch.manual_seed(1)
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 11)]
+    return nn.Sequential(Embed(), *layers).double()
+
+
+def make_batch(counts, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(11, (7, 5), generator=generator)
+    labels = torch.where(torch.arange(5) < torch.tensor(counts)[:, None], tokens.flip(1), -100)
+    mask = (torch.rand(7, 5, generator=generator) < 0.8).double()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def plain_loss(plain, batch, **more):
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    value = plain[0](**inputs, **more)
+    for layer in plain[1:]:
+        value = layer(value)
+    return F.cross_entropy(value.flatten(0, 1), batch["labels"].flatten())
+
+
+def with_numbers(output, target):
+    """A sum and its weight as a number of Python."""
+    total, weight = masked_cross_entropy(output, target)
+    return total, int(weight)
+
+
+def balance_of(schedule, num_ranks):
+    if schedule in ("interleaved", "zb-v"):
+        return [[6], [1, 2, 2, 1]][num_ranks - 1]
+    return [[6], [4, 2], [1, 2, 3]][num_ranks - 1]
+
+
+def check_sums(bare, schedule, mode):
+    balance = balance_of(schedule, bare.num_ranks)
+    for loss_fn in (masked_cross_entropy, with_numbers):
+        plain = make_model()
+        options: Any = {"chunks": 4, "schedule": schedule, "checkpoint": mode, "loss_fn": loss_fn}
+        with stage_of(bare, loss_fn.__name__, plain, balance, **options) as stage:
+            for k, counts in enumerate(COUNTS):  # gradients accumulate
+                batch = make_batch(counts, k)
+                expected = plain_loss(plain, batch)
+                expected.backward()
+                loss = stage.step(**batch)
+                assert_same(loss, expected.detach(), f"{counts}", TOLERANCE)
+                assert_same_gradients(stage, plain, f"{counts}", TOLERANCE)
+                assert stage.last_weight.item() == sum(counts), counts
+            stage.eval()
+            assert_same(stage.step(**batch), expected.detach(), "eval", TOLERANCE)
+            assert stage.last_weight.item() == sum(counts)
+
+
+def check_accumulation(bare, schedule):
+    """Steps with the weight of all are one step over all."""
+    batches = [make_batch(counts, k) for k, counts in enumerate(COUNTS)]
+    total = sum(map(sum, COUNTS))
+    for loss_fn, weight in ((masked_cross_entropy, None), (mean_of_tokens, num_tokens)):
+        plain = make_model()
+        expected = plain_loss(
+            plain, {k: torch.cat([batch[k] for batch in batches]) for k in batches[0]}
+        )
+        expected.backward()
+        options: Any = {"chunks": 3, "schedule": schedule, "loss_fn": loss_fn}
+        options["loss_weight"] = weight
+        balance = balance_of(schedule, bare.num_ranks)
+        with stage_of(bare, loss_fn.__name__, plain, balance, **options) as stage:
+            losses = []
+            for batch, counts in zip(batches, COUNTS, strict=True):
+                losses.append(stage.step(**batch, total_weight=torch.tensor(total)))
+                assert stage.last_weight.item() == sum(counts)
+            assert_same(sum(losses), expected.detach(), "loss", TOLERANCE)
+            assert_same_gradients(stage, plain, "accumulated", TOLERANCE)
+
+
+def mean_of_tokens(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def num_tokens(target):
+    return int((target != -100).sum())
+
+
+class Encoding(UserDict):
+    """A mapping that is not a dict, as tokenizers return it."""
+
+
+def check_ways_to_give(bare):
+    """The ways to name values, and to give the target, have the same result."""
+    plain = make_model()
+    batch = make_batch(COUNTS[0])
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    expected = plain_loss(plain, batch).detach()
+    doubled = plain_loss(plain, batch, scale=2.0).detach()
+    balance = balance_of("gpipe", bare.num_ranks)
+    last = bare.num_ranks - 1
+    with stage_of(bare, "ways", plain, balance, chunks=3, loss_fn=masked_cross_entropy) as stage:
+        stage.eval()
+        tokens, mask, labels = batch.values()
+        ways = {
+            "labels": lambda: stage.step(**batch),
+            "key": lambda: stage.step(**inputs, wanted=labels, target="wanted"),
+            "value": lambda: stage.step(**inputs, target=labels),
+            "on the last": lambda: stage.step(
+                **inputs, target=labels if bare.rank == last else None
+            ),
+            "second of two": lambda: stage.step(tokens, labels, attention_mask=mask),
+            "first by position": lambda: stage.step(
+                tokens, attention_mask=mask, labels=labels, scale=1.0
+            ),
+            "mapping": lambda: stage.step(**Encoding(batch)),
+            "nothing elsewhere": lambda: stage.step(**(batch if bare.rank == 0 else {})),
+        }
+        for way, step in ways.items():
+            assert_same(step(), expected, way, TOLERANCE)
+        assert_same(stage.step(**batch, scale=2.0), doubled, "plain value", TOLERANCE)
+
+        class Unimportable(UserDict):
+            """A class that the other ranks cannot find, which get a dict."""
+
+        for items in ([batch] * 2, [Encoding(batch)] * 2, [Unimportable(batch)] * 2):
+            losses = [stage.step(**item) for item in stage.batches(items)]
+            assert_same(losses, [expected] * 2, "batches", TOLERANCE)
+        output = stage(**inputs)
+        if bare.rank == last:
+            total, weight = masked_cross_entropy(output, labels.to(output.device))
+            assert_same(total / weight, expected, "forward", TOLERANCE)
+
+
+def check_hooks(bare):
+    """A hook that uses gradients before they are final: an error on every rank."""
+    plain = make_model()
+    options: Any = {"chunks": 4, "schedule": "1f1b", "loss_fn": masked_cross_entropy}
+    batch = make_batch(COUNTS[0])
+    seen: list[float] = []
+    with stage_of(bare, "total", plain, [4, 2], **options) as stage:
+        if bare.rank == 1:
+            next(stage.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(1.0))
+        stage.step(**batch, total_weight=sum(COUNTS[0]))
+        assert seen or bare.rank == 0
+        with pytest.raises((RuntimeError, RemoteStageError), match=r"give step.* a total_weight"):
+            two_steps(stage, batch)  # rank 1 finds it when rank 0 is done
+
+
+def check_message(bare, message):
+    """A mistake on one rank is an error on each, with the message."""
+    plain = make_model()
+    options, step = MISTAKES[message]
+    balance = balance_of("gpipe", bare.num_ranks)
+    with (
+        stage_of(bare, message, plain, balance, chunks=3, **options) as stage,
+        pytest.raises((TypeError, ValueError, RemoteStageError), match=message),
+    ):
+        step(stage, make_batch(COUNTS[0]))
+
+
+def changing_kind():
+    calls: list[int] = []
+
+    def loss_fn(output, target):
+        calls.append(1)
+        total, weight = masked_cross_entropy(output, target)
+        return (total, weight) if len(calls) < 5 else total / weight
+
+    return loss_fn
+
+
+def two_steps(stage, batch):
+    stage.step(**batch)
+    stage.step(**batch)
+
+
+def one_step(stage, batch, **more):
+    stage.step(**batch, **more)
+
+
+MISTAKES = {
+    "but a sum and its weight before": ({"loss_fn": changing_kind()}, two_steps),
+    "there is a loss_weight, too": (
+        {"loss_fn": masked_cross_entropy, "loss_weight": num_tokens},
+        one_step,
+    ),
+    "weight of shape \\(2,\\)": (
+        {"loss_fn": lambda o, t: (o.sum(), torch.ones(2))},
+        one_step,
+    ),
+    "the weight -1.0, which must be": (
+        {"loss_fn": lambda o, t: (o.sum(), -1)},
+        one_step,
+    ),
+    "a tuple of shape": (
+        {"loss_fn": lambda o, t: (o, o.sum())},
+        one_step,
+    ),
+    "total_weight is 0.0": (
+        {"loss_fn": masked_cross_entropy},
+        lambda stage, batch: one_step(stage, batch, total_weight=0),
+    ),
+    "target='lables'\\) names none": (
+        {"loss_fn": masked_cross_entropy},
+        lambda stage, batch: one_step(stage, batch, target="lables"),
+    ),
+    "unexpected keyword argument 'masks'": (
+        {"loss_fn": masked_cross_entropy},
+        lambda stage, batch: one_step(stage, batch, masks=batch["attention_mask"]),
+    ),
+    "but input\\['attention_mask'\\] has 6": (
+        {"loss_fn": masked_cross_entropy},
+        lambda stage, batch: one_step(
+            stage, {**batch, "attention_mask": batch["attention_mask"][1:]}
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule", "mode"),
+    [
+        (1, "gpipe", "always"),
+        (2, "gpipe", "never"),
+        (3, "gpipe", "except_last"),
+        (1, "1f1b", "never"),
+        (2, "1f1b", "always"),
+        (3, "zb-h1", "except_last"),
+        (2, "interleaved", "never"),
+        (2, "zb-v", "never"),
+        (2, "auto", "except_last"),
+    ],
+)
+def test_sums_and_weights_make_the_mean_over_all_tokens(ranks, num_ranks, schedule, mode):
+    ranks(num_ranks).run(check_sums, schedule, mode, world=False).values()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule"), [(1, "gpipe"), (2, "1f1b"), (3, "gpipe"), (2, "zb-v")]
+)
+def test_steps_with_the_weight_of_all_are_one_step(ranks, num_ranks, schedule):
+    ranks(num_ranks).run(check_accumulation, schedule, world=False).values()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_values_by_name(ranks, num_ranks):
+    ranks(num_ranks).run(check_ways_to_give, world=False).values()
+
+
+def test_a_hook_that_would_see_uncorrected_gradients_is_refused(ranks):
+    ranks(2).run(check_hooks, world=False).values()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_mistakes(ranks, num_ranks):
+    for message in MISTAKES:
+        ranks(num_ranks).run(check_message, message, world=False).values()
+
+
+def test_classes_in_another_dim_are_refused():
+    output = torch.zeros(2, 3, 4, 4)
+    with pytest.raises(ValueError, match=r"movedim\(1, -1\)"):
+        masked_cross_entropy(output, torch.zeros(2, 4, 4, dtype=torch.long))
+    total, weight = masked_cross_entropy(
+        output.movedim(1, -1), torch.zeros(2, 4, 4, dtype=torch.long), ignore_index=1
+    )
+    assert weight == 32
+    assert total.item() == pytest.approx(32 * torch.tensor(3.0).log().item())
+
+
+def test_half_precision_is_summed_in_float32():
+    output = torch.zeros(3, 5, dtype=torch.bfloat16)
+    assert masked_cross_entropy(output, torch.zeros(3, dtype=torch.long))[0].dtype == torch.float32
