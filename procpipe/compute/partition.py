@@ -274,9 +274,9 @@ class Partition:
         """Run a first forward that will be recomputed.
 
         Which outputs require a gradient is known only with a graph. So the first forward of each
-        form of input builds one and drops it. Compiled layers always do, as code that is compiled
-        for a graph and code for none may draw other random numbers. The first also compares the
-        input with a copy: a change through ``x.data`` or NumPy raises no version.
+        form of input builds one and drops it, and compiled layers always do, or torch would compile
+        them once more for no graph. The first also compares the input with a copy: a change through
+        ``x.data`` or NumPy raises no version.
         """
         inputs = this.inputs
         this.look = self._digests.start()

@@ -204,6 +204,26 @@ def test_recomputation_repeats_compiled_layers(backend: str) -> None:
         assert_same(never, train_in_one_process("", "never"), "compiled", TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_recomputation_compiles_nothing_anew() -> None:
+    num_compiled = []
+    for mode in ("never", "always"):
+        graphs: list[Any] = []
+
+        def compiler(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+        stage = Stage(model, chunks=4, checkpoint=mode, loss_fn=F.mse_loss)
+        stage.compile(backend=compiler)
+        stage.step(*make_batch(8))
+        stage.close()
+        num_compiled.append(len(graphs))
+    assert num_compiled[0] == num_compiled[1] > 0
+
+
 class Report:
     """Takes the place of standard error; notes which peers were busy when a stall was reported."""
 
