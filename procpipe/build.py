@@ -108,6 +108,7 @@ class Cut:
         skips: which skip tensors cross partitions.
         ties: the parameters and buffers that several partitions use.
         facts: a line about each layer of the full model.
+        keys: the model's attribute ``keys``, a map of its keys to those in files, or None.
     """
 
     balance: list[int]
@@ -117,6 +118,7 @@ class Cut:
     skips: SkipLayout
     ties: list[Tie]
     facts: list[str]
+    keys: Any = None
 
     @classmethod
     def of(
@@ -149,7 +151,8 @@ class Cut:
                 for name, layer in layers.items():
                     layers[name] = DeferredBatchNorm.convert_deferred_batch_norm(layer)
         elsewhere = {name for j, part in enumerate(parts) if j not in ours for name in part}
-        return cls(entries, placement, ours, elsewhere, skips, ties, facts)
+        keys = getattr(module, "keys", None)
+        return cls(entries, placement, ours, elsewhere, skips, ties, facts, keys)
 
 
 def check(module: nn.Sequential, world: World) -> None:

@@ -71,7 +71,8 @@ class Stage(LocalLayers):
             parameters (an embedding and an output layer): each stage has a copy, with the same
             value and, after each call, the same gradient, that of the plain model. If the model was
             built on the meta device, only this stage's layers get memory; they are initialised by
-            their ``reset_parameters()``, with values that no balance changes.
+            their ``reset_parameters()``, with values that no balance changes. ``procpipe.state``
+            uses its attribute ``keys``, a map of its keys to those in files, if it has one.
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
             (then every rank waits for rank 0 here). Without a launcher it is checked, but all

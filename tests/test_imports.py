@@ -67,11 +67,12 @@ MAY_IMPORT = {
     "tuning": {"compute", "plan", "run", "errors", "words"},
     "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
     "state": {"run", "stage", "errors", "forks", "notes", "version"},
+    "hf": {"data", "losses", "skip", "stage", "state"},
 }
 
 #: Loaded only where a user selects them; deleted in turn in tests/test_rooms.py.
 OPTIONAL = tuple(
-    f"procpipe.{name}" for name in ("balance", "tuning", "timeline", "state", "launch")
+    f"procpipe.{name}" for name in ("balance", "tuning", "timeline", "state", "hf", "launch")
 )
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
@@ -81,7 +82,7 @@ USERS = ("procpipe.launch", "examples", "benchmarks")
 COMMANDS = ("run", "doctor", "timeline", "plan")
 
 #: Packages whose __all__ has the names for users.
-PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state")
+PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state", "procpipe.hf")
 
 #: Packages whose modules benchmarks, examples and the launcher may import, too.
 OPEN = ("procpipe.plan", "procpipe.timeline", "procpipe.tuning")

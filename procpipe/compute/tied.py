@@ -112,6 +112,10 @@ class Tied:
                 found |= dict.fromkeys(copy.all_names, last)
         return found
 
+    def all_names(self) -> list[tuple[str, ...]]:
+        """Return, for each copy, all its names in the full model, in order."""
+        return [copy.all_names for copy in self.parameters + self._buffers]
+
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Load each copy under the name that counts, which may be one on another stage."""
         names = self.names_in(state_dict)

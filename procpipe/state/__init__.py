@@ -8,6 +8,7 @@ saving.py        save()                    ┐ what each rank does, and when all
 background.py    Saving, asynchronous=True │ done it
 loading.py       load()                    ┘
 weights.py       load_weights(), export()  without optimizer or progress
+keys.py          what values are called in files of other programs
 optimizers.py    optimizer state under the names of parameters
 extras.py        what else a user saves
 generators.py    random number generators

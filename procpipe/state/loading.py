@@ -27,8 +27,9 @@ from procpipe.errors import SavedStateError
 from procpipe.state import extras, generators, optimizers
 from procpipe.state.files import METADATA, read_index
 from procpipe.state.folders import find, saved_in
+from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
-from procpipe.state.weights import Shapes, all_faults, names_of, under, weights_faults
+from procpipe.state.weights import Shapes, all_faults, under, weights_faults
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class _Loading:
         self._extra = extra
         self._strict = strict
         self._names = optimizers.Names(member.module, listed)
+        self._keys = FileKeys.of(member.module)
         path = Path(where["path"])
         if not path.is_dir():
             raise FileNotFoundError(
@@ -203,12 +205,13 @@ class _Loading:
         """Return this rank's keys and faults, for rank 0."""
         faults = weights_faults(
             self._module,
+            self._keys,
             self._weight_shapes(),
             strict=self._strict,
             must_be_same_dtype=self._strict,
         )
         faults += self._optimizer_faults() + self._extra_faults()
-        return {"keys": list(self._module.state_dict()), "faults": faults}
+        return {"keys": self._keys.facts(), "faults": faults}
 
     def faults_of_all(self, facts: list[dict[str, Any]]) -> list[str]:
         """Return the faults of all ranks, on rank 0."""
@@ -283,7 +286,7 @@ class _Loading:
     def _read_weights(self) -> None:
         ours = self._module.state_dict()
         # Straight into the parameters' memory, which a state dict shares.
-        names = names_of(self._module, self._weight_shapes())
+        names = self._keys.to_read(self._weight_shapes())
         into = {f"model.{names[key]}": ours[key] for key in names if isinstance(ours[key], Tensor)}
         read = self._index.read([f"model.{name}" for name in dict.fromkeys(names.values())], into)
         for key, name in names.items():

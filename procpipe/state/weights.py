@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.errors import SavedStateError
-from procpipe.stage import Stage
 from procpipe.state.archives import read_archive
 from procpipe.state.files import METADATA, naming, open_regular, read_index
 from procpipe.state.folders import find
+from procpipe.state.keys import FileKeys, Keys, advice, collisions, few
 from procpipe.state.member import Member, raise_faults
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -44,8 +45,14 @@ _DTYPES = {
 }
 
 
-def load_weights(path: str | os.PathLike[str], module: nn.Module, *, strict: bool = True) -> None:
-    """Load parameters and buffers from a file in the full model's keys.
+def load_weights(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    *,
+    keys: Keys | None = None,
+    strict: bool = True,
+) -> None:
+    """Load parameters and buffers from a file, in the full model's keys or in others.
 
     Every rank calls it, and reads only its own stage's. Values of another dtype are converted,
     unless more than precision would be lost (complex to real, say). Nothing in a file is executed.
@@ -54,11 +61,20 @@ def load_weights(path: str | os.PathLike[str], module: nn.Module, *, strict: boo
         path: a state dict that ``torch.save`` wrote; a ``.safetensors`` file; a folder of such, as
             :func:`export` and Hugging Face make it, or its index; or what ``save`` wrote.
         module: the stage; or any module with these keys.
-        strict: refuse keys that are missing or left over.
+        keys: what each key of the full model is called in the file: a function ``str -> str``; or
+            pairs of a regular expression and a replacement, which ``re.sub`` applies one after the
+            other (``[("^", "model.")]``). By default the attribute ``keys`` of the
+            ``nn.Sequential`` (that the stage was built from), if it has one; ``[]`` for the model's
+            own keys. What ``save`` wrote has the model's own keys by default.
+        strict: refuse keys that are missing or left over. A parameter that the model has under
+            several names is not missing if the file has one of them.
 
     Raises:
         FileNotFoundError: there is no such file, on some rank.
-        ValueError: lists every fault on every rank: missing and unexpected keys, other shapes.
+        TypeError: ``keys`` is neither of these, or returns no str.
+        ValueError: lists the faults on every rank, the first of each kind: missing and unexpected
+            keys, other shapes, a key in the file for two tensors. If all keys differ only by a
+            prefix, it says which. Or ``keys`` holds what is no regular expression.
         SavedStateError: a file is damaged, of another kind, or names files outside of its folder.
         ImportError: the file needs the package safetensors, which is not installed.
         RemoteStageError: another rank failed.
@@ -66,18 +82,25 @@ def load_weights(path: str | os.PathLike[str], module: nn.Module, *, strict: boo
     Source: ``torch.nn.Module.load_state_dict``.
     """
     with Member.of(module).call("state.load_weights") as agree:
-        source = _open(Path(path))
-        ours = module.state_dict()
+        source = open_source(Path(path))
+        file_keys = FileKeys.of(module, () if keys is None and source.is_own else keys)
+
+        def all_faults_and_advice(facts: list[dict[str, Any]]) -> list[str]:
+            named = [value for of_rank in facts for value in of_rank["keys"]]
+            faults = collisions(named) + all_faults(facts, source.shapes, strict=strict)
+            return (advice(named, source.shapes) if faults else []) + faults
+
         faults = agree(
             {
-                "keys": list(ours),
-                "faults": weights_faults(module, source.shapes, strict=strict),
+                "keys": file_keys.facts(),
+                "faults": weights_faults(module, file_keys, source.shapes, strict=strict),
             },
-            lambda facts: all_faults(facts, source.shapes, strict=strict),
+            all_faults_and_advice,
         )
         if not faults:
+            ours = module.state_dict()
             with torch.no_grad():
-                for key, name in names_of(module, source.shapes).items():
+                for key, name in file_keys.to_read(source.shapes).items():
                     value = source.read(name)
                     if isinstance(ours[key], Tensor):  # into the model's memory, one by one
                         ours[key].copy_(value)
@@ -88,8 +111,8 @@ def load_weights(path: str | os.PathLike[str], module: nn.Module, *, strict: boo
     raise_faults(f"the weights in {path} do not fit", faults)
 
 
-def export(path: str | os.PathLike[str], module: nn.Module) -> None:
-    """Write parameters and buffers as safetensors, in the full model's keys.
+def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None = None) -> None:
+    """Write parameters and buffers as safetensors, in the full model's keys or in others.
 
     Every rank calls it, and returns once all have written. The folder is laid out as Hugging Face
     does it: several stages make ``model-00001-of-00003.safetensors``, …, and
@@ -98,9 +121,12 @@ def export(path: str | os.PathLike[str], module: nn.Module) -> None:
     Args:
         path: a folder that is empty, or not there yet; shared by all ranks.
         module: the stage; or any module.
+        keys: what each key of the full model is to be called; see :func:`load_weights`, which reads
+            the files again with the same ``keys``. Names of one parameter may become one key.
 
     Raises:
         FileExistsError: the folder is not empty.
+        ValueError: different tensors would get one key.
         ImportError: the package safetensors is not installed (``pip install
             'procpipe[safetensors]'``).
         TypeError: the module's state dict holds more than tensors.
@@ -112,74 +138,81 @@ def export(path: str | os.PathLike[str], module: nn.Module) -> None:
     rank, num_ranks = member.rank, member.num_ranks
     with member.call("state.export") as agree:
         safetensors = _safetensors()
+        file_keys = FileKeys.of(module, keys)
 
-        def make_folder(_: list[Any]) -> str:
+        def make_folder(facts: list[Any]) -> dict[str, Any]:
+            faults = collisions(chain.from_iterable(facts))
             folder = Path(path).absolute()
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise FileExistsError(f"{folder} is not empty: export to a new folder")
-            return str(folder)
-
-        folder = Path(agree(None, make_folder))
-        tensors = _separate(module)
-        name = _SINGLE if num_ranks == 1 else f"model-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
-        safetensors.save_file(tensors, folder / name, metadata={"format": "pt"})
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+            if not faults:
+                folder.mkdir(parents=True, exist_ok=True)
+                if any(folder.iterdir()):
+                    raise FileExistsError(f"{folder} is not empty: export to a new folder")
+            return {"faults": faults, "folder": str(folder)}
 
         def write_index(parts: list[Any]) -> None:
             if num_ranks > 1:
-                weight_map = {key: file for file, keys, _ in parts for key in keys}
+                weight_map = {key: file for file, names, _ in parts for key in names}
                 size = sum(num_bytes for _, _, num_bytes in parts)
                 text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
                 (folder / f"{_INDEX}.tmp").write_text(text)
                 os.rename(folder / f"{_INDEX}.tmp", folder / _INDEX)
 
-        agree([name, list(tensors), num_bytes], write_index)
+        agreed = agree(file_keys.facts(), make_folder)
+        folder = Path(agreed["folder"])
+        if not agreed["faults"]:
+            tensors = _separate(module, file_keys)
+            one_of_several = f"model-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
+            name = _SINGLE if num_ranks == 1 else one_of_several
+            safetensors.save_file(tensors, folder / name, metadata={"format": "pt"})
+            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+            agree([name, list(tensors), num_bytes], write_index)
+    raise_faults(f"nothing was written to {path}", agreed["faults"])
 
 
 # -- what does not fit ---------------------------------------------------------------------------
 
 
 def weights_faults(
-    module: nn.Module, saved: Shapes, *, strict: bool, must_be_same_dtype: bool = False
+    module: nn.Module,
+    keys: FileKeys,
+    saved: Shapes,
+    *,
+    strict: bool,
+    must_be_same_dtype: bool = False,
 ) -> list[str]:
     """Return what a module lacks, and what has another shape, or a dtype that does not fit."""
     layers = dict(module.named_children())
-    faults = []
+    to_read = keys.to_read(saved)
+    missing, unfit = [], []
     for key, value in module.state_dict().items():
         layer = key.partition(".")[0]
         where = f"layer {layer!r} ({type(layers[layer]).__qualname__}): " if layer in layers else ""
+        name = to_read.get(key, keys.own[key])
+        where += key if name == key else f"{key} ({name} in the file)"
         if isinstance(value, Tensor) and value.is_meta:
-            faults.append(f"{where}{key} is on the meta device: give it memory first (to_empty)")
-        elif key not in saved:
-            faults += [f"{where}{key} is missing"] if strict else []
+            unfit.append(f"{where} is on the meta device: give it memory first (to_empty)")
+        elif key not in to_read:
+            missing.append(f"{where} is missing")
         elif isinstance(value, Tensor):
-            shape, dtype = saved[key] or (None, None)
+            shape, dtype = saved[name] or (None, None)
             if shape != tuple(value.shape):
                 told = "is no tensor" if shape is None else f"has shape {shape}"
-                faults.append(f"{where}{key} has shape {tuple(value.shape)} but {told} there")
+                unfit.append(f"{where} has shape {tuple(value.shape)} but {told} there")
             elif dtype is not None and not _fits(dtype, value.dtype, must_be_same_dtype):
-                faults.append(f"{where}{key} has dtype {value.dtype} but {dtype} there")
-    return faults
-
-
-def names_of(module: nn.Module, saved: Container[str]) -> dict[str, str]:
-    """Return, for each of a module's keys that is to be read, under which name it is saved."""
-    shared = module._tied.names_in(saved) if isinstance(module, Stage) else {}
-    names = {key: shared.get(key, key) for key in module.state_dict()}
-    return {key: name for key, name in names.items() if name in saved}
+                unfit.append(f"{where} has dtype {value.dtype} but {dtype} there")
+    return (few(missing) if strict else []) + few(unfit)
 
 
 def all_faults(facts: list[dict[str, Any]], saved: Iterable[str], *, strict: bool) -> list[str]:
     """Return the faults of all ranks, from the ``keys`` and ``faults`` of each; unused keys too."""
-    known = {key for of_rank in facts for key in of_rank["keys"]}
+    known = {name for of_rank in facts for _, name, _ in of_rank["keys"]}
     faults = [
         (f"rank {rank}: " if len(facts) > 1 else "") + fault
         for rank, of_rank in enumerate(facts)
         for fault in of_rank["faults"]
     ]
     unexpected = [key for key in saved if key not in known] if strict else []
-    return faults + [f"{key} is there, but no layer of the model has it" for key in unexpected]
+    return faults + few(f"{key} is there, but no layer of the model has it" for key in unexpected)
 
 
 def under(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -193,19 +226,28 @@ def under(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
+    """Files of weights.
+
+    Attributes:
+        shapes: of what is in them.
+        read: returns the value of a key.
+        is_own: whether ``save`` wrote it, under the model's own keys.
+    """
+
     shapes: Shapes
     read: Callable[[str], Any]
+    is_own: bool = False
 
 
-def _open(path: Path) -> _Source:
+def open_source(path: Path) -> Source:
     """Look into a file or folder of weights."""
     if path.is_dir():
         if (entry := find(path, None, METADATA)) is not None:
             return _open_saved_state(entry.path)
         for name in (_INDEX, _SINGLE):
             if (path / name).is_file():
-                return _open(path / name)
+                return open_source(path / name)
         raise FileNotFoundError(f"{path} holds neither a saved state nor {_SINGLE} nor {_INDEX}")
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path.absolute()}")
@@ -216,7 +258,7 @@ def _open(path: Path) -> _Source:
     return _open_torch_file(path)
 
 
-def _open_torch_file(path: Path) -> _Source:
+def _open_torch_file(path: Path) -> Source:
 
     with naming(path):
         with open_regular(path) as file:
@@ -227,7 +269,7 @@ def _open_torch_file(path: Path) -> _Source:
         state = read_archive(memoryview(data))
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise SavedStateError(f"{path} holds a {type(state).__name__}, but no state dict")
-    return _Source({key: _shape_of(value) for key, value in state.items()}, state.__getitem__)
+    return Source({key: _shape_of(value) for key, value in state.items()}, state.__getitem__)
 
 
 def _files_of_index(path: Path) -> dict[Path, list[str] | None]:
@@ -250,7 +292,7 @@ def _files_of_index(path: Path) -> dict[Path, list[str] | None]:
     return keys_of
 
 
-def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> _Source:
+def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> Source:
     """Open files; of each the given keys, or all of them for None."""
     open_file: Any = _safetensors().safe_open
     file_of: dict[str, Any] = {}
@@ -269,14 +311,16 @@ def _open_safetensors(keys_of: dict[Path, list[str] | None]) -> _Source:
                 part = file.get_slice(key)
                 file_of[key] = file
                 shapes[key] = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
-    return _Source(shapes, lambda key: file_of[key].get_tensor(key))
+    return Source(shapes, lambda key: file_of[key].get_tensor(key))
 
 
-def _open_saved_state(path: Path) -> _Source:
+def _open_saved_state(path: Path) -> Source:
 
     index = read_index(path)
-    return _Source(
-        under("model.", index.shapes), lambda key: index.read([f"model.{key}"])[f"model.{key}"]
+    return Source(
+        under("model.", index.shapes),
+        lambda key: index.read([f"model.{key}"])[f"model.{key}"],
+        "procpipe" in index.shapes,
     )
 
 
@@ -290,14 +334,16 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
-def _separate(module: nn.Module) -> dict[str, Tensor]:
+def _separate(module: nn.Module, keys: FileKeys) -> dict[str, Tensor]:
     """Return a module's tensors, none sharing memory with another, as safetensors demands."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for key, value in module.state_dict().items():
+    ours = module.state_dict()
+    for own, key in keys.to_write().items():
+        value = ours[own]
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"{key} of the state dict is a {type(value).__name__}, but safetensors holds "
+                f"{own} of the state dict is a {type(value).__name__}, but safetensors holds "
                 "tensors only: use state.save"
             )
         storage = value.untyped_storage()

@@ -492,11 +492,12 @@ def test_importing_state_imports_nothing_heavy():
 def test_the_code_of_the_documentation_runs(tmp_path):
     page = Path(__file__).parents[2] / "docs/saved_state.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     code = "".join(blocks).replace("runs/", f"{tmp_path}/") + "stage.print(progress['step'])\n"
     assert run_forked(code, num_ranks=2).check().stdout == "24\n"
     assert names(tmp_path / "one") == ["000001-step-10", "000002-step-20", "000003"]
-    shutil.rmtree(tmp_path / "exported")
+    for name in ("exported", "renamed"):
+        shutil.rmtree(tmp_path / name)
     # Again, in one process: nothing is left to train, so there is no input.
     again = code.replace("stage.step(input, target)  #", "#")
     assert run_forked(again.replace("[2, 2]", "[4]")).check().stdout == "24\n"

@@ -1,0 +1,26 @@
+"""Models of Hugging Face's transformers as pipelines: in, trained, out.
+
+sequential.py   sequential(): an nn.Sequential over a model's own modules
+families.py     the classes of models that are supported, and in what some differ
+shells.py       copies of a model's module tree that hold one layer's modules only
+losses.py       causal_lm_loss()
+weights.py      load_pretrained(), save_pretrained()
+lora.py         load_adapter(), save_adapter()
+generation.py   generate()
+"""
+
+from procpipe.hf.generation import generate
+from procpipe.hf.lora import load_adapter, save_adapter
+from procpipe.hf.losses import causal_lm_loss
+from procpipe.hf.sequential import sequential
+from procpipe.hf.weights import load_pretrained, save_pretrained
+
+__all__ = [
+    "causal_lm_loss",
+    "generate",
+    "load_adapter",
+    "load_pretrained",
+    "save_adapter",
+    "save_pretrained",
+    "sequential",
+]

@@ -1,0 +1,215 @@
+"""Sampling from a causal language model, with key-value caches that stay on their stages.
+
+rank 0 ── prompts ──> all ranks           each token: one stage(...), whose micro-batches are
+stage(...) ── logits ──> last stage       some of the sequences each; then the last stage
+next tokens ── fetch ──> all ranks        chooses, and all ranks get what it chose
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from procpipe.hf.sequential import Block, Head, model_of
+from procpipe.stage import Stage
+
+
+@torch.no_grad()
+def generate(
+    stage: Stage,
+    input_ids: Any = None,
+    *,
+    max_new_tokens: int = 20,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    eos_token_id: int | Sequence[int] | None = None,
+    attention_mask: Any = None,
+) -> Tensor:
+    """Continue sequences of tokens; all of them at once, as micro-batches of the stage's chunks.
+
+    Every rank calls it; rank 0's arguments are the ones that count, so the others may pass nothing.
+    The stage is in eval mode meanwhile.
+
+    Args:
+        stage: of a causal language model by ``hf.sequential``.
+        input_ids: prompts ``(batch, length)``, int64; shorter ones padded on the left.
+        max_new_tokens: the most tokens to add to each sequence.
+        do_sample: draw tokens by their probabilities; otherwise take the most probable one. Rank
+            0's default generator (``torch.manual_seed``) determines the samples, for any number of
+            stages.
+        temperature: divides the logits before tokens are drawn; above 0.
+        eos_token_id: the token, or tokens, after which a sequence ends; by default that of the
+            model's ``generation_config``. The rest of its row is filled with the padding token.
+        attention_mask: ``(batch, length)``, 0 where a prompt is padded, 1 elsewhere.
+
+    Returns:
+        Prompts and new tokens ``(batch, length + new)``, int64, on every rank, on its device; it
+        ends where all sequences have.
+
+    Raises:
+        TypeError: the model is no causal language model of ``hf.sequential``.
+        ValueError: no prompts, or a wrong temperature or number of tokens.
+        RemoteStageError: another rank failed.
+
+    Source: ``transformers.GenerationMixin.generate``.
+    """
+    model = model_of(stage)
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        raise TypeError(
+            f"hf.generate continues the text of a causal language model, not of a "
+            f"{type(model).__name__}"
+        )
+    job = None
+    if stage.rank == 0:
+        ends = _ends(model, eos_token_id)
+        job = _job(input_ids, attention_mask, max_new_tokens, temperature if do_sample else None)
+        job |= {"ends": ends, "padding": _padding(model, ends)}
+    job = stage.fetch(job)
+    return _continued(stage, **job)
+
+
+def _continued(
+    stage: Stage,
+    tokens: Tensor,
+    mask: Tensor,
+    max_new_tokens: int,
+    temperature: float | None,
+    seed: int,
+    ends: list[int],
+    padding: int,
+) -> Tensor:
+    """Return the sequences with what is generated; the same arguments on every rank."""
+    generator = torch.Generator(stage.device).manual_seed(seed)
+    is_open = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    inputs = tokens
+    with _caching(stage) as caches:
+        for _ in range(max_new_tokens):
+            for cache in caches:
+                cache.begin()
+            output = stage(input_ids=inputs, attention_mask=mask, position_ids=positions)
+            if stage.rank == stage.placement[-1]:
+                logits = output[0] if isinstance(output, tuple) else output
+                output = _chosen(logits[:, -1].float(), temperature, generator)
+            chosen = torch.where(is_open, stage.fetch(output), padding)
+            inputs = chosen[:, None]
+            tokens = torch.cat((tokens, inputs), dim=1)
+            mask = torch.cat((mask, torch.ones_like(inputs)), dim=1)
+            positions = positions[:, -1:] + 1
+            for end in ends:
+                is_open = is_open & (chosen != end)
+            if ends and not is_open.any():
+                break
+    return tokens
+
+
+def _chosen(logits: Tensor, temperature: float | None, generator: torch.Generator) -> Tensor:
+    """Return the next token of each sequence."""
+    if temperature is None:
+        return logits.argmax(-1)
+    probabilities = torch.softmax(logits / temperature, -1)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def _job(tokens: Any, mask: Any, max_new_tokens: int, temperature: float | None) -> dict[str, Any]:
+    """Return what all ranks need of rank 0's arguments, checked."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
+        form = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"input_ids must be prompts (batch, length) on rank 0, not {form}")
+    mask = torch.ones_like(tokens) if mask is None else mask.to(tokens)
+    if mask.shape != tokens.shape or not mask[:, -1].all():
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)} for prompts {tuple(tokens.shape)}, or "
+            "is 0 at the end of one: it must have their shape, and prompts be padded on the left "
+            "(tokenizer.padding_side = 'left')"
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be at least 1")
+    if temperature is not None and not temperature > 0:
+        raise ValueError(
+            f"temperature is {temperature}, but must be above 0: for the most probable tokens give "
+            "do_sample=False"
+        )
+    return {
+        "tokens": tokens,
+        "mask": mask,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": 0 if temperature is None else int(torch.randint(2**62, ())),
+    }
+
+
+def _ends(model: Any, eos: int | Sequence[int] | None) -> list[int]:
+    if eos is None:
+        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _padding(model: Any, ends: list[int]) -> int:
+    padding = getattr(getattr(model, "generation_config", None), "pad_token_id", None)
+    return padding if isinstance(padding, int) else ends[0] if ends else 0
+
+
+class _Caches:
+    """The key-value caches of one block, one for each micro-batch, which come in order."""
+
+    def __init__(self) -> None:
+        self._caches: list[Any] = []
+        self._position = 0
+
+    def begin(self) -> None:
+        """Start with the first micro-batch again."""
+        self._position = 0
+
+    def next(self, config: Any) -> Any:
+        """Return the cache of the next micro-batch; a new one in the first pass."""
+        if self._position == len(self._caches):
+            self._caches.append(_cache_type()(config=config))
+        self._position += 1
+        return self._caches[self._position - 1]
+
+
+@functools.cache
+def _cache_type() -> Any:
+    from transformers import DynamicCache
+
+    class OneBlockCache(DynamicCache):  # type: ignore[misc]
+        """A cache of one block, which asks for it by its index in the whole model."""
+
+        def update(self, keys: Tensor, values: Tensor, layer_idx: int, *a: Any, **kw: Any) -> Any:
+            return super().update(keys, values, 0, *a, **kw)
+
+        def get_seq_length(self, layer_idx: int = 0) -> Any:
+            return super().get_seq_length(0)
+
+        def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> Any:
+            return super().get_mask_sizes(query_length, 0)
+
+    return OneBlockCache
+
+
+@contextmanager
+def _caching(stage: Stage) -> Iterator[list[_Caches]]:
+    """Have the stage's blocks use caches for a while, and its head only the last position."""
+    was_training = stage.training
+    blocks = [layer for layer in stage.children() if isinstance(layer, Block)]
+    heads = [layer for layer in stage.children() if isinstance(layer, Head)]
+    caches = [_Caches() for _ in blocks]
+    for block, of_block in zip(blocks, caches, strict=True):
+        block.caches = of_block
+    for head in heads:
+        head.num_logits = 1
+    stage.eval()
+    try:
+        yield caches
+    finally:
+        for block in blocks:
+            block.caches = None
+        for head in heads:
+            head.num_logits = 0
+        stage.train(was_training)

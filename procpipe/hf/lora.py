@@ -1,0 +1,107 @@
+"""The adapter of LoRA alone, in a folder as peft has it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from procpipe.data.remote import Remote
+from procpipe.hf.sequential import model_of
+from procpipe.hf.weights import is_of_adapter, make_folder, read_into, separate
+from procpipe.stage import Stage
+from procpipe.state.keys import FileKeys
+from procpipe.state.member import Member, raise_faults
+from procpipe.state.weights import open_source
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def save_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
+    """Write an adapter that ``PeftModel.from_pretrained`` reads.
+
+    Every rank calls it, and waits until rank 0 has written.
+
+    Args:
+        stage: of a model with LoRA by ``hf.sequential``.
+        folder: of rank 0, without an adapter in it.
+        name: of the adapter.
+
+    Raises:
+        ValueError: the model has no adapter of this name.
+        FileExistsError: there is an adapter in the folder.
+        RemoteStageError: another rank failed.
+
+    Source: ``peft.PeftModel.save_pretrained``.
+    """
+    config = _config_of(stage, name)
+    tensors: dict[str, Tensor] = {}
+    ours = {key: value.contiguous() for key, value in _of_adapter(stage, name).items()}
+    for rank in range(len(stage.devices)):  # they are small, and peft has one file
+        tensors |= stage.fetch(ours if rank == stage.rank else Remote(rank, "an adapter", None))
+    with Member.of(stage).call("hf.save_adapter") as agree:
+
+        def write(_: list[Any]) -> None:
+            from safetensors.torch import save_file
+
+            path = Path(folder).absolute()
+            make_folder(path, [_WEIGHTS, _CONFIG])
+            values = {key: tensor.cpu() for key, tensor in tensors.items()}
+            save_file(separate(values), path / _WEIGHTS, metadata={"format": "pt"})
+            config.save_pretrained(path)
+
+        agree(None, write)
+
+
+def load_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
+    """Load the matrices of an adapter that peft or ``save_adapter`` has written.
+
+    Every rank calls it, and reads only its own stage's.
+
+    Args:
+        stage: of a model by ``hf.sequential`` with LoRA of the same form (give ``get_peft_model``
+            the configuration ``LoraConfig.from_pretrained(folder)``).
+        folder: with ``adapter_model.safetensors``; or that file.
+        name: of the adapter.
+
+    Raises:
+        FileNotFoundError: there is no such file, on some rank.
+        ValueError: the model has no adapter of this name; or lists every fault on every rank:
+            missing and unexpected keys, other shapes.
+        RemoteStageError: another rank failed.
+
+    Source: ``peft.PeftModel.load_adapter``.
+    """
+    _config_of(stage, name)
+    path = Path(folder)
+    with Member.of(stage).call("hf.load_adapter") as agree:
+        source = open_source(path / _WEIGHTS if path.is_dir() else path)
+        faults = read_into(_of_adapter(stage, name), source, agree, source.shapes, strict=True)
+    raise_faults(f"the adapter in {folder} does not fit", faults)
+
+
+def _of_adapter(stage: Stage, name: str) -> dict[str, Tensor]:
+    """Return this stage's matrices of an adapter, by peft's keys."""
+    to_file = FileKeys.of(stage, None).to_file
+    part = re.compile(rf"(\.modules_to_save)?\.{re.escape(name)}(?=\.|$)")
+    return {
+        "base_model.model." + part.sub("", to_file(key)): value
+        for key, value in stage.state_dict().items()
+        if is_of_adapter(key) and part.search(key)
+    }
+
+
+def _config_of(stage: Stage, name: str) -> Any:
+    """Return the configuration of an adapter as it is saved."""
+    configs = getattr(model_of(stage), "peft_config", {})
+    if name not in configs:
+        raise ValueError(
+            f"the model has no adapter {name!r}, but {', '.join(configs) or 'none'}: give "
+            "hf.sequential what peft.get_peft_model returned"
+        )
+    config = copy.copy(configs[name])
+    config.inference_mode = True
+    return config

@@ -1,0 +1,228 @@
+"""Weights from a folder of Hugging Face, and into one; each rank its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from procpipe.hf.sequential import model_of
+from procpipe.stage import Stage
+from procpipe.state.keys import FileKeys
+from procpipe.state.member import Member, raise_faults
+from procpipe.state.weights import Source, all_faults, open_source, weights_faults
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
+    """Load the parameters of a folder of Hugging Face.
+
+    Every rank calls it, and reads only its own stage's tensors, one after the other. They are
+    converted to the stage's dtype. Adapters of LoRA are left as they are.
+
+    Args:
+        stage: of a model by ``hf.sequential``, perhaps built on the meta device.
+        folder: with ``model.safetensors``, or ``model.safetensors.index.json`` and its files; of
+            the same architecture, also as the base model alone has written it.
+        strict: refuse keys that are missing or left over. Without it, what is missing stays as it
+            was (a new head for classification, say).
+
+    Raises:
+        FileNotFoundError: there is no such file, on some rank.
+        ValueError: lists every fault on every rank: missing and unexpected keys, other shapes.
+        RemoteStageError: another rank failed.
+
+    Source: ``transformers.PreTrainedModel.from_pretrained``.
+    """
+    model = model_of(stage)
+    with Member.of(stage).call("hf.load_pretrained") as agree:
+        source = open_source(Path(folder))
+        to_file = _without_prefix(stage, source, f"{model.base_model_prefix}.")
+        ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+        saved = [key for key in source.shapes if not any(re.search(each, key) for each in ignored)]
+        faults = read_into(
+            _pieces(stage, model, FileKeys.of(stage, to_file), source), source, agree, saved, strict
+        )
+    raise_faults(f"the weights in {folder} do not fit", faults)
+
+
+def save_pretrained(stage: Stage, folder: Any) -> None:
+    """Write a folder that ``from_pretrained`` of transformers reads.
+
+    Every rank calls it, writes its own stage's tensors in a file, and returns once all have. LoRA
+    is merged into the weights (``save_adapter`` writes it alone). Rank 0 writes
+    ``config.json``, and ``generation_config.json`` if the model has one.
+
+    Args:
+        stage: of a model by ``hf.sequential``.
+        folder: shared by all ranks; with neither weights nor a configuration in it.
+
+    Raises:
+        FileExistsError: there are weights or a configuration in the folder.
+        RemoteStageError: another rank failed.
+
+    Source: ``transformers.PreTrainedModel.save_pretrained``.
+    """
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model, member = model_of(stage), Member.of(stage)
+    path = Path(folder).absolute()
+    with member.call("hf.save_pretrained") as agree:
+        agree(None, lambda _: make_folder(path, ["config.json", _INDEX, "model*.safetensors"]))
+        values, merged = stage.state_dict(), _merged(stage)
+        own = {
+            name: merged.get(key, values[key])
+            for key, name in FileKeys.of(stage, None).to_write().items()
+            if not is_of_adapter(key)
+        }
+        tensors = separate(revert_weight_conversion(model, own))
+        last = f"{member.num_ranks:05d}.safetensors"
+        name = _SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
+        save_file(tensors, path / name, metadata={"format": "pt"})
+
+        def finish(parts: list[Any]) -> None:
+            if member.num_ranks > 1:
+                weight_map = {key: file for file, keys, _ in parts for key in keys}
+                size = sum(num_bytes for _, _, num_bytes in parts)
+                index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+                (path / _INDEX).write_text(json.dumps(index, indent=2))
+            config = copy.copy(model.config)
+            config.architectures = [type(model).__name__]
+            config.dtype = next(iter(own.values())).dtype if own else config.dtype
+            config.save_pretrained(path)
+            if getattr(model, "generation_config", None) is not None:
+                model.generation_config.save_pretrained(path)
+
+        agree([name, list(tensors), sum(tensor.nbytes for tensor in tensors.values())], finish)
+
+
+def read_into(
+    pieces: dict[str, Tensor],
+    source: Source,
+    agree: Callable[..., Any],
+    saved: Iterable[str],
+    strict: bool,
+) -> list[str]:
+    """Read tensors of files into memory; return the faults of all ranks, or none.
+
+    Args:
+        pieces: by key in the files, this stage's memory.
+        source: the files.
+        agree: of the call of all ranks.
+        saved: the keys in the files that must all be of some stage.
+        strict: whether what is missing or left over is a fault.
+    """
+    keys = FileKeys({name: name for name in pieces}, {}, lambda name: name)
+    faults: list[str] = agree(
+        {
+            "keys": keys.facts(),
+            "faults": weights_faults(_Pieces(pieces), keys, source.shapes, strict=strict),
+        },
+        lambda facts: all_faults(facts, saved, strict=strict),
+    )
+    if not faults:
+        with torch.no_grad():
+            for name, memory in pieces.items():
+                if name in source.shapes:
+                    memory.copy_(source.read(name))
+        agree(None, lambda _: None)  # no rank goes on before all have read
+    return faults
+
+
+def is_of_adapter(key: str) -> bool:
+    """Return whether a key is of an adapter: a matrix of LoRA, or a module in place of another."""
+    return ".lora_" in key or ".modules_to_save." in key
+
+
+def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors none of which shares memory with another, as safetensors demands."""
+    found, seen = {}, set()
+    for key, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        storage = tensor.untyped_storage()
+        is_alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in seen
+        seen.add(storage.data_ptr())
+        found[key] = tensor if is_alone else tensor.clone()
+    return found
+
+
+def make_folder(path: Path, patterns: list[str]) -> None:
+    """Make a folder, and check that no file in it has one of these names."""
+    path.mkdir(parents=True, exist_ok=True)
+    if there := [file.name for pattern in patterns for file in sorted(path.glob(pattern))]:
+        raise FileExistsError(f"{path} holds {there[0]} already: save to a new folder")
+
+
+class _Pieces(nn.Module):
+    """Has tensors under the keys of files, for the functions of procpipe.state."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """Return the tensors."""
+        return self._tensors
+
+
+class _Memory(Tensor):
+    """A tensor of which no part is copied; writing to a part writes to it."""
+
+    def contiguous(self, *_: Any, **__: Any) -> Tensor:
+        """Return the tensor itself, contiguous or not."""
+        return self
+
+
+def _pieces(stage: Stage, model: Any, keys: FileKeys, source: Source) -> dict[str, Tensor]:
+    """Return a stage's memory by keys in files, cut where transformers saves parts of a tensor."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    pieces: dict[str, Tensor] = {}
+    to_read = keys.to_read(source.shapes)
+    for key, memory in stage.state_dict().items():
+        name = to_read.get(key, keys.own[key])
+        if is_of_adapter(key):
+            continue
+        if key in to_read:
+            pieces[name] = memory
+            continue
+        parts = revert_weight_conversion(model, {name: memory.as_subclass(_Memory)})
+        for part, tensor in parts.items():
+            of_same = tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+            assert of_same, f"{part} would be read into a copy of a part of {name}"
+            pieces[part] = tensor.as_subclass(Tensor)
+    return pieces
+
+
+def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str], str]:
+    """Return the map from a stage's keys to those in files, perhaps of the base model alone."""
+    to_file = FileKeys.of(stage, None).to_file
+    if any(key.startswith(prefix) for key in source.shapes):
+        return to_file
+    return lambda key: to_file(key).removeprefix(prefix)
+
+
+def _merged(stage: Stage) -> dict[str, Tensor]:
+    """Return, by key, the weights that adapters change or replace, as they are with them."""
+    found = {}
+    for name, module in stage.named_modules():
+        if hasattr(module, "original_module") and not module.disable_adapters:
+            for key, value in (
+                module.modules_to_save[module.active_adapters[0]].state_dict().items()
+            ):
+                found[f"{name}.original_module.{key}"] = value
+        if hasattr(module, "get_delta_weight") and not module.merged:
+            weight = module.get_base_layer().weight.detach()
+            for adapter in module.active_adapters:
+                if adapter in module.lora_A:
+                    weight = weight + module.get_delta_weight(adapter).detach()
+            found[f"{name}.base_layer.weight"] = weight
+    return found

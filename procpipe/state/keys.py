@@ -1,0 +1,205 @@
+"""What a module's values are called in files that other programs share.
+
+    own key                    0.weight           1.attn.weight
+       │  keys=                   │                     │
+    key in the file     model.embed.weight   model.h.0.attn.weight
+
+One map serves both directions: reading asks for each own key what it is called in the file, and
+writing does likewise. Independent of files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from procpipe.stage import Stage
+
+#: From a key of the full model to the key in the files: a function; or pairs of a regular
+#: expression and a replacement, each of which ``re.sub`` applies to the result of the one before.
+Keys = Callable[[str], str] | Iterable[tuple[str, str]]
+
+#: A message names at most so many keys of a kind.
+MOST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class FileKeys:
+    """What the values of a module are called in a file.
+
+    Attributes:
+        own: the key in the file by own key, in the order of the module's state dict.
+        names: by own key, all names of its tensor in the full model, in order. Only of tensors that
+            have several.
+        to_file: from any key of the full model to the key in the file.
+    """
+
+    own: dict[str, str]
+    names: dict[str, tuple[str, ...]]
+    to_file: Callable[[str], str]
+
+    @classmethod
+    def of(cls, module: nn.Module, keys: Keys | None = ()) -> FileKeys:
+        """Apply a map, by default none, to a module's keys; None for the one that its model has.
+
+        Raises:
+            TypeError: the map is neither a function nor pairs, or it returns no str.
+            ValueError: a pair is no regular expression and replacement.
+        """
+        to_file = _function(_of_model(module) if keys is None else keys)
+        state = module.state_dict(keep_vars=True)
+        return cls({key: to_file(key) for key in state}, _names(module, state), to_file)
+
+    def to_read(self, saved: Container[str]) -> dict[str, str]:
+        """Return, for each own key that can be read, under which key it is to be read.
+
+        For a tensor with several names that is the last one that is saved, whose value plain
+        PyTorch would leave in it.
+        """
+        found = {}
+        for key, name in self.own.items():
+            if key in self.names:
+                others = map(self.to_file, reversed(self.names[key]))
+                name = next((other for other in others if other in saved), name)
+            if name in saved:
+                found[key] = name
+        return found
+
+    def to_write(self) -> dict[str, str]:
+        """Return what is to be written: own key -> key in the file.
+
+        If several names of a tensor become one key in the file, the first one's stage writes it.
+        """
+        return {key: name for key, name in self.own.items() if self._first(key, name) == key}
+
+    def facts(self) -> list[list[str]]:
+        """Return for rank 0, of each value: its own key, that in the file, its first name."""
+        return [[key, name, self.names.get(key, (key,))[0]] for key, name in self.own.items()]
+
+    def _first(self, key: str, name: str) -> str:
+        """Return the first name of a tensor that becomes this key in the file."""
+        names = self.names.get(key, (key,))
+        return next((other for other in names if self.to_file(other) == name), key)
+
+
+def collisions(facts: Iterable[list[str]]) -> list[str]:
+    """Describe the keys of files that several tensors would share, given facts of all ranks."""
+    users: dict[str, dict[str, str]] = {}
+    for key, name, first in facts:
+        users.setdefault(name, {}).setdefault(first, key)
+    return few(
+        f"{' and '.join(list(keys.values())[:3])} are different tensors, but keys= gives each the "
+        f"key {name!r} in the file: give each one of its own"
+        for name, keys in users.items()
+        if len(keys) > 1
+    )
+
+
+def advice(facts: Iterable[list[str]], saved: Collection[str]) -> list[str]:
+    """Describe the one difference between all keys of a model and those of a file, if it is one."""
+    facts = list(facts)
+    of_tensors: dict[str, list[str]] = {}
+    for _, name, first in facts:
+        of_tensors.setdefault(first, []).append(name)
+    tensors = list(of_tensors.values())
+    if not tensors or all(_is_any_in(names, saved) for names in tensors):
+        return []
+    if all(key in saved for key, _, _ in facts):
+        return ["the file has the model's own keys: give keys=[] to read them without a map"]
+    for before, after in _exchanges(tensors[0][0], saved):
+        renamed = (
+            [after + name[len(before) :] for name in names if name.startswith(before)]
+            for names in tensors
+        )
+        if all(_is_any_in(names, saved) for names in renamed):
+            pair = f"^{re.escape(before)}", after.replace("\\", r"\\")
+            is_mapped = any(key != name for key, name, _ in facts)
+            give = f"add {pair!r} to the end of keys=" if is_mapped else f"give keys=[{pair!r}]"
+            return [
+                f"all keys differ only by a prefix, which is {after!r} in the file and "
+                f"{before!r} in the model: {give}"
+            ]
+    return []
+
+
+def few(faults: Iterable[str]) -> list[str]:
+    """Return the first faults of a kind, and how many more there are."""
+    faults = list(faults)
+    more = len(faults) - MOST_SHOWN
+    return faults[:MOST_SHOWN] + ([f"… and {more} more like this"] if more > 0 else [])
+
+
+def _of_model(module: nn.Module) -> Any:
+    """Return the map that a model has as its attribute ``keys``; no map if it has none."""
+    keys = None
+    if isinstance(module, Stage):
+        keys = module._cut.keys
+    elif isinstance(module, nn.Sequential):
+        keys = getattr(module, "keys", None)
+    return () if keys is None or isinstance(keys, nn.Module) else keys  # a layer of this name
+
+
+def _function(keys: Any) -> Callable[[str], str]:
+    if callable(keys):
+        return lambda key: _checked(key, keys(key))
+    try:
+        pairs = [(re.compile(pattern), replacement) for pattern, replacement in keys]
+        is_text = all(isinstance(replacement, str) for _, replacement in pairs)
+    except (TypeError, ValueError, re.error) as error:
+        raise ValueError(f"keys={keys!r}: {error}: {_EXPECTED}") from None
+    if not is_text:
+        raise TypeError(f"keys={keys!r}: a replacement is no str: {_EXPECTED}")
+
+    def replace(key: str) -> str:
+        for pattern, replacement in pairs:
+            try:
+                key = pattern.sub(replacement, key)
+            except (re.error, IndexError) as error:
+                raise ValueError(
+                    f"keys={keys!r}: the replacement {replacement!r}: {error}"
+                ) from None
+        return key
+
+    return replace
+
+
+_EXPECTED = 'pass a function, or pairs of a regular expression and a replacement: [("^", "model.")]'
+
+
+def _checked(key: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"keys= returned {name!r} for {key!r}, but must return the key in the file")
+    return name
+
+
+def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return, by key, all names of each tensor that has several."""
+    of_tensor: dict[int, list[str]] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            of_tensor.setdefault(id(value), []).append(key)
+    names = {key: tuple(keys) for keys in of_tensor.values() if len(keys) > 1 for key in keys}
+    if isinstance(module, Stage):  # and those on other stages
+        for all_names in module._tied.all_names():
+            names |= dict.fromkeys(all_names, all_names)
+    return names
+
+
+def _exchanges(name: str, saved: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield what to put in the place of which beginning of a name to get one in a file."""
+    parts = name.split(".")
+    for at in range(len(parts)):
+        rest = ".".join(parts[at:])
+        before = name[: len(name) - len(rest)]
+        for other in saved:
+            after = other[: len(other) - len(rest)]
+            if other.endswith(rest) and (not after or after.endswith(".")) and after != before:
+                yield before, after
+
+
+def _is_any_in(names: Iterable[str], saved: Container[str]) -> bool:
+    return any(name in saved for name in names)

@@ -1,0 +1,135 @@
+"""Small random models of all families, and mini-batches for them.
+
+Everything is float64. A kind of loss is that of the class: over the next tokens (causal), over the
+tokens at the same positions (tokens), or over classes (classes).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+
+from procpipe import hf
+from procpipe.losses import masked_cross_entropy
+
+_PLAIN = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 20,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = {**_PLAIN, "num_key_value_heads": 2, "head_dim": 4}
+_TIED = {"tie_word_embeddings": True}
+_EXPERTS = {"output_router_logits": True, "experts_implementation": "eager"}
+_GPT2 = {"vocab_size": 31, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 32}
+_GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+_T5 = {
+    "vocab_size": 31,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 20,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+_MIXED = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 4,
+}
+
+#: By name: the class, without its suffix; the configuration's values.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "GPT-2": ("GPT2", "LMHeadModel", _GPT2),
+    "GPT-2, untied": ("GPT2", "LMHeadModel", {**_GPT2, "tie_word_embeddings": False}),
+    "Llama": ("Llama", "ForCausalLM", _GROUPED),
+    "Llama, tied": ("Llama", "ForCausalLM", {**_GROUPED, **_TIED}),
+    "Mistral": ("Mistral", "ForCausalLM", {**_GROUPED, "sliding_window": 4}),
+    "Qwen2": ("Qwen2", "ForCausalLM", _GROUPED),
+    "Qwen3": ("Qwen3", "ForCausalLM", {**_GROUPED, **_TIED}),
+    "Gemma 2": ("Gemma2", "ForCausalLM", {**_GROUPED, **_MIXED}),
+    "Gemma 3": ("Gemma3", "ForCausalLM", {**_GROUPED, **_MIXED, "final_logit_softcapping": 5.0}),
+    "Phi-3": ("Phi3", "ForCausalLM", _GROUPED),
+    "OLMo 2": ("Olmo2", "ForCausalLM", _GROUPED),
+    "GPT-NeoX": ("GPTNeoX", "ForCausalLM", _PLAIN),
+    "Mixtral": ("Mixtral", "ForCausalLM", {**_GROUPED, **_EXPERTS, "num_local_experts": 4}),
+    "Qwen3-MoE": (
+        *("Qwen3Moe", "ForCausalLM"),
+        {**_GROUPED, **_EXPERTS, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 8},
+    ),
+    "BERT": ("Bert", "ForSequenceClassification", {**_PLAIN, "num_labels": 3}),
+    "BERT, tied": ("Bert", "ForMaskedLM", _PLAIN),
+    "T5": ("T5", "ForConditionalGeneration", _T5),
+    "T5, untied": ("T5", "ForConditionalGeneration", {**_T5, "tie_word_embeddings": False}),
+}
+
+_DROPOUTS = (
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"),
+)
+
+
+def config_of(name: str, dropout: float = 0.0) -> Any:
+    """Return the configuration of a case."""
+    family, _, values = CASES[name]
+    form = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, form)(**values)
+    for key in _DROPOUTS:
+        if hasattr(config, key):
+            setattr(config, key, dropout)
+    return config
+
+
+def model_of(name: str, dropout: float = 0.0, seed: int = 0) -> Any:
+    """Return the model of a case, in training mode; the same for the same arguments."""
+    family, suffix, _ = CASES[name]
+    torch.manual_seed(seed)
+    model = getattr(transformers, family + suffix)(config_of(name, dropout)).double().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter + 0.2 * torch.randn_like(parameter))
+    return model
+
+
+def batch_of(name: str, size: int = 5) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return a mini-batch with padding on both sides, and labels."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 31, (size, 9), generator=generator)
+    mask = torch.ones_like(tokens)
+    # What no token attends to is NaN in Gemma's own eager attention.
+    mask[1, -3:] = mask[-1, -1:] = 0
+    if CASES[name][0] not in ("Gemma2",):
+        mask[2, :4] = 0
+    batch = {"input_ids": tokens * mask, "attention_mask": mask}
+    if name == "BERT":
+        return batch, torch.arange(size) % 3
+    labels = tokens.masked_fill(mask == 0, -100)
+    if name.startswith("T5"):
+        batch["decoder_input_ids"] = tokens[:, :6].roll(1, 1)
+        labels = labels[:, :6]
+    return batch, labels
+
+
+def loss_of(name: str) -> Any:
+    """Return the loss of a case, a sum and a weight; of a plain model's output, too."""
+    return masked_cross_entropy if name.startswith(("T5", "BERT")) else hf.causal_lm_loss
+
+
+def output_of(model: Any, batch: dict[str, torch.Tensor]) -> Any:
+    """Return what the last layer of a pipeline would, by transformers' own forward."""
+    output = model(**batch)
+    if (auxiliary := output.get("aux_loss")) is None:
+        return output.logits
+    return output.logits, model.router_aux_loss_coef * auxiliary

@@ -1,0 +1,122 @@
+"""Generated tokens are transformers' own, for any number of stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from procpipe import Stage, hf
+from tests.dist.stages import stage_of
+from tests.hf.cases import CASES, model_of
+
+CAUSAL = [name for name, (_, suffix, _) in CASES.items() if suffix != "ForSequenceClassification"]
+CAUSAL = [name for name in CAUSAL if not name.startswith(("T5", "BERT"))]
+
+
+def prompts_of(name):
+    """Return prompts, some of them padded on the left, and their mask."""
+    tokens = torch.randint(3, 31, (5, 7), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(tokens)
+    if name != "Gemma 2":  # see batch_of
+        mask[1, :3] = mask[3, :1] = 0
+    return tokens * mask, mask
+
+
+def stage_in_one(name):
+    layers = hf.sequential(model_of(name))
+    return Stage(layers, [len(layers)], chunks=2)
+
+
+def test_greedy_tokens_are_those_of_transformers():
+    for name in CAUSAL:
+        tokens, mask = prompts_of(name)
+        plain = model_of(name).eval()
+        plain.config.output_router_logits = False  # transformers cannot generate with it
+        expected = plain.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        stage = stage_in_one(name)
+
+        found = hf.generate(stage, tokens, attention_mask=mask, max_new_tokens=8)
+
+        assert found.tolist() == expected.tolist(), name
+        assert stage.training, name
+
+
+def test_sequences_end_at_their_own_ends():
+    tokens, mask = prompts_of("GPT-2")
+    free = hf.generate(stage_in_one("GPT-2"), tokens, attention_mask=mask, eos_token_id=[])
+    ends = [int(free[0, 9]), int(free[1, 8])]
+    plain = model_of("GPT-2").eval()
+    expected = plain.generate(
+        tokens, attention_mask=mask, max_new_tokens=9, do_sample=False, eos_token_id=ends,
+        pad_token_id=ends[0],
+    )  # fmt: skip
+
+    found = hf.generate(
+        stage_in_one("GPT-2"), tokens, attention_mask=mask, max_new_tokens=9, eos_token_id=ends
+    )
+
+    assert free.shape == (5, 27)
+    assert found.tolist() == expected.tolist()
+
+
+def test_samples_follow_the_probabilities():
+    stage = stage_in_one("GPT-2")
+    prompt = torch.full((2000, 2), 5)
+    with torch.no_grad():
+        logits = model_of("GPT-2").eval()(prompt[:1]).logits[0, -1]
+    torch.manual_seed(0)
+
+    found = hf.generate(stage, prompt, max_new_tokens=1, do_sample=True, temperature=2.0)
+
+    shares = torch.bincount(found[:, -1], minlength=31) / 2000
+    expected = torch.softmax(logits / 2.0, -1)
+    errors = (shares - expected).abs() / (expected * (1 - expected) / 2000).sqrt()
+    assert errors.max() < 4.5  # standard deviations
+
+
+def test_wrong_arguments_are_refused():
+    stage = stage_in_one("GPT-2")
+    tokens, mask = prompts_of("GPT-2")
+    for arguments, fault in (
+        ({"input_ids": None}, "input_ids must be prompts"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature is 0.0"),
+        ({"attention_mask": mask.flip(1)}, "padded on the left"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            hf.generate(stage, **{"input_ids": tokens, **arguments})
+    with pytest.raises(TypeError, match="not of a BertForMaskedLM"):
+        hf.generate(stage_in_one("BERT, tied"), tokens)
+
+
+def test_several_processes_generate_the_same(ranks):
+    expected = []
+    for name in ("GPT-2", "Mistral"):
+        tokens, mask = prompts_of(name)
+        stage = stage_in_one(name)
+        for options in ({}, {"do_sample": True, "temperature": 3.0}):
+            torch.manual_seed(7)
+            expected.append(
+                hf.generate(
+                    stage, tokens, attention_mask=mask, max_new_tokens=6, eos_token_id=[], **options
+                ).tolist()
+            )
+
+    for found in ranks(2).run(generated, world=False, timeout_s=60).values():
+        assert found == expected
+    assert expected[0] != expected[1]
+
+
+def generated(bare):
+    """Generate with two models; only rank 0 has the arguments."""
+    found = []
+    for name in ("GPT-2", "Mistral"):
+        layers = hf.sequential(model_of(name))
+        with stage_of(bare, name, layers, [2, len(layers) - 2], chunks=2) as stage:
+            for options in ({}, {"do_sample": True, "temperature": 3.0}):
+                torch.manual_seed(7 + bare.rank)
+                tokens, mask = prompts_of(name)
+                given = {"input_ids": tokens, "attention_mask": mask, "max_new_tokens": 6}
+                given |= {"eos_token_id": [], **options}
+                found.append(hf.generate(stage, **(given if bare.rank == 0 else {})).tolist())
+    return found

@@ -1,0 +1,118 @@
+"""LoRA of peft: trained as by peft, and adapters that peft reads and writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights
+
+from procpipe import Stage, hf
+from tests.dist.stages import stage_of
+from tests.hf.cases import batch_of, config_of, loss_of, model_of, output_of
+from tests.hf.test_sequential import assert_gradients
+from tests.hf.test_weights import TOLERANCE, logits_of, read_again, stage_logits_of
+
+# peft itself calls what transformers is about to remove.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+#: By case, what gets an adapter.
+TARGETS = {
+    "Llama": {"target_modules": ["q_proj", "v_proj"]},
+    "GPT-2": {"target_modules": ["c_attn"], "fan_in_fan_out": True},
+    "BERT": {"target_modules": ["query"], "modules_to_save": ["classifier"]},
+}
+
+
+def with_lora(name, is_random=True):
+    """Return the model of a case with LoRA, which changes its output unless it is as at first."""
+    torch.manual_seed(5)
+    config = LoraConfig(r=2, init_lora_weights=not is_random, **TARGETS[name])
+    model = get_peft_model(model_of(name), config).double()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if is_random and "modules_to_save" in key:
+                parameter.normal_()
+    return model
+
+
+def test_adapters_train_and_travel_as_with_peft(tmp_path):
+    for name in TARGETS:
+        plain = with_lora(name)
+        layers = hf.sequential(with_lora(name))
+        stage = Stage(layers, [len(layers)], chunks=2, loss_fn=loss_of(name))
+        batch, labels = batch_of(name)
+        total, weight = loss_of(name)(output_of(plain, batch), labels)
+        (total / weight).backward()
+
+        loss = stage.step(**batch, labels=labels)
+        hf.save_adapter(stage, tmp_path / name / "adapter")
+        hf.save_pretrained(stage, tmp_path / name / "merged")
+
+        assert abs(loss - total / weight) <= TOLERANCE, name
+        assert_gradients(
+            name, stage, plain.base_model.model, lambda key: key.partition(".")[2], 1e-12
+        )
+        expected = logits_of(plain, name)
+        again = PeftModel.from_pretrained(model_of(name), tmp_path / name / "adapter")
+        assert (logits_of(again, name) - expected).abs().max() <= TOLERANCE, name
+        merged = read_again(name, tmp_path / name / "merged")
+        assert (logits_of(merged, name) - expected).abs().max() <= TOLERANCE, name
+
+
+def test_adapters_load_into_models_built_on_the_meta_device(tmp_path):
+    name = "Llama"
+    plain = with_lora(name)
+    plain.save_pretrained(tmp_path / "adapter")
+    model_of(name).save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        base = type(model_of(name))._from_config(config_of(name), dtype=torch.float64)
+        layers = hf.sequential(get_peft_model(base, LoraConfig(r=2, **TARGETS[name])).double())
+    stage = Stage(layers, [len(layers)])
+
+    hf.load_pretrained(stage, tmp_path / "base")
+    before = stage_logits_of(stage, name)
+    hf.load_adapter(stage, tmp_path / "adapter")
+
+    assert (before - logits_of(model_of(name), name)).abs().max() <= TOLERANCE
+    assert (stage_logits_of(stage, name) - logits_of(plain, name)).abs().max() <= TOLERANCE
+    with pytest.raises(ValueError, match="no adapter 'other', but default"):
+        hf.save_adapter(stage, tmp_path, name="other")
+
+
+def test_stages_whose_parameters_are_all_frozen(ranks, tmp_path):
+    name = "Llama"
+    plain = with_lora(name, is_random=False)
+    batch, labels = batch_of(name)
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], 0.1)
+    expected = []
+    for _ in range(3):
+        total, weight = loss_of(name)(output_of(plain, batch), labels)
+        expected.append((total / weight).item())
+        optimizer.zero_grad()
+        (total / weight).backward()
+        optimizer.step()
+
+    losses = ranks(3).run(trained, tmp_path / "adapter", world=False, timeout_s=60).values()
+
+    for found in losses:
+        assert found == pytest.approx(expected, abs=1e-12)
+    weights = load_peft_weights(tmp_path / "adapter", device="cpu")
+    assert len(weights) == 12
+    again = PeftModel.from_pretrained(model_of(name), tmp_path / "adapter")
+    assert (logits_of(again, name) - logits_of(plain, name)).abs().max() <= 1e-11
+
+
+def trained(bare, folder):
+    """Train three steps; the first and the last stage have no adapter."""
+    layers = hf.sequential(with_lora("Llama", is_random=False))
+    batch, labels = batch_of("Llama")
+    options = {"chunks": 2, "loss_fn": loss_of("Llama")}
+    losses = []
+    with stage_of(bare, "LoRA", layers, [1, 3, 1], **options) as stage:
+        optimizer = torch.optim.SGD([p for p in stage.parameters() if p.requires_grad], 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(float(stage.step(**batch, labels=labels)))
+            optimizer.step()
+        hf.save_adapter(stage, folder)
+    return losses

@@ -1,0 +1,114 @@
+"""A model's nn.Sequential is the model: transformers' own forward and backward, in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from procpipe import hf
+from procpipe.hf import families
+from tests.hf.cases import CASES, batch_of, loss_of, model_of, output_of
+
+
+def test_logits_gradients_and_dropout_are_the_plain_models():
+    for name in CASES:
+        for dropout in (0.0, 0.3):
+            plain = model_of(name, dropout)
+            layers = hf.sequential(copy.deepcopy(plain))
+            batch, labels = batch_of(name)
+            torch.manual_seed(3)
+            expected, _ = loss_of(name)(output_of(plain, batch), labels)
+            expected.backward()
+            torch.manual_seed(3)
+            found, _ = loss_of(name)(layers(**batch, labels=labels), labels)
+            found.backward()
+
+            assert torch.isfinite(expected), name
+            assert found == expected, name
+            assert_gradients(name, layers, plain, layers.keys)
+
+
+def test_checkpointing_inside_layers_is_exact():
+    for name in ("GPT-2", "Llama", "T5"):
+        plain = model_of(name, 0.3)
+        plain.activation_checkpointing_enable()
+        layers = hf.sequential(copy.deepcopy(plain))
+        batch, labels = batch_of(name)
+        torch.manual_seed(3)
+        loss_of(name)(output_of(plain, batch), labels)[0].backward()
+        torch.manual_seed(3)
+        loss_of(name)(layers(batch), labels)[0].backward()
+
+        assert_gradients(name, layers, plain, layers.keys)
+
+
+def test_layers_hold_the_models_own_modules():
+    model = model_of("Llama")
+    layers = hf.sequential(model)
+
+    assert [*dict(layers.named_children())] == ["embed", "block0", "block1", "block2", "head"]
+    assert layers.block1.model.layers[0] is model.model.layers[1]
+    assert {layers.keys(key) for key in layers.state_dict()} == set(model.state_dict())
+    assert sum(p.numel() for p in layers.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_what_is_not_supported_is_one_error():
+    values = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    llama = transformers.LlamaConfig(**values, intermediate_size=8)
+    cases = [
+        (nn.Linear(1, 1), "a Linear: it is not a model of transformers itself"),
+        (
+            transformers.LlamaForSequenceClassification(llama),
+            "a LlamaForSequenceClassification: its",
+        ),
+        (transformers.LlamaModel(llama), "a LlamaModel: its class has not been compared"),
+    ]
+    for model, fault in cases:
+        with pytest.raises(TypeError, match=fault) as error:
+            hf.sequential(model)
+        assert "supported are BertForMaskedLM, " in str(error.value)
+
+
+def test_forwards_that_change_hidden_states_are_detected(monkeypatch):
+    values = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    granite = transformers.GraniteConfig(**values, intermediate_size=8, embedding_multiplier=3.0)
+    monkeypatch.setitem(families.FAMILIES, "GraniteForCausalLM", families.Family())
+
+    with pytest.raises(TypeError, match="changes the hidden states outside of its modules"):
+        hf.sequential(transformers.GraniteForCausalLM(granite))
+
+
+def test_unknown_inputs_are_refused():
+    layers = hf.sequential(model_of("GPT-2"))
+    batch, _ = batch_of("GPT-2")
+
+    with pytest.raises(TypeError, match="was given pixel_values, but takes input_ids, "):
+        layers(**batch, pixel_values=torch.ones(1))
+    with pytest.raises(TypeError, match="prepare_decoder_input_ids_from_labels"):
+        hf.sequential(model_of("T5"))(**batch)
+
+
+def test_the_loss_is_that_of_transformers():
+    model, (batch, labels) = model_of("GPT-2").float(), batch_of("GPT-2")
+    output = model(**batch, labels=labels)
+
+    total, count = hf.causal_lm_loss(output.logits, labels)
+
+    assert count == (labels[:, 1:] != -100).sum()
+    torch.testing.assert_close(total / count, output.loss)
+
+
+def assert_gradients(name, layers, plain, keys, tolerance=1e-14):
+    """Compare the gradients of layers with the plain model's, by key."""
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    for key, parameter in layers.named_parameters(remove_duplicate=False):
+        gradient = expected[keys(key)].grad
+        if gradient is None:
+            assert parameter.grad is None, (name, key)
+        else:
+            scale = 1 + gradient.abs().max()
+            assert (parameter.grad - gradient).abs().max() <= tolerance * scale, (name, key)

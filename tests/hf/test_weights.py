@@ -1,0 +1,140 @@
+"""Folders of Hugging Face are read by procpipe and what it writes by transformers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from procpipe import Stage, hf
+from tests.dist.stages import stage_of
+from tests.hf.cases import CASES, batch_of, config_of, model_of, output_of
+
+#: Parameters are at other addresses, where sums may be of another order.
+TOLERANCE = 1e-13
+
+
+def on_meta(name):
+    """Return the layers of a case, built on the meta device."""
+    with torch.device("meta"):
+        model = type(model_of(name))._from_config(config_of(name), dtype=torch.float64)
+    return hf.sequential(model)
+
+
+def logits_of(model, name):
+    with torch.no_grad():
+        output = output_of(model.eval(), batch_of(name)[0])
+    return output[0] if isinstance(output, tuple) else output
+
+
+def stage_logits_of(stage, name):
+    with torch.no_grad():
+        output = stage.eval()(**batch_of(name)[0])
+    return output[0] if isinstance(output, tuple) else output
+
+
+def read_again(name, folder):
+    return type(model_of(name)).from_pretrained(folder, experts_implementation="eager")
+
+
+def test_models_on_the_meta_device_load_and_save(tmp_path):
+    for name in CASES:
+        plain = model_of(name)
+        plain.save_pretrained(tmp_path / name / "in")
+        layers = on_meta(name)
+        stage = Stage(layers, [len(layers)])
+
+        hf.load_pretrained(stage, tmp_path / name / "in")
+        hf.save_pretrained(stage, tmp_path / name / "out")
+
+        expected = logits_of(plain, name)
+        assert (stage_logits_of(stage, name) - expected).abs().max() <= TOLERANCE, name
+        again = read_again(name, tmp_path / name / "out")
+        assert again.dtype == torch.float64, name
+        assert (logits_of(again, name) - expected).abs().max() <= TOLERANCE, name
+
+
+def test_a_model_on_the_meta_device_is_initialised_as_transformers_does():
+    layers = on_meta("GPT-2")
+    Stage(layers, [len(layers)])
+
+    for key, value in layers.named_parameters():
+        kind = key.rpartition(".")[2]
+        if "ln_" in key:
+            assert value.unique().tolist() == [1.0 if kind == "weight" else 0.0], key
+        elif kind == "weight":
+            assert 0 < value.std() < 0.03, key
+
+
+def test_weights_of_the_base_model_alone_load(tmp_path):
+    plain = model_of("GPT-2")
+    plain.transformer.save_pretrained(tmp_path)
+    layers = on_meta("GPT-2")
+    stage = Stage(layers, [len(layers)])
+
+    hf.load_pretrained(stage, tmp_path)
+
+    found = stage_logits_of(stage, "GPT-2")
+    assert (found - logits_of(plain, "GPT-2")).abs().max() <= TOLERANCE
+
+
+def test_what_does_not_fit_is_one_error(tmp_path):
+    model_of("Llama").save_pretrained(tmp_path / "Llama")
+    layers = on_meta("Qwen2")
+    stage = Stage(layers, [len(layers)])
+
+    with pytest.raises(ValueError, match=r"q_proj\.bias is missing") as error:
+        hf.load_pretrained(stage, tmp_path / "Llama")
+    assert str(error.value).count("is missing") == 5
+    assert "4 more like this" in str(error.value)
+    hf.load_pretrained(stage, tmp_path / "Llama", strict=False)
+    with pytest.raises(FileNotFoundError, match="holds neither"):
+        hf.load_pretrained(stage, tmp_path)
+    with pytest.raises(FileExistsError, match=r"config\.json already"):
+        hf.save_pretrained(stage, tmp_path / "Llama")
+
+
+def test_a_plain_sequential_is_refused(tmp_path):
+    stage = Stage(torch.nn.Sequential(torch.nn.Linear(1, 1)), [1])
+
+    with pytest.raises(TypeError, match=r"was not made by hf\.sequential"):
+        hf.load_pretrained(stage, tmp_path)
+
+
+#: Tied, with experts whose parts are saved alone, and with an encoder.
+IN_SEVERAL = ("GPT-2", "Mixtral", "T5")
+
+
+def test_each_rank_reads_and_writes_its_own_part(ranks, tmp_path):
+    for name in IN_SEVERAL:
+        model_of(name).save_pretrained(tmp_path / name / "in", max_shard_size="20KB")
+
+    parts = ranks(2).run(load_and_save, tmp_path, world=False, timeout_s=90).values()
+
+    for name in IN_SEVERAL:
+        folder = tmp_path / name / "out"
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert len(set(index["weight_map"].values())) == 2
+        for key, file in index["weight_map"].items():
+            with safe_open(folder / file, "pt") as opened:
+                assert key in opened.keys(), (name, key)  # noqa: SIM118 - it is no dict
+        expected = logits_of(model_of(name), name)
+        found = logits_of(read_again(name, folder), name)
+        assert (found - expected).abs().max() <= TOLERANCE, name
+        assert (parts[1][name] - expected).abs().max() <= TOLERANCE, name
+
+
+def load_and_save(bare, folder):
+    """Load and save each case; return the logits that the last rank has."""
+    found = {}
+    for name in IN_SEVERAL:
+        layers = on_meta(name)
+        half = len(layers) // 2
+        with stage_of(bare, name, layers, [half, len(layers) - half]) as stage:
+            hf.load_pretrained(stage, folder / name / "in")
+            hf.save_pretrained(stage, folder / name / "out")
+            logits = stage_logits_of(stage, name)
+            found[name] = logits if bare.rank == 1 else None
+    return found

@@ -1,0 +1,259 @@
+"""Maps from a model's keys to those in files: reading, writing, and what the errors advise."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from procpipe import Stage, state
+from procpipe.state.keys import FileKeys, advice, collisions
+from tests.dist.stages import assert_same, stage_of
+
+#: What a language model's keys may be in files; lm_head may share the embedding's weight.
+PAIRS = [
+    (r"^0\.weight$", "model.embed.weight"),
+    (r"^([12])\.(.*)", r"model.layers.\1.\2"),
+    (r"^3\.", "lm_head."),
+]
+IN_FILE = {
+    "0.weight": "model.embed.weight",
+    "1.weight": "model.layers.1.weight",
+    "1.bias": "model.layers.1.bias",
+    "2.weight": "model.layers.2.weight",
+    "2.bias": "model.layers.2.bias",
+    "2.running_mean": "model.layers.2.running_mean",
+    "2.running_var": "model.layers.2.running_var",
+    "2.num_batches_tracked": "model.layers.2.num_batches_tracked",
+    "3.weight": "lm_head.weight",
+}
+
+
+def make_model(seed, *, is_tied=False):
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Embedding(7, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 7, bias=False)
+    ).double()
+    for tensor in model[2].state_dict().values():
+        tensor.add_(seed)
+    if is_tied:
+        model[3].weight = model[0].weight
+    return model
+
+
+def write(path, model, *, without=()):
+    """Write a model's weights under the keys of files, with the package safetensors."""
+    from safetensors.torch import save_file
+
+    values = {IN_FILE[key]: value.clone() for key, value in model.state_dict().items()}
+    save_file({key: value for key, value in values.items() if key not in without}, path)
+
+
+def read_all(folder):
+    """Read an exported folder with the package safetensors."""
+    from safetensors.torch import load_file
+
+    return {
+        key: value
+        for path in Path(folder).glob("*.safetensors")
+        for key, value in load_file(path).items()
+    }
+
+
+def assert_same_weights(module, expected, what):
+    expected = expected.state_dict()
+    for key, value in module.state_dict().items():
+        assert_same(value.cpu(), expected[key], f"{what}, {key}")
+
+
+def test_a_map_serves_reading_and_writing(tmp_path):
+    model = make_model(1)
+    write(tmp_path / "x.safetensors", model)
+    with_attribute = make_model(2)
+    with_attribute.keys = PAIRS
+    cases: dict[str, tuple[nn.Module, Any]] = {
+        "pairs": (make_model(2), PAIRS),
+        "function": (make_model(2), IN_FILE.__getitem__),
+        "an iterator": (make_model(2), iter(PAIRS)),
+        "the model's": (with_attribute, None),
+        "a stage's": (Stage(with_attribute, [4]), None),
+    }
+    for name, (module, keys) in cases.items():
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        state.load_weights(tmp_path / "x.safetensors", module, keys=keys)
+        assert_same_weights(module, model, name)
+        keys = PAIRS if name == "an iterator" else keys
+        state.export(tmp_path / name, module, keys=keys)
+        exported = read_all(tmp_path / name)
+        assert exported.keys() == set(IN_FILE.values()), name
+        for key, value in model.state_dict().items():
+            assert_same(exported[IN_FILE[key]], value, f"{name}, {key}")
+
+
+def test_a_map_of_the_model_can_be_left_out(tmp_path):
+    model = make_model(1)
+    model.keys = PAIRS
+    state.save(tmp_path / "saved", model)  # always under the model's own keys
+    state.export(tmp_path / "own", model, keys=[])
+    assert read_all(tmp_path / "own").keys() == model.state_dict().keys()
+    for folder, keys in (("saved", None), ("own", [])):
+        loaded = make_model(2)
+        loaded.keys = PAIRS
+        state.load_weights(tmp_path / folder, loaded, keys=keys)
+        assert_same_weights(loaded, model, folder)
+    with pytest.raises(ValueError, match=r"the file has the model's own keys: give keys=\[\]"):
+        state.load_weights(tmp_path / "own", loaded)
+
+
+def test_a_layer_named_keys_is_no_map(tmp_path):
+    model = nn.Sequential()
+    model.add_module("keys", nn.Linear(2, 2))
+    state.export(tmp_path / "plain", model)
+    state.load_weights(tmp_path / "plain", Stage(model, [1]))
+    assert read_all(tmp_path / "plain").keys() == {"keys.weight", "keys.bias"}
+
+
+def test_a_shared_parameter_may_have_one_key_or_several(tmp_path):
+    model = make_model(1, is_tied=True)
+    names = {"model.embed.weight", "lm_head.weight"}
+    for case, without in enumerate(({"lm_head.weight"}, {"model.embed.weight"})):
+        write(tmp_path / f"{case}.safetensors", model, without=without)
+        loaded = make_model(2, is_tied=True)
+        state.load_weights(tmp_path / f"{case}.safetensors", loaded, keys=PAIRS)
+        assert_same_weights(loaded, model, case)
+    write(tmp_path / "none.safetensors", model, without=names)
+    with pytest.raises(ValueError, match=r"0.weight \(model.embed.weight in the file\) is missing"):
+        state.load_weights(tmp_path / "none.safetensors", loaded, keys=PAIRS)
+
+    to_one = [*PAIRS, ("lm_head", "model.embed")]
+    state.export(tmp_path / "one", model, keys=to_one)
+    assert read_all(tmp_path / "one").keys() == set(IN_FILE.values()) - {"lm_head.weight"}
+    loaded = make_model(2, is_tied=True)
+    state.load_weights(tmp_path / "one", loaded, keys=to_one)
+    assert_same_weights(loaded, model, "one key")
+    told = r"0.weight and 3.weight are different tensors, but keys= gives each the key 'model.embed"
+    with pytest.raises(ValueError, match=told):
+        state.load_weights(tmp_path / "one", make_model(2), keys=to_one)
+    with pytest.raises(ValueError, match=told):
+        state.export(tmp_path / "two", make_model(2), keys=to_one)
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_map_that_is_none_is_refused(tmp_path):
+    model = make_model(1)
+    write(tmp_path / "x.safetensors", model)
+    cases: tuple[tuple[Any, type[Exception], str], ...] = (
+        (lambda key: None, TypeError, "keys= returned None for '0.weight'"),
+        ({"^": "model."}, ValueError, "pass a function, or pairs of a regular expression"),
+        (7, ValueError, "keys=7: .*pass a function, or pairs"),
+        ([("(", "")], ValueError, "pass a function, or pairs of a regular expression"),
+        ([("0", r"\7")], ValueError, "the replacement .* invalid group reference"),
+        ([("0", 7)], TypeError, "a replacement is no str"),
+    )
+    for keys, error, match in cases:
+        for call in (state.load_weights, state.export):
+            with pytest.raises(error, match=match):
+                call(tmp_path / "x.safetensors", model, keys=keys)
+
+
+def test_the_prefix_in_which_all_keys_differ_is_named():
+    for own, saved, pair in (
+        (["0.a", "1.b.c"], ["model.0.a", "model.1.b.c", "model.more"], ("^", "model.")),
+        (["0.a", "1.b.c"], ["x.y.0.a", "model.0.a", "model.1.b.c"], ("^", "model.")),
+        (["0.a", "0.b.c"], ["a", "b.c"], (r"^0\.", "")),
+        (["0.a", "0.b.c"], ["h.a", "h.b.c"], (r"^0\.", "h.")),
+        (["m+.0.a", "m+.0.b"], ["0.a", "0.b"], (r"^m\+\.", "")),
+        (["0.a", "1.b"], ["h.0.a", "g.1.b"], None),
+        (["0.a", "1.b"], ["model.0.a"], None),
+        (["0.a"], ["0.a"], None),
+        ([], ["0.a"], None),
+    ):
+        [*told] = advice([[key, key, key] for key in own], dict.fromkeys(saved))
+        assert len(told) == (pair is not None), own
+        if pair is not None:
+            assert f"give keys=[{pair!r}]" in told[0], own
+            names = [re.sub(*pair, key) for key in own]
+            assert set(names) <= set(saved), "the advice is right"
+    with_map = [["0.a", "h.0.a", "0.a"], ["1.a", "h.1.a", "1.a"]]
+    [*told] = advice(with_map, {"model.h.0.a": None, "model.h.1.a": None})
+    assert told[0].endswith("add ('^', 'model.') to the end of keys=")
+
+
+def test_few_keys_are_named(tmp_path):
+    linears = nn.Sequential(*[nn.Linear(1, 1) for _ in range(100)])
+    torch.save(
+        {f"model.x{key}": value for key, value in linears.state_dict().items()}, tmp_path / "x"
+    )
+    with pytest.raises(ValueError, match="weight is missing") as caught:
+        state.load_weights(tmp_path / "x", linears)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + 2 * 6
+    assert lines[6] == lines[12] == "  - … and 195 more like this"
+    collided = collisions([str(i), "a" if i % 2 else "b", str(i)] for i in range(100))
+    assert collided[0].startswith("0 and 2 and 4 are different tensors")
+
+
+# -- several processes ---------------------------------------------------------------------------
+
+
+def exchange(bare, folder):
+    """Load and export under a map that the model has, with a parameter that both stages share."""
+    truth = make_model(1, is_tied=True)
+    model = make_model(2, is_tied=True)
+    model.keys = PAIRS
+    with stage_of(bare, "exchange", model, [2, 2], check_tied=True) as stage:
+        for case in range(2):
+            with torch.no_grad():
+                for parameter in stage.parameters():
+                    parameter.zero_()
+            state.load_weights(f"{folder}/{case}.safetensors", stage)
+            assert_same_weights(stage, truth, case)
+        state.export(f"{folder}/exported", stage)
+        state.export(f"{folder}/one", stage, keys=[*PAIRS, ("lm_head", "model.embed")])
+        told = []
+        for keys in ([("weight", "bias")], [(r"^", "model.")], []):
+            with pytest.raises(ValueError, match="do not fit") as caught:
+                state.load_weights(f"{folder}/own", stage, keys=keys)
+            told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.on_gpus
+def test_stages_that_share_a_parameter_exchange_weights(ranks, tmp_path):
+    model = make_model(1, is_tied=True)
+    write(tmp_path / "0.safetensors", model, without=["lm_head.weight"])
+    write(tmp_path / "1.safetensors", model, without=["model.embed.weight"])
+    prefixed = [("^", "module.")]
+    state.export(tmp_path / "own", model, keys=prefixed)
+    first, second = ranks(2).run(exchange, str(tmp_path), world=False).values()
+
+    for folder, keys in (
+        ("exported", set(IN_FILE.values())),
+        ("one", set(IN_FILE.values()) - {"lm_head.weight"}),
+    ):
+        exported = read_all(tmp_path / folder)
+        index = json.loads((tmp_path / folder / "model.safetensors.index.json").read_text())
+        assert exported.keys() == index["weight_map"].keys() == keys, folder
+        for key, value in model.state_dict().items():
+            if IN_FILE[key] in exported:
+                assert_same(exported[IN_FILE[key]], value, f"{folder}, {key}")
+    assert first == second
+    collided, mapped, own = first
+    assert "1.weight and 1.bias are different tensors" in collided
+    assert "add ('^model\\\\.', 'module.') to the end of keys=" in mapped
+    assert f"give keys={prefixed!r}" in own
+
+
+def test_without_a_map_keys_are_the_models():
+    model = make_model(1, is_tied=True)
+    keys = FileKeys.of(model)
+    own = {key: key for key in model.state_dict()}
+    assert keys.own == keys.to_write() == own
+    assert keys.to_read(["0.weight"]) == {"0.weight": "0.weight", "3.weight": "0.weight"}
