@@ -22,6 +22,7 @@ QUICK = [
     "schedules",
     "checkpoint",
     "overlap",
+    "ties",
     "memory",
     "start",
     "growth",

@@ -300,16 +300,18 @@ def connect(
 
 def tied_of(cut: Cut, stage: int) -> Tied:
     """Return a stage's copies of tensors that other stages have, too; in the order of the ties."""
+    layers = {name: layer for part in cut.layers.values() for name, layer in part.items()}
     copies: dict[bool, list[Copy]] = {True: [], False: []}
     for tie in cut.ties:
         stages = tuple(sorted({cut.placement[j] for j in tie.partitions}))
-        here = [(j, name) for j, name in tie.names.items() if cut.placement[j] == stage]
-        if here and len(stages) > 1:
-            j, name = here[0]
-            layer, _, path = name.partition(".")
-            module, _, key = path.rpartition(".")
-            owner = cut.layers[j][layer].get_submodule(module)
-            copies[tie.is_parameter].append(Copy(tie.name, tie.all_names, stages, owner, key))
+        if stage in stages and len(stages) > 1:
+            places = {}
+            for name in tie.all_names:
+                layer, _, path = name.partition(".")
+                if layer in layers:
+                    module, _, key = path.rpartition(".")
+                    places[name] = layers[layer].get_submodule(module), key
+            copies[tie.is_parameter].append(Copy(tie.name, tie.all_names, stages, places))
     return Tied(stage, copies[True], copies[False])
 
 

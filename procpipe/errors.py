@@ -5,7 +5,7 @@
     ├── BoundaryError (TypeError)          a value that cannot travel between stages
     ├── PlanError (ValueError)             a plan that cannot run; lists every fault
     ├── SavedStateError (ValueError)       a file of a saved state that is damaged, or no such file
-    ├── DisagreementError (ValueError)     ranks were started with different settings or models
+    ├── DisagreementError (ValueError)     ranks have different settings, models or scalers
     ├── CallMismatchError (RuntimeError)   ranks are in different calls
     ├── MemoryLimitError (ValueError)      no plan keeps to the memory that stages are allowed
     ├── FileLimitError (OSError)           the process may not open as many files as it needs
@@ -60,7 +60,7 @@ class SavedStateError(ProcpipeError, ValueError):
 
 
 class DisagreementError(ProcpipeError, ValueError):
-    """The ranks of one job were started with different settings or models.
+    """The ranks of one job have different settings, models or scalers.
 
     Attributes:
         differences: every difference found, one sentence each.

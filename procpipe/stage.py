@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from procpipe import build
-from procpipe.clipping import clip
+from procpipe.clipping import Agree, clip
 from procpipe.compute.wrappers import check_not_sharded
 from procpipe.data.loss import Loss
 from procpipe.data.minibatch import (
@@ -39,7 +41,7 @@ from procpipe.data.minibatch import (
     inputs_of,
     join_outputs,
 )
-from procpipe.data.remote import Remote
+from procpipe.data.remote import Remote, holder_of
 from procpipe.errors import StageClosedError
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.local_layers import LocalLayers
@@ -52,7 +54,8 @@ from procpipe.run.intake import Intake
 from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.statistics import StageStatistics, TimedTask
-from procpipe.tree import children_of, map_tensors
+from procpipe.scaling import share
+from procpipe.tree import map_tensors
 
 
 class Stage(LocalLayers):
@@ -366,7 +369,7 @@ class Stage(LocalLayers):
             The value, detached, on this stage's device.
         """
         with self._calls.together("fetch") as pipeline:
-            detail = self._issue_or_follow("fetch", detail=FetchDetail(_holder(value))).detail
+            detail = self._issue_or_follow("fetch", detail=FetchDetail(holder_of(value))).detail
             assert isinstance(detail, FetchDetail), "rank 0 says where the value is"
             holder = detail.holder
             if self.rank != holder:
@@ -398,18 +401,35 @@ class Stage(LocalLayers):
 
         Source: ``torch.nn.utils.clip_grad_norm_``.
         """
-        with self._calls.together("clip_grad_norm_") as pipeline:
-            self._issue_or_follow("clip_grad_norm_")
+        with self._agreement("clip_grad_norm_") as agree:
             by_partition, copies = self._tied.gradients(self._by_partition())
             return clip(
                 by_partition,
                 copies,
                 max_norm,
                 norm_type,
-                pipeline.control.agree,
+                agree,
                 self.device,
                 error_if_nonfinite=error_if_nonfinite,
             )
+
+    def scaler(self, scaler: GradScaler) -> GradScaler:
+        """Connect a scaler to this stage, to be used as in one process; return the scaler itself.
+
+        ``step`` then scales gradients, and an inf or NaN on one rank skips the optimizer's step on
+        all. Every rank calls it, and waits for all of them; also in the scaler's ``unscale_``, or
+        its ``step`` where that comes first. See docs/mixed_precision.md.
+
+        Args:
+            scaler: with the same options and state on each rank; the newest one given counts.
+
+        Raises:
+            DisagreementError: options or states differ between ranks.
+        """
+        with self._agreement("scaler") as agree:
+            share(scaler, lambda: self._agreement("scaler.unscale_"), agree, self.device)
+            self._loss.scale = scaler.scale
+        return scaler
 
     # -- statistics ----------------------------------------------------------------------------
 
@@ -474,6 +494,12 @@ class Stage(LocalLayers):
     def _issue_or_follow(self, call: str, **decided: Any) -> Order:
         return self._calls.issue_or_follow(call, is_training=self.training, **decided)
 
+    @contextmanager
+    def _agreement(self, call: str) -> Iterator[Agree]:
+        with self._calls.together(call) as pipeline:
+            self._issue_or_follow(call)
+            yield pipeline.control.agree
+
     def _modes(self) -> dict[str, Any]:
         """Return the user's current settings for a mini-batch."""
         chunks = checked_chunks(self.chunks) if self.rank == 0 else 1
@@ -532,10 +558,3 @@ class Stage(LocalLayers):
         except RuntimeError as error:
             note_full_device(error, self.rank, self.device)
             raise
-
-
-def _holder(value: Any) -> int:
-    """Return the rank that holds a nested value: that of a placeholder in it, else rank 0."""
-    if isinstance(value, Remote):
-        return value.rank
-    return max(map(_holder, children_of(value)), default=0)

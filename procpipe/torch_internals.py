@@ -11,6 +11,7 @@
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
+    amp.GradScaler._unscale_grads_                  RuntimeError where stage.scaler() is called
     utils._pytree                                   ImportError
 
 A name may stay while its behaviour changes. Where no check could detect that (the engine, the
@@ -26,7 +27,7 @@ torch writes and reads (``state/index.py``, ``state/archives.py``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +97,12 @@ def will_run(node: Any) -> bool:
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Return whether hooks are called with a parameter's gradient during a backward pass."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(parameter, name, None) for name in names)
+    return bool(getattr(parameter, "_backward_hooks", None)) or has_accumulation_hooks(parameter)
+
+
+def has_accumulation_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether hooks are called when a gradient has been added to a parameter's."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def are_functions_transformed() -> bool:
@@ -118,6 +123,43 @@ def conv_forward_of(layer_type: type[nn.Module]) -> Callable[..., Tensor] | None
     ``forward`` uses the layer's own weight, which a parametrization would compute once more.
     """
     return getattr(layer_type, "_conv_forward", None)
+
+
+# -- scaling of gradients ------------------------------------------------------------------------
+
+
+class CheckedScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` that can change what its checks of gradients have found.
+
+    ``unscale_``, and otherwise ``step``, checks and unscales an optimizer's gradients in one
+    function, whose result ``step`` and ``update`` go by.
+    """
+
+    def checked(
+        self, check: Callable[[], Mapping[torch.device, Tensor]], zero: Tensor
+    ) -> Mapping[torch.device, Tensor]:
+        """Run a check and return what counts: by device, 0-dim, not 0 for an inf or NaN.
+
+        ``zero`` is a 0 on the scale's device.
+        """
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Any:
+        of_torch = super()._unscale_grads_
+        return self.checked(
+            lambda: of_torch(optimizer, inv_scale, found_inf, allow_fp16), found_inf
+        )
+
+
+def check_scaler() -> None:
+    """Raise ``RuntimeError`` if this torch's ``GradScaler`` checks gradients elsewhere."""
+    if not hasattr(torch.amp.GradScaler, "_unscale_grads_"):
+        raise RuntimeError(
+            f"torch {torch.__version__} has another GradScaler than those known here: use a "
+            "release of torch that procpipe was tested with"
+        )
 
 
 # -- process groups ------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ ARCHITECTURE = TESTS.parent / "docs" / "architecture.md"
 PEER_TESTS = TESTS.parent / "docs" / "peer_tests.md"
 TIMELINE = TESTS.parent / "docs" / "timeline.md"
 PLANNING = TESTS.parent / "docs" / "planning.md"
+MIXED_PRECISION = TESTS.parent / "docs" / "mixed_precision.md"
 
 
 def python_blocks(page: Path = README) -> list[str]:
@@ -151,6 +152,17 @@ def test_the_programs_print_the_same_on_any_number_of_stages(
     alone, together = (run_forked(program, num_ranks=n).check() for n in (None, 2))
     assert alone.stdout == together.stdout
     assert re.fullmatch(r"(loss \d+\.\d{4}\n)+", alone.stdout)
+
+
+# -- docs/mixed_precision.md ---------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_the_program_in_float16_prints_the_same_on_any_number_of_stages() -> None:
+    (program,) = python_blocks(MIXED_PRECISION)
+    alone, together = (run_forked(program, num_ranks=n).check() for n in (None, 2))
+    assert alone.stdout == together.stdout
+    assert re.fullmatch(r"(loss \d+\.\d{4}, scale \d+\n){5}", alone.stdout)
 
 
 def names_of_pytorchs_pipelining() -> set[str]:

@@ -100,6 +100,7 @@ FOR_LAUNCHER = (
     "procpipe.containers",
     "procpipe.data.loss",
     "procpipe.model.cut",
+    "procpipe.model.ties",
     "procpipe.tree",
 )
 

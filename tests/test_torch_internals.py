@@ -54,6 +54,7 @@ NAMES = {
     "max_ctas": (lambda: options_of_nccl().config, TESTED),
     "_start_coalescing": (lambda: nccl(), TESTED),
     "_end_coalescing": (lambda: nccl(), TESTED),
+    "_unscale_grads_": (lambda: torch.amp.GradScaler, TESTED),
     "SUPPORTED_NODES": (lambda: torch.utils._pytree, TESTED),
     "SUPPORTED_SERIALIZED_TYPES": (lambda: torch.utils._pytree, TESTED),
     "shutdown_timeout": (lambda: launch_config(), ((2, 13), (2, 15))),
@@ -209,6 +210,12 @@ def test_no_batches_of_transfers_are_one_clear_error():
 
     with pytest.raises(RuntimeError, match=r"other options.*_start_coalescing"):
         torch_internals.nccl_options(Group, 1.0, 4)
+
+
+def test_another_scaler_is_one_clear_error(monkeypatch):
+    monkeypatch.delattr(torch.amp.GradScaler, "_unscale_grads_")
+    with pytest.raises(RuntimeError, match="has another GradScaler than those known here"):
+        torch_internals.check_scaler()
 
 
 def test_the_base_of_batch_normalisation():

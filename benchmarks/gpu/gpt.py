@@ -146,7 +146,7 @@ def _planned(model: nn.Sequential, x: Tensor, y: Tensor, m: int, n: int) -> dict
     balance = divide(layers.layer_seconds(len(x)), n)
     costs = layers.costs(balance, len(x), Link())
     timeline = simulate(SCHEDULES[_SCHEDULE].plan(m, tuple(range(n)), recomputed(_MODE, m)), costs)
-    static = layers.static_bytes(balance, 0.0)
+    static = layers.static_bytes(balance, range(n), 0.0)
     return {
         "balance": list(balance),
         "step_s": timeline.total_s,

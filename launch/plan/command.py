@@ -33,6 +33,7 @@ from procpipe.launch.plan.report import (
     line_to_paste,
     overview_table,
     stages_table,
+    ties_table,
 )
 from procpipe.launch.plan.subject import MistakeError, Named, SizeError, Subject, load
 from procpipe.timeline.pictures import render_timeline_text
@@ -228,6 +229,9 @@ class _Planning:
             )
             return
         stages_table(measured.model, chosen, memory_bytes).print(self._console)
+        if (ties := ties_table(measured.model, chosen)) is not None:
+            print()
+            ties.print(self._console)
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         print(f"\n{render_timeline_text(chosen.timeline, width)}")
         print(f"{self._line(chosen, memory_bytes)}\n", flush=True)

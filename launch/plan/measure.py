@@ -20,7 +20,8 @@ from procpipe.balance import LayerProfile, Profile, profile_layers
 from procpipe.data.loss import Loss
 from procpipe.launch.plan.subject import MistakeError, SizeError, Subject
 from procpipe.model.cut import check_model
-from procpipe.tuning.model import Layer, Link, Model, Skip
+from procpipe.model.ties import find_ties
+from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
 
 #: For each size; longer if three rounds take longer.
 _BUDGET_S = 0.5
@@ -71,16 +72,21 @@ def measure_model(subject: Subject, sizes: Sequence[int], device: torch.device) 
             where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             raise SizeError(size, f"{where}: {type(error).__name__}: {error}") from error
         profiles.append(profile)
-    return replace(_model(sizes, profiles), shared=shared_by(subject.model))
+    return replace(_model(sizes, profiles), ties=ties_of(subject.model))
 
 
-def shared_by(model: nn.Sequential) -> tuple[tuple[int, int], ...]:
-    """Return the first and the last of the layers that share a parameter or buffer."""
-    users: dict[int, list[int]] = {}
-    for k, layer in enumerate(model):
-        for tensor in chain(layer.parameters(), layer.buffers()):
-            users.setdefault(id(tensor), []).append(k)
-    return tuple(sorted({(found[0], found[-1]) for found in users.values() if len(found) > 1}))
+def ties_of(model: nn.Sequential) -> tuple[TiedLayers, ...]:
+    """List the parameters and buffers that several layers use."""
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    return tuple(
+        TiedLayers(
+            tie.name,
+            tie.partitions,
+            tensors[tie.name].nbytes,
+            is_trained=tensors[tie.name].requires_grad,
+        )
+        for tie in find_ties([{name: layer} for name, layer in model.named_children()])
+    )
 
 
 def measure_link(device: torch.device) -> tuple[Link, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from procpipe.plan.placement import partitions_of
 from procpipe.plan.schedules.named import AUTO, SCHEDULES
 from procpipe.plan.task import KINDS
 from procpipe.timeline.palette import LOOKS
-from procpipe.tuning.model import Model
+from procpipe.tuning.model import Model, TiedLayers
 from procpipe.tuning.propose import Proposal
 from procpipe.words import bytes_text, seconds_text
 
@@ -69,6 +70,28 @@ def stages_table(model: Model, proposal: Proposal, memory_bytes: int | None) -> 
             )
         )
     return Table("a step of the chosen one", rows, num_left=2)
+
+
+def ties_table(model: Model, proposal: Proposal) -> Table | None:
+    """Lay out which parameters and buffers several stages have, and what they send of them."""
+    cuts = list(itertools.accumulate(proposal.balance))
+    placement = proposal.plan.placement
+    found: dict[tuple[int, ...], list[TiedLayers]] = {}
+    for tie in model.ties:
+        users = {placement[bisect.bisect_right(cuts, k)] for k in tie.layers}
+        if len(users) > 1:
+            found.setdefault(tuple(sorted(users)), []).append(tie)
+    if not found:
+        return None
+    rows = [("name", "stages", "a copy", "sent a step")]
+    for stages, ties in found.items():
+        names = f"{ties[0].name}{f' and {len(ties) - 1} more' if len(ties) > 1 else ''}"
+        copy_bytes = sum(tie.num_bytes for tie in ties)
+        num_messages = len(stages) * (len(stages) - 1)  # each stage sends to each other
+        sent_bytes = num_messages * sum(tie.num_bytes for tie in ties if tie.is_trained)
+        whose = ", ".join(map(str, stages))
+        rows.append((names, whose, bytes_text(copy_bytes), bytes_text(sent_bytes)))
+    return Table("parameters and buffers that several stages have", rows, num_left=2)
 
 
 def check_table(proposal: Proposal, measured: Rehearsal, *, is_cpu: bool) -> Table:

@@ -75,7 +75,7 @@ def balance_by_size(
         chunks: micro-batches in a mini-batch; the activations of one count, as the others are
             recomputed.
         param_scale: bytes held for each byte of parameters: 2 for plain SGD (parameters and
-            gradients), 3 with momentum, 4 for Adam.
+            gradients), 3 with momentum, 4 for Adam. One that layers share counts in each of them.
         device: where copies of the layers run, one at a time; by default the input's. A model with
             parameters on the meta device is always measured there.
 

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from procpipe.torch_internals import has_accumulation_hooks
+
 #: What a stage contributes: a gradient, none, or ``_FROZEN`` if the parameter requires none.
 Part = Tensor | bool | None
 
@@ -36,20 +38,24 @@ class Copy:
         name: its first name in the full model.
         all_names: all its names there, in order.
         stages: all that have it, ascending.
-        owner: the module that has it here.
-        key: its name in that module.
+        places: where this stage has it: by its name in the full model, the module and its name
+            there; at least one.
     """
 
     name: str
     all_names: tuple[str, ...]
     stages: tuple[int, ...]
-    owner: nn.Module
-    key: str
+    places: Mapping[str, tuple[nn.Module, str]]
 
     @property
     def tensor(self) -> Any:
         """The parameter or buffer, as it is now."""
-        return getattr(self.owner, self.key)
+        return getattr(*next(iter(self.places.values())))
+
+    @property
+    def holders(self) -> str:
+        """All stages that have it, in words."""
+        return f"stages {' and '.join(map(str, self.stages))}"
 
 
 class Tied:
@@ -66,6 +72,7 @@ class Tied:
     ) -> None:
         self.parameters = tuple(parameters)
         self._buffers = tuple(buffers)
+        self._built = [copy.tensor for copy in self.parameters]
         self._stage = stage
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_open = False
@@ -128,7 +135,7 @@ class Tied:
     def check_equal(
         self, agree: Callable[[Any, Callable[[list[Any]], Any]], Any], *, always: bool
     ) -> None:
-        """Compare all copies; all stages call it before each training call.
+        """Check the copies here, and compare all; all stages call it before each training call.
 
         Args:
             agree: brings values of all stages together, see ``Control.agree``.
@@ -136,8 +143,9 @@ class Tied:
                 a warning on stage 0.
 
         Raises:
-            RuntimeError: they differ; on every stage.
+            RuntimeError: they differ; on every stage. Or :meth:`_check_parameters` raises it, here.
         """
+        self._check_parameters()
         self._num_calls += 1
         is_due = self._num_calls > 1 and self._num_calls.bit_count() == 1
         if not (always or is_due):
@@ -154,6 +162,30 @@ class Tied:
         if self._stage == 0:
             warnings.warn(f"{message} (check_tied=True makes this an error)", stacklevel=2)
 
+    def _check_parameters(self) -> None:
+        """Check that each is what the Stage was built with, and that no hook needs its gradient.
+
+        Raises:
+            RuntimeError: your code has replaced it on this stage, or registered such a hook.
+        """
+        for copy, built in zip(self.parameters, self._built, strict=True):
+            for name, (owner, key) in copy.places.items():
+                if getattr(owner, key, None) is not built:
+                    raise RuntimeError(
+                        f"the parameter {name} on stage {self._stage} was replaced after the Stage "
+                        f"had been built, but {copy.holders} each have a copy of it: replace it "
+                        "in the model before Stage(model, …), or write other values into it, on "
+                        "all its stages alike"
+                    )
+            if built.requires_grad and has_accumulation_hooks(built):
+                raise RuntimeError(
+                    f"the parameter {copy.name} has a hook on stage {self._stage}, by "
+                    f"register_post_accumulate_grad_hook, but {copy.holders} each have a copy of "
+                    "it, and the gradient there is only a part until the call returns: remove the "
+                    "hook and do its work after step() or backward(), or choose a balance that "
+                    "puts the layers that use it on one stage"
+                )
+
     def versions(self) -> list[tuple[Tensor, int]]:
         """Return the buffers and how often each was changed, for :meth:`check_unchanged`."""
         return [(copy.tensor, copy.tensor._version) for copy in self._buffers]
@@ -166,10 +198,9 @@ class Tied:
         """
         for copy, (tensor, version) in zip(self._buffers, before, strict=True):
             if copy.tensor is not tensor or tensor._version != version:
-                stages = " and ".join(map(str, copy.stages))
                 raise RuntimeError(
                     f"a layer on stage {self._stage} has changed the buffer {copy.name}, of which "
-                    f"stages {stages} each have a copy, so that the copies differ: choose a "
+                    f"{copy.holders} each have a copy, so that the copies differ: choose a "
                     "balance that puts the layers that use it on one stage, or give each its own"
                 )
 

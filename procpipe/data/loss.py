@@ -32,12 +32,14 @@ class Loss:
         must_be_finite: whether a loss that is NaN or infinite is an error; on a GPU, looking
             waits for the device.
         is_sum: whether the function returns a sum and its weight; None before the first step.
+        scale: multiplies the gradient with which a backward pass begins, see ``Stage.scaler``.
     """
 
     function: Callable[..., Any] | None
     weight: Callable[[Any], Any] | None
     must_be_finite: bool = False
     is_sum: bool | None = field(default=None, init=False)
+    scale: Callable[[Tensor], Tensor] | None = field(default=None, init=False)
     _last_weight: Tensor | None = field(default=None, init=False)
     _has_warned: bool = field(default=False, init=False)
 
@@ -200,8 +202,15 @@ class MeanLoss:
 
     def gradient(self, i: int, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward pass of a micro-batch's loss begins."""
+        if (scale := self._loss.scale) is None:
+            return self._share(i, loss, loss.dtype)
+        # In float16 a scale alone may be inf, and a small share 0.
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        return scale(self._share(i, loss, wide)).to(loss.dtype)
+
+    def _share(self, i: int, loss: Tensor, dtype: torch.dtype) -> Tensor:
         if not self._loss.is_sum:
-            return torch.full_like(loss, self._shares[i])
+            return torch.full_like(loss, self._shares[i], dtype=dtype)
         if self._divisor is None:
             self._divisor = self._total()
             if self._total_weight is None and len(self._counted) < len(self._weights):
@@ -209,7 +218,7 @@ class MeanLoss:
                 known = math.fsum(self._weights[k] for k in self._counted)
                 self._divisor = self._divisor * (math.fsum(self._weights) / known)
             self._divisor = _or_one(self._divisor)
-        return self._divisor.reciprocal().to(loss)
+        return self._divisor.reciprocal().to(loss.device, dtype)
 
     def _total(self) -> Tensor:
         if self._total_weight is None:
@@ -268,23 +277,26 @@ def _is_pair(result: Any) -> bool:
 
 
 def _weight_of(weight: Any, loss: Tensor) -> Tensor:
-    """Return what a sum counts as a 0-dim tensor of float64 on the sum's device, checked there."""
+    """Return what a sum counts as a 0-dim tensor of float64 on the sum's device.
+
+    It is checked unless it is on a GPU.
+    """
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(
                 f"loss_fn returned a sum and a weight of shape {tuple(weight.shape)}, which must "
                 "be one number"
             )
-        found = weight.detach().reshape(()).to(loss.device, torch.float64)
-    else:
-        # Not torch.tensor(…): on a GPU that would wait for the device.
-        found = torch.full((), float(weight), dtype=torch.float64, device=loss.device)
-    if found.device.type == "cpu" and not 0 <= float(found) < math.inf:
+        weight = weight.detach().reshape(())
+    is_known = not isinstance(weight, Tensor) or weight.device.type == "cpu"  # else it would wait
+    if is_known and not 0 <= (number := float(weight)) < math.inf:
         raise ValueError(
-            f"loss_fn returned a sum and the weight {float(found)}, which must be a finite number "
-            "from 0"
+            f"loss_fn returned a sum and the weight {number}, which must be a finite number from 0"
         )
-    return found
+    if isinstance(weight, Tensor):
+        return weight.to(loss.device, torch.float64)
+    # Not torch.tensor(…): on a GPU that would wait for the device.
+    return torch.full((), number, dtype=torch.float64, device=loss.device)
 
 
 def _form_of(result: Any) -> str:

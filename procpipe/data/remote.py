@@ -23,6 +23,7 @@ from torch import Tensor
 
 from procpipe.errors import RemoteValueError
 from procpipe.notes import warn
+from procpipe.tree import children_of
 
 #: Attributes and methods that depend on a tensor's value or memory.
 VALUE_NAMES = frozenset(
@@ -201,6 +202,13 @@ class Remote:
             f"{how} needs a value that lives on rank {self._rank} ({self._what}): call "
             "stage.fetch(value) on all ranks and use what it returns"
         )
+
+
+def holder_of(value: Any) -> int:
+    """Return the rank that holds a nested value: that of a placeholder in it, else rank 0."""
+    if isinstance(value, Remote):
+        return value.rank
+    return max(map(holder_of, children_of(value)), default=0)
 
 
 class _BackwardPass:

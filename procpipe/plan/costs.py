@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,9 +28,9 @@ class Costs:
         target_bytes: the target.
         saved_bytes: what autograd saves inside each partition's layers, if it is to count.
         put_off_bytes: what each partition keeps of it between ``I`` and ``W``.
-        tied_bytes: the parameters that each set of partitions has in common.
-        tied_s: seconds from the last task that adds to the gradient of such a parameter on a stage
-            until each other stage that has it has the gradient.
+        tied_bytes: the gradients of the parameters that each set of partitions has in common.
+        tied_s: for each such set, seconds from the last task that adds to these gradients on a
+            stage until another stage has what this one adds; 0 if left out.
 
     Raises:
         ValueError: the numbers are not for the same number of partitions.
@@ -48,7 +49,7 @@ class Costs:
     saved_bytes: tuple[int, ...] = ()
     put_off_bytes: tuple[int, ...] = ()
     tied_bytes: Mapping[tuple[int, ...], int] = field(default_factory=dict)
-    tied_s: float = 0.0
+    tied_s: Mapping[tuple[int, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.num_partitions
@@ -117,6 +118,12 @@ class Costs:
     def num_partitions(self) -> int:
         """The number of partitions that the costs are for."""
         return len(self.forward_s)
+
+    def tied_between(self, stages: tuple[int, int], placement: Sequence[int]) -> tuple[int, float]:
+        """Return the bytes and seconds of the message of tied gradients between two stages."""
+        ties = [tie for tie in self.tied_bytes if {*stages} <= {placement[j] for j in tie}]
+        num_bytes = sum(self.tied_bytes[tie] for tie in ties)
+        return num_bytes, math.fsum(self.tied_s.get(tie, 0.0) for tie in ties)
 
     def hops_s(self, placement: Sequence[int]) -> tuple[float, ...]:
         """List the seconds of a transfer across each boundary of a placement."""

@@ -82,12 +82,7 @@ def message_bytes(transfer: Transfer, costs: Costs, routes: Routes) -> int:
     if payload == TARGET:
         return costs.target_bytes
     if payload == TIED_GRADIENT:
-        ends = set(routes.stages_of(transfer))
-        return sum(
-            size
-            for tie, size in costs.tied_bytes.items()
-            if ends <= {routes.placement[j] for j in tie}
-        )
+        return costs.tied_between(routes.stages_of(transfer), routes.placement)[0]
     return 0
 
 

@@ -179,7 +179,7 @@ class Routes:
 
         The task is the last that adds to them on this stage, after which they are sent.
         """
-        for other, shared in self._tied_with.get(stage, {}).items():
+        for other, shared in self.tied_with.get(stage, {}).items():
             for k, task in reversed(plan.row(stage)):
                 if task.j in shared and task.kind in (BACKWARD, WEIGHT_GRADIENT):
                     source, destination = map(self._first_partitions.__getitem__, (stage, other))
@@ -205,7 +205,7 @@ class Routes:
         if self.loss:
             sources.add(last)
         stages = {self.placement[j] for j in sources if 0 <= j <= last}
-        return sorted((stages | self._tied_with.get(stage, {}).keys()) - {stage})
+        return sorted((stages | self.tied_with.get(stage, {}).keys()) - {stage})
 
     def channels(self) -> list[Channel]:
         """List every channel between two stages that a plan may use."""
@@ -218,7 +218,7 @@ class Routes:
         if self.loss:
             aside += [(LOSS, last, first) for first in self._first_partitions]
         firsts = self._first_partitions
-        for stage, others in self._tied_with.items():
+        for stage, others in self.tied_with.items():
             aside += [(TIED_GRADIENT, firsts[stage], firsts[other]) for other in others]
         return [
             (payload, a, b)
@@ -244,7 +244,7 @@ class Routes:
         return tuple(self.placement.index(stage) for stage in range(self.num_stages))
 
     @cached_property
-    def _tied_with(self) -> dict[int, dict[int, set[int]]]:
+    def tied_with(self) -> dict[int, dict[int, set[int]]]:
         """For each stage, by each other stage, its partitions that share a parameter with it."""
         found: dict[int, dict[int, set[int]]] = {}
         for tie in self.ties:

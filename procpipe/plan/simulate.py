@@ -10,7 +10,8 @@ have arrived. Clock cycles do not delay tasks:
               0   1   2   3     5       7       9
 
 Simplifications: links are never busy; a send takes its stage no time; skips and targets, which go
-straight, never arrive after the activation, so tasks wait for activations and gradients only.
+straight, never arrive after the activation, so tasks wait for activations and gradients only. The
+gradients of tied parameters arrive after all tasks; the step ends with the last of them.
 
 Simulating a task takes a microsecond or two, so thousands of stages are possible. ``memory.py``
 counts bytes.
@@ -140,9 +141,10 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
     if math.isinf(total_s):
         raise ValueError("a task uses what no task before it makes; verify() lists which")
     tied_s = [
-        tracks[task.kind].ends_s[_place_of(task, plan)] + costs.tied_s
+        tracks[task.kind].ends_s[_place_of(task, plan)]
+        + costs.tied_between(routes.stages_of(transfer), plan.placement)[1]
         for stage in range(plan.num_stages)
-        for _, task, _ in routes.tied_gradients(plan, stage)
+        for _, task, transfer in routes.tied_gradients(plan, stage)
     ]
     return Timeline(plan, costs, routes, max(total_s, *tied_s, 0.0), tracks, tuple(busy_s))
 

@@ -8,16 +8,13 @@
 A call that fails on one rank ends with an error on every rank, and no further call can be made:
 the ranks are at different places then. A script that fails between two calls does the same.
 
-A script that ends leaves the pipeline: when its last thread ends (``atexit``), or when its main
-thread does and no other makes the calls, at once after an exception, otherwise after a moment.
+What happens at the end of a script is in ``leaving.py``.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,31 +24,19 @@ import torch
 from procpipe.errors import (
     FOUND_BY_EACH,
     CallMismatchError,
-    ProcpipeError,
     RemoteStageError,
     StageClosedError,
 )
 from procpipe.forks import give_up_in_children, keep_for_ever
-from procpipe.job.endings import end_at_once, error_of_script, watch_threads
 from procpipe.job.world import World
-from procpipe.notes import write_note
+from procpipe.run.leaving import Leaving, pipelines
 from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.stories import in_a_line, story_of, text_of
 from procpipe.signals import put_off
 
-#: How long after the end of the main thread, which made the calls so far, another may make the
-#: next one; and how long if there was none.
-_NEXT_CALL_S, _FIRST_CALL_S = 1.0, 10.0
 
-#: Taken by the thread that leaves, as the script ends.
-_leaving = threading.Lock()
-
-#: The pipelines of this process: a rank may wait in one while rank 0 is in another.
-_all: weakref.WeakSet[Calls] = weakref.WeakSet()
-
-
-class Calls:
+class Calls(Leaving):
     """One rank's side of the calls of one pipeline.
 
     Args:
@@ -68,11 +53,8 @@ class Calls:
         self._is_victim = False
         self._has_called = False
         self._caller = threading.current_thread()
-        atexit.register(self._leave)
-        _all.add(self)
+        self.leave_at_the_end()
         give_up_in_children(self)
-        if world.num_ranks > 1:
-            watch_threads(_thread_raised, _main_thread_ended, _any_has_failed)
 
     @contextmanager
     def together(self, name: str) -> Iterator[Pipeline]:
@@ -122,7 +104,7 @@ class Calls:
 
     def _check_other_pipelines(self, call: str) -> None:
         """Check that rank 0 is not in a call of another pipeline, whose sockets are others."""
-        for other in tuple(_all):
+        for other in tuple(pipelines):
             pipeline = other._pipeline
             if other is self or pipeline is None:
                 continue
@@ -171,14 +153,9 @@ class Calls:
         """The connected pipeline; None before the first call and after the last."""
         return self._pipeline
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a call failed, on this rank or on another; may be asked by any thread."""
-        return self._has_failed
-
     def close(self) -> None:
         """Leave once all that was sent has arrived."""
-        atexit.unregister(self._leave)
+        self.leave_no_more()
         self._ended = self._ended or "the stage was closed"
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
@@ -188,69 +165,14 @@ class Calls:
 
     def give_up_in_child(self) -> None:
         """Refuse the calls of a forked child, whose end is no failure."""
-        atexit.unregister(self._leave)
-        _all.discard(self)
+        self.leave_no_more()
+        pipelines.discard(self)
         keep_for_ever(self._pipeline)  # transfers may be under way
         self._pipeline = None
         self._ended = self._ended or (
             f"this process ({os.getpid()}) was forked from that of rank {self._world.rank} "
             f"({os.getppid()}): only that one can use its stage"
         )
-
-    # -- the end of the script ------------------------------------------------------------------
-
-    def _leave(self) -> None:
-        """Leave as the interpreter ends; send an exception that ended the script to all ranks."""
-        with _leaving:
-            error = error_of_script()
-            if error is not None and self._ended is None:
-                self.fail("the script", error)
-            self._send_goodbye(is_new=self._pipeline is None and self._ended is None)
-        if self._is_victim:
-            self._world.let_others_end_first()
-        if self._world.is_device_stuck:
-            end_at_once(f"rank {self._world.rank}")
-
-    def _send_goodbye(self, *, is_new: bool) -> None:
-        if is_new:
-            self._world.give_up(f"rank {self._world.rank} ended its script before its first call")
-        try:
-            self.close()
-        except ProcpipeError as unfinished:
-            write_note(f"procpipe: rank {self._world.rank} left early: {unfinished}")
-
-    def _is_used_by_another_thread(self) -> bool:
-        """Whether another thread than the main one and this one made the last call, and runs."""
-        caller = self._caller
-        if caller in (threading.main_thread(), threading.current_thread()):
-            return False
-        return caller.is_alive() and not isinstance(caller, threading._DummyThread)
-
-    def thread_raised(self, error: BaseException) -> None:
-        """Fail because of an exception that ends this thread, if it makes the calls."""
-        here = threading.current_thread()
-        if here is threading.main_thread():
-            if not self._is_used_by_another_thread():
-                self.fail("the script", error)
-        elif here is self._caller:
-            self.fail(f"thread {here.name!r}", error)
-
-    def leave_unless_called(self, waited_s: float) -> None:
-        """Leave, some time after the end of the main thread, unless another makes the calls."""
-        limit_s = _NEXT_CALL_S if self._has_called else _FIRST_CALL_S
-        if self._ended is not None or waited_s < limit_s or self._is_used_by_another_thread():
-            return
-        with _leaving:
-            if self._ended is None:
-                self._ended = (
-                    f"the main thread has ended, and for {limit_s:.0f} s no other thread made a "
-                    "call, so this rank has left the pipeline: join() the threads that use the "
-                    "stage at the end of the script"
-                )
-                if self._is_used_by_another_thread():  # it has just begun
-                    self._ended = None
-                else:
-                    self._send_goodbye(is_new=self._pipeline is None)
 
     def _disconnect(self) -> None:
         pipeline, self._pipeline = self._pipeline, None
@@ -262,20 +184,3 @@ class Calls:
     def _story(self, where: str, error: BaseException) -> str:
         rank = self._world.rank
         return f"stage {rank} (rank {rank}), {where}: {in_a_line(error)}\n{story_of(error)}"
-
-
-def _thread_raised(error: BaseException) -> None:
-    """Send the peers of all pipelines an exception that ends this thread."""
-    for calls in tuple(_all):
-        calls.thread_raised(error)
-
-
-def _main_thread_ended(waited_s: float) -> None:
-    """Leave the pipelines that no other thread uses."""
-    for calls in tuple(_all):
-        calls.leave_unless_called(waited_s)
-
-
-def _any_has_failed() -> bool:
-    """Whether a pipeline of this process has failed."""
-    return any(calls.has_failed for calls in tuple(_all))

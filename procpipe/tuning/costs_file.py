@@ -17,11 +17,13 @@
       ],
       "loss": {"name": "loss_fn", …},                as a layer
       "skips": [{"source": 0, "destinations": [5], "tensor_bytes": [4096, 32768]}],
-      "shared": [[0, 5]]                             layers that share a parameter, first and last
+      "ties": [{"name": "0.weight", "layers": [0, 5], "num_bytes": 1048576, "is_trained": true}],
+      "shared": [[0, 5]]                             layers to keep together, first and last
     }
 
-The entries of a layer and of a skip are the fields of ``model.Layer`` and ``model.Skip``. Entries
-with a default may be left out, or null. Errors name the faulty entry.
+The entries of a layer, a skip and a tie are the fields of ``model.Layer``, ``model.Skip`` and
+``model.TiedLayers``. Entries with a default may be left out, or null. Errors name the faulty entry.
+Earlier versions wrote ``shared`` for layers that share a parameter, without its size.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from typing import Any, TypeVar
 
-from procpipe.tuning.model import Layer, Link, Model, Skip
+from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
 
 FORMAT = "procpipe layer costs"
 VERSION = 1
@@ -49,7 +51,10 @@ Reader = Callable[[Any, str], T]
 _TOO_MANY = 1 << 63
 
 #: The model's entries in the order in which they are written.
-_ORDER = ("samples", "input_bytes", "target_bytes", "start_s", "layers", "loss", "skips", "shared")
+_ORDER = (
+    *("samples", "input_bytes", "target_bytes", "start_s"),
+    *("layers", "loss", "skips", "ties", "shared"),
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ def from_text(text: str) -> Measured:
         found.take("target_bytes", numbers, ()),
         found.take("start_s", _pair, (0.0, 0.0)),
         found.take("shared", _list_of(partial(_shared, num_layers=num_layers)), ()),
+        found.take("ties", _list_of(partial(_tie, layers=layers)), ()),
     )
     link = found.take("link", _link, Link())
     batch = found.take("batch", _count, samples[-1])
@@ -193,6 +199,23 @@ def _skip(value: Any, at: str, readers: Mapping[str, Reader[Any]], num_layers: i
     if not all(skip.source < destination < num_layers for destination in skip.destinations):
         raise ValueError(f"{at}: layers {skip.destinations} do not come after layer {skip.source}")
     return skip
+
+
+def _tie(value: Any, at: str, layers: Sequence[Layer]) -> TiedLayers:
+    tie = _record(TiedLayers, value, at, _READERS)
+    users = tie.layers
+    if len(users) < 2 or list(users) != sorted(set(users)) or users[-1] >= len(layers):
+        raise ValueError(
+            f"{at}.layers: {_shown(users)} are not several of {len(layers)} layers in order"
+        )
+    what = "trained_bytes" if tie.is_trained else "parameter_bytes"
+    for k in users:
+        if (whole := getattr(layers[k], what)) < tie.num_bytes:
+            raise ValueError(
+                f"{at}.num_bytes: {tie.num_bytes} is more than {what} of layer {k}, {whole}, of "
+                "which it is a part"
+            )
+    return tie
 
 
 def _link(value: Any, at: str) -> Link:

@@ -40,7 +40,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from procpipe.plan.costs import Costs
@@ -197,8 +197,13 @@ class _Room:
         self, costs: Costs, routes: Routes, limits_bytes: Sequence[int], in_two: bool
     ) -> None:
         n = routes.num_stages
-        self._limits = limits_bytes
         self._placement = routes.placement
+        # Gradients of tied parameters may arrive at any time, and stay to the end.
+        self._limits = list(limits_bytes)
+        for stage, others in routes.tied_with.items():
+            for other in others:
+                self._limits[stage] -= costs.tied_between((stage, other), routes.placement)[0]
+        routes = replace(routes, ties=())
         self._effects: dict[tuple[bool, str, int], _Effect] = {}
         self._apart = [0] * n
         for again in (False, True):

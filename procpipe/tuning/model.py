@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -58,6 +59,23 @@ class Skip:
 
 
 @dataclass(frozen=True)
+class TiedLayers:
+    """Layers that use one parameter or buffer.
+
+    Attributes:
+        name: its first name in the model.
+        layers: the layers, in order, at least two.
+        num_bytes: its size, which each of the layers has in its ``parameter_bytes``.
+        is_trained: whether it is in their ``trained_bytes``, too.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    num_bytes: int
+    is_trained: bool = True
+
+
+@dataclass(frozen=True)
 class Link:
     """The latency and the bandwidth between devices."""
 
@@ -81,8 +99,8 @@ class Model:
         input_bytes: the model's input, for each size.
         target_bytes: the target, for each size; empty if there is none.
         start_s: seconds of a forward task and of a backward task in addition to the layers'.
-        shared: first and last of the layers that share a parameter or buffer, for each such
-            group; they must be in one partition.
+        shared: first and last of layers that must be in one partition.
+        ties: the parameters and buffers that several layers use.
     """
 
     samples: tuple[int, ...]
@@ -93,6 +111,7 @@ class Model:
     target_bytes: tuple[float, ...] = ()
     start_s: tuple[float, float] = (0.0, 0.0)
     shared: tuple[tuple[int, int], ...] = ()
+    ties: tuple[TiedLayers, ...] = ()
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -111,6 +130,7 @@ class Model:
         backward_s = tuple(start_b_s + sum(at(layer.backward_s) for layer in p) for p in parts)
         halves_s = (start_b_s + sum(map(at, map(_first_half_s, part))) for part in parts)
         kept_inside = self._kept_of_skips(balance, num_samples)
+        tied_bytes = self._tied_bytes(balance)
         return Costs(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -127,25 +147,43 @@ class Model:
             put_off_bytes=tuple(
                 math.ceil(sum(at(layer.put_off_bytes) for layer in part)) for part in parts
             ),
+            tied_bytes=tied_bytes,
+            tied_s={tie: link.seconds(size) for tie, size in tied_bytes.items()},
         )
 
     def skip_routes(self, balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """List the pairs of partitions that exchange skip tensors."""
         return tuple(self._crossing(balance, self.samples[0]))
 
-    def static_bytes(self, balance: Sequence[int], states: float) -> tuple[int, ...]:
-        """Return the bytes of each partition's parameters, gradients and optimizer states.
+    def tie_routes(self, balance: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """List the sets of partitions that use a trained parameter in common."""
+        return tuple(self._tied_bytes(balance))
+
+    def static_bytes(
+        self, balance: Sequence[int], placement: Sequence[int], states: float
+    ) -> tuple[int, ...]:
+        """Return the bytes of each stage's parameters, gradients and optimizer states.
+
+        What several layers of a stage use counts once.
 
         Args:
             balance: the number of layers in each partition.
+            placement: the stage of each partition.
             states: bytes of optimizer states for each byte of trained parameters.
         """
-        return tuple(
-            sum(
-                layer.parameter_bytes + math.ceil((1 + states) * layer.trained_bytes) for layer in p
-            )
-            for p in self._parts(balance)
-        )
+
+        def whole(parameter_bytes: int, trained_bytes: int) -> int:
+            return parameter_bytes + math.ceil((1 + states) * trained_bytes)
+
+        found = [0] * (max(placement) + 1)
+        for part, stage in zip(self._parts(balance), placement, strict=True):
+            found[stage] += sum(whole(la.parameter_bytes, la.trained_bytes) for la in part)
+        stage_of = [placement[j] for j in _partition_of(balance)]
+        for tie in self.ties:
+            for stage, users in Counter(stage_of[k] for k in tie.layers).items():
+                trained_bytes = tie.num_bytes if tie.is_trained else 0
+                found[stage] -= (users - 1) * whole(tie.num_bytes, trained_bytes)
+        return tuple(found)
 
     def layer_seconds(self, num_samples: int, *, is_recomputed: bool = False) -> list[float]:
         """List the seconds of each layer's forward, backward and, if wanted, recomputation."""
@@ -198,10 +236,25 @@ class Model:
                 kept[source] += self._count(skip.kept_bytes, num_samples)
         return kept
 
+    def _tied_bytes(self, balance: Sequence[int]) -> dict[tuple[int, ...], int]:
+        """Return the bytes of trained parameters that each set of partitions has in common."""
+        partition_of = _partition_of(balance)
+        found: dict[tuple[int, ...], int] = {}
+        for tie in self.ties:
+            users = tuple(dict.fromkeys(partition_of[k] for k in tie.layers))
+            if tie.is_trained and len(users) > 1:
+                found[users] = found.get(users, 0) + tie.num_bytes
+        return found
+
     def _placed_skips(self, balance: Sequence[int]) -> Iterator[tuple[Skip, int, set[int]]]:
-        partition_of = [j for j, count in enumerate(balance) for _ in range(count)]
+        partition_of = _partition_of(balance)
         for skip in self.skips:
             yield skip, partition_of[skip.source], {partition_of[k] for k in skip.destinations}
+
+
+def _partition_of(balance: Sequence[int]) -> list[int]:
+    """Return the partition of each layer."""
+    return [j for j, count in enumerate(balance) for _ in range(count)]
 
 
 class _Line:

@@ -25,7 +25,7 @@ from itertools import islice
 
 from procpipe.plan.costs import Costs
 from procpipe.plan.memory import peak_bytes
-from procpipe.plan.placement import folded, looped, partitions_of
+from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import AUTO, SCHEDULES
@@ -141,8 +141,8 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
         divide: divides costs of layers into contiguous parts, as evenly as possible.
 
     Raises:
-        ValueError: there are more devices than layers, or than groups of layers that share
-            parameters.
+        ValueError: there are more devices than layers, or than groups of layers that must be in one
+            partition.
     """
     n = question.num_devices
     if n > len(model.layers):
@@ -154,10 +154,10 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
         (first, last), *_ = model.shared
         names = [model.layers[k].name for k in (first, last)]
         raise ValueError(
-            f"{n} devices are asked for, but layers that share a parameter or buffer, as "
-            f"{names[0]!r} and {names[1]!r} do, must be in one partition, with all between: that "
-            f"makes {counted(len(model.groups), 'partition')} at most; ask for no more, or give "
-            "each layer its own"
+            f'{n} devices are asked for, but in the costs "shared" has layers that must be in one '
+            f"partition, {names[0]!r} and {names[1]!r} for instance, with all between: that makes "
+            f"{counted(len(model.groups), 'partition')} at most; ask for no more, or measure the "
+            'model again, which lists what layers share in "ties"'
         )
     found = [
         proposal
@@ -281,12 +281,14 @@ def _of_balance(
     n, placement = question.num_devices, setting.placement
     costs = model.costs(balance, setting.micro_batch, question.link)
     routes = Routes(
-        n, model.skip_routes(balance), bool(model.target_bytes), loss=True, placement=placement
+        n,
+        model.skip_routes(balance),
+        bool(model.target_bytes),
+        loss=True,
+        placement=placement,
+        ties=model.tie_routes(balance),
     )
-    of_partitions = model.static_bytes(balance, question.states)
-    static = tuple(
-        sum(of_partitions[j] for j in partitions_of(placement, stage)) for stage in range(n)
-    )
+    static = model.static_bytes(balance, placement, question.states)
     m = setting.num_micro_batches
     for schedule, plan in fixed_plans(m, routes, recomputed(setting.checkpoint, m)):
         if schedule == "interleaved" and len(placement) == n:  # the same as 1F1B

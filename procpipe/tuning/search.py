@@ -179,10 +179,14 @@ def _peaks(plan: Plan, costs: Costs, routes: Routes) -> tuple[int, ...]:
 
 
 def _shortest_s(m: int, costs: Costs, routes: Routes, recompute: Collection[int]) -> float:
-    """Return a lower bound: the arrival of a stage's first micro-batch, and its work after that."""
+    """Return a lower bound: the arrival of a stage's first micro-batch, and its work after that.
+
+    And the work of a partition that has a tied parameter, with the transfer that follows.
+    """
     placement, come_s = routes.placement, 0.0
     shortest_s = [0.0] * routes.num_stages
     work_s = [0.0] * routes.num_stages
+    of_partition_s: list[float] = []
     hops_s = (0.0, *costs.hops_s(placement))
     for j, stage in enumerate(placement):
         come_s += hops_s[j]
@@ -191,9 +195,16 @@ def _shortest_s(m: int, costs: Costs, routes: Routes, recompute: Collection[int]
         halves_s = costs.input_gradient_s[j] + costs.weight_gradient_s[j]
         again_s = len(recompute) * costs.recompute_s[j]
         backward_s = min(costs.backward_s[j], halves_s)
-        work_s[stage] += m * (costs.forward_s[j] + backward_s) + again_s
+        of_partition_s.append(m * (costs.forward_s[j] + backward_s) + again_s)
+        work_s[stage] += of_partition_s[j]
+        of_partition_s[j] += come_s
         come_s += costs.forward_s[j]
-    return max(start + work for start, work in zip(shortest_s, work_s, strict=True))
+    ends_s = [start + work for start, work in zip(shortest_s, work_s, strict=True)]
+    for stage, others in routes.tied_with.items():
+        for other, shared in others.items():
+            _, tied_s = costs.tied_between((stage, other), placement)
+            ends_s.append(max(of_partition_s[j] for j in shared) + tied_s)
+    return max(ends_s)
 
 
 def _rules(n: int, m: int) -> Iterator[tuple[bool, float, ListRule]]:

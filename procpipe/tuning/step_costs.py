@@ -100,6 +100,13 @@ def costs_of(
         roots = sizes.get((ROOTS, j, j), 0) - stashed
         return max(roots, sizes.get((ACTIVATION, j, j + 1), 0))
 
+    outputs = tuple(map(output_bytes, range(p)))
+    hops_s = tuple(_hops_s(of_seconds, routes))
+    tied_bytes: dict[tuple[int, ...], int] = {
+        (int(a), int(b)): size
+        for (payload, a, b), size in sizes.items()
+        if payload == TIED_GRADIENT and int(a) < int(b)
+    }
     saved = _largest(((j,), size) for report in sized for j, size in report.saved)
     put_off = _largest(((j,), size) for report in sized for j, size in report.put_off)
     forward_s, recompute_s = all_seconds(FORWARD), all_seconds(RECOMPUTE)
@@ -109,18 +116,15 @@ def costs_of(
         recompute_s=recompute_s if any(recompute_s) else forward_s,
         input_gradient_s=all_seconds(INPUT_GRADIENT),
         weight_gradient_s=all_seconds(WEIGHT_GRADIENT),
-        transfer_s=tuple(_hops_s(of_seconds, routes)),
+        transfer_s=hops_s,
         input_bytes=sizes.get((ACTIVATION, -1, 0), 0),
-        output_bytes=tuple(map(output_bytes, range(p))),
+        output_bytes=outputs,
         skip_bytes=skips,
         target_bytes=sizes.get((TARGET, 0, p - 1), 0),
         saved_bytes=tuple(saved.get((j,), 0) for j in range(p)),
         put_off_bytes=tuple(put_off.get((j,), 0) for j in range(p)),
-        tied_bytes={
-            (int(a), int(b)): size
-            for (payload, a, b), size in sizes.items()
-            if payload == TIED_GRADIENT and int(a) < int(b)
-        },
+        tied_bytes=tied_bytes,
+        tied_s=_tied_s(tied_bytes, outputs, hops_s, routes.placement),
     )
 
 
@@ -144,3 +148,24 @@ def _hops_s(steps: Sequence[Sequence[Report]], routes: Routes) -> list[float]:
             if (j + 1, i) in below:
                 both_ways[j].append(gap_s - below[j + 1, i])
     return [max(0.0, min(ways, default=0.0)) / 2 for ways in both_ways]
+
+
+def _tied_s(
+    tied_bytes: Mapping[tuple[int, ...], int],
+    output_bytes: Sequence[int],
+    hops_s: Sequence[float],
+    placement: Sequence[int],
+) -> dict[tuple[int, ...], float]:
+    """Estimate the transfers of tied gradients from the largest message between two partitions.
+
+    A larger one takes longer in proportion, and a smaller one as long. (They cannot be measured as
+    the others are: they are taken at the end of the step, however early they arrive.)
+    """
+    hops = zip(output_bytes, hops_s, placement, placement[1:], strict=False)
+    between = [(size, hop_s) for size, hop_s, here, there in hops if here != there]
+    num_bytes = max((size for size, _ in between), default=0)
+    hop_s = min((hop_s for size, hop_s in between if size == num_bytes), default=0.0)
+    return {
+        tie: hop_s * max(1.0, size / num_bytes if num_bytes else 0.0)
+        for tie, size in tied_bytes.items()
+    }

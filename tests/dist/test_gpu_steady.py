@@ -9,6 +9,7 @@ ahead, and is bounded.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import warnings
 from collections.abc import Iterator
@@ -154,6 +155,38 @@ def test_no_host_waits_for_its_device(
         assert counts[NUM_CHECKED:] == allowed[NUM_CHECKED:], message
         for uses in slots:
             assert len(uses) <= NUM_STEPS_IN_SLOTS * sum(uses) / NUM_STEPS, f"rank {rank}: {slots}"
+
+
+def count_in_scaled_steps(world: Any) -> tuple[list[int], list[int]]:
+    """Count how often the host waits in an optimizer's steps with a scaler, here and by torch."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    stage = Stage(copy.deepcopy(plain), [1, 1], chunks=2, loss_fn=F.mse_loss, world=world)
+    plain.to(stage.device)
+    input, target = torch.randn(2, 4, 8, device=stage.device)
+    counts: tuple[list[int], list[int]] = ([], [])
+    for module, of_module in zip((stage, plain), counts, strict=True):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        scaler = stage.scaler(scaler) if module is stage else scaler
+        for _ in range(3):
+            if module is stage:
+                stage.step(input, target)
+            else:
+                scaler.scale(F.mse_loss(plain(input), target)).backward()
+            with synchronizations() as found:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            of_module.append(found[0])
+    stage.close()
+    return counts
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_emulated(), reason="only emulated GPUs count waits")
+def test_a_scaler_waits_for_the_device_as_often_as_in_one_process(ranks: Any) -> None:
+    for ours, of_torch in ranks(2).run(count_in_scaled_steps).values():
+        assert ours == of_torch == [1] * 3
 
 
 def overwrite_after_step(world: Any) -> list[float]:

@@ -374,34 +374,34 @@ def check_autocast_gradients(bare, balance):
     plain = nn.Sequential(nn.Linear(4, 4), InFloat32(), nn.GELU(), nn.Linear(4, 3))
     inputs, target = make_batch()
     inputs = inputs.float()
-    for mode in MODES:
+    for mode, dtype in [*product(MODES, [torch.bfloat16]), ("always", torch.float16)]:
         plain.zero_grad()
         truth = copy.deepcopy(plain).to(bare.device)  # what autocast casts depends on the device
         inputs, target = inputs.to(bare.device), target.to(bare.device)
         options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": F.cross_entropy}
-        with stage_of(bare, f"autocast {mode}", plain, balance, **options) as stage:
+        with stage_of(bare, f"autocast {mode} {dtype}", plain, balance, **options) as stage:
             for style in ("step", "forward"):
                 truth.zero_grad()
                 stage.zero_grad()
-                with torch.autocast(bare.device.type, dtype=torch.bfloat16):
+                with torch.autocast(bare.device.type, dtype=dtype):
                     losses = [
                         F.cross_entropy(truth(x), y) * (len(x) / 10)
                         for x, y in zip(inputs.chunk(3), target.chunk(3), strict=True)
                     ]
                 for loss in reversed(losses):
                     loss.backward()
-                with torch.autocast(bare.device.type, dtype=torch.bfloat16):
+                with torch.autocast(bare.device.type, dtype=dtype):
                     if style == "step":
                         stage.step(inputs, target)
                     else:
                         output = stage(inputs)
                         loss = F.cross_entropy(output, target)
                 if style == "step":
-                    assert_same_gradients(stage, truth, f"{mode} {style}")
+                    assert_same_gradients(stage, truth, f"{mode} {dtype} {style}")
                 else:
                     loss.backward()
-                    assert_same_gradients(stage, truth, f"{mode} {style}", 0.02)
-                    assert_same(stage.fetch(output).dtype, torch.bfloat16, "output")
+                    assert_same_gradients(stage, truth, f"{mode} {dtype} {style}", 0.02)
+                    assert_same(stage.fetch(output).dtype, dtype, "output")
 
 
 def check_unfreezing(bare, balance):

@@ -67,10 +67,10 @@ TRAINER = """
     import torch, torch.nn.functional as F
     from torch import nn
     from procpipe import Stage
-    from procpipe.run import calls
+    from procpipe.run import leaving
 
     # After the main thread's end, a rank without a call of another thread leaves at once.
-    calls._NEXT_CALL_S = 0.0
+    leaving._NEXT_CALL_S = 0.0
     how, num_before = sys.argv[1], int(sys.argv[2])
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     stage = Stage(model, [1, 1], chunks=2, loss_fn=F.mse_loss)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from procpipe import DisagreementError, RemoteStageError, Stage, state
 from tests.dist.devices import some_of
+from tests.dist.script import run_forked
 from tests.dist.stages import MODES, assert_same, plain_backward, plain_step, stage_of, world_of
 
 pytestmark = pytest.mark.on_gpus
@@ -56,8 +57,9 @@ def make_model(users="two", device="cpu", seed=1):
     torch.manual_seed(seed)
     with torch.device(device):
         matrices = [nn.Parameter(torch.randn(6, 6)) for _ in range(7)]
-        for k in USERS[users]:
-            matrices[k] = matrices[USERS[users][0]]
+        shared = USERS.get(users, range(7))  # else all layers
+        for k in shared:
+            matrices[k] = matrices[shared[0]]
         return nn.Sequential(*map(Mix, matrices)).double()
 
 
@@ -340,6 +342,95 @@ def check_deferred(bare):
 
 def test_running_statistics_that_change_after_all_tasks_are_found(ranks):
     ranks(2).run(check_deferred, world=False).values()
+
+
+def check_replaced(bare):
+    for number, (rank, name) in enumerate(((0, "3"), (1, "6"))):  # a second alias; the only one
+        world = world_of(bare, f"replaced {number}")
+        stage = Stage(make_model("three"), [4, 3], world=world, loss_fn=F.mse_loss)
+        stage.double()
+        stage.step(*make_batch())
+        if bare.rank == rank:
+            inner: Any = stage.get_submodule(f"{name}.inner")
+            inner.weight = nn.Parameter(inner.weight.detach().clone())
+        message = (
+            rf"{name}\.inner\.weight on stage {rank} was replaced .* stages 0 and 1 each have a"
+        )
+        with pytest.raises(RuntimeError if bare.rank == rank else RemoteStageError, match=message):
+            stage.step(*make_batch())
+
+
+def test_a_parameter_replaced_on_one_stage_is_an_error(ranks):
+    ranks(2).run(check_replaced, world=False).values()
+
+
+def check_hooks(bare):
+    calls: list[Tensor] = []
+    stage = Stage(make_model(), [3, 4], world=world_of(bare, "hooks"), loss_fn=F.mse_loss)
+    for name, parameter in stage.named_parameters():
+        if bare.rank == 1 or name != "0.inner.weight":
+            parameter.register_post_accumulate_grad_hook(calls.append)
+    with pytest.raises(
+        RuntimeError if bare.rank == 1 else RemoteStageError,
+        match=r"0\.inner\.weight has a hook on stage 1, by register_post_accumulate_grad_hook, but",
+    ):
+        stage.step(*make_batch())
+    assert not calls
+    stage = Stage(make_model(), [3, 4], world=world_of(bare, "no hooks"), loss_fn=F.mse_loss)
+    for name, parameter in stage.named_parameters():
+        hook = parameter.register_post_accumulate_grad_hook(calls.append)
+        if name == "0.inner.weight":
+            hook.remove()
+    stage.step(*make_batch())
+    assert calls  # of its own parameters
+    assert all(
+        parameter is not stage.get_parameter(["0.inner.weight", "6.inner.weight"][bare.rank])
+        for parameter in calls
+    )
+    stage.close()
+
+
+def test_hooks_that_need_the_whole_gradient_are_an_error(ranks):
+    ranks(2).run(check_hooks, world=False).values()
+
+
+FIVE = """
+import copy
+import torch
+import torch.nn.functional as F
+from procpipe import Stage
+from tests.dist import test_tied as tied
+
+for schedule, mode, balance in (
+    ("1f1b", "except_last", [1, 2, 1, 2, 1]), ("zb-h1", "never", [2, 1, 1, 1, 2])
+):
+    plain = tied.make_model("all")
+    stage = Stage(
+        copy.deepcopy(plain), balance, chunks=6, checkpoint=mode, schedule=schedule,
+        loss_fn=F.mse_loss, check_tied=True,
+    )
+    plain.to(stage.device)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.05) for module in (stage, plain)]
+    for step in range(3):
+        input, target = (part.to(stage.device) for part in tied.make_batch(seed=step))
+        tied.plain_step(plain, (input,), target, 6, F.mse_loss)
+        stage.step(input, target)
+        tied.assert_same_gradients(stage, plain, f"{schedule} step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        tied.assert_same_values(stage, plain, f"{schedule} step {step}")
+    assert stage.statistics().num_messages["tied gradient"] == 3 * 4
+    stage.close()
+print("equal")
+"""
+
+
+@pytest.mark.on_gpus(5)
+def test_five_stages_that_all_share_a_parameter():
+    done = run_forked(FIVE, num_ranks=5)
+    done.check()
+    assert done.stdout.count("equal") == 5
 
 
 def check_tied_on_one_rank(bare):

@@ -165,7 +165,7 @@ def check_ways_to_give(bare):
             assert_same(losses, [expected] * 2, "batches", TOLERANCE)
         output = stage(**inputs)
         if bare.rank == last:
-            total, weight = masked_cross_entropy(output, labels)
+            total, weight = masked_cross_entropy(output, labels.to(output.device))
             assert_same(total / weight, expected, "forward", TOLERANCE)
 
 

@@ -88,7 +88,7 @@ def test_sending_too_early_is_found():
 
 def test_a_gradient_counts_until_the_end():
     costs = Costs.uniform(2, output_bytes=10)
-    costs = Costs(**{**vars(costs), "tied_bytes": {(0, 1): 1000}, "tied_s": 5.0})
+    costs = Costs(**{**vars(costs), "tied_bytes": {(0, 1): 1000}, "tied_s": {(0, 1): 5.0}})
     plan, routes = gpipe(2, 2), Routes(2, ties=((0, 1),))
     for stage in (0, 1):
         held = list(held_bytes(plan, costs, routes, stage))

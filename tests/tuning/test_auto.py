@@ -215,6 +215,22 @@ def test_larger_micro_batches_are_expected_to_need_more() -> None:
         auto.choose(4, 4, (), ROUTES)
 
 
+@pytest.mark.parametrize(("tied_bytes", "expected_s"), [(400, 4.0), (50, 1.0)])
+def test_seconds_of_tied_gradients_follow_from_the_largest_message(
+    tied_bytes: int, expected_s: float
+) -> None:
+    of_bytes = [
+        Report(sizes=[("output", 0, 0, 100), ("tied gradient", 1, 0, tied_bytes)]),
+        Report(sizes=[("activation", 0, 1, 100), ("tied gradient", 0, 1, tied_bytes)]),
+    ]
+    of_seconds = [  # a hop of 1 s: half of 5 s above, less 3 s below
+        Report(gaps_s=[(0, 0, 5.0, 8.0)]),
+        Report(gaps_s=[(1, 0, 0.0, 3.0)]),
+    ]
+    costs = costs_of([of_bytes], [of_seconds], Routes(2, ties=((0, 1),)))
+    assert (costs.tied_bytes, costs.tied_s) == ({(0, 1): tied_bytes}, {(0, 1): expected_s})
+
+
 def test_costs_of_empty_reports_are_zero() -> None:
     costs = costs_of([], [], Routes(1))
     assert costs == Costs((0.0,), (0.0,), (0.0,), transfer_s=())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from procpipe.tuning.costs_file import Measured, from_text, to_text
-from procpipe.tuning.model import Layer, Link, Model, Skip
+from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 
@@ -19,8 +19,9 @@ LAYER = Layer(
     (7.0, 8.0), is_in_place=True, parameter_bytes=9, trained_bytes=8, type="Linear",
 )  # fmt: skip
 MODEL = Model(
-    (2, 4), (LAYER, Layer("1", (0.0, 0.0), (0.0, 0.0), (0.0, 1.0))), LAYER,
+    (2, 4), (LAYER, Layer("1", (0.0, 0.0), (0.0, 0.0), (0.0, 1.0), parameter_bytes=1)), LAYER,
     (Skip(0, (1,), (1.0, 2.0), (3.0, 4.0)),), (1.0, 2.0), (3.0, 4.0), (0.5, 0.25), ((0, 1),),
+    (TiedLayers("0.buffer", (0, 1), 1, is_trained=False),),
 )  # fmt: skip
 
 
@@ -38,6 +39,16 @@ def test_optional_entries_may_be_left_out() -> None:
     assert from_text(text) == Measured(
         Model((8,), (Layer("a", (1.0,), (2.0,), (3.0,)),)), 8, Link()
     )
+
+
+def test_layers_that_an_earlier_version_says_share_a_parameter_are_kept_together() -> None:
+    whole = json.loads(to_text(Measured(MODEL, 64, Link())))
+    del whole["ties"]
+
+    model = from_text(json.dumps(whole)).model
+
+    assert model == replace(MODEL, ties=())
+    assert model.groups == (2,)
 
 
 def test_null_equals_a_missing_entry() -> None:
@@ -59,7 +70,8 @@ def test_the_example_of_the_documentation() -> None:
 def test_every_entry_is_documented() -> None:
     page = PAGE.read_text()
     entries = json.loads(to_text(Measured(MODEL, 64, Link(1, 2), "a device")))
-    names = {*entries, *entries["layers"][0], *entries["skips"][0], *entries["link"]}
+    records = (entries["layers"][0], entries["skips"][0], entries["ties"][0], entries["link"])
+    names = set(entries).union(*records)
 
     assert [name for name in sorted(names) if name not in page] == []
 
@@ -136,6 +148,17 @@ WRONG = [
         "layers[0].input_gradient_s: [0.1, 0.5] is more than backward_s, [0.3, 0.4]",
     ),
     (lambda whole: whole.update(shared=[[0, 2]]), "shared[0]: [0, 2] are not two of 2 layers"),
+    (lambda whole: whole["ties"][0].update(layers=[0]), "ties[0].layers: [0] are not several of 2"),
+    (lambda whole: whole["ties"][0].update(layers=[1, 0]), "ties[0].layers: [1, 0] are not severa"),
+    (lambda whole: whole["ties"][0].update(layers=[0, 2]), "ties[0].layers: [0, 2] are not severa"),
+    (
+        lambda whole: whole["ties"][0].update(num_bytes=2),
+        "ties[0].num_bytes: 2 is more than parameter_bytes of layer 1, 1, of which it is a part",
+    ),
+    (
+        lambda whole: whole["ties"][0].update(is_trained=True),
+        "ties[0].num_bytes: 1 is more than trained_bytes of layer 1, 0, of which it is a part",
+    ),
     (lambda whole: whole.update(shared=[[1, 1]]), "shared[0]: [1, 1] are not two of 2 layers"),
 ]
 

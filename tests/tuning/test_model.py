@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from procpipe.tuning.model import Layer, Link, Model, Skip
+from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
 
 
 def layer(name: str = "", **costs: Any) -> Layer:
@@ -113,9 +113,29 @@ def test_parameters_gradients_and_optimizer() -> None:
 
     model = Model((1,), layers)
 
-    assert model.static_bytes([1, 1], 0.0) == (200, 40)
-    assert model.static_bytes([1, 1], 2.0) == (400, 60)
-    assert model.static_bytes([2], 2.0) == (460,)
+    assert model.static_bytes([1, 1], [0, 1], 0.0) == (200, 40)
+    assert model.static_bytes([1, 1], [0, 1], 2.0) == (400, 60)
+    assert model.static_bytes([1, 1], [0, 0], 2.0) == (460,)
+    assert model.static_bytes([2], [0], 2.0) == (460,)
+
+
+def test_what_layers_share_counts_once_on_each_stage() -> None:
+    layers = tuple(layer(parameter_bytes=100, trained_bytes=90) for _ in range(4))
+    ties = (TiedLayers("0.w", (0, 1, 3), 50), TiedLayers("0.buffer", (0, 3), 10, is_trained=False))
+    model = Model((1,), layers, ties=ties)
+    whole = 100 + 3 * 90  # a layer, with two states
+
+    assert model.static_bytes([4], [0], 2.0) == (4 * whole - 2 * 4 * 50 - 10,)
+    assert model.static_bytes([2, 2], [0, 1], 2.0) == (2 * whole - 4 * 50, 2 * whole)
+    assert model.static_bytes([1, 1, 1, 1], [0, 1, 1, 0], 2.0) == (
+        2 * whole - 4 * 50 - 10,
+        2 * whole,
+    )
+    assert model.tie_routes([2, 2]) == ((0, 1),)
+    assert model.tie_routes([1, 1, 1, 1]) == ((0, 1, 3),)
+    assert model.tie_routes([4]) == ()
+    costs = model.costs([2, 2], 1, Link(0.5, 100.0))
+    assert (costs.tied_bytes, costs.tied_s) == ({(0, 1): 50}, {(0, 1): 1.0})
 
 
 @pytest.mark.parametrize("balance", [[1, 1], [4, 0], [1, 3]])

@@ -9,7 +9,7 @@ import pytest
 
 from procpipe.balance import divide
 from procpipe.plan.verify import verify
-from procpipe.tuning.model import Layer, Link, Model, Skip
+from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
 from procpipe.tuning.propose import (
     Proposal,
     Question,
@@ -56,13 +56,38 @@ def test_literal_times_of_two_even_stages() -> None:
     assert alone_s(model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,))) == 24
 
 
-def test_layers_that_share_a_parameter_are_not_divided() -> None:
+def test_layers_to_keep_together_are_not_divided() -> None:
     shared = model(1, 1, 3, 1, shared=((0, 2), (1, 2)))
 
     assert shared.groups == (3, 1)
     assert {p.balance for p in propose(shared, Question(2, 2, chunks=(2,)), divide)} == {(3, 1)}
-    with pytest.raises(ValueError, match=r"as 'layer0' and 'layer2' do, .* 2 partitions at most"):
+    with pytest.raises(
+        ValueError, match=r"'layer0' and 'layer2' for instance, .* 2 partitions at m"
+    ):
         propose(shared, Question(3, 2), divide)
+
+
+def test_layers_that_share_a_parameter_are_divided_and_their_transfer_is_planned() -> None:
+    # The gradient of the 400 bytes travels for 4 s, the outputs of 10 bytes for 0.1 s.
+    ties = (TiedLayers("layer0.weight", (0, 3), 400),)
+    link = Link(bytes_per_s=100.0)
+    tied = model(0.5, 0.5, 0.5, 0.5, parameters=1000, ties=ties)
+    question = Question(2, 4, memory_bytes=10_000, chunks=(4,), link=link)
+
+    proposals = propose(tied, question, divide)
+    apart = propose(replace(tied, ties=()), question, divide)
+
+    gpipe, untied = of(proposals, "gpipe"), of(apart, "gpipe")
+    assert gpipe.balance == untied.balance == (2, 2)
+    assert gpipe.routes.ties == ((0, 1),)
+    assert gpipe.total_s == pytest.approx(untied.total_s + 4)
+    assert gpipe.static_bytes == untied.static_bytes == (2 * 4 * 1000,) * 2
+    assert min(gpipe.held_bytes) >= 400 > max(untied.held_bytes)
+    folded, untied = of(proposals, "zb-v"), of(apart, "zb-v")  # stage 0 has both partitions
+    assert folded.total_s == untied.total_s
+    assert folded.static_bytes == (8000 - 4 * 400, 8000)
+    for proposal in proposals:
+        verify(proposal.plan, proposal.routes)
 
 
 def test_layers_are_divided_by_seconds() -> None:

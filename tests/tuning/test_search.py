@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,14 @@ from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
 from procpipe.tuning.list_schedule import ListRule, list_schedule, one_at_a_time, windows
-from procpipe.tuning.search import SEARCHED, Candidate, candidates, least_bytes, searched
+from procpipe.tuning.search import (
+    SEARCHED,
+    Candidate,
+    _shortest_s,
+    candidates,
+    least_bytes,
+    searched,
+)
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 
@@ -166,6 +175,7 @@ def cases(draw: st.DrawFn) -> tuple[int, Costs, Routes, set[int]]:
     skips = (
         draw(st.lists(st.sampled_from(pairs), unique=True, max_size=3).map(tuple)) if pairs else ()
     )
+    ties = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=2)) if pairs else []
     place = draw(st.sampled_from([looped, folded]))
     saved = each(sizes)
     costs = Costs(
@@ -179,8 +189,12 @@ def cases(draw: st.DrawFn) -> tuple[int, Costs, Routes, set[int]]:
         target_bytes=draw(sizes),
         saved_bytes=saved,  # type: ignore[arg-type]
         put_off_bytes=tuple(size // 2 for size in saved),  # type: ignore[operator]
+        tied_bytes={tie: draw(sizes) for tie in ties},
+        tied_s={tie: draw(seconds) for tie in ties},
     )
-    routes = Routes(n, skips, draw(st.booleans()), loss=True, placement=place(p, n))
+    routes = Routes(
+        n, skips, draw(st.booleans()), loss=True, placement=place(p, n), ties=tuple(ties)
+    )
     return m, costs, routes, draw(st.sets(st.integers(0, m - 1)))
 
 
@@ -213,6 +227,26 @@ def test_limits_are_kept_by_every_rule(
         verify(plan, routes)
         assert all(peak <= limit for peak, limit in zip(peaks(plan), limits, strict=True))
         assert {task.i for task in plan.tasks() if task.kind == "R"} == again
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_no_plan_is_faster_than_the_bound_at_which_the_search_ends(
+    case: tuple[int, Costs, Routes, set[int]],
+) -> None:
+    m, costs, routes, again = case
+    shortest_s = _shortest_s(m, costs, routes, again)
+    for found in candidates(m, costs, routes, recompute=again):
+        assert found.total_s >= shortest_s - 1e-9, found.name
+
+
+def test_the_bound_has_the_transfer_of_a_tied_gradient() -> None:
+    costs = Costs.uniform(2)
+    tied = replace(costs, tied_bytes={(0, 1): 8}, tied_s={(0, 1): 3.0})
+    routes = Routes(2, ties=((0, 1),))
+    assert _shortest_s(4, tied, routes, ()) == _shortest_s(4, costs, Routes(2), ()) + 3
+    found, apart = candidates(4, tied, routes), candidates(4, costs, Routes(2))
+    assert found[0].total_s == apart[0].total_s + 3
 
 
 def test_nothing_fits_if_one_micro_batch_does_not_fit() -> None:

@@ -221,16 +221,38 @@ def test_default_sizes_that_the_model_refuses_are_left_out(
     assert not re.search(r"(never|always|except_last) +8 ", printed), printed
 
 
-def test_layers_that_share_a_parameter_stay_together(
+def test_layers_that_share_a_parameter_are_divided(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-n", "3", "--chunks", "2")
+
+    assert plan("mymodel:tied", "--sample", "mymodel:sample", *words, "--save", "mine.json") == 0
+    assert plan("--costs", "mine.json", *words) == 0
+
+    printed = capsys.readouterr().out
+    # Layers 0 and 2 are on two of the stages: each has 16 numbers, and sends them to the other.
+    assert len(re.findall(r"^  0\.weight +0, [12] +64 B +128 B$", printed, re.MULTILINE)) == 2
+
+
+def test_layers_of_an_earlier_versions_costs_stay_together(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("-n", "2", "--chunks", "2", "--save", "mine.json")
-
     assert plan("mymodel:tied", "--sample", "mymodel:sample", *words) == 0
-    assert plan("--costs", "mine.json", "-n", "2", "--chunks", "2") == 0
+    path = folder / "mine.json"
+    whole = json.loads(path.read_text())
+    del whole["ties"]
+    path.write_text(json.dumps(whole | {"shared": [[0, 2]]}))
+    capsys.readouterr()
 
-    printed = capsys.readouterr().out
-    assert re.findall(r"balance=(\[.*?\])", printed) == ["[3, 1]", "[3, 1]"]
+    assert plan("--costs", "mine.json", "-n", "2", "--chunks", "2") == 0
+    with pytest.raises(SystemExit):
+        plan("--costs", "mine.json", "-n", "3", "--chunks", "2")
+
+    printed = capsys.readouterr()
+    assert "balance=[3, 1]" in printed.out
+    assert "0.weight" not in printed.out
+    assert "layers that must be in one partition, '0' and '2' for instance" in printed.err
 
 
 def test_a_missing_folder_is_an_error_before_anything_is_measured(
@@ -306,10 +328,6 @@ MISTAKES = [
     (
         ("mymodel:twice", "--sample", "mymodel:sample", "-n", "2"),
         "the model holds duplicate children: layers '0' and '2' are one Linear",
-    ),
-    (
-        ("mymodel:tied", "--sample", "mymodel:sample", "-n", "3"),
-        "3 devices are asked for, but layers that share a parameter or buffer, as '0' and '2' do",
     ),
     (
         (*MODEL, "--loss", "mymodel:each"),
