@@ -28,6 +28,7 @@ QUICK = [
     "growth",
     "boundary",
     "scaling",
+    "weights",
 ]
 
 #: The published experiments, in a package of their own; together they take about 10 minutes.

@@ -212,14 +212,14 @@ def _launch(name: str, job: Job, limit: int | None = None) -> list[Use]:
 
 def _use(name: str, job: Job, limit: int | None) -> Use:
     """Train, and return what it adds to this process."""
-    before = _memory()
+    before = counted_memory()
     unlimited = resource.getrlimit(resource.RLIMIT_DATA)
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (before["VmData"] + limit, unlimited[1]))
     try:
         step, held = _make(name, job)
         step()
-        _reset_peak()
+        reset_peak()
         step()
     except (RuntimeError, MemoryError) as error:
         if limit is None or "allocate" not in str(error):
@@ -227,7 +227,7 @@ def _use(name: str, job: Job, limit: int | None) -> Use:
         return Use(0, 0, refused=_in_a_line(error))
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, unlimited)
-    after = _memory()
+    after = counted_memory()
     peak = after["VmHWM"] - after["RssFile"] - before["RssAnon"] - before["RssShmem"]
     return Use(peak, after["RssShmem"] - before["RssShmem"], held())
 
@@ -273,14 +273,14 @@ def _why_not(name: str, job: Job) -> str | None:
     return contender.why_not(job) if contender else None
 
 
-def _memory() -> dict[str, int]:
+def counted_memory() -> dict[str, int]:
     """Return the kernel's counts for this process, in bytes, after freed memory is returned."""
     _give_back()
     status = Path("/proc/self/status").read_text()
     return {name: int(kib) << 10 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", status)}
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
     """Reset VmHWM to what is in use now."""
     _give_back()
     Path("/proc/self/clear_refs").write_text("5")

@@ -6,7 +6,8 @@
                  |
         build.py                         anything; the optional only where a user selects it
                  |
-    balance  tuning  timeline  state     optional: nothing above loads them, see OPTIONAL
+    balance  tuning  timeline  state     optional: nothing above loads them, see OPTIONAL; hf uses
+       hf                                state, and stands on public names of procpipe
                  |
                 run                      one step: plan, compute, channel, job, data
               /  |  \\

@@ -64,12 +64,19 @@ def generate(
             f"hf.generate continues the text of a causal language model, not of a "
             f"{type(model).__name__}"
         )
-    job = None
+    job: dict[str, Any] = {}
     if stage.rank == 0:
         ends = _ends(model, eos_token_id)
-        job = _job(input_ids, attention_mask, max_new_tokens, temperature if do_sample else None)
-        job |= {"ends": ends, "padding": _padding(model, ends)}
+        try:
+            job = _job(
+                input_ids, attention_mask, max_new_tokens, temperature if do_sample else None
+            )
+            job |= {"ends": ends, "padding": _padding(model, ends)}
+        except ValueError as error:
+            job = {"fault": str(error)}
     job = stage.fetch(job)
+    if "fault" in job:  # of rank 0, on every rank
+        raise ValueError(job["fault"])
     return _continued(stage, **job)
 
 
@@ -178,11 +185,18 @@ class _Caches:
 def _cache_type() -> Any:
     from transformers import DynamicCache
 
-    class OneBlockCache(DynamicCache):  # type: ignore[misc]
+    class OneBlockCache(DynamicCache):
         """A cache of one block, which asks for it by its index in the whole model."""
 
-        def update(self, keys: Tensor, values: Tensor, layer_idx: int, *a: Any, **kw: Any) -> Any:
-            return super().update(keys, values, 0, *a, **kw)
+        def update(
+            self,
+            key_states: Tensor,
+            value_states: Tensor,
+            layer_idx: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            return super().update(key_states, value_states, 0, *args, **kwargs)
 
         def get_seq_length(self, layer_idx: int = 0) -> Any:
             return super().get_seq_length(0)

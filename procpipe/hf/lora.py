@@ -11,11 +11,12 @@ from torch import Tensor
 
 from procpipe.data.remote import Remote
 from procpipe.hf.sequential import model_of
-from procpipe.hf.weights import is_of_adapter, make_folder, read_into, separate
+from procpipe.hf.weights import is_of_adapter, make_folder, read_into
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
-from procpipe.state.weights import open_source
+from procpipe.state.pieces import write_safetensors
+from procpipe.state.sources import open_source
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -45,12 +46,9 @@ def save_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     with Member.of(stage).call("hf.save_adapter") as agree:
 
         def write(_: list[Any]) -> None:
-            from safetensors.torch import save_file
-
             path = Path(folder).absolute()
             make_folder(path, [_WEIGHTS, _CONFIG])
-            values = {key: tensor.cpu() for key, tensor in tensors.items()}
-            save_file(separate(values), path / _WEIGHTS, metadata={"format": "pt"})
+            write_safetensors(path / _WEIGHTS, tensors)
             config.save_pretrained(path)
 
         agree(None, write)

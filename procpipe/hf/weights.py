@@ -16,9 +16,9 @@ from procpipe.hf.sequential import model_of
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
-from procpipe.state.weights import Source, all_faults, open_source, weights_faults
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+from procpipe.state.pieces import write_safetensors
+from procpipe.state.sources import INDEX, SINGLE, Source, open_source
+from procpipe.state.weights import all_faults, weights_faults
 
 
 def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
@@ -70,30 +70,27 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
 
     Source: ``transformers.PreTrainedModel.save_pretrained``.
     """
-    from safetensors.torch import save_file
-    from transformers.core_model_loading import revert_weight_conversion
-
     model, member = model_of(stage), Member.of(stage)
     path = Path(folder).absolute()
     with member.call("hf.save_pretrained") as agree:
-        agree(None, lambda _: make_folder(path, ["config.json", _INDEX, "model*.safetensors"]))
+        agree(None, lambda _: make_folder(path, ["config.json", INDEX, "model*.safetensors"]))
         values, merged = stage.state_dict(), _merged(stage)
         own = {
             name: merged.get(key, values[key])
             for key, name in FileKeys.of(stage, None).to_write().items()
             if not is_of_adapter(key)
         }
-        tensors = separate(revert_weight_conversion(model, own))
+        tensors = _parts(model, own)
         last = f"{member.num_ranks:05d}.safetensors"
-        name = _SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
-        save_file(tensors, path / name, metadata={"format": "pt"})
+        name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
+        num_bytes = write_safetensors(path / name, tensors)
 
         def finish(parts: list[Any]) -> None:
             if member.num_ranks > 1:
                 weight_map = {key: file for file, keys, _ in parts for key in keys}
                 size = sum(num_bytes for _, _, num_bytes in parts)
                 index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-                (path / _INDEX).write_text(json.dumps(index, indent=2))
+                (path / INDEX).write_text(json.dumps(index, indent=2))
             config = copy.copy(model.config)
             config.architectures = [type(model).__name__]
             config.dtype = next(iter(own.values())).dtype if own else config.dtype
@@ -101,7 +98,7 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
             if getattr(model, "generation_config", None) is not None:
                 model.generation_config.save_pretrained(path)
 
-        agree([name, list(tensors), sum(tensor.nbytes for tensor in tensors.values())], finish)
+        agree([name, list(tensors), num_bytes], finish)
 
 
 def read_into(
@@ -132,7 +129,7 @@ def read_into(
         with torch.no_grad():
             for name, memory in pieces.items():
                 if name in source.shapes:
-                    memory.copy_(source.read(name))
+                    source.read(name, memory)
         agree(None, lambda _: None)  # no rank goes on before all have read
     return faults
 
@@ -140,18 +137,6 @@ def read_into(
 def is_of_adapter(key: str) -> bool:
     """Return whether a key is of an adapter: a matrix of LoRA, or a module in place of another."""
     return ".lora_" in key or ".modules_to_save." in key
-
-
-def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors none of which shares memory with another, as safetensors demands."""
-    found, seen = {}, set()
-    for key, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        storage = tensor.untyped_storage()
-        is_alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in seen
-        seen.add(storage.data_ptr())
-        found[key] = tensor if is_alone else tensor.clone()
-    return found
 
 
 def make_folder(path: Path, patterns: list[str]) -> None:
@@ -182,24 +167,28 @@ class _Memory(Tensor):
 
 
 def _pieces(stage: Stage, model: Any, keys: FileKeys, source: Source) -> dict[str, Tensor]:
-    """Return a stage's memory by keys in files, cut where transformers saves parts of a tensor."""
-    from transformers.core_model_loading import revert_weight_conversion
-
+    """Return a stage's memory by keys in files."""
     pieces: dict[str, Tensor] = {}
     to_read = keys.to_read(source.shapes)
     for key, memory in stage.state_dict().items():
         name = to_read.get(key, keys.own[key])
-        if is_of_adapter(key):
-            continue
-        if key in to_read:
-            pieces[name] = memory
-            continue
-        parts = revert_weight_conversion(model, {name: memory.as_subclass(_Memory)})
-        for part, tensor in parts.items():
-            of_same = tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-            assert of_same, f"{part} would be read into a copy of a part of {name}"
-            pieces[part] = tensor.as_subclass(Tensor)
+        if not is_of_adapter(key):
+            pieces |= {name: memory} if key in to_read else _parts(model, {name: memory})
     return pieces
+
+
+def _parts(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as transformers saves them: of some, parts (experts), not copied, by key."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    memories: dict[str, Tensor] = {
+        key: tensor.detach().as_subclass(_Memory) for key, tensor in tensors.items()
+    }
+    parts = revert_weight_conversion(model, memories)
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    for key, part in parts.items():
+        assert part.untyped_storage().data_ptr() in known, f"{key} is a copy of a part of a tensor"
+    return {key: part.as_subclass(Tensor) for key, part in parts.items()}
 
 
 def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str], str]:

@@ -9,6 +9,7 @@ background.py    Saving, asynchronous=True │ done it
 loading.py       load()                    ┘
 weights.py       load_weights(), export()  without optimizer or progress
 keys.py          what values are called in files of other programs
+sources.py       what such files hold; tensors are read and written in pieces (pieces.py)
 optimizers.py    optimizer state under the names of parameters
 extras.py        what else a user saves
 generators.py    random number generators

@@ -278,7 +278,7 @@ def _all_of(folder: Path, name: str) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > _MAX_INDEX_BYTES:
             raise SavedStateError(f"it has {size} bytes, but {_MAX_INDEX_BYTES} is the most")
-        return bytes(_filled(file, memoryview(bytearray(size))))
+        return bytes(filled(file, memoryview(bytearray(size))))
 
 
 def _check_length(entry: IndexEntry, chunk: Chunk, file: IO[bytes]) -> None:
@@ -297,7 +297,7 @@ def _check_length(entry: IndexEntry, chunk: Chunk, file: IO[bytes]) -> None:
 def _bytes_of(chunk: Chunk, file: IO[bytes], memory: memoryview) -> memoryview:
     """Return the bytes of a chunk, in this memory, compared with their checksum."""
     file.seek(chunk.offset)
-    data = _filled(file, memory)
+    data = filled(file, memory)
     if chunk.crc32 is not None and zlib.crc32(data) != chunk.crc32:
         raise SavedStateError(
             f"bytes {chunk.offset} to {chunk.offset + chunk.length} of the file are not those that "
@@ -314,7 +314,12 @@ def _memory(size: int) -> bytearray:
         raise SavedStateError(f"there is no memory for a value of {size} bytes") from None
 
 
-def _filled(file: IO[bytes], data: memoryview) -> memoryview:
+def filled(file: IO[bytes], data: memoryview) -> memoryview:
+    """Read from an unbuffered file until this memory is full, and return it.
+
+    Raises:
+        SavedStateError: the file ends before.
+    """
     at = 0
     while at < len(data):
         num_read = file.readinto(data[at:])  # type: ignore[attr-defined]

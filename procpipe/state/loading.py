@@ -29,7 +29,8 @@ from procpipe.state.files import METADATA, read_index
 from procpipe.state.folders import find, saved_in
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
-from procpipe.state.weights import Shapes, all_faults, under, weights_faults
+from procpipe.state.sources import Shapes
+from procpipe.state.weights import all_faults, under, weights_faults
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from procpipe.errors import SavedStateError
 from procpipe.stage import Stage
-from procpipe.state.weights import Shapes
+from procpipe.state.sources import Shapes
 
 _STATE, _GROUPS = "optimizer.state", "optimizer.param_groups"
 

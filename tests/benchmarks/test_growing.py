@@ -112,14 +112,14 @@ def test_no_limit_where_one_process_needs_no_more():
 
 
 def test_memory_is_read_and_its_peak_is_reset():
-    before = memory._memory()
+    before = memory.counted_memory()
     taken = bytearray(32 * MIB)
-    peak = memory._memory()["VmHWM"]
+    peak = memory.counted_memory()["VmHWM"]
     del taken
-    memory._reset_peak()
+    memory.reset_peak()
 
     assert peak >= before["VmRSS"] + 31 * MIB
-    assert memory._memory()["VmHWM"] < peak - 16 * MIB
+    assert memory.counted_memory()["VmHWM"] < peak - 16 * MIB
 
 
 def _two_that_pass():

@@ -70,6 +70,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 8},
     ),
     "BERT": ("Bert", "ForSequenceClassification", {**_PLAIN, "num_labels": 3}),
+    "BERT, tokens": ("Bert", "ForTokenClassification", {**_PLAIN, "num_labels": 3}),
     "BERT, tied": ("Bert", "ForMaskedLM", _PLAIN),
     "T5": ("T5", "ForConditionalGeneration", _T5),
     "T5, untied": ("T5", "ForConditionalGeneration", {**_T5, "tie_word_embeddings": False}),
@@ -115,7 +116,7 @@ def batch_of(name: str, size: int = 5) -> tuple[dict[str, torch.Tensor], torch.T
     batch = {"input_ids": tokens * mask, "attention_mask": mask}
     if name == "BERT":
         return batch, torch.arange(size) % 3
-    labels = tokens.masked_fill(mask == 0, -100)
+    labels = (tokens % 3 if name == "BERT, tokens" else tokens).masked_fill(mask == 0, -100)
     if name.startswith("T5"):
         batch["decoder_input_ids"] = tokens[:, :6].roll(1, 1)
         labels = labels[:, :6]

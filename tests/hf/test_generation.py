@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +13,9 @@ from tests.hf.cases import CASES, model_of
 
 CAUSAL = [name for name, (_, suffix, _) in CASES.items() if suffix != "ForSequenceClassification"]
 CAUSAL = [name for name in CAUSAL if not name.startswith(("T5", "BERT"))]
+
+
+WAYS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "temperature": 3.0})
 
 
 def prompts_of(name):
@@ -94,7 +99,7 @@ def test_several_processes_generate_the_same(ranks):
     for name in ("GPT-2", "Mistral"):
         tokens, mask = prompts_of(name)
         stage = stage_in_one(name)
-        for options in ({}, {"do_sample": True, "temperature": 3.0}):
+        for options in WAYS:
             torch.manual_seed(7)
             expected.append(
                 hf.generate(
@@ -113,7 +118,9 @@ def generated(bare):
     for name in ("GPT-2", "Mistral"):
         layers = hf.sequential(model_of(name))
         with stage_of(bare, name, layers, [2, len(layers) - 2], chunks=2) as stage:
-            for options in ({}, {"do_sample": True, "temperature": 3.0}):
+            with pytest.raises(ValueError, match="max_new_tokens is 0"):  # of rank 0
+                hf.generate(stage, prompts_of(name)[0], max_new_tokens=bare.rank)
+            for options in WAYS:
                 torch.manual_seed(7 + bare.rank)
                 tokens, mask = prompts_of(name)
                 given = {"input_ids": tokens, "attention_mask": mask, "max_new_tokens": 6}

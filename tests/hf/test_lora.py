@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights
@@ -16,7 +19,7 @@ from tests.hf.test_weights import TOLERANCE, logits_of, read_again, stage_logits
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 #: By case, what gets an adapter.
-TARGETS = {
+TARGETS: dict[str, dict[str, Any]] = {
     "Llama": {"target_modules": ["q_proj", "v_proj"]},
     "GPT-2": {"target_modules": ["c_attn"], "fan_in_fan_out": True},
     "BERT": {"target_modules": ["query"], "modules_to_save": ["classifier"]},
@@ -27,7 +30,8 @@ def with_lora(name, is_random=True):
     """Return the model of a case with LoRA, which changes its output unless it is as at first."""
     torch.manual_seed(5)
     config = LoraConfig(r=2, init_lora_weights=not is_random, **TARGETS[name])
-    model = get_peft_model(model_of(name), config).double()
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        model = get_peft_model(model_of(name), config).double()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if is_random and "modules_to_save" in key:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,23 +14,25 @@ from procpipe import hf
 from procpipe.hf import families
 from tests.hf.cases import CASES, batch_of, loss_of, model_of, output_of
 
+TINY: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
+TINY |= {"num_hidden_layers": 1, "num_attention_heads": 1}
+
 
 def test_logits_gradients_and_dropout_are_the_plain_models():
     for name in CASES:
-        for dropout in (0.0, 0.3):
-            plain = model_of(name, dropout)
-            layers = hf.sequential(copy.deepcopy(plain))
-            batch, labels = batch_of(name)
-            torch.manual_seed(3)
-            expected, _ = loss_of(name)(output_of(plain, batch), labels)
-            expected.backward()
-            torch.manual_seed(3)
-            found, _ = loss_of(name)(layers(**batch, labels=labels), labels)
-            found.backward()
+        plain = model_of(name, dropout=0.3)
+        layers = hf.sequential(copy.deepcopy(plain))
+        batch, labels = batch_of(name)
+        torch.manual_seed(3)
+        expected, _ = loss_of(name)(output_of(plain, batch), labels)
+        expected.backward()
+        torch.manual_seed(3)
+        found, _ = loss_of(name)(layers(**batch, labels=labels), labels)
+        found.backward()
 
-            assert torch.isfinite(expected), name
-            assert found == expected, name
-            assert_gradients(name, layers, plain, layers.keys)
+        assert torch.isfinite(expected), name
+        assert found == expected, name
+        assert_gradients(name, layers, plain, layers.keys)
 
 
 def test_checkpointing_inside_layers_is_exact():
@@ -48,7 +51,7 @@ def test_checkpointing_inside_layers_is_exact():
 
 def test_layers_hold_the_models_own_modules():
     model = model_of("Llama")
-    layers = hf.sequential(model)
+    layers: Any = hf.sequential(model)
 
     assert [*dict(layers.named_children())] == ["embed", "block0", "block1", "block2", "head"]
     assert layers.block1.model.layers[0] is model.model.layers[1]
@@ -57,8 +60,7 @@ def test_layers_hold_the_models_own_modules():
 
 
 def test_what_is_not_supported_is_one_error():
-    values = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    llama = transformers.LlamaConfig(**values, intermediate_size=8)
+    llama = transformers.LlamaConfig(**TINY)
     cases = [
         (nn.Linear(1, 1), "a Linear: it is not a model of transformers itself"),
         (
@@ -74,8 +76,7 @@ def test_what_is_not_supported_is_one_error():
 
 
 def test_forwards_that_change_hidden_states_are_detected(monkeypatch):
-    values = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    granite = transformers.GraniteConfig(**values, intermediate_size=8, embedding_multiplier=3.0)
+    granite = transformers.GraniteConfig(**TINY, embedding_multiplier=3.0)
     monkeypatch.setitem(families.FAMILIES, "GraniteForCausalLM", families.Family())
 
     with pytest.raises(TypeError, match="changes the hidden states outside of its modules"):

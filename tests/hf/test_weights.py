@@ -90,10 +90,11 @@ def test_what_does_not_fit_is_one_error(tmp_path):
     assert str(error.value).count("is missing") == 5
     assert "4 more like this" in str(error.value)
     hf.load_pretrained(stage, tmp_path / "Llama", strict=False)
-    with pytest.raises(FileNotFoundError, match="holds neither"):
-        hf.load_pretrained(stage, tmp_path)
     with pytest.raises(FileExistsError, match=r"config\.json already"):
         hf.save_pretrained(stage, tmp_path / "Llama")
+    layers = on_meta("Llama")
+    with pytest.raises(FileNotFoundError, match="holds neither"):
+        hf.load_pretrained(Stage(layers, [len(layers)]), tmp_path)
 
 
 def test_a_plain_sequential_is_refused(tmp_path):

@@ -629,8 +629,8 @@ def test_every_rank_reports_a_full_disk(ranks, tmp_path, full_rank, asynchronous
 
 # -- weights alone -------------------------------------------------------------------------------
 
-#: Layers of a mebibyte each; stages of 8 MiB.
-WIDTH, NUM_LAYERS = 512, 16
+#: Layers of 4 MiB each; a quarter of the model is 16 MiB.
+WIDTH, NUM_LAYERS = 1024, 16
 
 
 def big_model(device="meta"):
@@ -653,14 +653,14 @@ def peak_bytes(call):
 def load_own_weights(bare, folder):
     share = [NUM_LAYERS // bare.num_ranks] * (bare.num_ranks - 1)
     balance = [*share, NUM_LAYERS - sum(share)]
+    torch.manual_seed(1)
+    expected = big_model("cpu").state_dict()
     peaks = {}
     for name in ("plain.pt", "exported", "saved"):
         with stage_of(bare, f"{name}{bare.num_ranks}", big_model(), balance) as stage:
             stage.report()
             state.load_weights(f"{folder}/warm/{name}", nn.Linear(1, 1))  # for its imports
             peaks[name] = peak_bytes(lambda n=name, s=stage: state.load_weights(f"{folder}/{n}", s))
-            torch.manual_seed(1)
-            expected = big_model("cpu").state_dict()
             assert_same_as(stage.state_dict(), expected, name)
     return peaks
 
@@ -696,5 +696,6 @@ def test_no_process_holds_the_whole_model(ranks, tmp_path):
 
     for peaks in ranks(4).run(load_own_weights, str(tmp_path), world=False).values():
         for name, peak in peaks.items():
-            # A quarter of the model, the file's pages, and some working memory.
-            assert peak < 0.6 * num_bytes, (name, peak, num_bytes)
+            # Beside its quarter of the model, which is there: of a saved state the largest value.
+            most = WIDTH * (WIDTH + 1) * 4 if name == "saved" else 0
+            assert peak < 0.15 * num_bytes / 4 + most, (name, peak, num_bytes)
