@@ -241,6 +241,8 @@ def test_stages_that_share_a_parameter_exchange_weights(ranks, tmp_path):
         exported = read_all(tmp_path / folder)
         index = json.loads((tmp_path / folder / "model.safetensors.index.json").read_text())
         assert exported.keys() == index["weight_map"].keys() == keys, folder
+        num_bytes = sum(value.nbytes for value in exported.values())
+        assert index["metadata"]["total_size"] == num_bytes, "each is written once"
         for key, value in model.state_dict().items():
             if IN_FILE[key] in exported:
                 assert_same(exported[IN_FILE[key]], value, f"{folder}, {key}")
