@@ -13,6 +13,7 @@ So equal optimizers keep the copies equal. Partitions of one stage use the tenso
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -312,5 +313,6 @@ def _differences(of_stages: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _hash_of(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
+    data = tensor.detach().cpu().contiguous()
+    memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())  # numpy is not required
+    return hashlib.blake2b(memory, digest_size=16).hexdigest()
