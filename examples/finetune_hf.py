@@ -34,7 +34,7 @@ SMALL_LLAMA = {
 def main() -> None:
     args = parse_arguments()
     torch.manual_seed(0)
-    paragraphs = read_paragraphs()
+    paragraphs = read_paragraphs()[: args.paragraphs]
     loader = partial(DataLoader, batch_size=args.batch_size, collate_fn=padded)
     training = state.Resumable(loader(paragraphs[len(paragraphs) // 20 :], shuffle=True))
     others = loader(paragraphs[: len(paragraphs) // 20])
@@ -76,9 +76,16 @@ def main() -> None:
         (hf.save_adapter if args.lora else hf.save_pretrained)(stage, args.out)
     prompt = torch.tensor([list(b"The ")])
     tokens = hf.generate(
-        stage, prompt, max_new_tokens=CONTEXT, do_sample=True, temperature=0.7, eos_token_id=END
+        stage,
+        prompt,
+        max_new_tokens=args.generate,
+        do_sample=True,
+        temperature=0.7,
+        eos_token_id=END,
     )
-    stage.print(bytes(token for token in tokens[0].tolist() if token < END).decode(errors="replace"))
+    stage.print(
+        bytes(token for token in tokens[0].tolist() if token < END).decode(errors="replace")
+    )
 
 
 def llama_config() -> Any:
@@ -129,6 +136,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--state", help="folder to save the state of training in")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--steps", type=int, help="at most so many steps")
+    parser.add_argument("--paragraphs", type=int, help="read only so many")
+    parser.add_argument("--generate", type=int, default=CONTEXT, help="bytes to sample at the end")
     parser.add_argument("--every", type=int, default=50, help="steps between what is printed")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
