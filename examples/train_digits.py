@@ -10,9 +10,7 @@ Every process runs this same file, and any number of them gives the same losses.
 """
 
 import argparse
-import os
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,7 +33,7 @@ def main() -> None:
 
     stage = Stage(
         model,
-        balance=args.balance or even_balance(len(model)),
+        balance=args.balance,  # by default divided by parameters and estimated work
         chunks=args.chunks,
         checkpoint=args.checkpoint,
         deferred_batch_norm=True,  # statistics of the whole mini-batch
@@ -86,13 +84,6 @@ def convolution(num_inputs: int, num_outputs: int) -> list[nn.Module]:
         nn.BatchNorm2d(num_outputs),
         nn.ReLU(),
     ]
-
-
-def even_balance(num_layers: int) -> list[int]:
-    """Divide the layers evenly among torchrun's processes; without torchrun there is one."""
-    num_stages = int(os.environ.get("WORLD_SIZE", "1"))
-    ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
-    return [end - start for start, end in pairwise(ends)]
 
 
 def load_data() -> tuple[DataLoader[Any], Tensor, Tensor]:

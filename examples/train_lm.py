@@ -11,7 +11,7 @@ import argparse
 import math
 import os
 from collections.abc import Iterable, Iterator
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def main() -> None:
         model = build_model()
     stage = Stage(
         model,
-        balance=args.balance or even_balance(len(model)),
+        balance=args.balance,  # by default divided by parameters and estimated work
         chunks=args.chunks,
         checkpoint=args.checkpoint,
         loss_fn=next_byte_loss,
@@ -142,13 +142,6 @@ def build_model() -> nn.Sequential:
     """Return a flat ``nn.Sequential``, which can be cut between any two blocks."""
     blocks = [Block() for _ in range(NUM_BLOCKS)]
     return nn.Sequential(Embedding(), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
-
-
-def even_balance(num_layers: int) -> list[int]:
-    """Divide the layers evenly among torchrun's processes; without torchrun there is one."""
-    num_stages = int(os.environ.get("WORLD_SIZE", "1"))
-    ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
-    return [end - start for start, end in pairwise(ends)]
 
 
 # -- training and use ---------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from procpipe.model.cut import (
 )
 from procpipe.model.materialize import materialize
 from procpipe.model.ties import Tie, find_ties
+from procpipe.notes import write_note
 from procpipe.optional import needed
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
@@ -124,7 +125,7 @@ class Cut:
     def of(
         cls,
         module: nn.Sequential,
-        balance: Iterable[int] | None,
+        balance: Iterable[int],
         settings: Settings,
         world: World,
     ) -> Cut:
@@ -164,13 +165,32 @@ def check(module: nn.Sequential, world: World) -> None:
 
 
 def found_balance(
-    name: str, module: nn.Sequential, sample: Any, chunks: int, world: World, schedule: Schedule
+    name: str | None,
+    module: nn.Sequential,
+    sample: Any,
+    chunks: int,
+    world: World,
+    schedule: Schedule,
 ) -> list[int]:
-    """Find a balance by name on rank 0; every rank calls it, and waits."""
-    with needed("procpipe.balance", f"balance={name!r}"):
-        from procpipe.balance.agreed import agreed_balance
+    """Find a balance.
+
+    By name on rank 0: every rank calls it, and waits. Without a name each rank finds the same from
+    the model's shapes, and rank 0 prints it; one partition has all layers.
+    """
     num_partitions = schedule.count(world.num_ranks)
-    return agreed_balance(name, module, sample, chunks, world, num_partitions)
+    if name is None and (not world.is_launched or num_partitions == 1):
+        return [len(module)] if len(module) else []
+    with needed(
+        "procpipe.balance", "Stage(…) without a balance" if name is None else f"balance={name!r}"
+    ):
+        from procpipe.balance.agreed import agreed_balance
+        from procpipe.balance.estimated import estimated_balance
+    if name is not None:
+        return agreed_balance(name, module, sample, chunks, world, num_partitions)
+    balance, told = estimated_balance(num_partitions, module, sample)
+    if world.rank == 0:
+        write_note(f"procpipe: {told}")
+    return balance
 
 
 def claim_trace(trace: str | os.PathLike[str] | None, world: World) -> None:

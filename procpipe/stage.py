@@ -66,8 +66,8 @@ class Stage(LocalLayers):
     is what this process's optimizer needs and ``state_dict()`` has the full model's keys. Started
     without a launcher, it is the whole model in one stage.
 
-    Building it does not communicate, unless it fails or a balance is to be found; the first call
-    connects the processes.
+    Building it does not communicate, unless it fails or rank 0 is to find a balance; the first
+    call connects the processes.
 
     Args:
         module: the full model, a flat ``nn.Sequential``. Layers of different stages may share
@@ -78,10 +78,14 @@ class Stage(LocalLayers):
             uses its attribute ``keys``, a map of its keys to those in files, if it has one.
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
-            (then every rank waits for rank 0 here). Without a launcher it is checked, but all
-            layers are in one partition.
-        sample: on rank 0, what a balance is found from: a mini-batch's input, or
-            :class:`~procpipe.balance.Inputs` of several.
+            (then every rank waits for rank 0 here). If left out, each rank finds the same one from
+            the layers' parameters and forward FLOPs (on the meta device: nothing is computed), or
+            parameters alone where the layers cannot run there, and rank 0 prints it. Without a
+            launcher it is checked, but all layers are in one partition.
+        sample: what a balance is found from: a mini-batch's input, a dict of named inputs, or
+            :class:`~procpipe.balance.Inputs` of several. On rank 0 for ``"time"`` and ``"size"``;
+            without a balance on every rank, where only shapes count, or left out: then it is the
+            model's attribute ``sample`` (a tuple or dict of inputs), or a guess.
         chunks: number of micro-batches a mini-batch is scattered into.
         devices: one device a rank; by default this host's GPUs in order, or CPUs. Several ranks may
             share a GPU: ``["cuda:0", "cuda:0"]``.
@@ -192,7 +196,7 @@ class Stage(LocalLayers):
                 defers_batch_norm=deferred_batch_norm,
                 trace=trace,
             )
-            if isinstance(balance, str):
+            if balance is None or isinstance(balance, str):
                 balance = build.found_balance(
                     balance, module, sample, self.chunks, self._world, self._settings.schedule
                 )

@@ -64,15 +64,19 @@ def run_step(part, rank, port):
         stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))  # the stage still works
     stage.close()
 
-def build_with(part):
+def build_with(options, part):
     import procpipe
-    options = {"balance": [1]} | OPTIONS[part]
     try:
         procpipe.Stage(nn.Sequential(nn.Linear(1, 1)), **options)
     except ModuleNotFoundError as error:
         assert f" needs procpipe.{part}, which this installation of procpipe lacks" in str(error)
     else:
         raise AssertionError(f"a stage was built without {part}")
+
+def build_without_balance(port):
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    build_with({"schedule": "zb-v"}, "balance")  # two partitions
 
 def check(part, tree):
     # An editable installation would add what the tree lacks.
@@ -86,7 +90,9 @@ def check(part, tree):
         port = str(probe.getsockname()[1])
     check_exit_codes(*(forked(run_step, part, rank, port) for rank in range(2)))
     if part in OPTIONS:
-        check_exit_codes(forked(build_with, part))
+        check_exit_codes(forked(build_with, {"balance": [1]} | OPTIONS[part], part))
+    if part == "balance":
+        check_exit_codes(forked(build_without_balance, port))
     print(part, flush=True)
 
 for part, tree in zip(sys.argv[1::2], sys.argv[2::2], strict=True):

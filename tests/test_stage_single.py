@@ -94,7 +94,6 @@ def four():
         (Layers, [1], {}, TypeError, "the model is a Layers: pass an nn.Sequential"),
         (lambda: [nn.Linear(2, 2)], [1], {}, TypeError, "the model is a list"),
         (twice_the_same, [3], {}, ValueError, "layers '0' and '2' are one Linear"),
-        (four, None, {}, BalanceError, r"4 layers for 1 processes: .* balance=\[4\]"),
         (four, [2, 1], {}, BalanceError, r"\[2, 1\] places 3 layers but the model has 4"),
         (four, [4, 0], {}, BalanceError, r"\[4, 0\] has a partition of less than one layer"),
         (four, [5, -1], {}, BalanceError, r"\[5, -1\] has a partition of less than one"),
@@ -528,15 +527,12 @@ def test_settings_are_plain_values():
     stage.close()
 
 
-def test_the_error_of_a_missing_balance_recommends_an_automatic_one():
+def test_without_a_launcher_no_balance_is_needed(stage_of, capsys):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.raises(
-        BalanceError, match=r"for instance balance=\[2\], .* balance='time', sample=x"
-    ):
-        Stage(model, chunks=8)
-    stage = Stage(model, "size", sample=torch.ones(8, 2), chunks=8)
-    assert stage.balance == [2]
-    stage.close()
+    assert stage_of(model, None, chunks=8).balance == [2]
+    assert stage_of(model, "size", sample=torch.ones(8, 2), chunks=8).balance == [2]
+    assert stage_of(nn.Sequential(), None).balance == [0]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_plain_values_beside_a_tensor_are_passed_on_and_others_refused(stage_of):

@@ -24,8 +24,8 @@ def agreed_balance(
     Args:
         kind: "time" or "size".
         module: the full model.
-        sample: on rank 0, a mini-batch of the size that training will have: the model's input, or
-            ``balance.Inputs`` of several.
+        sample: on rank 0, a mini-batch of the size that training will have: the model's input,
+            ``balance.Inputs`` of several, or a dict of its named ones.
         chunks: micro-batches in a mini-batch.
         world: this process's place in the job.
         num_partitions: the number of partitions.
@@ -54,7 +54,8 @@ def _found(
             f"balance={kind!r} needs a sample on rank 0: Stage(model, balance={kind!r}, sample=x), "
             "where x is an input as for training"
         )
-    inputs = sample.values if isinstance(sample, Inputs) else (sample,)
-    first = Inputs(*scatter(inputs, chunks)[0][0])
+    inputs = Inputs.of(sample, module)
+    values, named = scatter((inputs.values, inputs.named), chunks)[0][0]
+    first = Inputs(*values, **named)
     find = balance_by_time if kind == "time" else balance_by_size
     return find(num_partitions, module, first, device=world.device)

@@ -9,22 +9,26 @@ result, as in the plain model, so that it may be changed in place; a leaf may no
 from layer to layer, so a backward ends where the layer begins. (4) Nor does one go along skip
 tensors: a stashed one is a root of its layer, and a popped one is detached.
 
-Only one layer is copied at a time, so a model need not fit on the device. The model, the sample and
-the random number generators do not change.
+Only one layer is copied at a time, so a model need not fit on the device; for the meta device no
+tensor is copied. The model, the sample and the random number generators do not change.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry
+from procpipe.compute.recompute import Ambient
 from procpipe.skip.tracker import tracking
 from procpipe.tree import Flat, flatten
 
@@ -32,16 +36,35 @@ T = TypeVar("T")
 
 
 class Inputs:
-    """Several positional inputs of a model, where a single value is expected.
+    """Several inputs of a model, where a single value is expected.
 
-    ``balance_by_time(2, model, Inputs(tokens, mask))`` profiles what ``stage(tokens, mask)`` runs;
-    a tuple would be the one input of ``stage((tokens, mask))``.
+    ``balance_by_time(2, model, Inputs(tokens, mask=mask))`` profiles what ``stage(tokens,
+    mask=mask)`` runs; a tuple would be the one input of ``stage((tokens, mask))``.
     """
 
-    __slots__ = ("values",)
+    __slots__ = ("named", "values")
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: Any, **named: Any) -> None:
         self.values = values
+        self.named = named
+
+    @classmethod
+    def of(cls, sample: Any, module: nn.Sequential) -> Inputs:
+        """Return a user's sample as the inputs of a model's first layer.
+
+        A dict, or another Mapping, whose keys the layer takes as keywords is a batch for
+        ``stage.step(**batch)``, where "labels" is the target; any other is one input.
+        """
+        if isinstance(sample, cls):
+            return sample
+        if isinstance(sample, Mapping) and len(module):
+            named = {key: value for key, value in sample.items() if key != "labels"}
+            try:
+                inspect.signature(module[0].forward).bind(**named)
+            except (TypeError, ValueError):
+                return cls(sample)
+            return cls(**named)
+        return cls(sample)
 
 
 class SkipCut:
@@ -110,12 +133,12 @@ class LayerAlone:
         self.output: Any = None
         self._cut = cut
         self._popped: list[GradientEdge] = []
-        self._arguments: tuple[Any, ...] = _enter(arguments)
+        self._arguments: tuple[Any, ...] = _enter(arguments)  # positional and named
 
     def forward(self) -> None:
         """Run the layer; only once, as its skip tensors are popped."""
-        arguments, self._arguments = self._arguments, ()
-        self.output = self.module(*arguments)
+        (arguments, named), self._arguments = self._arguments, ()
+        self.output = self.module(*arguments, **named)
         self.outputs = flatten(self.output)[0] + self._cut.take_stashed()
         self._popped = self._cut.take_popped()
 
@@ -147,9 +170,10 @@ class LayerAlone:
         return [output for output in self.outputs if output.requires_grad]
 
 
-def as_flat(sample: Any) -> Flat:
-    """Flatten a user's sample as the positional inputs of the first layer."""
-    return Flat.of(sample.values if isinstance(sample, Inputs) else (sample,))
+def as_flat(sample: Any, module: nn.Sequential) -> Flat:
+    """Flatten a user's sample as the positional and named inputs of a model's first layer."""
+    inputs = Inputs.of(sample, module)
+    return Flat.of((inputs.values, inputs.named))
 
 
 def run_each(
@@ -168,15 +192,16 @@ def run_each(
     """
     found = []
     cut = SkipCut()
-    with _surroundings(device), tracking(cut):
+    memo = _on_meta(module) if device.type == "meta" else None
+    with _surroundings(module, device), tracking(cut):
         copies = [tensor.detach().to(device, copy=True) for tensor in inputs.tensors]
         arguments = Flat(copies, inputs.structure, inputs.requires_grad)
         for name, original in module._modules.items():
             assert original is not None, "nn.Sequential cannot run a child that is None"
             try:
-                layer = _alone(original, arguments, device, cut)
+                layer = _alone(original, memo, device, arguments, cut)
                 found.append(measure(layer))
-                arguments = Flat.of((layer.output,))
+                arguments = Flat.of(((layer.output,), {}))
             except Exception as error:
                 error.add_note(
                     f"while layer {name!r} ({type(original).__name__}) was profiled on {device}"
@@ -186,15 +211,38 @@ def run_each(
     return found
 
 
-def _alone(original: nn.Module, arguments: Flat, device: torch.device, cut: SkipCut) -> LayerAlone:
-    return LayerAlone(copy.deepcopy(original).to(device).train(), arguments, cut)
+def _alone(
+    original: nn.Module,
+    memo: dict[int, Any] | None,
+    device: torch.device,
+    arguments: Flat,
+    cut: SkipCut,
+) -> LayerAlone:
+    return LayerAlone(copy.deepcopy(original, memo).to(device).train(), arguments, cut)
+
+
+def _on_meta(module: nn.Module) -> dict[int, Any]:
+    """Return tensors on the meta device that ``copy.deepcopy`` takes for all those of a model."""
+    memo: dict[int, Any] = {}
+    for owner in module.modules():
+        held = chain(owner._parameters.values(), owner._buffers.values(), vars(owner).values())
+        for tensor in held:
+            if isinstance(tensor, nn.Parameter):
+                meta = torch.empty_like(tensor, device="meta")
+                memo[id(tensor)] = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+            elif isinstance(tensor, Tensor):
+                memo[id(tensor)] = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return memo
 
 
 @contextmanager
-def _surroundings(device: torch.device) -> Iterator[None]:
+def _surroundings(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Enable gradients, whatever the caller's mode, and restore the random number generators."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+    drawn_on = torch.device("cpu") if device.type == "meta" else device
+    generators = Generators(drawn_on)
+    generators.begin(list(module.modules()))
+    ambient = Ambient.now(drawn_on, generators.sources())
+    with ambient.restored(), torch.inference_mode(False), torch.enable_grad():
         yield
 
 

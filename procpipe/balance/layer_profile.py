@@ -203,8 +203,8 @@ class _Loss(nn.Module):
 
 def _start_seconds(device: torch.device, clock: Callable[[], float]) -> tuple[float, float, float]:
     """Time layers that do nothing: their backward starts autograd's engine all the same."""
-    inputs = as_flat(torch.ones(1, requires_grad=True))
     module = nn.Sequential(*(nn.Identity() for _ in range(_NUM_STARTS)))
+    inputs = as_flat(torch.ones(1, requires_grad=True), module)
     return _medians(_all_seconds(module, inputs, device, 0.0, clock))
 
 

@@ -99,7 +99,7 @@ def layer_sizes(
             f"chunks is {chunks} and param_scale {param_scale}: give at least 1 chunk, and a scale "
             "from 0"
         )
-    inputs = _first_micro_batch(as_flat(input), chunks)
+    inputs = _first_micro_batch(as_flat(input, module), chunks)
     device = torch.device("meta") if _on_meta(module) else device_of(device, inputs.tensors)
 
     def size(layer: LayerAlone) -> int:
@@ -113,7 +113,7 @@ def checked(
 ) -> tuple[Flat, torch.device]:
     """Check what is to be timed; return the model's inputs, and the device to run on."""
     check_model(module)
-    inputs = as_flat(sample)
+    inputs = as_flat(sample, module)
     found = device_of(device, inputs.tensors)
     check_not_meta(module, inputs.tensors, found)
     return inputs, found

@@ -78,7 +78,7 @@ def check_balance(balance: Iterable[int], num_layers: int) -> tuple[int, ...]:
 
 
 def fit_balance(
-    balance: Iterable[int] | None,
+    balance: Iterable[int],
     num_layers: int,
     num_ranks: int,
     *,
@@ -91,16 +91,9 @@ def fit_balance(
     ``partitions_per_stage`` is None where the schedule decides that.
 
     Raises:
-        BalanceError: there is none, it does not fit the model, or it leaves processes without work.
+        BalanceError: it does not fit the model, or it leaves processes without work.
         IndexError: it makes more partitions than there are processes.
     """
-    if balance is None:
-        even = _even(num_layers, num_ranks * (partitions_per_stage or 2))
-        raise BalanceError(
-            f"the model has {num_layers} layers for {num_ranks} processes: say how many each stage "
-            f"gets, for instance balance={even}, or have it found: "
-            "balance='time', sample=x, where x is an input as for training (or balance='size')"
-        )
     parts = list(check_balance(balance, num_layers))
     if not is_launched:
         return [num_layers]

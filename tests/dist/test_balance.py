@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -68,6 +69,31 @@ def find_for_two_inputs(world: World) -> list[int]:
 
 def test_several_inputs(ranks: Any) -> None:
     assert ranks(2).run(find_for_two_inputs).values() == [[5, 2]] * 2
+
+
+def estimate(world: World, schedule: str, num_layers: int, **options: Any) -> Any:
+    torch.manual_seed(0)
+    layers = [Repeated(times) for times in (1, 1, 1, 1, 40, 1)][:num_layers]
+    with pytest.MonkeyPatch.context() as patch:
+        told = io.StringIO()
+        patch.setattr("sys.stderr", told)
+        stage = Stage(
+            nn.Sequential(*layers), schedule=schedule, loss_fn=F.mse_loss, world=world, **options
+        )
+    x = torch.linspace(0, 1, 8 * 64).reshape(8, 64)
+    loss = float(stage.step(x, x))
+    return stage.balance, told.getvalue(), loss
+
+
+def test_a_balance_that_every_rank_estimates(ranks: Any) -> None:
+    for schedule, balance in (("gpipe", [4, 2]), ("zb-v", [2, 2, 1, 1])):
+        (first, told, loss), (second, nothing, same) = ranks(2).run(estimate, schedule, 6).values()
+        assert first == second == balance, schedule
+        assert told.startswith(f"procpipe: balance {balance}, by parameters and estimated work (")
+        assert (told.count("\n"), nothing) == (1, "")
+        assert loss == same
+    for failure in ranks(2).run(estimate, "gpipe", 1).errors():
+        assert "1 layers are to be divided into 2 partitions" in failure.text
 
 
 def find_without_sample(world: World, by: str) -> None:

@@ -1,0 +1,195 @@
+"""Balances from parameters and estimated work, without a run on real data."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import resource
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from procpipe.balance import Inputs, balance_by_size, divide
+from procpipe.balance.estimated import estimated_balance
+from procpipe.errors import BalanceError
+from procpipe.skip import pop, skippable, stash
+
+
+def balance_of(module: nn.Sequential, num_partitions: int = 2, sample: Any = None) -> list[int]:
+    """Return the balance, which must not depend on the device of the model."""
+    found, told = estimated_balance(num_partitions, module, sample)
+    with torch.device("meta"):
+        on_meta = copy.deepcopy(module).to("meta")
+    on_meta.__dict__.update(module.__dict__ | {"_modules": on_meta._modules})
+    assert estimated_balance(num_partitions, on_meta, sample) == (found, told)
+    assert "by parameters and estimated work" in told
+    return found
+
+
+def layers(*sizes: int) -> list[nn.Module]:
+    return [nn.Linear(size, size, bias=False) for size in sizes]
+
+
+class Repeated(nn.Linear):
+    """Has the work of several layers, and the parameters of one."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(64, 64)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = super().forward(x)
+        return x
+
+
+class Fails(nn.Linear):
+    """Cannot run on the meta device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+@skippable(stash=["x"])
+class Stash(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("x", x)
+        return super().forward(x)
+
+
+@skippable(pop=["x"])
+class Pop(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("x")
+        return super().forward(x) + skip
+
+
+class Named(nn.Embedding):
+    def forward(self, ids: Tensor, *, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids) * mask.unsqueeze(-1)
+
+
+def test_parameters_and_work_are_divided() -> None:
+    assert balance_of(nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), 3) == [2, 2, 2]
+    assert balance_of(nn.Sequential(*[Repeated(t) for t in (1, 1, 1, 1, 40, 1)]), 3) == [4, 1, 1]
+    # A convolution computes much with few parameters, and a linear layer little with many.
+    images = nn.Sequential(
+        *(nn.Conv2d(num, 16, 3, padding=1) for num in (3, 16, 16)),
+        *(nn.Flatten(), nn.Linear(16 * 32 * 32, 10)),
+    )
+    assert balance_of(images) == [2, 3]
+    num_parameters = [sum(p.numel() for p in layer.parameters()) for layer in images]
+    assert divide(num_parameters, 2) == [3, 2]
+
+
+def test_inputs_are_guessed_from_the_first_layer_with_weights() -> None:
+    tokens = nn.Sequential(nn.Embedding(10, 8), *(nn.TransformerEncoderLayer(8, 2) for _ in "abc"))
+    for name, model, shape in (
+        ("embedding", tokens, (2, 128)),
+        ("linear", nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.BatchNorm1d(3)), (2, 12)),
+        ("nested", nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(5, 3)), nn.ReLU()), (2, 5)),
+        ("conv1d", nn.Sequential(nn.Conv1d(3, 4, 3), nn.Conv1d(4, 4, 3)), (2, 3, 128)),
+        ("conv2d", nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), (2, 3, 64, 64)),
+        ("conv3d", nn.Sequential(nn.Conv3d(1, 2, 3), nn.Conv3d(2, 2, 3)), (2, 1, 16, 64, 64)),
+        ("rnn", nn.Sequential(nn.GRU(6, 4), nn.Identity()), (2, 128, 6)),
+    ):
+        _, told = estimated_balance(2, model.double())
+        assert f"by parameters and estimated work (FLOPs of an input {shape} " in told, name
+        assert ("float64" in told) == (name != "embedding"), name
+
+
+def test_what_is_given_comes_before_a_guess() -> None:
+    model = nn.Sequential(Named(3, 4), *layers(4, 4))
+    ids, mask = torch.zeros(3, 7, dtype=torch.long), torch.ones(3, 7)
+    batch = {"ids": ids, "mask": mask, "labels": ids}
+    for name, sample in (("dict", batch), ("Inputs", Inputs(ids, mask=mask))):
+        assert balance_of(model, sample=sample) == [2, 1], name
+        assert balance_by_size(1, model, sample) == [3], name
+    model.sample = {"ids": ids.to("meta"), "mask": mask.to("meta")}  # type: ignore[assignment]
+    assert balance_of(model) == [2, 1]
+    assert "(3, 7) torch.int64, (3, 7) torch.float32" in estimated_balance(2, model)[1]
+
+    pair = nn.Sequential(nn.Bilinear(3, 4, 5), nn.Linear(5, 5))
+    pair.sample = (torch.ones(2, 3), torch.ones(2, 4))  # type: ignore[assignment]
+    assert balance_of(pair) == [1, 1]
+    a_layer = nn.Sequential()
+    a_layer.add_module("sample", nn.Linear(3, 3))
+    a_layer.add_module("other", nn.Linear(3, 3))
+    assert balance_of(a_layer) == [1, 1]
+
+
+def test_skips_and_shared_parameters() -> None:
+    model = nn.Sequential(Stash(16, 16), *layers(16, 16, 16, 16), Pop(16, 16))
+    assert balance_of(model) == [3, 3]
+    tied = nn.Sequential(nn.Embedding(50, 16), *layers(16), nn.Linear(16, 50, bias=False))
+    tied[2].weight = tied[0].weight
+    assert balance_of(tied) == [2, 1]
+
+
+def test_parameters_alone_where_no_input_is_known_or_none_runs() -> None:
+    norms = nn.Sequential(*[nn.LayerNorm(n) for n in (300, 100, 100, 100)])
+    for model, balance, reason in (
+        (norms, [1, 3], r"no input is known \(give sample=x"),
+        (nn.Sequential(*[nn.ReLU() for _ in range(4)]), [2, 2], "no input is known"),
+        (
+            nn.Sequential(nn.Linear(4, 4), Fails(4, 4), nn.Linear(4, 24)),
+            [2, 1],
+            r"cannot run on the meta device \(\w+ while layer '1' \(Fails\) was profiled on meta: ",
+        ),
+    ):
+        found, told = estimated_balance(2, model)
+        assert found == balance
+        assert re.search(f"^balance .*, by parameters alone, as .*{reason}", told), told
+        assert "\n" not in told
+
+
+def test_too_few_layers_are_an_error() -> None:
+    with pytest.raises(BalanceError, match="1 layers are to be divided into 2 partitions"):
+        estimated_balance(2, nn.Sequential(nn.Linear(2, 2)))
+
+
+class Draws(nn.Linear):
+    """Draws from all kinds of generators, and keeps tensors that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.generator = torch.Generator().manual_seed(1)
+        self.table = torch.ones(4) * self.weight[0]  # a result, which cannot be copied
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if torch.rand(1) + torch.rand(1, generator=self.generator) + random.random() < 0:
+            return x
+        return F.dropout(super().forward(x), 0.5) * self.table
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = nn.Sequential(first := Draws(), nn.BatchNorm1d(4), Draws())
+    model.sample = torch.rand(3, 4)
+    model.eval()
+    before = copy.deepcopy(model.state_dict())
+    states = torch.get_rng_state(), first.generator.get_state(), random.getstate()
+    found, told = estimated_balance(2, model)
+    assert (found, "by parameters and estimated work" in told) == ([1, 2], True)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(first.generator.get_state(), states[1])
+    assert random.getstate() == states[2]
+    assert first.num_calls == 0
+    assert not any(module.training for module in model.modules())
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_no_tensor_is_copied() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 13, 1 << 15), nn.Linear(1 << 15, 1 << 13))
+    model.to_empty(device="cpu")  # 2 GB that take no memory until they are read or written
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert estimated_balance(2, model)[0] == [1, 1]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kb < 100_000
