@@ -1,21 +1,22 @@
 """Train a language model of transformers, then fine-tune it, with one process a stage.
 
-    torchrun --nproc_per_node=2 examples/finetune_hf.py --out runs/base            one, two, three, …
+    torchrun --nproc_per_node=2 examples/finetune_hf.py --out runs/base
     torchrun --nproc_per_node=2 examples/finetune_hf.py --model runs/base --lora
 
 It reads Python's manual, which comes with Python, byte by byte, so nothing is downloaded. The first
 line trains a small Llama from random values; the second trains adapters for what the first has
-saved. A run that was interrupted goes on where it last saved its state, with ``--state runs/state``.
+saved. With ``--state runs/state``, an interrupted run goes on where it last saved its state.
+Any number of processes gives the same losses.
 """
 
 import argparse
 import math
 from collections.abc import Iterable
 from functools import partial
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from pydoc_data.topics import topics
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,13 +36,13 @@ def main() -> None:
     args = parse_arguments()
     torch.manual_seed(0)
     paragraphs = read_paragraphs()[: args.paragraphs]
-    loader = partial(DataLoader, batch_size=args.batch_size, collate_fn=padded)
+    loader: Any = partial(DataLoader, batch_size=args.batch_size, collate_fn=padded)
     training = state.Resumable(loader(paragraphs[len(paragraphs) // 20 :], shuffle=True))
     others = loader(paragraphs[: len(paragraphs) // 20])
 
     config = AutoConfig.from_pretrained(args.model) if args.model else llama_config()
     with torch.device("meta"):  # the model takes no memory here, and in Stage only its own layers
-        model = AutoModelForCausalLM.from_config(config)
+        model: Any = AutoModelForCausalLM.from_config(config)
         if args.lora:
             model = with_adapters(model)
     stage = Stage(hf.sequential(model), chunks=args.chunks, loss_fn=hf.causal_lm_loss)
