@@ -20,7 +20,7 @@ from procpipe.notes import write_note
 class LocalLayers(FixedLayers):
     """A process's layers of a cut model, under the full model's names.
 
-    What optimizers and state dicts need of them. Nothing here communicates.
+    What optimizers, state dicts and ``torch.compile`` need of them. Nothing here communicates.
     """
 
     _cut: Cut
@@ -101,6 +101,26 @@ class LocalLayers(FixedLayers):
         self._tied.load(state_dict)
         return loaded
 
+    def compile(self, **options: Any) -> None:
+        """Compile each of this stage's layers in place, by ``torch.compile`` in their first steps.
+
+        Every rank calls it; it does not communicate. Keys, parameters and results stay. Layers that
+        stash or pop skip tensors are left as they are, which a note says. A backward in two tasks
+        (``"zb-h1"``, ``"zb-v"``) runs whole in the first for compiled layers, which a note says,
+        too. While a rank compiles, the ``timeout_s`` of others does not run, and stall reports
+        name the layer.
+
+        Args:
+            options: for ``torch.compile``: ``backend``, ``mode``, ``dynamic``, …
+
+        Source: ``torch.nn.Module.compile``.
+        """
+        if left_out := compile_layers(self.named_children(), options):
+            write_note(
+                f"procpipe: stage {self.rank} leaves layers uncompiled that stash or pop skip "
+                f"tensors: {', '.join(left_out)}"
+            )
+
     def _check_nothing_shared(self) -> None:
         placement = self._cut.placement
         shared = [str(t) for t in self._cut.ties if len({placement[j] for j in t.partitions}) > 1]
@@ -116,23 +136,3 @@ class LocalLayers(FixedLayers):
             j: nn.ModuleList(self._modules[name] for name in layers)
             for j, layers in self._cut.layers.items()
         }
-
-    def compile(self, **options: Any) -> None:
-        """Compile each of this stage's layers in place, by ``torch.compile`` in their first steps.
-
-        Does not communicate; each rank compiles its own. Keys, parameters and results stay. Layers
-        that stash or pop skip tensors are left as they are, which a note says. A backward in two
-        tasks (``"zb-h1"``, ``"zb-v"``) runs whole in the first for compiled layers, which a note
-        says, too. While a rank compiles, the ``timeout_s`` of others does not run, and stall
-        reports name the layer.
-
-        Args:
-            options: for ``torch.compile``: ``backend``, ``mode``, ``dynamic``, …
-
-        Source: ``torch.nn.Module.compile``.
-        """
-        if left_out := compile_layers(self.named_children(), options):
-            write_note(
-                f"procpipe: stage {self.rank} leaves layers uncompiled that stash or pop skip "
-                f"tensors: {', '.join(left_out)}"
-            )

@@ -168,7 +168,7 @@ class Stage(LocalLayers):
         schedule: str | Callable[[int, int], Plan] = "gpipe",
         memory_limit_bytes: int | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
-        loss_fn: Callable[..., Tensor] | None = None,
+        loss_fn: Callable[..., Tensor | tuple[Tensor, Any]] | None = None,
         loss_weight: Callable[[Any], float] | None = None,
         check_loss: bool = False,
         check_tied: bool = False,

@@ -7,10 +7,10 @@
     nn.Conv1d._conv_forward, also of 2d and 3d      those of convolutions are not deferred
     F._in_projection, F._in_projection_packed       those of attention are not: split/attention.py
     nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
+    Tensor._backward_hooks, _post_accumulate_…      hooks of gradients are not found
     nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
     _dynamo.OptimizedModule                         likewise
     _dynamo.callback_handler                        compiling counts as computing
-    Tensor._backward_hooks, _post_accumulate_…      hooks of gradients are not found
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
@@ -130,6 +130,46 @@ def conv_forward_of(layer_type: type[nn.Module]) -> Callable[..., Tensor] | None
     return getattr(layer_type, "_conv_forward", None)
 
 
+# -- scaling of gradients ------------------------------------------------------------------------
+
+
+class CheckedScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` that can change what its checks of gradients have found.
+
+    ``unscale_``, and otherwise ``step``, checks and unscales an optimizer's gradients in one
+    function, whose result ``step`` and ``update`` go by.
+    """
+
+    def checked(
+        self, check: Callable[[], Mapping[torch.device, Tensor]], zero: Tensor
+    ) -> Mapping[torch.device, Tensor]:
+        """Run a check and return what counts: by device, 0-dim, not 0 for an inf or NaN.
+
+        ``zero`` is a 0 on the scale's device.
+        """
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Any:
+        of_torch = super()._unscale_grads_
+        return self.checked(
+            lambda: of_torch(optimizer, inv_scale, found_inf, allow_fp16), found_inf
+        )
+
+
+def check_scaler() -> None:
+    """Raise ``RuntimeError`` if this torch's ``GradScaler`` checks gradients elsewhere."""
+    if not hasattr(torch.amp.GradScaler, "_unscale_grads_"):
+        raise RuntimeError(
+            f"torch {torch.__version__} has another GradScaler than those known here: use a "
+            "release of torch that procpipe was tested with"
+        )
+
+
+# -- compiling -----------------------------------------------------------------------------------
+
+
 def compile_in_place(layer: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile what calling a layer runs, with options for ``torch.compile``.
 
@@ -183,43 +223,6 @@ def on_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Callable
     handler.register_start_callback(started)
     handler.register_end_callback(ended)
     return remove
-
-
-# -- scaling of gradients ------------------------------------------------------------------------
-
-
-class CheckedScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` that can change what its checks of gradients have found.
-
-    ``unscale_``, and otherwise ``step``, checks and unscales an optimizer's gradients in one
-    function, whose result ``step`` and ``update`` go by.
-    """
-
-    def checked(
-        self, check: Callable[[], Mapping[torch.device, Tensor]], zero: Tensor
-    ) -> Mapping[torch.device, Tensor]:
-        """Run a check and return what counts: by device, 0-dim, not 0 for an inf or NaN.
-
-        ``zero`` is a 0 on the scale's device.
-        """
-        raise NotImplementedError
-
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> Any:
-        of_torch = super()._unscale_grads_
-        return self.checked(
-            lambda: of_torch(optimizer, inv_scale, found_inf, allow_fp16), found_inf
-        )
-
-
-def check_scaler() -> None:
-    """Raise ``RuntimeError`` if this torch's ``GradScaler`` checks gradients elsewhere."""
-    if not hasattr(torch.amp.GradScaler, "_unscale_grads_"):
-        raise RuntimeError(
-            f"torch {torch.__version__} has another GradScaler than those known here: use a "
-            "release of torch that procpipe was tested with"
-        )
 
 
 # -- process groups ------------------------------------------------------------------------------

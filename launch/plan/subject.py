@@ -72,7 +72,7 @@ class Subject:
     model: nn.Sequential
     inputs: tuple[Any, ...]
     target: Any
-    loss_fn: Callable[..., Tensor]
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]]
     batch: int
 
     def micro_batch(self, num_samples: int) -> tuple[Inputs, Any]:

@@ -127,7 +127,7 @@ def profile_layers(
     sample: Any,
     *,
     target: Any = None,
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]] | None = None,
     timeout: float = 1.0,
     device: torch.device | str | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -187,12 +187,12 @@ def profile_layers(
 class _Loss(nn.Module):
     """A loss function as a last layer."""
 
-    def __init__(self, loss_fn: Callable[..., Tensor], target: Any) -> None:
+    def __init__(self, loss_fn: Callable[..., Any], target: Any) -> None:
         super().__init__()
         self.loss_fn = loss_fn
         self.target = target
 
-    def forward(self, output: Any) -> Tensor:
+    def forward(self, output: Any) -> Any:
         """Compute the loss."""
         given = () if self.target is None else (self.target,)
         return self.loss_fn(output, *given)

@@ -15,6 +15,7 @@ from tests.dist.script import run_forked, run_script
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples/train_digits.py"
 LM = ROOT / "examples/train_lm.py"
+HF = ROOT / "examples/finetune_hf.py"
 
 #: Numbers of stages, and balances. The first run of the digits uses the launcher.
 WAYS = [
@@ -38,6 +39,10 @@ def results(stdout):
         if line.strip() and not is_table:
             found.append(line)
     return found
+
+
+def without_balance(stdout):
+    return [line for line in stdout.splitlines() if line and ", balance [" not in line]
 
 
 def run(example, *, nproc=None, balance=(), args=None, launcher=False):
@@ -75,6 +80,27 @@ def test_digits_are_recognised():
     last = results(done.stdout)[-1]
     assert last.startswith("epoch  8")
     assert float(last.rsplit(maxsplit=1)[1].rstrip("%")) >= 97.0
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_language_model_is_trained_resumed_and_adapted(tmp_path):
+    pytest.importorskip("peft")
+    few = ["--batch-size", "4", "--every", "2", "--paragraphs", "60", "--generate", "8"]
+    printed = {}
+    for num_ranks in (None, 2):
+        folder = tmp_path / str(num_ranks)
+        whole = run(HF, nproc=num_ranks, args=[*few, "--steps", "6", "--out", str(folder / "out")])
+        saving = [*few, "--state", str(folder / "state")]
+        first = run(HF, nproc=num_ranks, args=[*saving, "--steps", "4"])
+        second = run(HF, nproc=2 if num_ranks is None else None, args=[*saving, "--steps", "6"])
+        lines = [without_balance(done.stdout) for done in (whole, first, second)]
+        assert lines[1][:2] + lines[2] == lines[0], "resumed on another number of stages"
+        lora = ["--model", str(folder / "out"), "--lora", "--out", str(folder / "adapter")]
+        adapted = run(HF, nproc=num_ranks, args=[*few, *lora, "--steps", "2"])
+        printed[num_ranks] = lines[0], without_balance(adapted.stdout)
+        assert (folder / "adapter" / "adapter_config.json").is_file()
+    assert printed[None] == printed[2]
 
 
 @pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.stem)
