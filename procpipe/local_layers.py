@@ -104,11 +104,11 @@ class LocalLayers(FixedLayers):
     def compile(self, **options: Any) -> None:
         """Compile each of this stage's layers in place, by ``torch.compile`` in their first steps.
 
-        Every rank calls it; it does not communicate. Keys, parameters and results stay. Layers that
-        stash or pop skip tensors are left as they are, which a note says. A backward in two tasks
-        (``"zb-h1"``, ``"zb-v"``) runs whole in the first for compiled layers, which a note says,
-        too. While a rank compiles, the ``timeout_s`` of others does not run, and stall reports
-        name the layer.
+        Does not communicate; each rank compiles its own. Keys, parameters and results stay. Layers
+        that stash or pop skip tensors are left as they are, which a note says. A backward in two
+        tasks (``"zb-h1"``, ``"zb-v"``) runs whole in the first for compiled layers, which a note
+        says, too. While a rank compiles, the ``timeout_s`` of others does not run, and stall
+        reports name the layer.
 
         Args:
             options: for ``torch.compile``: ``backend``, ``mode``, ``dynamic``, …
