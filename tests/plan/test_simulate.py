@@ -158,9 +158,9 @@ def test_tasks_that_take_no_time_leave_no_bubble() -> None:
 @pytest.mark.slow
 def test_a_thousand_stages_are_simulated_in_seconds() -> None:
     m, n = 1024, 1024
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     timeline = simulate(gpipe(m, n), Costs.uniform(n, output_bytes=1))
     assert timeline.total_s == 3 * (m + n - 1)
     assert timeline.bubble == pytest.approx((n - 1) / (m + n - 1), abs=1e-12)
     assert timeline.peak_bytes(n - 1) == 2 * m
-    assert time.perf_counter() - start_s < 15  # 1 s on a quiet machine
+    assert time.process_time() - start_s < 15  # 1 s on a quiet machine
