@@ -15,6 +15,9 @@
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
     amp.GradScaler._unscale_grads_                  RuntimeError where stage.scaler() is called
+    ops.aten._scaled_dot_product_flash_attention_…  its FLOPs are not counted
+    ops.aten._grouped_mm                            likewise
+    _subclasses.FakeTensorMode                      ImportError where procpipe plan --hf is run
     utils._pytree                                   ImportError
 
 A name may stay while its behaviour changes. Where no check could detect that (the engine, the
@@ -30,8 +33,10 @@ torch writes and reads (``state/index.py``, ``state/archives.py``).
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -223,6 +228,35 @@ def on_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Callable
     handler.register_start_callback(started)
     handler.register_end_callback(ended)
     return remove
+
+
+# -- tensors without values ----------------------------------------------------------------------
+
+#: By operator, functions from shapes to FLOPs that ``FlopCounterMode`` lacks.
+FLOPS: dict[Any, Callable[..., int]] = {}
+if _attention := getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None):
+    FLOPS[_attention] = lambda query, key, *_, **__: 4 * math.prod(query) * key[-2]
+if _of_experts := getattr(torch.ops.aten, "_grouped_mm", None):
+    FLOPS[_of_experts] = lambda tokens, weights, *_, **__: 2 * math.prod(tokens) * weights[-1]
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Return a context in which tensors, on any device, are made without values and memory.
+
+    Operators work out shapes, as on the meta device, but choose kernels as that device does.
+    Reading a value raises an error; transformers does not read those of a mask then.
+    """
+    from torch._subclasses import FakeTensorMode  # takes time at first
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # errors that are raised as well
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 # -- process groups ------------------------------------------------------------------------------

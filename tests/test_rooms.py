@@ -78,6 +78,18 @@ def build_without_balance(port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     build_with({"schedule": "zb-v"}, "balance")  # two partitions
 
+def plan_a_folder(tree):
+    from procpipe.launch.main import main
+    with open(f"{tree}/config.json", "w") as file:
+        file.write("{}")
+    try:
+        main(["plan", "--hf", tree, "-n", "2"])
+    except SystemExit as error:
+        message = str(error.__cause__)
+        assert "procpipe plan --hf needs procpipe.hf, which this installation" in message, message
+    else:
+        raise AssertionError("a folder was planned without hf")
+
 def check(part, tree):
     # An editable installation would add what the tree lacks.
     finders = (f for f in sys.meta_path if not f.__module__.startswith("__editable__"))
@@ -91,6 +103,8 @@ def check(part, tree):
     check_exit_codes(*(forked(run_step, part, rank, port) for rank in range(2)))
     if part in OPTIONS:
         check_exit_codes(forked(build_with, {"balance": [1]} | OPTIONS[part], part))
+    if part == "hf":
+        check_exit_codes(forked(plan_a_folder, tree))
     if part == "balance":
         check_exit_codes(forked(build_without_balance, port))
     print(part, flush=True)

@@ -2,7 +2,8 @@
 
     procpipe plan mymodel:build --sample mymodel:sample -n 4 --memory 24GiB
 
-1  measure the layers of the model here, one by one (measure.py), or read saved costs
+1  measure the layers of the model here, one by one (measure.py), or read saved costs;
+   estimate those of a folder of Hugging Face (folder.py)
 2  simulate every schedule, checkpoint mode, number of chunks and some balances (procpipe.tuning)
 3  print the best of each, and of the chosen one its stages, timeline and the line to paste
 4  with --check, run it and compare (check.py)
@@ -15,6 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +25,14 @@ from rich.console import Console
 
 from procpipe.balance import divide
 from procpipe.launch.plan.check import rehearse
-from procpipe.launch.plan.measure import measure_link, measure_model, sizes_to_measure
+from procpipe.launch.plan.folder import attention_of_gpus, load_folder
+from procpipe.launch.plan.measure import (
+    assumed_link,
+    measure_link,
+    measure_model,
+    measure_rate,
+    sizes_to_measure,
+)
 from procpipe.launch.plan.options import STATES, check_options, device_type, parser
 from procpipe.launch.plan.report import (
     arguments_of,
@@ -76,10 +85,11 @@ class _Planning:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._console = Console()
-        is_measured = not options.costs
+        is_measured = not options.costs and not (options.hf and options.flops)
         self._device = torch.device(device_type(options.device) if is_measured else "cpu")
         self._named = Named(options.model or "", options.sample, options.loss, options.batch)
         check_options(options, self._device)
+        self._loss, self._model = options.loss.rpartition(":")[2] or "loss_fn", "model"
         self._chunks: tuple[int, ...] = tuple(options.chunks or ())
         self._memory_bytes: int | None = options.memory
         if options.memory is None and self._device.type == "cuda":
@@ -88,7 +98,10 @@ class _Planning:
     def main(self) -> int:
         """Measure or read, propose, print, and check."""
         options = self._options
-        measured = self._read() if options.costs else self._measure()
+        if options.costs:
+            measured = self._read()
+        else:
+            measured = self._measure() if options.hf is None else self._estimate()
         if options.save:
             self._save(measured)
         question = self._question(measured)
@@ -107,17 +120,7 @@ class _Planning:
         if self._device.type == "cpu":
             torch.set_num_threads(1)  # as in a process that shares the host with others
         subject = load(self._named)
-        chunks = options.chunks or default_chunks(subject.batch, options.n)
-        if most := [count for count in chunks if count > subject.batch]:
-            raise MistakeError(
-                f"--chunks {most[0]}: the mini-batch has {subject.batch} samples, so it cannot be "
-                "split into more; ask for fewer, or give a larger --batch"
-            )
-        if options.n > len(subject.model):
-            raise MistakeError(
-                f"-n {options.n}: the model has {counted(len(subject.model), 'layer')}, and each "
-                "device needs at least one"
-            )
+        chunks = self._chunks_of(subject)
         name = "one CPU thread"
         if self._device.type == "cuda":
             name = torch.cuda.get_device_name(self._device)
@@ -130,6 +133,55 @@ class _Planning:
                 "may be cheaper"
             )
         return Measured(model, subject.batch, link, name)
+
+    def _estimate(self) -> Measured:
+        """Estimate the layers of a folder of Hugging Face."""
+        options, device = self._options, self._device
+        subject = load_folder(options.hf, options.batch or 8, options.length, options.loss)
+        self._loss, self._model = subject.loss, "hf.sequential(model)"
+        chunks = self._chunks_of(subject)
+        rate, source = options.flops, "--flops"
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        if rate is None:
+            rate, how = measure_rate(device, subject.dtype)
+            source = f"measured: {how}; of other devices: --flops"
+        if options.flops and options.device != "cpu" and device.type == "cpu":
+            link, link_source = assumed_link(), "assumed: --bandwidth"
+        else:
+            link, link_source = measure_link(device)
+        found = sizes_to_measure(subject.batch, chunks)
+        sizes = (found[0], found[-1]) if len(found) > 1 else found  # between, all is in proportion
+        _print(
+            f"{subject.words}\ncounting bytes and FLOPs of {counted(len(subject.model), 'layer')}, "
+            f"without values, micro-batches of {', '.join(map(str, sizes))} x {subject.length} "
+            "tokens with padding …"
+        )
+        is_cpu = device.type == "cpu" and (options.flops is None or options.device == "cpu")
+        with nullcontext() if is_cpu else attention_of_gpus():
+            model = measure_model(subject, sizes, device, rate)
+        _print(
+            f"times are estimated, not measured: FLOPs at {rate / 1e12:.3g} TFLOP/s ({source}), a "
+            f"backward as twice its forward\ntransfers: {link.bytes_per_s / 1e9:.1f} GB/s "
+            f"({link_source})"
+        )
+        return Measured(model, subject.batch, link, f"estimated at {rate:.3g} FLOP/s")
+
+    def _chunks_of(self, subject: Subject) -> Sequence[int]:
+        """Return the numbers of chunks to try; check that the model can be divided."""
+        options = self._options
+        chunks: Sequence[int] = options.chunks or default_chunks(subject.batch, options.n)
+        if most := [count for count in chunks if count > subject.batch]:
+            raise MistakeError(
+                f"--chunks {most[0]}: the mini-batch has {subject.batch} samples, so it cannot be "
+                "split into more; ask for fewer, or give a larger --batch"
+            )
+        if options.n > len(subject.model):
+            raise MistakeError(
+                f"-n {options.n}: the model has {counted(len(subject.model), 'layer')}, and each "
+                "device needs at least one"
+            )
+        return chunks
 
     def _measure_layers(self, subject: Subject, chunks: Sequence[int], name: str) -> Model:
         """Measure on all sizes; leave out small ones that fail, unless --chunks asks for them."""
@@ -260,8 +312,7 @@ class _Planning:
         return 0
 
     def _line(self, proposal: Proposal, memory_bytes: int | None) -> str:
-        loss = self._options.loss.rpartition(":")[2] or "loss_fn"
-        return str(line_to_paste(arguments_of(proposal, memory_bytes), loss))
+        return str(line_to_paste(arguments_of(proposal, memory_bytes), self._loss, self._model))
 
 
 def _print(text: str) -> None:

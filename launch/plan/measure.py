@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import chain
 from typing import Any
@@ -27,7 +27,10 @@ from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
 _BUDGET_S = 0.5
 
 _COPY_BYTES = 16 << 20
-_NUM_COPIES = 9
+_NUM_ROUNDS = 9
+
+#: Of the matrices that are multiplied to measure FLOPs per second.
+_CPU_WIDTH, _GPU_WIDTH = 1024, 8192
 
 #: From the end of a task until a message of a few bytes has reached another process or device.
 _CPU_LATENCY_S, _GPU_LATENCY_S = 50e-6, 20e-6
@@ -42,8 +45,13 @@ def sizes_to_measure(batch: int, chunks: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes) if len(sizes) <= 3 else (sizes[0], sizes[len(sizes) // 2], sizes[-1])
 
 
-def measure_model(subject: Subject, sizes: Sequence[int], device: torch.device) -> Model:
-    """Measure a model's layers on micro-batches of some sizes.
+def measure_model(
+    subject: Subject,
+    sizes: Sequence[int],
+    device: torch.device,
+    flops_per_s: float | None = None,
+) -> Model:
+    """Measure a model's layers on micro-batches of some sizes; with ``flops_per_s``, estimate them.
 
     Raises:
         SizeError: the model cannot be run on as many samples, or on any.
@@ -53,7 +61,19 @@ def measure_model(subject: Subject, sizes: Sequence[int], device: torch.device) 
         check_model(subject.model)
     except ValueError as error:
         raise MistakeError(str(error)) from error
-    loss = Loss(subject.loss_fn, None)  # as strict as that of a stage
+    strict = Loss(subject.loss_fn, None)  # as that of a stage
+
+    def loss_of(output: Any, target: Any = None) -> Any:
+        if flops_per_s is None:
+            return strict.of(output, target)
+        given = () if target is None else (target,)
+        result = subject.loss_fn(output, *given)
+        of_sum = (
+            result[0] if isinstance(result, tuple) else result
+        )  # a weight has no value to check
+        Loss(lambda *_: of_sum, None).of(output, target)
+        return result
+
     profiles = []
     for size in sizes:
         inputs, target = subject.micro_batch(size)
@@ -62,14 +82,21 @@ def measure_model(subject: Subject, sizes: Sequence[int], device: torch.device) 
                 subject.model,
                 inputs,
                 target=target,
-                loss_fn=lambda output, target=None: loss.of(output, target),
+                loss_fn=loss_of,
                 timeout=_BUDGET_S,
                 device=device,
+                flops_per_s=flops_per_s,
             )
         except MistakeError:
             raise
         except Exception as error:
             where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            if flops_per_s is not None:
+                raise MistakeError(
+                    f"the model cannot be run without values{where}: {type(error).__name__}: "
+                    f"{error}; have it measured on real ones: procpipe plan mymodel:build --sample "
+                    "mymodel:sample, where build() returns hf.sequential(model)"
+                ) from error
             raise SizeError(size, f"{where}: {type(error).__name__}: {error}") from error
         profiles.append(profile)
     return replace(_model(sizes, profiles), ties=ties_of(subject.model))
@@ -89,27 +116,48 @@ def ties_of(model: nn.Sequential) -> tuple[TiedLayers, ...]:
     )
 
 
+def measure_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Measure FLOPs per second, of a product of two large matrices; also return how, in words."""
+    width = _GPU_WIDTH if device.type == "cuda" else _CPU_WIDTH
+    one, other = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+    product_s = _seconds(lambda: one @ other, device)
+    where = "this GPU" if device.type == "cuda" else "one CPU thread"
+    return 2 * width**3 / product_s, f"a product of two {dtype_text(dtype)} matrices on {where}"
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return a dtype's name, without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
 def measure_link(device: torch.device) -> tuple[Link, str]:
     """Measure the link from one device to the next by copying; also return how, in words."""
     if device.type != "cuda":
         source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
-        copy_s = _copy_seconds(source, torch.empty_like(source))
+        destination = torch.empty_like(source)
+        copy_s = _seconds(lambda: destination.copy_(source), device)
         link = Link(_CPU_LATENCY_S, _COPY_BYTES / (2 * copy_s))
         return link, f"two copies in memory at {_COPY_BYTES / copy_s / 1e9:.1f} GB/s, measured"
     if torch.cuda.device_count() > 1:
         source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cuda:0")
-        copy_s = _copy_seconds(source, torch.empty_like(source, device="cuda:1"))
+        destination = torch.empty_like(source, device="cuda:1")
+        copy_s = _seconds(lambda: destination.copy_(source), destination.device)
         return Link(_GPU_LATENCY_S, _COPY_BYTES / copy_s), "a copy from GPU 0 to GPU 1, measured"
-    return Link(_GPU_LATENCY_S, _GPU_BYTES_PER_S), "assumed, as there is one GPU: --bandwidth"
+    return assumed_link(), "assumed, as there is one GPU: --bandwidth"
 
 
-def _copy_seconds(source: torch.Tensor, destination: torch.Tensor) -> float:
+def assumed_link() -> Link:
+    """Return a link between two GPUs of one host."""
+    return Link(_GPU_LATENCY_S, _GPU_BYTES_PER_S)
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     found_s = []
-    for _ in range(_NUM_COPIES):
+    for _ in range(_NUM_ROUNDS):
         begun = time.perf_counter()
-        destination.copy_(source)
-        if source.is_cuda:
-            torch.cuda.synchronize(destination.device)
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         found_s.append(time.perf_counter() - begun)
     return statistics.median(found_s)
 

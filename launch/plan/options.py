@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from pathlib import Path
@@ -49,13 +50,25 @@ def check_options(options: argparse.Namespace, device: torch.device) -> None:
         )
     if options.save and Path(options.save).is_dir():
         raise MistakeError(f"--save {options.save} cannot be written: it is a folder")
-    if options.costs:
-        for name in ("model", "sample", "save", "check"):
+    if options.hf is None:
+        for name in ("length", "flops"):
             if getattr(options, name):
-                option = "the model" if name == "model" else f"--{name}"
-                raise MistakeError(f"--costs replaces a model, so leave out {option}")
+                raise MistakeError(f"--{name} is for a folder of Hugging Face, --hf FOLDER")
+    elif options.check:
+        raise MistakeError(
+            "--check runs the model, but --hf reads no weights: plan mymodel:build --sample "
+            "mymodel:sample --check, where build() returns hf.sequential(model)"
+        )
+    if options.costs:
+        _check_left_out(
+            options, "--costs replaces a model", "model", "sample", "save", "check", "hf"
+        )
+    elif options.hf is not None:
+        _check_left_out(options, "--hf gives model and sample", "model", "sample")
     elif not options.model:
-        raise MistakeError("a model is needed, as in mymodel:build, or --costs with those of one")
+        raise MistakeError(
+            "a model is needed, as in mymodel:build, or --hf FOLDER, or --costs with those of one"
+        )
     elif not options.sample:
         raise MistakeError(
             "a sample is needed to measure the model on: --sample mymodel:sample, which gives a "
@@ -65,6 +78,13 @@ def check_options(options: argparse.Namespace, device: torch.device) -> None:
         raise MistakeError(
             f"--check: {options.n} GPUs are needed, and there are {torch.cuda.device_count()} here"
         )
+
+
+def _check_left_out(options: argparse.Namespace, reason: str, *names: str) -> None:
+    for name in names:
+        if getattr(options, name):
+            option = "the model" if name == "model" else f"--{name}"
+            raise MistakeError(f"{reason}, so leave out {option}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,11 +103,17 @@ def parser() -> argparse.ArgumentParser:
         help="a mini-batch, (input, target) or the input alone; or a function for it")  # fmt: skip
     add("--loss", default="", metavar="MODULE:NAME",
         help="the loss function, of output and target, or of the output alone")  # fmt: skip
+    add("--hf", metavar="FOLDER",
+        help="instead of both, a folder of Hugging Face, of which config.json is read")  # fmt: skip
+    add("--length", type=positive, metavar="L",
+        help="with --hf, tokens of a sample; by default at most 1024")  # fmt: skip
+    add("--flops", type=_flops, metavar="FLOPS",
+        help="with --hf, a device's per second, as in 300e12; by default measured")  # fmt: skip
     add("-n", type=positive, required=True, metavar="N", help="how many devices there are")
     add("--memory", type=_memory, metavar="BYTES",
         help="of each device, as in 24GiB; by default a GPU's own, no limit on CPUs")  # fmt: skip
     add("--batch", type=positive, metavar="B",
-        help="samples in a mini-batch; by default those of the sample")  # fmt: skip
+        help="samples in a mini-batch; by default those of the sample, with --hf 8")  # fmt: skip
     add("--chunks", type=_chunks, metavar="M,M,…",
         help="numbers of chunks to try; by default powers of two up to 8 a device")  # fmt: skip
     add("--optimizer", choices=tuple(STATES), default="adam",
@@ -129,6 +155,16 @@ def _memory(text: str) -> int:
     if not num_bytes:
         raise argparse.ArgumentTypeError(f"{text}: a device needs memory")
     return num_bytes
+
+
+def _flops(text: str) -> float:
+    try:
+        flops_per_s = float(text)
+    except ValueError:
+        flops_per_s = 0.0
+    if not 0 < flops_per_s < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} are no FLOPs per second; some read like 300e12")
+    return flops_per_s
 
 
 def _bandwidth(text: str) -> float:

@@ -177,10 +177,10 @@ def arguments_of(proposal: Proposal, memory_bytes: int | None) -> dict[str, Any]
     return arguments
 
 
-def line_to_paste(arguments: Mapping[str, Any], loss: str) -> str:
+def line_to_paste(arguments: Mapping[str, Any], loss: str, model: str = "model") -> str:
     """Write the line that builds a stage."""
     words = [
         f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
         for name, value in arguments.items()
     ]
-    return f"stage = Stage(model, {', '.join(words)}, loss_fn={loss})"
+    return f"stage = Stage({model}, {', '.join(words)}, loss_fn={loss})"

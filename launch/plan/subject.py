@@ -105,12 +105,18 @@ def load(named: Named) -> Subject:
             )
     loss_fn: Any = stand_in_loss
     if named.loss:
-        loss_fn = _attribute(named.loss, "the loss")
-        if not callable(loss_fn):
-            raise MistakeError(f"{named.loss} is {loss_fn!r}, but the loss must be a function")
+        loss_fn = load_loss(named.loss)
     batch = named.batch or num_samples
     inputs, target = (_resized(value, batch, num_samples) for value in (inputs, target))
     return Subject(model, inputs, target, loss_fn, batch)
+
+
+def load_loss(path: str) -> Any:
+    """Import a loss function; ``MistakeError`` as for :func:`load`."""
+    loss_fn = _attribute(path, "the loss")
+    if not callable(loss_fn):
+        raise MistakeError(f"{path} is {loss_fn!r}, but the loss must be a function")
+    return loss_fn
 
 
 def stand_in_loss(output: Any, target: Any = None) -> Tensor:

@@ -10,7 +10,8 @@ from layer to layer, so a backward ends where the layer begins. (4) Nor does one
 tensors: a stashed one is a root of its layer, and a popped one is detached.
 
 Only one layer is copied at a time, so a model need not fit on the device; for the meta device no
-tensor is copied. The model, the sample and the random number generators do not change.
+tensor is copied. Without a device, copies have shapes and no values, and the bytes of a CPU, as
+kernels are chosen as there. The model, the sample and the random number generators do not change.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry
 from procpipe.compute.recompute import Ambient
 from procpipe.skip.tracker import tracking
+from procpipe.torch_internals import without_values
 from procpipe.tree import Flat, flatten
 
 T = TypeVar("T")
@@ -179,7 +181,7 @@ def as_flat(sample: Any, module: nn.Sequential) -> Flat:
 def run_each(
     module: nn.Sequential,
     inputs: Flat,
-    device: torch.device,
+    device: torch.device | None,
     measure: Callable[[LayerAlone], T],
 ) -> list[T]:
     """Call ``measure`` with each layer in order, and return the results.
@@ -187,14 +189,23 @@ def run_each(
     Args:
         module: the model, not changed.
         inputs: from :func:`as_flat`, not changed.
-        device: where copies of layers and inputs are.
+        device: where copies of layers and inputs are; None for copies without values.
         measure: must call the layer's ``forward`` once.
     """
     found = []
     cut = SkipCut()
-    memo = _on_meta(module) if device.type == "meta" else None
-    with _surroundings(module, device), tracking(cut):
-        copies = [tensor.detach().to(device, copy=True) for tensor in inputs.tensors]
+    is_empty = device is None
+    device = device or torch.device("cpu")
+    with (
+        _surroundings(module, device),
+        tracking(cut),
+        without_values() if is_empty else nullcontext(),
+    ):
+        memo = _empty(module, device) if is_empty or device.type == "meta" else None
+        copies = [
+            _empty_like(tensor, device) if is_empty else tensor.detach().to(device, copy=True)
+            for tensor in inputs.tensors
+        ]
         arguments = Flat(copies, inputs.structure, inputs.requires_grad)
         for name, original in module._modules.items():
             assert original is not None, "nn.Sequential cannot run a child that is None"
@@ -203,8 +214,9 @@ def run_each(
                 found.append(measure(layer))
                 arguments = Flat.of(((layer.output,), {}))
             except Exception as error:
+                where = "without values" if is_empty else f"on {device}"
                 error.add_note(
-                    f"while layer {name!r} ({type(original).__name__}) was profiled on {device}"
+                    f"while layer {name!r} ({type(original).__name__}) was profiled {where}"
                 )
                 raise
             del layer  # and so its graph, before the next is copied
@@ -218,21 +230,30 @@ def _alone(
     arguments: Flat,
     cut: SkipCut,
 ) -> LayerAlone:
-    return LayerAlone(copy.deepcopy(original, memo).to(device).train(), arguments, cut)
+    alone = copy.deepcopy(original, memo)
+    if memo is None:
+        alone.to(device)
+    return LayerAlone(alone.train(), arguments, cut)
 
 
-def _on_meta(module: nn.Module) -> dict[int, Any]:
-    """Return tensors on the meta device that ``copy.deepcopy`` takes for all those of a model."""
+def _empty(module: nn.Module, device: torch.device) -> dict[int, Any]:
+    """Return new tensors that ``copy.deepcopy`` takes for all those of a model."""
     memo: dict[int, Any] = {}
     for owner in module.modules():
         held = chain(owner._parameters.values(), owner._buffers.values(), vars(owner).values())
         for tensor in held:
             if isinstance(tensor, nn.Parameter):
-                meta = torch.empty_like(tensor, device="meta")
-                memo[id(tensor)] = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+                made = _empty_like(tensor, device)
+                memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad)
             elif isinstance(tensor, Tensor):
-                memo[id(tensor)] = torch.empty_like(tensor, device="meta", requires_grad=False)
+                memo[id(tensor)] = _empty_like(tensor, device)
     return memo
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.layout != torch.strided:
+        return torch.empty_like(tensor, device=device, requires_grad=False)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 @contextmanager

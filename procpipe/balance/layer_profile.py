@@ -11,6 +11,8 @@ The passes over all layers (``alone.py``) are separate, since hooks that count t
     1  once        bytes
     2  repeatedly  seconds of forward and backward, with existing gradients to add to
     3  repeatedly  seconds of the backward without the weights' gradients that can be deferred
+
+Without running anything, one pass counts bytes and FLOPs of tensors that have no values.
 """
 
 from __future__ import annotations
@@ -25,16 +27,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from procpipe.balance.alone import LayerAlone, as_flat, run_each
 from procpipe.balance.halves import counting_put_off, noting_ends
 from procpipe.balance.profile import (
     Memories,
     Timer,
+    check_model,
     checked,
     leaves,
 )
 from procpipe.skip.skippable import declared
+from procpipe.torch_internals import FLOPS
 from procpipe.tree import Flat, flatten, map_tensors
 
 _MIN_ROUNDS = 3
@@ -131,8 +136,9 @@ def profile_layers(
     timeout: float = 1.0,
     device: torch.device | str | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    flops_per_s: float | None = None,
 ) -> Profile:
-    """Measure what each layer of a model costs, on one micro-batch.
+    """Measure what each layer of a model costs, on one micro-batch, or estimate it.
 
     Runs in this process only, and blocks. Layers run one by one, as copies in training mode.
 
@@ -146,27 +152,38 @@ def profile_layers(
         timeout: seconds after which no further round starts; three are always measured.
         device: where copies of the layers run, one at a time; by default the sample's.
         clock: returns seconds, from any start.
+        flops_per_s: for an estimate: nothing is computed, bytes are counted as on a CPU, and FLOPs
+            make the seconds, a backward's twice those of the forward. The model, the sample and
+            the target, a tensor, may be on any device, also meta; ``device`` is ignored.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
             stage (:class:`~procpipe.errors.BoundaryError`).
-        ValueError: the model, the sample or ``device`` is meta, which computes nothing.
+        ValueError: the model, the sample or ``device`` is meta, which computes nothing, and
+            ``flops_per_s`` is not given.
     """
-    inputs, device = checked(module, sample, device)
+    if flops_per_s is None:
+        inputs, found = checked(module, sample, device)
+        target = map_tensors(lambda tensor: tensor.to(found), target)
+    else:
+        check_model(module)
+        inputs = as_flat(sample, module)
     whole = module
     if loss_fn is not None:
-        target = map_tensors(lambda tensor: tensor.to(device), target)
         whole = nn.Sequential(OrderedDict(module._modules))
         whole.add_module(_LOSS, _Loss(loss_fn, target))
     counts = _Counts()
-    run_each(whole, inputs, device, counts.count)
-    start_s = _start_seconds(device, clock)
+    if flops_per_s is not None:
+        flops = run_each(whole, inputs, None, counts.count_flops)
+        all_s = [(n / flops_per_s, 2 * n / flops_per_s, n / flops_per_s) for n in flops]
+        start_s = 0.0, 0.0, 0.0
+    else:
+        run_each(whole, inputs, found, counts.count)
+        start_s = _start_seconds(found, clock)
+        all_s = _all_seconds(whole, inputs, found, timeout, clock)
     layers = []
     for (name, layer), sizes, seconds in zip(
-        whole._modules.items(),
-        counts.layers,
-        _all_seconds(whole, inputs, device, timeout, clock),
-        strict=True,
+        whole._modules.items(), counts.layers, all_s, strict=True
     ):
         forward_s, backward_s, first_s = (
             max(0.0, took_s - none_s) for took_s, none_s in zip(seconds, start_s, strict=True)
@@ -300,6 +317,12 @@ class _Counts:
             stashed = Memories(now.get(key, ()))
             lonely = stashed.beyond(entered | left)
             self._skips[key] = k, _num_bytes(now.get(key, ())), lonely.num_bytes_within(saved)
+
+    def count_flops(self, layer: LayerAlone) -> int:
+        """Run a layer's forward, count its bytes, and return its FLOPs."""
+        with FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
+            self.count(layer)
+        return int(counter.get_total_flops())
 
     def skips(self) -> tuple[SkipProfile, ...]:
         """Return what was stashed and popped."""

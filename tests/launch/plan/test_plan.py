@@ -340,7 +340,7 @@ MISTAKES = [
     ((*MODEL, "--chunks", "8,"), "'8,' has a comma without a number on each side"),
     ((*MODEL, "--memory", "0"), "0: a device needs memory"),
     ((), "the following arguments are required: -n"),
-    (("-n", "2"), "a model is needed, as in mymodel:build, or --costs"),
+    (("-n", "2"), "a model is needed, as in mymodel:build, or --hf FOLDER, or --costs"),
     (("mymodel:build", "-n", "2"), "a sample is needed"),
     (("mymodel", "--sample", "a:b", "-n", "2"), "'mymodel', but must be MODULE:NAME"),
     (("nowhere:x", "--sample", "a:b", "-n", "2"), "there is no module 'nowhere'"),

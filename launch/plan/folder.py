@@ -1,0 +1,162 @@
+"""Makes the subject of ``procpipe plan --hf FOLDER``: a model of which only the config is read.
+
+The model, its inputs and its labels are on the meta device, so a model of any size needs no memory.
+Nothing is downloaded, and no code of the folder is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from procpipe.launch.plan.measure import dtype_text
+from procpipe.launch.plan.subject import MistakeError, Subject, load_loss
+from procpipe.losses import masked_cross_entropy
+from procpipe.optional import needed
+
+_LENGTH = 1024
+
+#: By how the name of a model's class ends: the class of transformers that builds it, and the loss.
+_CAUSAL = "AutoModelForCausalLM", "hf.causal_lm_loss"
+_KINDS = {
+    "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "masked_cross_entropy"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", "masked_cross_entropy"),
+    "ForTokenClassification": ("AutoModelForTokenClassification", "masked_cross_entropy"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "F.cross_entropy"),
+}
+
+
+@dataclass(frozen=True)
+class FolderSubject(Subject):  # type: ignore[misc]
+    """The model of a folder and what it is trained with.
+
+    Attributes:
+        loss: the loss function, as in the line to paste.
+        dtype: that of the parameters.
+        length: the tokens of a sample.
+        words: what the model is, as a sentence.
+    """
+
+    loss: str
+    dtype: torch.dtype
+    length: int
+    words: str
+
+
+def load_folder(folder: str, batch: int, length: int | None, loss: str) -> FolderSubject:
+    """Build the model of a folder's ``config.json``, and a mini-batch for it.
+
+    Args:
+        folder: as ``save_pretrained`` of transformers writes it.
+        batch: samples of the mini-batch.
+        length: tokens of each; by default 1024, or as many as the model can have at most.
+        loss: the import path of the loss; "" for that of the model's class.
+
+    Raises:
+        MistakeError: there is no such folder, or its model cannot be divided.
+    """
+    file = Path(folder, "config.json")
+    if not file.is_file():
+        raise MistakeError(
+            f"--hf {folder}: there is no file {file}; nothing is downloaded, so give a folder that "
+            "save_pretrained() has written, or that holds config.json"
+        )
+    try:
+        with needed("procpipe.hf", "procpipe plan --hf"):
+            import transformers
+
+            from procpipe import hf
+    except ModuleNotFoundError as error:
+        lacks = "" if error.name != "transformers" else ": pip install 'procpipe[hf]'"
+        raise MistakeError(f"{error}{lacks}") from error
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        architecture = next(iter(config.architectures or ()), "")
+        auto, loss_name = _kind_of(architecture)
+        model = _build(transformers, config, auto, architecture)
+        layers = hf.sequential(model)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise MistakeError(f"--hf {folder}: {type(error).__name__}: {reason}") from error
+    length = _length_of(config.get_text_config(), length)
+    ids = torch.empty(batch, length, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids, "attention_mask": ids}
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    loss_fn: Any = {
+        "hf.causal_lm_loss": hf.causal_lm_loss,
+        "masked_cross_entropy": masked_cross_entropy,
+        "F.cross_entropy": F.cross_entropy,
+    }[loss_name]
+    if loss:
+        loss_fn, loss_name = load_loss(loss), loss.rpartition(":")[2]
+    dtype = next(model.parameters()).dtype
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return FolderSubject(
+        layers,
+        (inputs,),
+        ids[:, 0] if auto == "AutoModelForSequenceClassification" else ids,
+        loss_fn,
+        batch,
+        loss_name,
+        dtype,
+        length,
+        f"{type(model).__name__}, as {file} describes it: {num_parameters:,} parameters, "
+        f"{dtype_text(dtype)}",
+    )
+
+
+def _kind_of(architecture: str) -> tuple[str, str]:
+    for end, kind in _KINDS.items():
+        if architecture.endswith(end):
+            return kind
+    return _CAUSAL
+
+
+def _build(transformers: Any, config: Any, auto: str, architecture: str) -> Any:
+    """Build the model on the meta device, also one that ``hf.sequential`` will refuse by name."""
+    with torch.device("meta"):
+        try:
+            return getattr(transformers, auto).from_config(config, trust_remote_code=False)
+        except ValueError:  # there is no causal model with such a configuration
+            if not hasattr(transformers, architecture):
+                raise
+            return getattr(transformers, architecture)(config)
+
+
+def _length_of(config: Any, length: int | None) -> int:
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and length is not None and length > longest:
+        raise MistakeError(
+            f"--length {length}: the model has {longest} positions (max_position_embeddings)"
+        )
+    return length or min(_LENGTH, longest or _LENGTH)
+
+
+@contextmanager
+def attention_of_gpus() -> Iterator[None]:
+    """Let attention with dropout keep what it does on GPUs: unlike on CPUs, no scores."""
+    with _NoDropout():
+        yield
+
+
+class _NoDropout(TorchFunctionMode):
+    """Leaves out the dropout of attention, which chooses another kernel on CPUs."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function."""
+        named = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            named["dropout_p"] = 0.0
+        return func(*args, **named)

@@ -1,0 +1,198 @@
+"""``procpipe plan --hf FOLDER``, for small random configurations, without weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from procpipe import hf
+from procpipe.balance import Inputs, Profile, profile_layers
+from procpipe.launch.main import main
+from procpipe.launch.plan.folder import attention_of_gpus, load_folder
+from tests.hf.cases import CASES, config_of
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, case: str, dropout: float = 0.0, **values: Any) -> Any:
+    """Write a folder with a configuration only, and return that."""
+    config = config_of(case, dropout)
+    config.architectures = ["".join(CASES[case][:2])]
+    for key, value in values.items():
+        setattr(config, key, value)
+    config.save_pretrained(name)
+    assert [path.name for path in Path(name).iterdir()] == ["config.json"]
+    return config
+
+
+def estimated(folder: str, batch: int, length: int, *, of_gpus: bool = False) -> Profile:
+    subject = load_folder(folder, batch, length, "")
+    inputs, target = subject.micro_batch(batch)
+    options = {"target": target, "loss_fn": subject.loss_fn, "flops_per_s": 1.0}
+    if of_gpus:
+        with attention_of_gpus():
+            return profile_layers(subject.model, inputs, **options)
+    return profile_layers(subject.model, inputs, **options)
+
+
+def bytes_of(profile: Profile) -> Any:
+    """Return all that a profile has but seconds."""
+    values = asdict(profile)
+    del values["start_s"]
+    for layer in (*values["layers"], values["loss"]):
+        for key in ("forward_s", "backward_s", "input_gradient_s"):
+            del layer[key]
+    return values
+
+
+def test_bytes_are_those_of_the_real_model_with_padding() -> None:
+    cases = [("Llama, tied", 0.0), ("Mistral", 0.0), ("GPT-2", 0.1), ("BERT, tied", 0.1)]
+    for case, dropout in [*cases, ("T5", 0.0), ("BERT", 0.0)]:
+        config = write(case, case, dropout)
+        subject = load_folder(case, 3, 9, "")
+        mask = torch.ones(3, 9, dtype=torch.long)
+        mask[1, -3:] = 0
+        batch = {name: torch.ones_like(mask) for name in subject.inputs[0]}
+        batch["attention_mask"] = mask
+        model = getattr(transformers, "".join(CASES[case][:2]))(config)
+        labels = torch.ones(subject.target.shape, dtype=torch.long)
+
+        measured = profile_layers(
+            hf.sequential(model), Inputs(batch), target=labels, loss_fn=subject.loss_fn, timeout=0
+        )
+
+        assert bytes_of(estimated(case, 3, 9)) == bytes_of(measured), case
+
+
+def test_seconds_are_flops_by_their_rate() -> None:
+    config = write("llama", "Llama")
+    write("experts", "Mixtral", dtype=torch.bfloat16, intermediate_size=24,
+          experts_implementation="grouped_mm")  # fmt: skip
+    h, heads, tokens, length = config.hidden_size, config.num_attention_heads, 2 * 8, 8
+    attention = 2 * tokens * (2 * h * h + 2 * h * h // 2) + 4 * tokens * length * h
+    assert heads == 2 * config.num_key_value_heads
+
+    llama, experts = (estimated(folder, 2, length) for folder in ("llama", "experts"))
+
+    forward_s = [attention + 2 * tokens * 3 * h * config.intermediate_size] * 3
+    assert [layer.forward_s for layer in llama.layers] == [0, *forward_s, 2 * tokens * h * 31]
+    assert [layer.backward_s for layer in llama.layers[1:4]] == [2 * s for s in forward_s]
+    assert [layer.input_gradient_s for layer in llama.layers[1:4]] == forward_s
+    # Each token goes through 2 of 4 experts.
+    assert experts.layers[1].forward_s == attention + 2 * tokens * (4 * h + 2 * 3 * h * 24)
+
+
+def test_dropout_of_attention_keeps_no_scores_on_gpus() -> None:
+    write("none", "Llama")
+    write("some", "Llama", 0.1)
+    plain, dropped = (estimated(folder, 1, 32, of_gpus=True) for folder in ("none", "some"))
+
+    assert plain.layers[1].kept_bytes == dropped.layers[1].kept_bytes
+    assert estimated("some", 1, 32).layers[1].kept_bytes > dropped.layers[1].kept_bytes
+
+
+def test_a_folder_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {"Llama, tied": "hf.causal_lm_loss", "T5": "masked_cross_entropy"}
+    for case, loss in {**losses, "BERT": "F.cross_entropy"}.items():
+        write(case, case)
+        words = ("--hf", case, "-n", "2", "--chunks", "4", "--memory", "1GiB", "--device", "cpu")
+
+        assert main(["plan", *words, "--save", "costs.json"]) == 0, case
+
+        printed = capsys.readouterr().out
+        costs = json.loads(Path("costs.json").read_text())
+        line = printed.rstrip().rpartition("\n")[2]
+        match = re.fullmatch(r"stage = Stage\((.*), balance=\[(.*?)\], .*, loss_fn=(.*)\)", line)
+        assert match, printed
+        assert (match[1], match[3]) == ("hf.sequential(model)", loss)
+        assert sum(map(int, match[2].split(","))) == len(costs["layers"])
+        assert (costs["batch"], costs["samples"]) == (8, [2])
+        assert "times are estimated, not measured" in printed
+        assert "a product of two float32 matrices on one CPU thread" in printed
+
+
+def test_a_model_of_any_size_needs_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    write("large", "Llama", hidden_size=1 << 15, intermediate_size=1 << 17, head_dim=128,
+          num_attention_heads=256, vocab_size=1 << 17, max_position_embeddings=1 << 16)  # fmt: skip
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    assert main(["plan", "--hf", "large", "-n", "2", "--chunks", "8", "--flops", "3e14"]) == 0
+
+    printed = capsys.readouterr().out
+    h = 1 << 15
+    of_block = 2 * h * h + 2 * h * 256 + 3 * h * (1 << 17) + 2 * h
+    assert f"{3 * of_block + 2 * h * (1 << 17) + h:,} parameters, float32" in printed
+    assert "FLOPs at 300 TFLOP/s (--flops)" in printed
+    assert "transfers: 20.0 GB/s (assumed: --bandwidth)" in printed
+    assert "1 x 1024 tokens" in printed
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 1 << 30
+
+
+def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    write("llama", "Llama")
+    write("experts", "Mixtral")
+    transformers.OPTConfig(num_hidden_layers=1).save_pretrained("opt")
+    transformers.ViTConfig(architectures=["ViTModel"]).save_pretrained("vit")
+    Path("empty").mkdir()
+    Path("broken").mkdir()
+    Path("broken", "config.json").write_text("{")
+    here = ("--hf", "llama", "-n", "2")
+    mistakes = [
+        (("--hf", "empty", "-n", "2"), "there is no file empty/config.json; nothing is downloaded"),
+        (("--hf", "gpt2", "-n", "2"), "there is no file gpt2/config.json"),
+        (("--hf", "", "-n", "2"), "--hf : there is no file config.json"),
+        (("--hf", "broken", "-n", "2"), "--hf broken: "),
+        (("--hf", "opt", "-n", "2"), "cannot divide a OPTForCausalLM: its class has not been"),
+        (("--hf", "vit", "-n", "2"), "cannot divide a ViTModel: its class has not been compared"),
+        ((*here, "--check"), "--check runs the model, but --hf reads no weights"),
+        ((*here, "--sample", "a:b"), "--hf gives model and sample, so leave out --sample"),
+        ((*here, "mymodel:build"), "--hf gives model and sample, so leave out the model"),
+        ((*here, "--costs", "x"), "--costs replaces a model, so leave out --hf"),
+        ((*here, "--flops", "fast"), "'fast' are no FLOPs per second; some read like 300e12"),
+        ((*here, "--flops", "nan"), "'nan' are no FLOPs per second"),
+        ((*here, "--length", "33"), "--length 33: the model has 32 positions"),
+        ((*here, "--loss", "nowhere:x"), "the loss, nowhere:x, cannot be imported"),
+        ((*here, "--loss", "torch.nn.functional:relu"), "without values (while layer '(loss)'"),
+        ((*here, "--chunks", "16"), "--chunks 16: the mini-batch has 8 samples"),
+        (("--hf", "llama", "-n", "6"), "-n 6: the model has 5 layers"),
+        (("--length", "9", "-n", "2"), "--length is for a folder of Hugging Face, --hf FOLDER"),
+        (("m:b", "--flops", "1e9", "-n", "2"), "--flops is for a folder of Hugging Face"),
+    ]
+    for words, message in mistakes:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--device", "cpu", *words])
+
+        printed = capsys.readouterr().err
+        assert ended.value.code == 2, words
+        assert message in printed, (words, printed)
+        assert "Traceback" not in printed, words
+
+
+def test_a_layer_that_reads_values_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("llama", "Llama")
+    block = sys.modules["transformers.models.llama.modeling_llama"].LlamaMLP
+    forward = block.forward
+    monkeypatch.setattr(block, "forward", lambda self, x: forward(self, x * float(x.sum() > 0)))
+
+    with pytest.raises(SystemExit):
+        main(["plan", "--device", "cpu", "--hf", "llama", "-n", "2"])
+
+    printed = capsys.readouterr().err
+    assert "cannot be run without values (while layer 'block0' (Block) was profiled" in printed
+    assert "procpipe plan mymodel:build --sample mymodel:sample" in printed
+    assert isinstance(block(config_of("Llama")), nn.Module)
