@@ -74,9 +74,9 @@ def test_one_forward_one_backward_runs_with_fences() -> None:
 
 def test_a_large_plan_is_verified_quickly() -> None:
     plan = gpipe(64, 64, recompute=recomputed("except_last", 64))
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     verify(plan, Routes(64, ((0, 63), (3, 40)), target=True, loss=True))
-    assert time.perf_counter() - start_s < 5  # 0.2 s on a quiet machine
+    assert time.process_time() - start_s < 5  # 0.2 s on a quiet machine
 
 
 # Literal faults -----------------------------------------------------------------------------
