@@ -70,9 +70,8 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
         )
     try:
         with needed("procpipe.hf", "procpipe plan --hf"):
-            import transformers
-
-            from procpipe import hf
+            import procpipe.hf as hf  # "from procpipe" would not say what is missing
+        import transformers
     except ModuleNotFoundError as error:
         lacks = "" if error.name != "transformers" else ": pip install 'procpipe[hf]'"
         raise MistakeError(f"{error}{lacks}") from error
