@@ -7,8 +7,9 @@ end(None)        ours, added to them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from procpipe.torch_internals import has_gradient_hooks
@@ -29,27 +30,28 @@ class Correction:
                 self._set_aside[parameter] = parameter.grad
                 parameter.grad = None
 
-    def end(
-        self, factor: Tensor | None, input_gradients: Mapping[int, Sequence[Tensor | None]]
-    ) -> None:
-        """Multiply this call's gradients, in place, and add them to those of earlier calls.
+    def end(self, factor: Tensor | None, input_gradients: dict[int, list[Tensor | None]]) -> None:
+        """Multiply this call's gradients, and add them to those of earlier calls.
+
+        Not in place: a gradient may be that of several inputs, have its memory in common with
+        another, or be under way to another stage.
 
         Args:
             factor: 0-dim; None where they are right.
-            input_gradients: of each micro-batch, those of the model's inputs.
+            input_gradients: of each micro-batch, those of the model's inputs; replaced here.
 
         Raises:
             RuntimeError: hooks have used a parameter's gradient already.
         """
-        of_call = [p.grad for p in self._set_aside if p.grad is not None]
         if factor is not None:
             self._check_hooks()
-            of_inputs = [g for part in input_gradients.values() for g in part if g is not None]
-            for gradient in [*of_call, *of_inputs]:
-                gradient.mul_(factor.to(gradient))
+            for i, gradients in input_gradients.items():
+                input_gradients[i] = [_product(gradient, factor) for gradient in gradients]
         for parameter, before in self._set_aside.items():
+            gradient = parameter.grad if factor is None else _product(parameter.grad, factor)
             if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+                gradient = before if gradient is None else before.add_(gradient)
+            parameter.grad = gradient
         self._set_aside.clear()
 
     def _check_hooks(self) -> None:
@@ -67,3 +69,11 @@ class Correction:
         for parameter, before in self._set_aside.items():
             parameter.grad = before
         self._set_aside.clear()
+
+
+def _product(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """Return a gradient times a factor, which is not rounded to the gradient's dtype before."""
+    if gradient is None:
+        return None
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return (gradient * factor.to(gradient.device, wide)).to(gradient.dtype)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from procpipe.data.microbatch import checked_weights
 from procpipe.data.remote import Remote
@@ -32,6 +32,7 @@ class Loss:
         must_be_finite: whether a loss that is NaN or infinite is an error; on a GPU, looking
             waits for the device.
         is_sum: whether the function returns a sum and its weight; None before the first step.
+        weight_per_sample: of sums, what a sample counted in the newest step; 0-dim.
         scale: multiplies the gradient with which a backward pass begins, see ``Stage.scaler``.
     """
 
@@ -39,6 +40,7 @@ class Loss:
     weight: Callable[[Any], Any] | None
     must_be_finite: bool = False
     is_sum: bool | None = field(default=None, init=False)
+    weight_per_sample: Tensor | None = field(default=None, init=False)
     scale: Callable[[Tensor], Tensor] | None = field(default=None, init=False)
     _last_weight: Tensor | None = field(default=None, init=False)
     _has_warned: bool = field(default=False, init=False)
@@ -126,6 +128,8 @@ class Loss:
         """
         assert loss is not None, "every step ends with a loss on every rank"
         self.is_sum = isinstance(weight, Tensor)
+        if isinstance(weight, Tensor):
+            self.weight_per_sample = weight / math.fsum(weights)  # weights are samples, of sums
         found = math.fsum(weights) if weight is None else weight
         self._last_weight = torch.as_tensor(found, dtype=torch.float64)
         return loss
@@ -156,8 +160,8 @@ class MeanLoss:
     The total is that of the weights, or the user's. Gradients are divided by it before a backward
     pass begins. But with sums, and unless the user gave it, the total is known only after the last
     forward task, and a schedule may have run backward tasks before. They are divided by the total
-    to be expected, and :attr:`correction` by which all gradients of the mini-batch are
-    multiplied in the end.
+    to be expected, by what a sample counted in the step before. In the end all gradients of the
+    mini-batch are multiplied by :attr:`correction`.
 
     Args:
         loss: the user's function.
@@ -184,6 +188,11 @@ class MeanLoss:
         self._counted: dict[int, Tensor] = {}  # of sums, what each micro-batch counts
         self._divisor: Tensor | None = None
         self._is_divisor_exact = True
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of the user's function, if it is a module."""
+        function = self._loss.function
+        return function.parameters() if isinstance(function, nn.Module) else iter(())
 
     def is_left_out(self, i: int) -> bool:
         """Whether micro-batch ``i`` counts nothing, so that its loss is 0 whatever its output."""
@@ -216,7 +225,11 @@ class MeanLoss:
             if self._total_weight is None and len(self._counted) < len(self._weights):
                 self._is_divisor_exact = False
                 known = math.fsum(self._weights[k] for k in self._counted)
-                self._divisor = self._divisor * (math.fsum(self._weights) / known)
+                rate = self._loss.weight_per_sample
+                rate = self._divisor / known if rate is None else rate.to(self._divisor.device)
+                # Where nothing is known, a sample counts 1.
+                rate = torch.where(rate == 0, torch.ones_like(rate), rate)
+                self._divisor = self._divisor + rate * (math.fsum(self._weights) - known)
             self._divisor = _or_one(self._divisor)
         return self._divisor.reciprocal().to(loss.device, dtype)
 

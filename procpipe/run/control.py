@@ -6,11 +6,13 @@ Messages of one peer arrive in order.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from procpipe.channel.mesh import Mesh
+from procpipe.errors import CallMismatchError
 from procpipe.run.messages import decode, encode
 
 #: The mesh's number of this channel; those of the plan count from 1.
@@ -44,13 +46,24 @@ class Control:
     def receive(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> bytes:
         """Wait for the next message of a peer; ``what`` names it in errors.
 
-        While there is none, ``meanwhile`` is called at intervals; it may raise.
+        While there is none, ``meanwhile`` is called at intervals. What it raises is raised if no
+        message has come some time later: a call of another pipeline may have been seen here before
+        the one of this pipeline, which was sent first, but on another socket.
         """
         heard = self._heard[peer]
+        first_s = math.inf  # when it raised for the first time
 
         def is_here() -> bool:
-            if not heard and meanwhile is not None:
+            nonlocal first_s
+            if heard or meanwhile is None:
+                return bool(heard)
+            try:
                 meanwhile()
+                first_s = math.inf
+            except CallMismatchError:
+                first_s = min(first_s, time.monotonic())
+                if time.monotonic() - first_s >= _LOOK_EVERY_S:
+                    raise
             return bool(heard)
 
         every_s = math.inf if meanwhile is None else _LOOK_EVERY_S

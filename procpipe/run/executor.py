@@ -288,8 +288,9 @@ class Executor:
         task = step.task
         kind, i, j = task
         if batch.may_correct:
-            parts = self.partitions.values()
-            self._correction.begin(chain.from_iterable(part.parameters() for part in parts))
+            parameters = [part.parameters() for part in self.partitions.values()]
+            parameters += [batch.loss.parameters()] if batch.loss else []
+            self._correction.begin(chain.from_iterable(parameters))
         self.tied.begin()
         passage = self._passages.pop((i, j))
         gradients = self._output_gradients(step, passage, batch, outcome)

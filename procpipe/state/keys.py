@@ -146,7 +146,12 @@ def _of_model(module: nn.Module) -> Any:
 def _function(keys: Any) -> Callable[[str], str]:
     if callable(keys):
         return lambda key: _checked(key, keys(key))
+    if isinstance(keys, Mapping):
+        raise TypeError(f"keys={keys!r} is a mapping: {_EXPECTED}")
     try:
+        keys = list(keys)
+        if any(isinstance(pair, str) for pair in keys):
+            raise TypeError("a str is no pair")
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in keys]
         is_text = all(isinstance(replacement, str) for _, replacement in pairs)
     except (TypeError, ValueError, re.error) as error:
@@ -162,7 +167,7 @@ def _function(keys: Any) -> Callable[[str], str]:
                 raise ValueError(
                     f"keys={keys!r}: the replacement {replacement!r}: {error}"
                 ) from None
-        return key
+        return _checked(key, key)
 
     return replace
 
@@ -173,6 +178,8 @@ _EXPECTED = 'pass a function, or pairs of a regular expression and a replacement
 def _checked(key: str, name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"keys= returned {name!r} for {key!r}, but must return the key in the file")
+    if name == "__metadata__":
+        raise ValueError(f"keys= returned {name!r} for {key!r}, which names no tensor in a file")
     return name
 
 

@@ -58,9 +58,11 @@ def load_weights(
 
     Source: ``torch.nn.Module.load_state_dict``.
     """
+    file_keys = FileKeys.of(module, keys)  # before the call, which a mistake would end
     with Member.of(module).call("state.load_weights") as agree:
         source = open_source(Path(path))
-        file_keys = FileKeys.of(module, () if keys is None and source.is_own else keys)
+        if keys is None and source.is_own:
+            file_keys = FileKeys.of(module, ())
 
         def all_faults_and_advice(facts: list[dict[str, Any]]) -> list[str]:
             named = [value for of_rank in facts for value in of_rank["keys"]]
@@ -108,8 +110,8 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
     """
     member = Member.of(module)
     rank, num_ranks = member.rank, member.num_ranks
+    file_keys = FileKeys.of(module, keys)  # before the call, which a mistake would end
     with member.call("state.export") as agree:
-        file_keys = FileKeys.of(module, keys)
 
         def make_folder(facts: list[Any]) -> dict[str, Any]:
             faults = collisions(chain.from_iterable(facts))

@@ -109,6 +109,42 @@ def uses_another(bare, when):
         raise
 
 
+def use_in_turn(bare):
+    """Rank 0 is a call ahead, in another pipeline, when the other rank begins its call."""
+    pipelines = []
+    for k in range(2):
+        world = World(
+            rank=bare.rank,
+            num_ranks=bare.num_ranks,
+            store=PrefixStore(f"{k}", bare.store),
+            device=bare.device,
+            number=k,
+            timeout_s=bare.timeout_s,
+        )
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        pipelines.append(Stage(model, [1, 1], loss_fn=F.mse_loss, world=world))
+    inputs = torch.ones(2, 4)
+    for stage in pipelines:
+        stage.step(inputs, inputs)
+    if bare.rank == 1:
+        ahead = pipelines[1]._calls.pipeline
+        assert ahead is not None
+        while ahead.coordinator.waiting() is None:  # rank 0 has made both calls
+            ahead.wires.mesh.wait(ahead.coordinator.waiting, lambda: "an order", every_s=0.01)
+    for stage in pipelines:
+        stage(inputs)
+    for stage in pipelines:
+        stage.close()
+
+
+def test_a_rank_may_be_ahead_in_another_pipeline(ranks):
+    """Symptom: CallMismatchError, although both ranks made the same calls in the same order.
+
+    The order of the later call was seen first, as each pipeline has its own sockets.
+    """
+    ranks(2).run(use_in_turn, world=False).values()
+
+
 @pytest.mark.parametrize(
     ("when", "words"),
     [

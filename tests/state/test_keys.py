@@ -151,7 +151,10 @@ def test_a_map_that_is_none_is_refused(tmp_path):
     write(tmp_path / "x.safetensors", model)
     cases: tuple[tuple[Any, type[Exception], str], ...] = (
         (lambda key: None, TypeError, "keys= returned None for '0.weight'"),
-        ({"^": "model."}, ValueError, "pass a function, or pairs of a regular expression"),
+        ({"^": "model."}, TypeError, "is a mapping: pass a function, or pairs"),
+        ({"ab": "xy"}, TypeError, "is a mapping"),
+        (["ab"], ValueError, "a str is no pair"),
+        (lambda key: "__metadata__", ValueError, "which names no tensor in a file"),
         (7, ValueError, "keys=7: .*pass a function, or pairs"),
         ([("(", "")], ValueError, "pass a function, or pairs of a regular expression"),
         ([("0", r"\7")], ValueError, "the replacement .* invalid group reference"),
@@ -161,6 +164,14 @@ def test_a_map_that_is_none_is_refused(tmp_path):
         for call in (state.load_weights, state.export):
             with pytest.raises(error, match=match):
                 call(tmp_path / "x.safetensors", model, keys=keys)
+
+
+def test_a_stage_can_be_used_after_a_wrong_map(tmp_path):
+    stage = Stage(make_model(1))
+    for call in (state.load_weights, state.export):
+        with pytest.raises(TypeError, match="keys= returned None"):
+            call(tmp_path / "out", stage, keys=lambda key: None)
+    state.export(tmp_path / "out", stage)
 
 
 def test_the_prefix_in_which_all_keys_differ_is_named():
