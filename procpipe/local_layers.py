@@ -11,14 +11,16 @@ from torch import nn
 
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.build import Cut
+from procpipe.compute.compiled import compile_layers
 from procpipe.compute.tied import Tied
 from procpipe.model.fixed import FixedLayers
+from procpipe.notes import write_note
 
 
 class LocalLayers(FixedLayers):
     """A process's layers of a cut model, under the full model's names.
 
-    What optimizers and state dicts need of them. Nothing here communicates.
+    What optimizers, state dicts and ``torch.compile`` need of them. Nothing here communicates.
     """
 
     _cut: Cut
@@ -98,6 +100,26 @@ class LocalLayers(FixedLayers):
         loaded = super().load_state_dict(ours, strict, assign)
         self._tied.load(state_dict)
         return loaded
+
+    def compile(self, **options: Any) -> None:
+        """Compile each of this stage's layers in place, by ``torch.compile`` in their first steps.
+
+        Every rank calls it; it does not communicate. Keys, parameters and results stay. Layers that
+        stash or pop skip tensors are left as they are, which a note says. A backward in two tasks
+        (``"zb-h1"``, ``"zb-v"``) runs whole in the first for compiled layers, which a note says,
+        too. While a rank compiles, the ``timeout_s`` of others does not run, and stall reports
+        name the layer.
+
+        Args:
+            options: for ``torch.compile``: ``backend``, ``mode``, ``dynamic``, …
+
+        Source: ``torch.nn.Module.compile``.
+        """
+        if left_out := compile_layers(self.named_children(), options):
+            write_note(
+                f"procpipe: stage {self.rank} leaves layers uncompiled that stash or pop skip "
+                f"tensors: {', '.join(left_out)}"
+            )
 
     def _check_nothing_shared(self) -> None:
         placement = self._cut.placement

@@ -8,6 +8,9 @@
     F._in_projection, F._in_projection_packed       those of attention are not: split/attention.py
     nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
     Tensor._backward_hooks, _post_accumulate_…      hooks of gradients are not found
+    nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
+    _dynamo.OptimizedModule                         likewise
+    _dynamo.callback_handler                        compiling counts as computing
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
@@ -27,8 +30,10 @@ torch writes and reads (``state/index.py``, ``state/archives.py``).
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,6 +165,64 @@ def check_scaler() -> None:
             f"torch {torch.__version__} has another GradScaler than those known here: use a "
             "release of torch that procpipe was tested with"
         )
+
+
+# -- compiling -----------------------------------------------------------------------------------
+
+
+def compile_in_place(layer: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile what calling a layer runs, with options for ``torch.compile``.
+
+    ``nn.Module.compile`` compiles the layers of users only: torch's compiler passes over torch's
+    own code unless other code calls it, as ``call`` does here (seen in torch 2.13 and 2.15). Each
+    layer has a code object of its own, as torch compiles one at most 8 times.
+    """
+    layer.compile(**options)
+    if type(layer).__module__.startswith("torch.nn."):
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return layer._call_impl(*args, **kwargs)
+
+        code = call.__code__.replace()
+        own = FunctionType(code, call.__globals__, closure=call.__closure__)
+        layer._compiled_call_impl = torch.compile(own, **options)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calling a module runs what ``torch.compile`` makes of it.
+
+    Looks only where torch's compiler is loaded already.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    wrapper = getattr(sys.modules["torch._dynamo"], "OptimizedModule", ())
+    return isinstance(module, wrapper) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def on_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None] | None:
+    """Have two functions called when torch begins and ends to compile code of this process.
+
+    They are called by whichever thread compiles. Returns a function that removes them; None where
+    torch's compiler is not loaded yet, or lacks the names.
+    """
+    handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
+    if handler is None:
+        return None
+
+    def started(_: object) -> None:
+        begin()
+
+    def ended(_: object) -> None:
+        end()
+
+    def remove() -> None:
+        with contextlib.suppress(ValueError):  # a user has cleared all
+            handler.remove_start_callback(started)
+            handler.remove_end_callback(ended)
+
+    handler.register_start_callback(started)
+    handler.register_end_callback(ended)
+    return remove
 
 
 # -- process groups ------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "job": {"channel", "errors", "forks", "limits", "notes", "optional", "processes", "words"},
     "run": {
         *("plan", "compute", "channel", "containers", "data", "job"),
-        *("errors", "forks", "notes", "signals", "tree"),
+        *("errors", "forks", "notes", "signals", "torch_internals", "tree"),
     },
     "data": {"compute", "plan", "containers", "errors", "notes", "torch_internals", "tree"},
     "balance": {"compute", "data", "job", "skip", "errors", "tree"},

@@ -46,6 +46,8 @@ NAMES = {
     "_in_projection": (lambda: F, TESTED),
     "_in_projection_packed": (lambda: F, TESTED),
     "multi_head_attention_forward": (lambda: F, TESTED),
+    "_call_impl": (lambda: nn.Module, TESTED),
+    "_compiled_call_impl": (lambda: nn.Module, TESTED),
     "_BatchNorm": (lambda: nn.modules.batchnorm, TESTED),
     "_Options": (lambda: GLOO, TESTED),
     "_timeout of gloo": (lambda: GLOO._Options(), TESTED),

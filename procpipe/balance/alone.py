@@ -199,8 +199,7 @@ def run_each(
         for name, original in module._modules.items():
             assert original is not None, "nn.Sequential cannot run a child that is None"
             try:
-                alone = copy.deepcopy(original, memo).to(device).train()
-                layer = LayerAlone(alone, arguments, cut)
+                layer = _alone(original, memo, device, arguments, cut)
                 found.append(measure(layer))
                 arguments = Flat.of(((layer.output,), {}))
             except Exception as error:
@@ -210,6 +209,16 @@ def run_each(
                 raise
             del layer  # and so its graph, before the next is copied
     return found
+
+
+def _alone(
+    original: nn.Module,
+    memo: dict[int, Any] | None,
+    device: torch.device,
+    arguments: Flat,
+    cut: SkipCut,
+) -> LayerAlone:
+    return LayerAlone(copy.deepcopy(original, memo).to(device).train(), arguments, cut)
 
 
 def _on_meta(module: nn.Module) -> dict[int, Any]:

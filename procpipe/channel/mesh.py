@@ -50,6 +50,7 @@ from procpipe.signals import put_off
 Handler = Callable[[int, int, memoryview], None]
 _Frame = tuple[int, int, bytearray]
 
+BUSY = 253
 GOODBYE = 254
 FAILURE = 255
 
@@ -66,7 +67,8 @@ _FAILURE_TIMEOUT_S = 2.0
 class Mesh:
     """The connections of one rank, made of a non-blocking socket to each other rank.
 
-    A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``.
+    A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``, which
+    begins anew whenever a peer has been busy (``send_busy``).
     ``num_looks`` counts how often incoming data was looked for.
     """
 
@@ -89,6 +91,8 @@ class Mesh:
         self._handlers: dict[tuple[int, int], Handler] = {}
         self._early: defaultdict[tuple[int, int], list[_Frame]] = defaultdict(list)
         self._left: set[int] = set()
+        self._busy_peers: set[int] = set()
+        self._counts_from = 0.0
         self._failure: ProcpipeError | None = None
         self._has_sent_failure = self._has_parted = self._is_closed = False
         self._reading = threading.RLock()
@@ -129,6 +133,12 @@ class Mesh:
         connection.send(frame_type, flags, sequence, parts)
         if connection.has_unsent:
             self._poller.modify(connection.sock, select.POLLIN | select.POLLOUT)
+
+    def send_busy(self, *, is_busy: bool) -> None:
+        """Send to every peer that this rank begins or ends what ``timeout_s`` does not count."""
+        for peer in self.peers:
+            if self.is_connected(peer):
+                self.send(peer, BUSY, int(is_busy), 0)
 
     def has_unsent(self, peer: int) -> bool:
         """Return whether data for a peer waits until its socket can take more."""
@@ -175,9 +185,8 @@ class Mesh:
         stall_s, timeout_s, report_s = self.stall_timeout_s, self.timeout_s, _REPORT_AFTER_S
         while True:
             waited = time.monotonic() - started
-            self._read_and_write(
-                min(report_s - waited, stall_s - waited, timeout_s - waited, every_s)
-            )
+            left_s = timeout_s - self._counted_s(started)
+            self._read_and_write(min(report_s - waited, stall_s - waited, left_s, every_s))
             if ready():  # before any failure: a peer may have sent it before it failed
                 if report_s == math.inf:
                     self.reports.end_wait()
@@ -187,7 +196,7 @@ class Mesh:
             if waited >= report_s:
                 self.reports.start_wait(what(), started)
                 report_s = math.inf
-            if waited >= timeout_s:
+            if self._counted_s(started) >= timeout_s:
                 raise WaitTimeoutError(
                     f"rank {self.rank} has waited {waited:.1f} s for {what()}; if that is not a "
                     "fault, give Stage a larger timeout_s"
@@ -196,6 +205,10 @@ class Mesh:
                 self._end_vanished()
                 self.reports.stalled(what(), waited)
                 stall_s *= 2
+
+    def _counted_s(self, started: float) -> float:
+        """Return how much of a wait counts towards ``timeout_s``."""
+        return 0.0 if self._busy_peers else time.monotonic() - max(started, self._counts_from)
 
     def wait_for(
         self,
@@ -323,6 +336,9 @@ class Mesh:
             handler(sequence, flags, body)
         elif frame_type == GOODBYE:
             self._left.add(peer)
+        elif frame_type == BUSY:
+            (self._busy_peers.add if flags else self._busy_peers.discard)(peer)
+            self._counts_from = time.monotonic()
         elif frame_type != FAILURE:
             self._early[peer, frame_type].append((sequence, flags, bytearray(body)))
         elif self._failure is None:

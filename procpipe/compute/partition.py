@@ -44,7 +44,7 @@ from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.compute.wrappers import check_not_data_parallel
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.tracker import tracking
-from procpipe.torch_internals import run_backward
+from procpipe.torch_internals import is_compiled, run_backward
 from procpipe.tree import Flat, Structure, flatten, in_words, is_plain, unflatten
 
 #: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
@@ -97,6 +97,7 @@ class Partition:
         skips: SkipPorts | None = None,
     ) -> None:
         self.on_layer: Callable[[int], None] = lambda index: None
+        self.is_compiled = False
         self._layers = tuple(layers.items())
         self._current = -1
         self.device = device
@@ -127,6 +128,9 @@ class Partition:
         # Read again, since a user may replace modules and parameters.
         modules = check_not_data_parallel(self._layers)
         self._generators.begin(modules)
+        if self.is_compiled != any(map(is_compiled, modules)):
+            self.is_compiled = not self.is_compiled
+            self._splitter = Splitter((layer for _, layer in self._layers), self._anchor)
         trainable = self._outside.begin(modules)
         if trainable != self._trainable:
             self._trainable = trainable
@@ -270,8 +274,9 @@ class Partition:
         """Run a first forward that will be recomputed.
 
         Which outputs require a gradient is known only with a graph. So the first forward of each
-        form of input builds one and drops it. It also compares the input with a copy: a change
-        through ``x.data`` or NumPy raises no version.
+        form of input builds one and drops it. Compiled layers always do, as code that is compiled
+        for a graph and code for none may draw other random numbers. The first also compares the
+        input with a copy: a change through ``x.data`` or NumPy raises no version.
         """
         inputs = this.inputs
         this.look = self._digests.start()
@@ -282,14 +287,14 @@ class Partition:
         kind = (inputs.structure, inputs.requires_grad, is_left_out)
         learned = self._learned.get(kind)
         with checkpointing():
-            if learned is None:
-                before = [tensor.clone() for tensor in inputs.tensors]
+            if learned is None or self.is_compiled:
+                before = [tensor.clone() for tensor in inputs.tensors] if learned is None else []
                 with torch.enable_grad():
                     tensors, structure = self._run_with_graph(this)
                 if not all(map(_are_same, before, inputs.tensors)):
                     raise refused.input_changed_past_autograd()
                 this.roots, this.entry = [], Entry()
-                learned = _Learned(
+                learned = learned or _Learned(
                     _form(tensors, structure), tuple(t.requires_grad for t in tensors)
                 )
                 self._learned[kind] = learned

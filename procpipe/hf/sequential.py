@@ -36,6 +36,9 @@ _NO_INPUTS = ("self", "past_key_values", "use_cache", "kwargs", "encoder_hidden_
 #: What peft puts into the keys of what it wraps.
 _WRAPPED = re.compile(r"\.(base_layer|original_module)\.")
 
+#: The size of the input of which a balance is estimated.
+_NUM_SAMPLES, _LENGTH = 2, 128
+
 #: The output of one layer: the hidden states, and what travels with them, by name.
 State = dict[str, Any]
 
@@ -85,6 +88,7 @@ def sequential(model: nn.Module) -> nn.Sequential:
     layers["head"] = Head(decoder)
     made = HFSequential(OrderedDict(layers))
     made.training = plain.training
+    made.sample = _sample(decoder, has_encoder=encoder is not None)
     made.config = plain.config
     made.keys = keys_of(family)
     _check_complete(made, plain)
@@ -102,6 +106,7 @@ class HFSequential(nn.Sequential):
     """An ``nn.Sequential`` whose first layer takes keyword arguments, as the model does."""
 
     config: Any
+    sample: dict[str, Tensor]
     keys: Callable[[str], str]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -168,11 +173,14 @@ class _Layer(nn.Module):
         self._model = (stack.skeleton,)  # in a tuple, so that nn.Module does not register it
         self.add_module(stack.name, stack.shell(part))
         self._turns = [module for module in self.modules() if isinstance(module, Twice)]
+        self._needs_no_mask = isinstance(part, str) and "attention_mask" in stack.inputs
 
     def run(self, **inputs: Any) -> Any:
         """Run the shell."""
         for module in self._turns:
             module.is_second = False
+        if self._needs_no_mask:
+            inputs["attention_mask"] = _no_mask(next(iter(inputs.values())))
         return self._modules[self._name](**{"use_cache": False, **inputs})  # type: ignore[misc]
 
     def reset_parameters(self) -> None:
@@ -247,9 +255,10 @@ class Head(nn.Module):
         states = state["hidden_states"]
         for module in self._turns:
             module.is_second = False
-        named: dict[str, Any] = {"inputs_embeds": states}
+        named: dict[str, Any] = {"inputs_embeds": states, "attention_mask": _no_mask(states)}
         if self._is_seq2seq:
             named = {"decoder_inputs_embeds": states, "encoder_outputs": (states,)}
+            named |= {"attention_mask": _no_mask(states), _DECODERS_MASK: _no_mask(states)}
         if self.num_logits:
             named["logits_to_keep"] = self.num_logits
         self._router_logits = state.get("router_logits", ())
@@ -379,6 +388,28 @@ def _by_name(inputs: tuple[Any, ...], named: dict[str, Any], known: list[str]) -
             f"the model was given {', '.join(unknown)}, but takes {', '.join(known)} in a pipeline"
         )
     return named
+
+
+def _no_mask(like: Tensor) -> Tensor:
+    """Return a mask that no block uses.
+
+    transformers takes it as it is. Of none, or of another shape, it would make one, and for that
+    read values, for which the host waits for a GPU.
+    """
+    return like.new_ones((1, 1, 1, 1), dtype=torch.bool)
+
+
+def _sample(stack: _Stack, *, has_encoder: bool) -> dict[str, Tensor]:
+    """Return an input without values, from which a balance is estimated.
+
+    Its masks are those that transformers would make, and so it takes them as they are.
+    """
+    longest = getattr(stack.model.config, "max_position_embeddings", _LENGTH)
+    length = min(_LENGTH, longest)
+    tokens = torch.empty(_NUM_SAMPLES, length, dtype=torch.long, device="meta")
+    mask = tokens.new_empty((_NUM_SAMPLES, 1, length, length), dtype=torch.bool)
+    sample = {"input_ids": tokens, "attention_mask": mask}
+    return sample | ({"decoder_input_ids": tokens, _DECODERS_MASK: mask} if has_encoder else {})
 
 
 def _without_adapter(model: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
         to_file = _without_prefix(stage, source, f"{model.base_model_prefix}.")
         ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
         saved = [key for key in source.shapes if not any(re.search(each, key) for each in ignored)]
-        faults = read_into(
-            _pieces(stage, model, FileKeys.of(stage, to_file), source), source, agree, saved, strict
-        )
+        keys = FileKeys.of(stage, to_file)
+        pieces = _pieces(stage, model, keys, source)
+        faults = read_into(pieces, source, agree, saved, strict=strict, known=keys.facts())
     raise_faults(f"the weights in {folder} do not fit", faults)
 
 
@@ -77,7 +77,7 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
         values, merged = stage.state_dict(), _merged(stage)
         own = {
             name: merged.get(key, values[key])
-            for key, name in FileKeys.of(stage, None).to_write().items()
+            for key, name in _to_write(model, FileKeys.of(stage, None))
             if not is_of_adapter(key)
         }
         tensors = _parts(model, own)
@@ -106,7 +106,9 @@ def read_into(
     source: Source,
     agree: Callable[..., Any],
     saved: Iterable[str],
+    *,
     strict: bool,
+    known: Sequence[list[str]] = (),
 ) -> list[str]:
     """Read tensors of files into memory; return the faults of all ranks, or none.
 
@@ -116,11 +118,12 @@ def read_into(
         agree: of the call of all ranks.
         saved: the keys in the files that must all be of some stage.
         strict: whether what is missing or left over is a fault.
+        known: facts about further keys, which other names of the same memory have.
     """
     keys = FileKeys({name: name for name in pieces}, {}, lambda name: name)
     faults: list[str] = agree(
         {
-            "keys": keys.facts(),
+            "keys": [*keys.facts(), *known],
             "faults": weights_faults(_Pieces(pieces), keys, source.shapes, strict=strict),
         },
         lambda facts: all_faults(facts, saved, strict=strict),
@@ -189,6 +192,15 @@ def _parts(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for key, part in parts.items():
         assert part.untyped_storage().data_ptr() in known, f"{key} is a copy of a part of a tensor"
     return {key: part.as_subclass(Tensor) for key, part in parts.items()}
+
+
+def _to_write(model: Any, keys: FileKeys) -> Iterator[tuple[str, str]]:
+    """Yield the keys to be written, each with that in the file; of a shared tensor one of all."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}  # which transformers ties to others
+    for key, name in keys.own.items():
+        names = keys.names.get(key, (key,))
+        if key == next((each for each in names if keys.to_file(each) not in tied), names[0]):
+            yield key, name
 
 
 def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str], str]:

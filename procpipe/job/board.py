@@ -51,7 +51,8 @@ _MAGIC = 0x3165706970636F72
     _HELD_BYTES,
     _REPORTED_NS,
     _HAS_FAILED,
-) = range(19)
+    _COMPILING_SINCE_NS,
+) = range(20)
 
 #: The texts: where each begins, and how many bytes it may take, its word included.
 _CALL = (256, 128)
@@ -90,6 +91,7 @@ class BoardReading:
     task: str  # "F3"; "" between tasks
     task_s: float  # since that task began
     layer: str  # "layer 'conv2' (Conv2d)"; "" outside of layers
+    compiling_s: float | None  # since torch began to compile code; None if it does not
     wait: Wait | None  # if it has lasted for more than a moment
     num_steps: int  # mini-batches done
     num_samples: int  # in them
@@ -107,6 +109,9 @@ class BoardReading:
         if self.wait is not None:
             place = self.task or (f"{self.call}()" if self.call else "the user's code")
             return f"in {place}, waiting {self.wait.seconds:.1f} s for {self.wait.what}"
+        if self.compiling_s is not None:
+            place = self.task or (f"{self.call}()" if self.call else "the user's code")
+            return f"in {place}, compiling {self.layer or 'code'}, for {self.compiling_s:.1f} s"
         if self.task:
             place = f"{self.task}, {self.layer}" if self.layer else self.task
             return f"in {place}, for {self.task_s:.1f} s"
@@ -213,6 +218,14 @@ class Board:
         words[_LETTER], words[_MICRO_BATCH], words[_LAYER] = ord(letter), micro_batch, -1
         words[_SINCE_NS] = words[_WRITTEN_NS] = time.monotonic_ns()
 
+    def start_compiling(self) -> None:
+        """Note that torch compiles code of this process."""
+        self._words[_COMPILING_SINCE_NS] = self._words[_WRITTEN_NS] = time.monotonic_ns()
+
+    def end_compiling(self) -> None:
+        """Note that it is compiled."""
+        self._words[_COMPILING_SINCE_NS] = 0
+
     def end_task(self) -> None:
         """Note that the task is over."""
         self._words[_LETTER] = 0
@@ -277,6 +290,7 @@ class Board:
         task = f"{chr(letter)}{words[_MICRO_BATCH]}" if 0 < letter < 128 else ""
         wait_since_ns, reported_ns = words[_WAIT_SINCE_NS], words[_REPORTED_NS]
         layers, layer = facts.get("layers", ()), words[_LAYER]
+        compiling_ns = words[_COMPILING_SINCE_NS]
         return BoardReading(
             pid=words[_PID],
             rank=words[_RANK],
@@ -287,6 +301,7 @@ class Board:
             task=task,
             task_s=(now_ns - words[_SINCE_NS]) / 1e9,
             layer=layers[layer] if 0 <= layer < len(layers) else "",
+            compiling_s=(now_ns - compiling_ns) / 1e9 if compiling_ns else None,
             wait=(
                 Wait(self._text(_WAIT) or "something", (now_ns - wait_since_ns) / 1e9)
                 if wait_since_ns

@@ -23,6 +23,7 @@ from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.data.upload import uploaded
 from procpipe.errors import PeerLostError, RemoteStageError
 from procpipe.job.world import World
+from procpipe.run.compiling import Compiling
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.executor import Executor
 from procpipe.run.messages import Order
@@ -76,7 +77,8 @@ class Pipeline:
         self._world = world
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
         progress = Progress(world.board, world.device, executor.partitions, trace, executor.ledger)
-        self.observers = Observers((trace, progress, *observers))
+        compiling = Compiling(world.board, wires.mesh, executor.partitions)
+        self.observers = Observers((trace, progress, compiling, *observers))
         executor.observe(self.observers)
         # Otherwise a rank could run its part and leave while another one still connects.
         self.control.agree(None, self._all_are_here)

@@ -260,6 +260,25 @@ def test_a_timeout_error_has_the_rank_the_time_and_the_message(net):
     assert isinstance(caught.value, TimeoutError)
 
 
+def test_the_time_in_which_a_peer_is_busy_does_not_count(net):
+    a, b, c = net(3, timeout_s=0.1)
+    begun = time.monotonic()
+
+    def has_waited_long():
+        return time.monotonic() - begun > 0.3
+
+    a.send_busy(is_busy=True)
+    c.wait(has_waited_long, nothing, every_s=0.01)  # for b, which may wait for a
+    a.send_busy(is_busy=False)
+    ended = time.monotonic()
+    with pytest.raises(WaitTimeoutError):
+        c.wait(lambda: False, nothing)
+    assert time.monotonic() - ended >= 0.1
+    a.close()
+    b.send_busy(is_busy=True)  # to those that are left
+    assert not a.is_connected(1)
+
+
 def test_a_stall_is_reported_again_after_twice_the_time(net):
     recorded = Recorded()
     _, b = net(2, timeout_s=0.5, stall_timeout_s=0.05, reports=recorded)

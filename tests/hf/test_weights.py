@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from procpipe import Stage, hf
 from tests.dist.stages import stage_of
@@ -139,3 +140,28 @@ def load_and_save(bare, folder):
             logits = stage_logits_of(stage, name)
             found[name] = logits if bare.rank == 1 else None
     return found
+
+
+def test_a_shared_matrix_is_saved_once_and_read_under_any_of_its_names(tmp_path):
+    plain = model_of("Llama, tied")
+    layers = on_meta("Llama, tied")
+    stage = Stage(layers, [len(layers)])
+    values = plain.state_dict()
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= values.keys()
+    folders = [tmp_path / name for name in ("both", "first", "last", "out")]
+    for folder, lacking in zip(
+        folders, ("", "lm_head.weight", "model.embed_tokens.weight"), strict=False
+    ):
+        folder.mkdir()
+        saved = {key: value.clone() for key, value in values.items() if key != lacking}
+        save_file(saved, folder / "model.safetensors")
+
+        hf.load_pretrained(stage, folder)
+
+        found = stage_logits_of(stage, "Llama, tied")
+        assert (found - logits_of(plain, "Llama, tied")).abs().max() <= TOLERANCE, folder.name
+        torch.nn.init.zeros_(stage[0].model.embed_tokens.weight)
+    hf.load_pretrained(stage, folders[0])
+    hf.save_pretrained(stage, folders[3])
+    with safe_open(folders[3] / "model.safetensors", "pt") as file:
+        assert values.keys() - file.keys() == {"lm_head.weight"}

@@ -42,6 +42,7 @@ from procpipe.torch_internals import (
     are_functions_transformed,
     can_split_backward,
     conv_forward_of,
+    is_compiled,
     run_backward,
     will_run,
 )
@@ -365,10 +366,12 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 def _suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules with a stock forward that share no parameter with other modules.
 
-    A shared one (of an embedding and the head, say) would get its gradient in two parts.
+    A shared one (of an embedding and the head, say) would get its gradient in two parts. Nor those
+    in compiled modules, which would be compiled anew for another forward, to no effect.
     """
     modules = dict.fromkeys(module for layer in layers for module in layer.modules())
-    suited = [module for module in modules if _is_stock(module)]
+    inside = {part for module in modules if is_compiled(module) for part in module.modules()}
+    suited = [module for module in modules if module not in inside and _is_stock(module)]
     while True:  # sharing with a module that was just left out leaves a module out too
         others = modules.keys() - set(suited)
         elsewhere = {id(p) for module in others for p in _applied_by(module)} - {id(None)}

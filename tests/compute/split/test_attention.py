@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 
 from procpipe.compute.split.attention import is_known
+from procpipe.torch_internals import compile_in_place
 from tests.compute.split.test_splitter import (
     BOTH,
     FLOATS,
@@ -390,7 +391,7 @@ def test_compiled_attention():
 
     attention = Attention(8, 2)
     plain = copy.deepcopy(attention)
-    attention.compile(backend=backend)
+    compile_in_place(attention, {"backend": backend})
     partition = partition_of(nn.Sequential(Do(to_itself, attention)))
     for i in range(2):
         tasks = run_split(partition, ramp(5, 3, 8), i)

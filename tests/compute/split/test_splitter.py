@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from procpipe.compute.partition import Partition
 from procpipe.compute.split.rules import LINEAR
+from procpipe.torch_internals import compile_in_place
 from procpipe.tree import Flat
 from tests.cases import case
 
@@ -633,7 +634,7 @@ def test_compiled_layers(how, linear):
     if how == "module":
         layer = torch.compile(linear, backend=backend)
     elif how == "method":
-        linear.compile(backend=backend)
+        compile_in_place(linear, {"backend": backend})
     else:
 
         def forward(layer, x):

@@ -1,0 +1,273 @@
+"""Compiled layers, and layers that recompute for themselves, train as in the plain model.
+
+Truth is the plain model in float64, uncompiled.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import sys
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from procpipe import Stage, is_recomputing
+from procpipe.job.board import Board
+from procpipe.job.world import World
+from procpipe.skip import pop, skippable, stash
+from tests.dist.stages import assert_same, plain_step, world_of
+
+TOLERANCE = 1e-12
+WIDTH = 16
+
+#: Schedule, what is recomputed, and the balance of four layers on two processes.
+ALL = (
+    ("gpipe", "always", [2, 2]),
+    ("gpipe", "never", [2, 2]),
+    ("zb-h1", "always", [1, 3]),
+    ("zb-v", "never", [1, 1, 1, 1]),
+)
+TWO = ALL[1:3]
+
+
+class Block(nn.Module):
+    """A residual block with buffers that change, and code that recomputation leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.num_first_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_recomputing():
+            self.num_first_calls += 1
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Checkpointed(nn.Module):
+    """Recomputes a part by itself."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        again: Tensor = checkpoint(self.part, x, use_reentrant=self.use_reentrant)
+        return x + again
+
+
+@skippable(stash=["x"])
+class Stash(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("x", x)
+        return super().forward(x)
+
+
+@skippable(pop=["x"])
+class Pop(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("x")
+        return super().forward(x) + skip
+
+
+def make_layers(kind: str) -> list[nn.Module]:
+    if kind == "skips":
+        return [Stash(WIDTH, WIDTH), Block(), Block(), Pop(WIDTH, WIDTH)]
+    if "reentrant" in kind:
+        parts = [Checkpointed(use_reentrant=kind == "reentrant") for _ in range(3)]
+        return [nn.Linear(WIDTH, WIDTH), *parts]
+    if kind == "transformers":
+        from transformers import GPT2Config, GPT2Model
+
+        sizes: Any = {"n_embd": WIDTH, "n_head": 2, "n_layer": 3, "n_positions": 16}
+        sizes |= {"vocab_size": 8, "bos_token_id": 0, "eos_token_id": 0}
+        model: Any = GPT2Model(GPT2Config(**sizes))
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"
+        getattr(model, new if hasattr(model, new) else old)()
+        model.h.train()
+        return [nn.Unflatten(0, (-1, 1)), *model.h]
+    return [Block() for _ in range(4)]
+
+
+def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    input, target = torch.randn(2, num_samples, WIDTH, generator=generator, dtype=torch.float64)
+    return input, target
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.reshape(target.shape), target)
+
+
+def train(bare: Any, kind: str, how: str, backend: str, cases: Any) -> None:
+    """Compare two steps with the plain model's, in every case."""
+    # The first forward of a task that is recomputed keeps no graph.
+    warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+    # torch's compiler causes it, and hides it where it is no error.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    torch.manual_seed(0)
+    plain = nn.Sequential(*make_layers(kind)).double()
+    start = copy.deepcopy(plain)
+    batches = [make_batch(9), make_batch(8)]  # the last micro-batch is smaller
+    losses = [plain_step(plain, (x,), y, 3, loss_of) for x, y in batches]
+    expected = dict(plain.named_parameters()), plain.state_dict()
+    for schedule, mode, balance in cases:
+        what = f"{kind}, {how} {backend}, {schedule}, {mode}"
+        torch._dynamo.reset()  # it compiles code at most 8 times
+        model: Any = copy.deepcopy(start)
+        for k in (0, 1, 3) if how == "in the model" else ():
+            model[k] = torch.compile(model[k], backend=backend)
+        options: Any = {"chunks": 3, "checkpoint": mode, "schedule": schedule, "loss_fn": loss_of}
+        stage = Stage(model, balance, world=world_of(bare, what), **options)
+        keys = list(stage.state_dict())
+        if how == "by the stage":
+            stage.compile(backend=backend)
+        assert list(stage.state_dict()) == keys, what
+        assert any("_orig_mod." in key for key in keys) == (how == "in the model"), what
+        for (x, y), loss in zip(batches, losses, strict=True):
+            assert_same(stage.step(x, y), loss, what, TOLERANCE)
+        for name, parameter in stage.named_parameters():
+            gradient = expected[0][name.replace("_orig_mod.", "")].grad
+            assert_same(parameter.grad, gradient, f"{what} {name}", TOLERANCE)
+        for key, value in stage.state_dict().items():
+            assert_same(value, expected[1][key.replace("_orig_mod.", "")], what, TOLERANCE)
+        for layer in stage.modules():
+            if isinstance(layer, Block):
+                assert layer.num_first_calls == 6, what
+        stage.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "backend", "cases"),
+    [
+        ("blocks", "by the stage", "aot_eager", ALL[::2]),
+        ("blocks", "in the model", "eager", ALL[1::2]),
+        ("skips", "by the stage", "eager", TWO),
+        ("not reentrant", "by the stage", "eager", TWO[1:]),
+        ("reentrant", "uncompiled", "", ALL),
+        ("not reentrant", "uncompiled", "", ALL),
+        ("transformers", "uncompiled", "", ALL),
+    ],
+)
+def test_training_is_the_plain_models(
+    ranks: Any, kind: str, how: str, backend: str, cases: Any
+) -> None:
+    if kind == "transformers":
+        pytest.importorskip("transformers")
+    ranks(2).run(train, kind, how, backend, cases, world=False).values()
+
+
+def train_in_one_process(backend: str, mode: str) -> tuple[Any, ...]:
+    """Return gradients, buffers and an output of a stage with dropout and deferred statistics."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), nn.Dropout(0.5)]
+    model = nn.Sequential(*layers).double()
+    stage = Stage(model, chunks=2, checkpoint=mode, loss_fn=F.mse_loss, deferred_batch_norm=True)
+    if backend:
+        stage.compile(backend=backend)
+    torch.manual_seed(1)
+    for _ in range(2):
+        stage.step(*make_batch(8))
+    gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    stage.eval()
+    with torch.no_grad():
+        output = stage(make_batch(8)[0])
+    stage.close()
+    return gradients, dict(stage.state_dict()), output
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its default backend
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_recomputation_repeats_compiled_layers(backend: str) -> None:
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("torch's default backend needs g++")
+    never, always = (train_in_one_process(backend, mode) for mode in ("never", "always"))
+    assert_same(always, never, "recomputed", TOLERANCE)
+    if backend != "inductor":  # which draws other random numbers
+        assert_same(never, train_in_one_process("", "never"), "compiled", TOLERANCE)
+
+
+class Report:
+    """Takes the place of standard error; notes which peers were busy when a stall was reported."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.busy: set[int] = set()
+        self.stage: Stage
+
+    def write(self, text: str) -> None:
+        self.text += text
+        if "no progress" in text:
+            pipeline = self.stage._calls.pipeline
+            assert pipeline is not None
+            self.busy |= pipeline.wires.mesh._busy_peers
+
+    def flush(self) -> None:
+        pass
+
+
+def compile_for_long(bare: Any) -> tuple[str, set[int]]:
+    """Rank 1 compiles until rank 0 has reported that it waits."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    bare.store.set(f"pid of {bare.rank}", str(os.getpid()))
+    pid = int(bare.store.get("pid of 0"))
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        if bare.rank == 1:
+            board = None
+            while board is None or board.read().reported_s is None:
+                time.sleep(0.02)
+                board = Board.of_process(pid)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(Stash(WIDTH, WIDTH), Block(), Block(), Pop(WIDTH, WIDTH)).double()
+    report = Report()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", report)
+        world = World(
+            rank=bare.rank,
+            num_ranks=bare.num_ranks,
+            store=bare.store,
+            device=bare.device,
+            devices=bare.devices,
+            timeout_s=bare.timeout_s,
+            stall_timeout_s=0.3,
+        )
+        report.stage = stage = Stage(
+            model, [2, 2], chunks=4, schedule="zb-h1", loss_fn=F.mse_loss, world=world
+        )
+        stage.compile(backend=compiler)
+        stage.step(*make_batch(8))
+        stage.step(*make_batch(8))
+        stage.close()
+    return report.text, report.busy
+
+
+def test_stall_reports_name_what_is_compiled(ranks: Any) -> None:
+    (text, busy), (other, _) = ranks(2).run(compile_for_long, world=False).values()
+    assert re.search(r"rank 1\): in F0, compiling layer '2' \(Block\), for \d", text), text
+    assert busy == {1}
+    for rank, left_out, told in ((0, "'0' (Stash)", text), (1, "'3' (Pop)", other)):
+        note = f"stage {rank} leaves layers uncompiled that stash or pop skip tensors: {left_out}"
+        assert told.count(note) == 1, told
+    # Stage 0 has nothing to do while it waits, so its plan has whole tasks.
+    assert other.count("stage 1 runs the whole backward of compiled layers in the first") == 1
