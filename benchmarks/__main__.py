@@ -23,6 +23,7 @@ QUICK = [
     "checkpoint",
     "overlap",
     "ties",
+    "hf",
     "memory",
     "start",
     "growth",

@@ -24,11 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.hf.families import Family, family_of, unsupported
-from procpipe.hf.shells import Twice, copied, path_of_blocks, shared_module, shell_of
+from procpipe.hf.shells import Twice, copied, of_block, path_of_blocks, shared_module, shell_of
 from procpipe.skip import pop, skippable, stash
 
 #: What a block's masks and rotary tables are made from; small, and travels.
 _TRAVELS = ("attention_mask", "position_ids")
+
+#: The attribute of hidden states with what blocks on this stage are called with, by kind of block.
+_GIVEN = "_procpipe_given"
 
 #: Parameters of a forward that are no inputs of a mini-batch.
 _NO_INPUTS = ("self", "past_key_values", "use_cache", "kwargs", "encoder_hidden_states")
@@ -126,7 +129,7 @@ class _Stack:
     ) -> None:
         self.model, self.name, self.path, self.family = model, name, path, family
         self.skeleton = copied(model, {})  # does not keep the parameters of other stages alive
-        self._stack = stack
+        self._stack, self.config = stack, stack.config
         self._blocks = [*stack.get_submodule(".".join(path))]
         self.num_blocks = len(self._blocks)
         parameters = inspect.signature(type(stack).forward).parameters
@@ -207,14 +210,42 @@ class Embed(_Layer):
 class Block(_Layer):
     """A block of the model.
 
+    Among consecutive blocks of a stage only the first runs its shell, which makes masks and rotary
+    tables. The others are called with the same ones, as by transformers. These are an attribute of
+    the hidden states, so that they are of this micro-batch, and do not travel to other stages.
+
     Attributes:
         caches: where keys and values are kept while tokens are generated.
     """
 
     caches: Any = None
 
+    def __init__(self, stack: _Stack, part: int) -> None:
+        super().__init__(stack, part)
+        shell: Any = self._modules[self._name]
+        self._blocks = (shell.get_submodule(".".join(stack.path)),)
+        self._kind = repr(of_block(stack.config, part))
+
     def forward(self, state: State) -> State:
         """Return the state with the block's hidden states."""
+        if self.caches is not None or torch.compiler.is_compiling():
+            return self._by_shell(state)
+        states = state["hidden_states"]
+        all_given = getattr(states, _GIVEN, {})
+        (blocks,) = self._blocks
+        if (given := all_given.get(self._kind)) is not None:
+            (block,) = blocks.children()
+            state = {**state, "hidden_states": block(states, *given[0], **given[1])}
+        else:
+            state = self._by_shell(state)
+            if blocks.given is None or "router_logits" in state:
+                return state
+            all_given = {**all_given, self._kind: blocks.given}
+            blocks.given = None
+        setattr(state["hidden_states"], _GIVEN, all_given)
+        return state
+
+    def _by_shell(self, state: State) -> State:
         given = {name: state[name] for name in self._travels if name in state}
         if self.caches is not None:
             config = self._modules[self._name].config  # type: ignore[union-attr]

@@ -61,7 +61,14 @@ class Twice(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """The blocks of a shell, under their names in the model, in order."""
+    """The blocks of a shell, under their names in the model, in order.
+
+    Attributes:
+        given: what the shell has called the newest block with, besides the hidden states:
+            positional and named values; None if the block returns more than hidden states.
+    """
+
+    given: tuple[Any, Any] | None = None
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -73,11 +80,32 @@ class Blocks(nn.ModuleList):
     @overload
     def __getitem__(self, index: int) -> nn.Module: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a block, or a list of them, by position."""
+        """Return a block, or a list of them, by position; a forward calls those of a list."""
+        if isinstance(index, slice):
+            return self._called()[index]
         return list(self._modules.values())[index]
 
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(list(self._modules.values()))
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._called())
+
+    def _called(self) -> list[Any]:
+        blocks = list(self._modules.values())
+        return blocks if torch.compiler.is_compiling() else [_Called(b, self) for b in blocks]
+
+
+class _Called:
+    """A block in a shell's forward: notes what it is called with."""
+
+    def __init__(self, block: Any, blocks: Blocks) -> None:
+        self._block, self._blocks = block, blocks
+
+    def __call__(self, states: Tensor, *args: Any, **named: Any) -> Any:
+        result = self._block(states, *args, **named)
+        self._blocks.given = (args, named) if isinstance(result, Tensor) else None
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
 
 
 def path_of_blocks(stack: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
@@ -156,15 +184,22 @@ def _is_table(module: nn.Module) -> bool:
 def _config_of(stack: nn.Module, part: Part) -> Any:
     """Return a stack's configuration, cut to one block, or none."""
     old: Any = stack.config
-    num_blocks = old.num_hidden_layers
     config = copy.copy(old)
-    chosen = slice(part, part + 1) if isinstance(part, int) else slice(0)
     if isinstance(part, int):
-        for name, value in vars(old).items():
-            if isinstance(value, list) and len(value) == num_blocks and name != "architectures":
-                config.__dict__[name] = value[chosen]
-    config.num_hidden_layers = len(range(num_blocks)[chosen])
+        config.__dict__.update({name: [value] for name, value in of_block(old, part).items()})
+    config.num_hidden_layers = int(isinstance(part, int))
     return config
+
+
+def of_block(config: Any, k: int) -> dict[str, Any]:
+    """Return what a configuration says for block ``k`` alone, by name: its type of attention."""
+    return {
+        name: value[k]
+        for name, value in vars(config).items()
+        if isinstance(value, list)
+        and len(value) == config.num_hidden_layers
+        and name != "architectures"
+    }
 
 
 def shared_module(blocks: Sequence[nn.Module], k: int, family: Family) -> Any:

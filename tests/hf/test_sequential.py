@@ -35,6 +35,23 @@ def test_logits_gradients_and_dropout_are_the_plain_models():
         assert_gradients(name, layers, plain, layers.keys)
 
 
+def test_masks_and_rotary_tables_are_made_once_for_each_kind_of_block():
+    for name, num_kinds in (("GPT-2", 1), ("Llama", 1), ("Gemma 3", 2)):
+        layers = hf.sequential(model_of(name))
+        batch, _ = batch_of(name)
+        ran: list[int] = []
+        blocks = [layer for key, layer in layers.named_children() if key.startswith("block")]
+        for k, block in enumerate(blocks):
+            (shell,) = block.children()
+            shell.register_forward_hook(lambda *_, k=k, ran=ran: ran.append(k))
+        for _ in range(2):  # each micro-batch makes its own
+            ran.clear()
+            expected = layers(batch)
+            assert ran == [*range(num_kinds)], name
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+        assert not torch.equal(layers(batch), expected), name
+
+
 def test_checkpointing_inside_layers_is_exact():
     for name in ("GPT-2", "Llama", "T5"):
         plain = model_of(name, 0.3)

@@ -1,0 +1,249 @@
+"""Language models of transformers by ``procpipe.hf``, against halves that were cut by hand.
+
+    procpipe.hf             Stage(hf.sequential(model))
+    procpipe, two layers    Stage over the two halves of hf_models.py as an nn.Sequential
+    torch                   torch.distributed.pipelining over the same halves, output layer untied
+    one process             the model as it is, micro-batch by micro-batch, on rank 0
+
+Seconds of processors (user and system, of both processes) stand beside those of the clock: other
+programs on the machine change them less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import hf_models
+from benchmarks.report import Report, Table, bars
+from benchmarks.rounds import Step, Times, launch, measure, ratio
+
+_NUM_STAGES, _NUM_TOKENS = 2, 128
+
+_OURS, _HALVES, _TORCH = "procpipe.hf", "procpipe, two layers", "torch"
+_ONE_PROCESS = "one process"
+
+#: Those that are made with each schedule that they have.
+_PIPELINES = (_OURS, _HALVES, _TORCH)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    models = list(hf_models.MODELS)
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--batch", type=int, default=16, help=f"sequences of {_NUM_TOKENS} tokens")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--width", type=int, default=hf_models.WIDTH, help="of the hidden states")
+
+
+def run(options: argparse.Namespace) -> Report:
+    settings = {"batch": options.batch, "m": options.micro_batches, "width": options.width}
+    figures = {
+        name: launch(
+            "benchmarks.hf:measure_model",
+            _NUM_STAGES,
+            {"HF_HUB_OFFLINE": "1"},
+            name=name,
+            num_rounds=options.rounds,
+            **settings,
+        )
+        for name in options.models
+    }
+    return Report(
+        "hf",
+        [tabulate(name, found, **settings) for name, found in figures.items()],
+        figures,
+        {**settings, "rounds": options.rounds},
+        draw=lambda figure: bars(
+            figure,
+            {name: found["times"] for name, found in figures.items()},
+            best(next(iter(figures.values()))["times"], _HALVES),
+            f"time of a step, of {_HALVES}",
+        ),
+    )
+
+
+def best(times: Times, contender: str) -> str:
+    """Return the name of a contender with its fastest schedule, by the median of its rounds."""
+    return min(
+        (name for name in times if name.rpartition(" ")[0] == contender or name == contender),
+        key=lambda name: statistics.median(times[name]),
+    )
+
+
+def tabulate(name: str, found: dict[str, Times], batch: int, m: int, width: int) -> Table:
+    """Lay out seconds of the clock and of processors, and ratios to each contender's best."""
+    times, processors = found["times"], found["processors"]
+    halves, others = best(times, _HALVES), best(times, _TORCH)
+    rows: list[list[Any]] = [
+        [
+            each,
+            statistics.median(seconds) * 1e3,
+            ratio(seconds, times[halves]),
+            ratio(seconds, times[others]),
+            ratio(seconds, times[_ONE_PROCESS]),
+            statistics.median(processors[each]) * 1e3,
+            ratio(processors[each], processors[halves]),
+        ]
+        for each, seconds in times.items()
+    ]
+    return Table(
+        f"{name}: {hf_models.NUM_BLOCKS} blocks of width {width}, {batch} x {_NUM_TOKENS} tokens "
+        f"with padding, {_NUM_STAGES} stages, m = {m}, no recomputation",
+        [
+            "",
+            "ms a step",
+            f"of {halves}",
+            f"of {others}",
+            "of one process",
+            "CPU ms",
+            f"CPU of {halves}",
+        ],
+        rows,
+        [".1f", ".3f", ".3f", ".3f", ".1f", ".3f"],
+        ["ratios are medians of those of each round; CPU ms: user and system, of both processes"],
+    )
+
+
+def measure_model(name: str, batch: int, m: int, width: int, num_rounds: int) -> dict[str, Times]:
+    """Compare the losses of one model's contenders, and measure them; every rank calls it."""
+    steps = contenders(name, batch, m, width)
+    reference = torch.zeros(())
+    for contender in (_ONE_PROCESS, *(name for name in steps if name != _ONE_PROCESS)):
+        loss = steps[contender]()
+        if contender == _ONE_PROCESS:
+            reference.copy_(loss)
+            dist.broadcast(reference, 0)
+        elif not loss.isnan():
+            message = f"the loss of {contender} is {loss}, of {_ONE_PROCESS} {reference}"
+            torch.testing.assert_close(loss, reference, msg=message)
+    seconds: Times = {name: [] for name in steps}
+    counted = {name: _counted(step, seconds[name]) for name, step in steps.items()}
+    times = measure(counted, num_rounds=num_rounds, num_steps=1)
+    return {"times": times, "processors": {c: _of_all(s[1:]) for c, s in seconds.items()}}
+
+
+def contenders(name: str, batch: int, m: int, width: int) -> dict[str, Callable[[], Tensor]]:
+    """Make every contender's step.
+
+    Each returns the loss of the mini-batch; NaN on a rank that has none.
+    """
+    from procpipe import Stage, hf
+
+    data = batch_of(batch)
+    tokens, mask, labels = data.values()
+
+    def model() -> Any:
+        return hf_models.model_of(name, _NUM_TOKENS, width=width)
+
+    made: dict[str, Callable[[], Tensor]] = {}
+    half = hf_models.NUM_BLOCKS // 2
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+        options: dict[str, Any] = {
+            "chunks": m,
+            "checkpoint": "never",
+            "schedule": schedule,
+            "loss_fn": hf.causal_lm_loss,
+        }
+        stage = Stage(hf.sequential(model()), [1 + half, half + 1], **options)
+        made[f"{_OURS} {schedule}"] = partial(stage.step, **data)
+        halves = Stage(hf_models.plain_sequential(name, model()), [1, 1], **options)
+        made[f"{_HALVES} {schedule}"] = partial(halves.step, tokens, mask, target=labels)
+    made |= {
+        f"{_TORCH} {schedule}": _torch_step(
+            schedule, name, hf_models.untied(name, _NUM_TOKENS, width=width), data, m
+        )
+        for schedule in ("gpipe", "1f1b")
+    }
+    made[_ONE_PROCESS] = _one_process(model(), data, m)
+    return made
+
+
+def batch_of(batch: int) -> dict[str, Tensor]:
+    """Return a mini-batch as a loader gives it: every second sequence is padded."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(hf_models.NUM_WORDS, (batch, _NUM_TOKENS), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[::2, _NUM_TOKENS * 3 // 4 :] = 0
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, -100),
+    }
+
+
+def _torch_step(
+    schedule: str, name: str, model: Any, data: dict[str, Tensor], m: int
+) -> Callable[[], Tensor]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    from procpipe import hf
+
+    rank, is_last = dist.get_rank(), dist.get_rank() == _NUM_STAGES - 1
+    part = hf_models.Half(name, model, is_last=is_last)
+    share = int((data["labels"][:, 1:] != -100).sum()) / m
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        return hf.causal_lm_loss(logits, labels)[0] / share  # their mean is that of all tokens
+
+    schedule_class = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+    pipeline = schedule_class(
+        PipelineStage(part, rank, _NUM_STAGES, torch.device("cpu")),
+        n_microbatches=m,
+        loss_fn=loss_fn,
+    )
+    tokens, mask, labels = data.values()
+
+    def step() -> Tensor:
+        if not is_last:
+            pipeline.step(tokens, attention_mask=mask)
+            return torch.tensor(torch.nan)
+        losses: list[Tensor] = []
+        pipeline.step(attention_mask=mask, target=labels, losses=losses)
+        return torch.stack(losses).detach().mean()
+
+    return step
+
+
+def _one_process(model: Any, data: dict[str, Tensor], m: int) -> Callable[[], Tensor]:
+    from procpipe import hf
+
+    num_tokens = int((data["labels"][:, 1:] != -100).sum())
+    micro_batches = list(zip(*(value.chunk(m) for value in data.values()), strict=True))
+
+    def step() -> Tensor:
+        loss = torch.zeros(())
+        for tokens, mask, labels in micro_batches:
+            logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+            of_one = hf.causal_lm_loss(logits, labels)[0] / num_tokens
+            of_one.backward()
+            loss += of_one.detach()
+        return loss
+
+    return step if dist.get_rank() == 0 else lambda: torch.tensor(torch.nan)
+
+
+def _counted(step: Step, seconds: list[float]) -> Step:
+    """Return a step that notes the seconds of processors that this process has used in it."""
+
+    def counted() -> None:
+        start_s = time.process_time()
+        step()
+        seconds.append(time.process_time() - start_s)
+
+    return counted
+
+
+def _of_all(seconds: list[float]) -> list[float]:
+    """Add up seconds over all ranks."""
+    total = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
