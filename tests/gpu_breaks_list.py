@@ -459,7 +459,7 @@ BREAKS = [
         "plan-sync",
         "a copy is measured that is only under way",
         "launch/plan/measure.py",
-        "            torch.cuda.synchronize(destination.device)\n",
+        "            torch.cuda.synchronize(device)\n",
         "            pass\n",
         TIMES,
     ),
