@@ -20,12 +20,15 @@ from procpipe.state.pieces import write_safetensors
 from procpipe.state.sources import INDEX, SINGLE, Source, open_source
 from procpipe.state.weights import all_faults, weights_faults
 
+_GENERATION = "generation_config.json"
+
 
 def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
     """Load the parameters of a folder of Hugging Face.
 
     Every rank calls it, and reads only its own stage's tensors, one after the other. They are
-    converted to the stage's dtype. Adapters of LoRA are left as they are.
+    converted to the stage's dtype. The folder's ``generation_config.json``, if it has one, becomes
+    the model's ``generation_config``. Adapters of LoRA are left as they are.
 
     Args:
         stage: of a model by ``hf.sequential``, perhaps built on the meta device.
@@ -50,6 +53,10 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
         keys = FileKeys.of(stage, to_file)
         pieces = _pieces(stage, model, keys, source)
         faults = read_into(pieces, source, agree, saved, strict=strict, known=keys.facts())
+        if not faults and (Path(folder) / _GENERATION).is_file():
+            from transformers import GenerationConfig
+
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     raise_faults(f"the weights in {folder} do not fit", faults)
 
 
