@@ -28,7 +28,8 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
 
     Every rank calls it, and reads only its own stage's tensors, one after the other. They are
     converted to the stage's dtype. The folder's ``generation_config.json``, if it has one, becomes
-    the model's ``generation_config``. Adapters of LoRA are left as they are.
+    the model's ``generation_config``. Modules that ``modules_to_save`` of LoRA trains start from
+    these weights too; matrices of LoRA are left as they are. Load an adapter afterwards.
 
     Args:
         stage: of a model by ``hf.sequential``, perhaps built on the meta device.
@@ -53,6 +54,8 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
         keys = FileKeys.of(stage, to_file)
         pieces = _pieces(stage, model, keys, source)
         faults = read_into(pieces, source, agree, saved, strict=strict, known=keys.facts())
+        if not faults:
+            _start_copies(stage)
         if not faults and (Path(folder) / _GENERATION).is_file():
             from transformers import GenerationConfig
 
@@ -154,6 +157,15 @@ def make_folder(path: Path, patterns: list[str]) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if there := [file.name for pattern in patterns for file in sorted(path.glob(pattern))]:
         raise FileExistsError(f"{path} holds {there[0]} already: save to a new folder")
+
+
+def _start_copies(stage: Stage) -> None:
+    """Copy the weights of modules into those that adapters train in their place."""
+    modules: Iterable[Any] = stage.modules()
+    for module in modules:
+        if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
+            for of_adapter in module.modules_to_save.values():
+                of_adapter.load_state_dict(module.original_module.state_dict())
 
 
 class _Pieces(nn.Module):

@@ -83,6 +83,21 @@ def test_adapters_load_into_models_built_on_the_meta_device(tmp_path):
         hf.save_adapter(stage, tmp_path, name="other")
 
 
+def test_modules_to_save_start_from_the_weights_of_the_folder(tmp_path):
+    name = "BERT"
+    model_of(name).save_pretrained(tmp_path)
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            base = type(model_of(name))._from_config(config_of(name), dtype=torch.float64)
+            layers = hf.sequential(get_peft_model(base, LoraConfig(r=2, **TARGETS[name])).double())
+        stage = Stage(layers, [len(layers)])
+
+        hf.load_pretrained(stage, tmp_path)
+
+        error = stage_logits_of(stage, name) - logits_of(model_of(name), name)
+        assert error.abs().max() <= TOLERANCE, device
+
+
 def test_stages_whose_parameters_are_all_frozen(ranks, tmp_path):
     name = "Llama"
     plain = with_lora(name, is_random=False)
