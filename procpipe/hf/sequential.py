@@ -420,6 +420,9 @@ def _without_adapter(model: Any) -> Any:
         config.peft_type != "LORA" for config in model.peft_config.values()
     ):
         raise unsupported(model, "of peft, only LoRA")
+    for option in ("trainable_token_indices", "target_parameters"):
+        if any(getattr(config, option, None) for config in model.peft_config.values()):
+            raise unsupported(model, f"{option} of LoraConfig cannot be saved")
     return model.get_base_model()
 
 

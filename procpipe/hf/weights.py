@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from procpipe.hf.sequential import model_of
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
-from procpipe.state.member import Member, raise_faults
+from procpipe.state.member import Agree, Member, raise_faults
 from procpipe.state.pieces import write_safetensors
 from procpipe.state.sources import INDEX, SINGLE, Source, open_source
 from procpipe.state.weights import all_faults, weights_faults
@@ -67,7 +67,7 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     """Write a folder that ``from_pretrained`` of transformers reads.
 
     Every rank calls it, writes its own stage's tensors in a file, and returns once all have. LoRA
-    is merged into the weights (``save_adapter`` writes it alone). Rank 0 writes
+    is merged into the weights, by peft (``save_adapter`` writes it alone). Rank 0 writes
     ``config.json``, and ``generation_config.json`` if the model has one.
 
     Args:
@@ -76,6 +76,7 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
 
     Raises:
         FileExistsError: there are weights or a configuration in the folder.
+        ValueError: LoRA changes a matrix that the model shares under several names.
         RemoteStageError: another rank failed.
 
     Source: ``transformers.PreTrainedModel.save_pretrained``.
@@ -83,32 +84,49 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     model, member = model_of(stage), Member.of(stage)
     path = Path(folder).absolute()
     with member.call("hf.save_pretrained") as agree:
-        agree(None, lambda _: make_folder(path, ["config.json", INDEX, "model*.safetensors"]))
-        values, merged = stage.state_dict(), _merged(stage)
-        own = {
-            name: merged.get(key, values[key])
-            for key, name in _to_write(model, FileKeys.of(stage, None))
-            if not is_of_adapter(key)
-        }
-        tensors = _parts(model, own)
-        last = f"{member.num_ranks:05d}.safetensors"
-        name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
-        num_bytes = write_safetensors(path / name, tensors)
+        merged = _merged(stage)
+        faults = agree(
+            _shared(stage, model, merged),
+            lambda lists: sorted({key for keys in lists for key in keys}),
+        )
+        if not faults:
+            _write(stage, model, path, merged, agree)
+    raise_faults(
+        "adapters change one name of a matrix that has several, which one folder cannot hold "
+        "(save the adapter alone with hf.save_adapter)",
+        faults,
+    )
 
-        def finish(parts: list[Any]) -> None:
-            if member.num_ranks > 1:
-                weight_map = {key: file for file, keys, _ in parts for key in keys}
-                size = sum(num_bytes for _, _, num_bytes in parts)
-                index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-                (path / INDEX).write_text(json.dumps(index, indent=2))
-            config = copy.copy(model.config)
-            config.architectures = [type(model).__name__]
-            config.dtype = next(iter(own.values())).dtype if own else config.dtype
-            config.save_pretrained(path)
-            if getattr(model, "generation_config", None) is not None:
-                model.generation_config.save_pretrained(path)
 
-        agree([name, list(tensors), num_bytes], finish)
+def _write(stage: Stage, model: Any, path: Path, merged: dict[str, Tensor], agree: Agree) -> None:
+    """Write the folder of a model, with these values merged."""
+    member = Member.of(stage)
+    agree(None, lambda _: make_folder(path, ["config.json", INDEX, "model*.safetensors"]))
+    values = stage.state_dict()
+    own = {
+        name: merged.get(key, values[key])
+        for key, name in _to_write(model, FileKeys.of(stage, None))
+        if not is_of_adapter(key)
+    }
+    tensors = _parts(model, own)
+    last = f"{member.num_ranks:05d}.safetensors"
+    name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
+    num_bytes = write_safetensors(path / name, tensors)
+
+    def finish(parts: list[Any]) -> None:
+        if member.num_ranks > 1:
+            weight_map = {key: file for file, keys, _ in parts for key in keys}
+            size = sum(num_bytes for _, _, num_bytes in parts)
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (path / INDEX).write_text(json.dumps(index, indent=2))
+        config = copy.copy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = next(iter(own.values())).dtype if own else config.dtype
+        config.save_pretrained(path)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(path)
+
+    agree([name, list(tensors), num_bytes], finish)
 
 
 def read_into(
@@ -230,19 +248,29 @@ def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str]
     return lambda key: to_file(key).removeprefix(prefix)
 
 
+@torch.no_grad()
 def _merged(stage: Stage) -> dict[str, Tensor]:
     """Return, by key, the weights that adapters change or replace, as they are with them."""
-    found = {}
-    for name, module in stage.named_modules():
-        if hasattr(module, "original_module") and not module.disable_adapters:
-            for key, value in (
-                module.modules_to_save[module.active_adapters[0]].state_dict().items()
-            ):
-                found[f"{name}.original_module.{key}"] = value
-        if hasattr(module, "get_delta_weight") and not module.merged:
-            weight = module.get_base_layer().weight.detach()
-            for adapter in module.active_adapters:
-                if adapter in module.lora_A:
-                    weight = weight + module.get_delta_weight(adapter).detach()
-            found[f"{name}.base_layer.weight"] = weight
+    found: dict[str, Tensor] = {}
+    modules: Iterable[tuple[str, Any]] = stage.named_modules()
+    for name, module in modules:
+        if getattr(module, "disable_adapters", True):
+            continue  # also of what is no layer of peft
+        if hasattr(module, "original_module"):
+            trained = module.modules_to_save[module.active_adapters[0]]
+            prefix, values = f"{name}.original_module.", trained.state_dict()
+        elif hasattr(module, "get_delta_weight") and not module.merged:
+            of_peft = copy.deepcopy(module)
+            of_peft.merge()
+            prefix, values = f"{name}.base_layer.", of_peft.get_base_layer().state_dict()
+        else:
+            continue
+        found |= {f"{prefix}{key}": value for key, value in values.items()}
     return found
+
+
+def _shared(stage: Stage, model: Any, merged: dict[str, Tensor]) -> list[str]:
+    """Return the files' keys of what adapters change and transformers ties to others."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    to_file = FileKeys.of(stage, None).to_file
+    return [to_file(key) for key in merged if to_file(key) in {*tied, *tied.values()}]

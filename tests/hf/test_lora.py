@@ -98,6 +98,65 @@ def test_modules_to_save_start_from_the_weights_of_the_folder(tmp_path):
         assert error.abs().max() <= TOLERANCE, device
 
 
+#: Forms of LoRA, with the case of each.
+FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}),
+    ("Llama", {"target_modules": ["q_proj"], "use_dora": True}),
+    ("GPT-2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
+    ("Qwen2", {"target_modules": ["q_proj"], "lora_bias": True}),
+    ("Llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+)
+
+
+def adapted(name, **options):
+    """Return the model of a case with LoRA all of whose parameters are random."""
+    torch.manual_seed(5)
+    with warnings.catch_warnings(action="ignore"):  # of embeddings, and what transformers removes
+        model = get_peft_model(model_of(name), LoraConfig(r=2, **options)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def test_all_forms_of_adapters_are_merged_as_peft_does(tmp_path):
+    for number, (name, options) in enumerate(FORMS):
+        plain = adapted(name, **options)
+        layers = hf.sequential(adapted(name, **options))
+        stage = Stage(layers, [len(layers)])
+        before = {key: value.clone() for key, value in stage.state_dict().items()}
+
+        hf.save_pretrained(stage, tmp_path / str(number))
+
+        found = logits_of(read_again(name, tmp_path / str(number)), name)
+        assert (found - logits_of(plain, name)).abs().max() <= 1e-12, options
+        after = stage.state_dict()
+        assert all(torch.equal(value, after[key]) for key, value in before.items()), options
+
+
+def test_an_adapter_of_a_shared_matrix_is_not_merged(tmp_path):
+    for options in (
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+    ):
+        layers = hf.sequential(adapted("Llama, tied", **options))
+        stage = Stage(layers, [len(layers)])
+
+        with pytest.raises(ValueError, match=r"(?s)hf\.save_adapter.*(lm_head|embed_tokens)"):
+            hf.save_pretrained(stage, tmp_path / "out")
+
+        assert not (tmp_path / "out").exists()
+
+
+def test_forms_that_cannot_be_saved_are_refused():
+    model = adapted("Llama", target_modules=["q_proj"], trainable_token_indices=[1, 2])
+
+    with pytest.raises(TypeError, match="trainable_token_indices of LoraConfig cannot be saved"):
+        hf.sequential(model)
+
+
 def test_stages_whose_parameters_are_all_frozen(ranks, tmp_path):
     name = "Llama"
     plain = with_lora(name, is_random=False)
