@@ -135,6 +135,45 @@ def test_all_forms_of_adapters_are_merged_as_peft_does(tmp_path):
         assert all(torch.equal(value, after[key]) for key, value in before.items()), options
 
 
+#: Whose adapters have more than matrices.
+MORE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Qwen2", {"target_modules": ["q_proj"], "bias": "lora_only"}),
+    ("Qwen2", {"target_modules": ["q_proj"], "bias": "all"}),
+    ("BERT", {"target_modules": ["query"], "bias": "all", "modules_to_save": ["pooler"]}),
+    ("Llama", {"target_modules": ["q_proj", "embed_tokens"]}),
+    ("Llama", {"target_modules": ["q_proj"], "use_dora": True}),
+)
+
+
+def test_adapters_with_biases_and_magnitudes_are_files_of_peft(tmp_path):
+    for number, (name, options) in enumerate(MORE):
+        plain = adapted(name, **options)
+        ours, theirs, merged = (tmp_path / f"{number}{kind}" for kind in ("ours", "theirs", "all"))
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of embeddings
+            plain.save_pretrained(theirs)
+        layers = hf.sequential(adapted(name, **options))
+        stage = Stage(layers, [len(layers)])
+
+        hf.save_adapter(stage, ours)
+        for parameter in stage.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.zeros_(parameter)
+        hf.load_adapter(stage, theirs)
+        hf.save_pretrained(stage, merged)
+
+        found, expected = (load_peft_weights(folder, device="cpu") for folder in (ours, theirs))
+        lacking = {key for key in expected.keys() - found.keys() if not _is_twice(key)}
+        assert (found.keys() - expected.keys(), lacking) == (set(), set()), options
+        assert all(torch.equal(found[key], expected[key]) for key in found), options
+        logits = logits_of(plain, name)
+        assert (stage_logits_of(stage, name) - logits).abs().max() <= TOLERANCE, options
+        assert (logits_of(read_again(name, merged), name) - logits).abs().max() <= 1e-12, options
+
+
+def _is_twice(key):
+    return any(part in key for part in ("modules_to_save", "original_module", "base_layer.weight"))
+
+
 def test_an_adapter_of_a_shared_matrix_is_not_merged(tmp_path):
     for options in (
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
