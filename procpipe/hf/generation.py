@@ -210,10 +210,10 @@ def _cache_type() -> Any:
 @contextmanager
 def _caching(stage: Stage) -> Iterator[list[_Caches]]:
     """Have the stage's blocks use caches for a while, and its head only the last position."""
-    was_training = stage.training
     blocks = [layer for layer in stage.children() if isinstance(layer, Block)]
     heads = [layer for layer in stage.children() if isinstance(layer, Head)]
     caches = [_Caches() for _ in blocks]
+    modes = [(module, module.training) for module in (*stage.modules(), *(h.whole for h in heads))]
     for block, of_block in zip(blocks, caches, strict=True):
         block.caches = of_block
     for head in heads:
@@ -226,4 +226,5 @@ def _caching(stage: Stage) -> Iterator[list[_Caches]]:
             block.caches = None
         for head in heads:
             head.num_logits = 0
-        stage.train(was_training)
+        for module, mode in modes:
+            module.training = mode

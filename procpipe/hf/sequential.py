@@ -279,8 +279,13 @@ class Head(nn.Module):
 
     def train(self, mode: bool = True) -> Head:
         """Set the mode of the copy of the model too."""
-        self._whole[0].training = mode
+        self.whole.training = mode
         return super().train(mode)
+
+    @property
+    def whole(self) -> Any:
+        """The copy of the model, which is no submodule."""
+        return self._whole[0]
 
     def reset_parameters(self) -> None:
         """Initialise all parameters and buffers, as transformers does."""

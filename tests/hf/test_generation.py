@@ -46,6 +46,18 @@ def test_greedy_tokens_are_those_of_transformers():
         assert stage.training, name
 
 
+def test_modes_of_modules_stay_as_they_were():
+    stage = stage_in_one("GPT-2")
+    stage[1].eval()
+    before = [module.training for module in stage.modules()]
+
+    hf.generate(stage, prompts_of("GPT-2")[0], max_new_tokens=2)
+
+    assert [module.training for module in stage.modules()] == before
+    assert stage[4].whole.training
+    assert {True, False} == {*before}
+
+
 def test_sequences_end_at_their_own_ends():
     tokens, mask = prompts_of("GPT-2")
     free = hf.generate(stage_in_one("GPT-2"), tokens, attention_mask=mask, eos_token_id=[])
