@@ -381,6 +381,15 @@ def model_of(stage: nn.Sequential) -> Any:
     raise TypeError("the model of the stage was not made by hf.sequential: make it so")
 
 
+@torch.no_grad()
+def set_magnitudes(layer: Any) -> None:
+    """Set the magnitudes that DoRA has in a layer, if any, to those of its weights."""
+    for adapter, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
+        weight, change = layer.get_base_layer().weight, layer.get_delta_weight(adapter)
+        change = change.T if magnitude.fan_in_fan_out else change
+        magnitude.weight.copy_(magnitude.get_weight_norm(weight, change, scaling=1))
+
+
 def _by_name(inputs: tuple[Any, ...], named: dict[str, Any], known: list[str]) -> dict[str, Any]:
     """Return what a first layer was given, by name, without labels."""
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
@@ -438,6 +447,7 @@ def _initialise(module: Any, model: Any) -> None:
         if hasattr(child, "reset_lora_parameters"):
             for adapter in child.r:
                 child.reset_lora_parameters(adapter, True)
+            set_magnitudes(child)
         elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
             (child if hasattr(child, "_init_weights") else model)._init_weights(child)
 

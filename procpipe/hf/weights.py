@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.hf.sequential import model_of
+from procpipe.hf.sequential import model_of, set_magnitudes
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Agree, Member, raise_faults
@@ -28,8 +28,9 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
 
     Every rank calls it, and reads only its own stage's tensors, one after the other. They are
     converted to the stage's dtype. The folder's ``generation_config.json``, if it has one, becomes
-    the model's ``generation_config``. Modules that ``modules_to_save`` of LoRA trains start from
-    these weights too; matrices of LoRA are left as they are. Load an adapter afterwards.
+    the model's ``generation_config``. Modules that ``modules_to_save`` of LoRA trains, and the
+    magnitudes of DoRA, start from these weights; matrices of LoRA are left as they are. Load an
+    adapter afterwards.
 
     Args:
         stage: of a model by ``hf.sequential``, perhaps built on the meta device.
@@ -55,7 +56,7 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
         pieces = _pieces(stage, model, keys, source)
         faults = read_into(pieces, source, agree, saved, strict=strict, known=keys.facts())
         if not faults:
-            _start_copies(stage)
+            _start_adapters(stage)
         if not faults and (Path(folder) / _GENERATION).is_file():
             from transformers import GenerationConfig
 
@@ -177,13 +178,15 @@ def make_folder(path: Path, patterns: list[str]) -> None:
         raise FileExistsError(f"{path} holds {there[0]} already: save to a new folder")
 
 
-def _start_copies(stage: Stage) -> None:
-    """Copy the weights of modules into those that adapters train in their place."""
+@torch.no_grad()
+def _start_adapters(stage: Stage) -> None:
+    """Set what adapters derive from the weights: copies of modules, and the magnitudes of DoRA."""
     modules: Iterable[Any] = stage.modules()
     for module in modules:
         if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
             for of_adapter in module.modules_to_save.values():
                 of_adapter.load_state_dict(module.original_module.state_dict())
+        set_magnitudes(module)
 
 
 class _Pieces(nn.Module):

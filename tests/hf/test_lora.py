@@ -83,19 +83,28 @@ def test_adapters_load_into_models_built_on_the_meta_device(tmp_path):
         hf.save_adapter(stage, tmp_path, name="other")
 
 
-def test_modules_to_save_start_from_the_weights_of_the_folder(tmp_path):
-    name = "BERT"
-    model_of(name).save_pretrained(tmp_path)
-    for device in ("meta", "cpu"):
-        with torch.device(device):
-            base = type(model_of(name))._from_config(config_of(name), dtype=torch.float64)
-            layers = hf.sequential(get_peft_model(base, LoraConfig(r=2, **TARGETS[name])).double())
-        stage = Stage(layers, [len(layers)])
+#: What adapters derive from the weights of the model.
+DERIVED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("BERT", TARGETS["BERT"]),
+    ("Llama", {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True}),
+    ("GPT-2", {**TARGETS["GPT-2"], "use_dora": True}),
+)
 
-        hf.load_pretrained(stage, tmp_path)
 
-        error = stage_logits_of(stage, name) - logits_of(model_of(name), name)
-        assert error.abs().max() <= TOLERANCE, device
+def test_adapters_start_from_the_weights_of_the_folder(tmp_path):
+    for name, options in DERIVED:
+        model_of(name).save_pretrained(tmp_path / name)
+        for device in ("meta", "cpu"):
+            with torch.device(device), warnings.catch_warnings(action="ignore"):
+                base = type(model_of(name))._from_config(config_of(name), dtype=torch.float64)
+                model = get_peft_model(base, LoraConfig(r=2, **options)).double()
+            layers = hf.sequential(model)
+            stage = Stage(layers, [len(layers)])
+
+            hf.load_pretrained(stage, tmp_path / name)
+
+            error = stage_logits_of(stage, name) - logits_of(model_of(name), name)
+            assert error.abs().max() <= TOLERANCE, (name, device)
 
 
 #: Forms of LoRA, with the case of each.
