@@ -55,9 +55,12 @@ def sequential(model: nn.Module) -> nn.Sequential:
     the logits; of a mixture of experts with ``config.output_router_logits`` the logits and the
     auxiliary loss, 0-dim, multiplied by its coefficient.
 
+    Models whose ``rope_type`` is "dynamic" change their rotary frequencies in a forward pass, which
+    recomputation finds: give the stage ``checkpoint="never"``.
+
     Args:
-        model: of a class in the table of ``families.py``; also one with LoRA of peft. It may be on
-            the meta device.
+        model: of a class in the table of ``families.py``; also one with LoRA of peft, without
+            ``trainable_token_indices`` and ``target_parameters``. It may be on the meta device.
 
     Returns:
         layers ``embed``, ``block0``, …, ``head``. Its attribute ``keys`` is a function that makes
