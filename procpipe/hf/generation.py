@@ -27,7 +27,7 @@ def generate(
     max_new_tokens: int = 20,
     do_sample: bool = False,
     temperature: float = 1.0,
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: int | Sequence[int] | Tensor | None = None,
     attention_mask: Any = None,
 ) -> Tensor:
     """Continue sequences of tokens; all of them at once, as micro-batches of the stage's chunks.
@@ -53,7 +53,7 @@ def generate(
 
     Raises:
         TypeError: the model is no causal language model of ``hf.sequential``.
-        ValueError: no prompts, or a wrong temperature or number of tokens.
+        ValueError: no prompts, or another wrong argument on rank 0.
         RemoteStageError: another rank failed.
 
     Source: ``transformers.GenerationMixin.generate``.
@@ -66,13 +66,13 @@ def generate(
         )
     job: dict[str, Any] = {}
     if stage.rank == 0:
-        ends = _ends(model, eos_token_id)
         try:
+            ends = _ends(model, eos_token_id)
             job = _job(
                 input_ids, attention_mask, max_new_tokens, temperature if do_sample else None
             )
             job |= {"ends": ends, "padding": _padding(model, ends)}
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             job = {"fault": str(error)}
     job = stage.fetch(job)
     if "fault" in job:  # of rank 0, on every rank
@@ -123,11 +123,13 @@ def _chosen(logits: Tensor, temperature: float | None, generator: torch.Generato
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 
-def _job(tokens: Any, mask: Any, max_new_tokens: int, temperature: float | None) -> dict[str, Any]:
+def _job(tokens: Any, mask: Any, max_new_tokens: Any, temperature: float | None) -> dict[str, Any]:
     """Return what all ranks need of rank 0's arguments, checked."""
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
         form = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"input_ids must be prompts (batch, length) on rank 0, not {form}")
+    if not isinstance(mask, Tensor | None):
+        raise TypeError(f"attention_mask must be a tensor, not {type(mask).__name__}")
     mask = torch.ones_like(tokens) if mask is None else mask.to(tokens)
     if mask.shape != tokens.shape or not mask[:, -1].all():
         raise ValueError(
@@ -135,8 +137,8 @@ def _job(tokens: Any, mask: Any, max_new_tokens: int, temperature: float | None)
             "is 0 at the end of one: it must have their shape, and prompts be padded on the left "
             "(tokenizer.padding_side = 'left')"
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be an int, at least 1")
     if temperature is not None and not temperature > 0:
         raise ValueError(
             f"temperature is {temperature}, but must be above 0: for the most probable tokens give "
@@ -151,10 +153,15 @@ def _job(tokens: Any, mask: Any, max_new_tokens: int, temperature: float | None)
     }
 
 
-def _ends(model: Any, eos: int | Sequence[int] | None) -> list[int]:
+def _ends(model: Any, eos: int | Sequence[int] | Tensor | None) -> list[int]:
     if eos is None:
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    if isinstance(eos, Tensor):
+        eos = eos.tolist()
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    if wrong := [end for end in ends if not isinstance(end, int)]:
+        raise TypeError(f"eos_token_id must be an int, or several, not {wrong[0]!r}")
+    return ends
 
 
 def _padding(model: Any, ends: list[int]) -> int:
@@ -210,10 +217,10 @@ def _cache_type() -> Any:
 @contextmanager
 def _caching(stage: Stage) -> Iterator[list[_Caches]]:
     """Have the stage's blocks use caches for a while, and its head only the last position."""
-    was_training = stage.training
     blocks = [layer for layer in stage.children() if isinstance(layer, Block)]
     heads = [layer for layer in stage.children() if isinstance(layer, Head)]
     caches = [_Caches() for _ in blocks]
+    modes = [(module, module.training) for module in (*stage.modules(), *(h.whole for h in heads))]
     for block, of_block in zip(blocks, caches, strict=True):
         block.caches = of_block
     for head in heads:
@@ -226,4 +233,5 @@ def _caching(stage: Stage) -> Iterator[list[_Caches]]:
             block.caches = None
         for head in heads:
             head.num_logits = 0
-        stage.train(was_training)
+        for module, mode in modes:
+            module.training = mode

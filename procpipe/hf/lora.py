@@ -20,11 +20,15 @@ from procpipe.state.sources import open_source
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
+#: What peft writes although it is in the file under another key too, or in the base model.
+_TWICE = re.compile(r"\.(modules_to_save|original_module)\.|\.base_layer\.weight$")
+
 
 def save_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     """Write an adapter that ``PeftModel.from_pretrained`` reads.
 
-    Every rank calls it, and waits until rank 0 has written.
+    Every rank calls it, and waits until rank 0 has written. It has the biases that ``bias`` of
+    ``LoraConfig`` trains, too.
 
     Args:
         stage: of a model with LoRA by ``hf.sequential``.
@@ -77,19 +81,27 @@ def load_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     path = Path(folder)
     with Member.of(stage).call("hf.load_adapter") as agree:
         source = open_source(path / _WEIGHTS if path.is_dir() else path)
-        faults = read_into(_of_adapter(stage, name), source, agree, source.shapes, strict=True)
+        saved = [key for key in source.shapes if not _TWICE.search(key)]
+        faults = read_into(_of_adapter(stage, name), source, agree, saved, strict=True)
     raise_faults(f"the adapter in {folder} does not fit", faults)
 
 
 def _of_adapter(stage: Stage, name: str) -> dict[str, Tensor]:
-    """Return this stage's matrices of an adapter, by peft's keys."""
+    """Return this stage's parameters of an adapter, by peft's keys."""
     to_file = FileKeys.of(stage, None).to_file
     part = re.compile(rf"(\.modules_to_save)?\.{re.escape(name)}(?=\.|$)")
-    return {
-        "base_model.model." + part.sub("", to_file(key)): value
-        for key, value in stage.state_dict().items()
-        if is_of_adapter(key) and part.search(key)
-    }
+    magnitude = re.compile(r"(?<=\.lora_magnitude_vector)\.weight$")
+    bias = model_of(stage).peft_config[name].bias
+    found = {}
+    for key, value in stage.state_dict().items():
+        if is_of_adapter(key):
+            if part.search(key):
+                found[magnitude.sub("", part.sub("", to_file(key)))] = value
+        elif key.endswith(".base_layer.bias") and bias != "none":
+            found[to_file(key).removesuffix("bias") + "base_layer.bias"] = value
+        elif key.endswith("bias") and ".original_module." not in key and bias == "all":
+            found[to_file(key)] = value
+    return {f"base_model.model.{key}": value for key, value in found.items()}
 
 
 def _config_of(stage: Stage, name: str) -> Any:

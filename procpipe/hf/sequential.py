@@ -58,9 +58,12 @@ def sequential(model: nn.Module) -> nn.Sequential:
     the logits; of a mixture of experts with ``config.output_router_logits`` the logits and the
     auxiliary loss, 0-dim, multiplied by its coefficient.
 
+    Models whose ``rope_type`` is "dynamic" change their rotary frequencies in a forward pass, which
+    recomputation finds: give the stage ``checkpoint="never"``.
+
     Args:
-        model: of a class in the table of ``families.py``; also one with LoRA of peft. It may be on
-            the meta device.
+        model: of a class in the table of ``families.py``; also one with LoRA of peft, without
+            ``trainable_token_indices`` and ``target_parameters``. It may be on the meta device.
 
     Returns:
         layers ``embed``, ``block0``, …, ``head``. Its attribute ``keys`` is a function that makes
@@ -310,8 +313,13 @@ class Head(nn.Module):
 
     def train(self, mode: bool = True) -> Head:
         """Set the mode of the copy of the model too."""
-        self._whole[0].training = mode
+        self.whole.training = mode
         return super().train(mode)
+
+    @property
+    def whole(self) -> Any:
+        """The copy of the model, which is no submodule."""
+        return self._whole[0]
 
     def reset_parameters(self) -> None:
         """Initialise all parameters and buffers, as transformers does."""
@@ -407,6 +415,15 @@ def model_of(stage: nn.Sequential) -> Any:
     raise TypeError("the model of the stage was not made by hf.sequential: make it so")
 
 
+@torch.no_grad()
+def set_magnitudes(layer: Any) -> None:
+    """Set the magnitudes that DoRA has in a layer, if any, to those of its weights."""
+    for adapter, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
+        weight, change = layer.get_base_layer().weight, layer.get_delta_weight(adapter)
+        change = change.T if magnitude.fan_in_fan_out else change
+        magnitude.weight.copy_(magnitude.get_weight_norm(weight, change, scaling=1))
+
+
 def _by_name(inputs: tuple[Any, ...], named: dict[str, Any], known: list[str]) -> dict[str, Any]:
     """Return what a first layer was given, by name, without labels."""
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
@@ -451,6 +468,9 @@ def _without_adapter(model: Any) -> Any:
         config.peft_type != "LORA" for config in model.peft_config.values()
     ):
         raise unsupported(model, "of peft, only LoRA")
+    for option in ("trainable_token_indices", "target_parameters"):
+        if any(getattr(config, option, None) for config in model.peft_config.values()):
+            raise unsupported(model, f"{option} of LoraConfig cannot be saved")
     return model.get_base_model()
 
 
@@ -461,6 +481,7 @@ def _initialise(module: Any, model: Any) -> None:
         if hasattr(child, "reset_lora_parameters"):
             for adapter in child.r:
                 child.reset_lora_parameters(adapter, True)
+            set_magnitudes(child)
         elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
             (child if hasattr(child, "_init_weights") else model)._init_weights(child)
 

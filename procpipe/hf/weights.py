@@ -12,20 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.hf.sequential import model_of
+from procpipe.hf.sequential import model_of, set_magnitudes
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
-from procpipe.state.member import Member, raise_faults
+from procpipe.state.member import Agree, Member, raise_faults
 from procpipe.state.pieces import write_safetensors
 from procpipe.state.sources import INDEX, SINGLE, Source, open_source
 from procpipe.state.weights import all_faults, weights_faults
+
+_GENERATION = "generation_config.json"
 
 
 def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
     """Load the parameters of a folder of Hugging Face.
 
     Every rank calls it, and reads only its own stage's tensors, one after the other. They are
-    converted to the stage's dtype. Adapters of LoRA are left as they are.
+    converted to the stage's dtype. The folder's ``generation_config.json``, if it has one, becomes
+    the model's ``generation_config``. Modules that ``modules_to_save`` of LoRA trains, and the
+    magnitudes of DoRA, start from these weights; matrices of LoRA are left as they are. Load an
+    adapter afterwards.
 
     Args:
         stage: of a model by ``hf.sequential``, perhaps built on the meta device.
@@ -50,6 +55,12 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
         keys = FileKeys.of(stage, to_file)
         pieces = _pieces(stage, model, keys, source)
         faults = read_into(pieces, source, agree, saved, strict=strict, known=keys.facts())
+        if not faults:
+            _start_adapters(stage)
+        if not faults and (Path(folder) / _GENERATION).is_file():
+            from transformers import GenerationConfig
+
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     raise_faults(f"the weights in {folder} do not fit", faults)
 
 
@@ -57,7 +68,7 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     """Write a folder that ``from_pretrained`` of transformers reads.
 
     Every rank calls it, writes its own stage's tensors in a file, and returns once all have. LoRA
-    is merged into the weights (``save_adapter`` writes it alone). Rank 0 writes
+    is merged into the weights, by peft (``save_adapter`` writes it alone). Rank 0 writes
     ``config.json``, and ``generation_config.json`` if the model has one.
 
     Args:
@@ -66,6 +77,7 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
 
     Raises:
         FileExistsError: there are weights or a configuration in the folder.
+        ValueError: LoRA changes a matrix that the model shares under several names.
         RemoteStageError: another rank failed.
 
     Source: ``transformers.PreTrainedModel.save_pretrained``.
@@ -73,32 +85,49 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     model, member = model_of(stage), Member.of(stage)
     path = Path(folder).absolute()
     with member.call("hf.save_pretrained") as agree:
-        agree(None, lambda _: make_folder(path, ["config.json", INDEX, "model*.safetensors"]))
-        values, merged = stage.state_dict(), _merged(stage)
-        own = {
-            name: merged.get(key, values[key])
-            for key, name in _to_write(model, FileKeys.of(stage, None))
-            if not is_of_adapter(key)
-        }
-        tensors = _parts(model, own)
-        last = f"{member.num_ranks:05d}.safetensors"
-        name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
-        num_bytes = write_safetensors(path / name, tensors)
+        merged = _merged(stage)
+        faults = agree(
+            _shared(stage, model, merged),
+            lambda lists: sorted({key for keys in lists for key in keys}),
+        )
+        if not faults:
+            _write(stage, model, path, merged, agree)
+    raise_faults(
+        "adapters change one name of a matrix that has several, which one folder cannot hold "
+        "(save the adapter alone with hf.save_adapter)",
+        faults,
+    )
 
-        def finish(parts: list[Any]) -> None:
-            if member.num_ranks > 1:
-                weight_map = {key: file for file, keys, _ in parts for key in keys}
-                size = sum(num_bytes for _, _, num_bytes in parts)
-                index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-                (path / INDEX).write_text(json.dumps(index, indent=2))
-            config = copy.copy(model.config)
-            config.architectures = [type(model).__name__]
-            config.dtype = next(iter(own.values())).dtype if own else config.dtype
-            config.save_pretrained(path)
-            if getattr(model, "generation_config", None) is not None:
-                model.generation_config.save_pretrained(path)
 
-        agree([name, list(tensors), num_bytes], finish)
+def _write(stage: Stage, model: Any, path: Path, merged: dict[str, Tensor], agree: Agree) -> None:
+    """Write the folder of a model, with these values merged."""
+    member = Member.of(stage)
+    agree(None, lambda _: make_folder(path, ["config.json", INDEX, "model*.safetensors"]))
+    values = stage.state_dict()
+    own = {
+        name: merged.get(key, values[key])
+        for key, name in _to_write(model, FileKeys.of(stage, None))
+        if not is_of_adapter(key)
+    }
+    tensors = _parts(model, own)
+    last = f"{member.num_ranks:05d}.safetensors"
+    name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
+    num_bytes = write_safetensors(path / name, tensors)
+
+    def finish(parts: list[Any]) -> None:
+        if member.num_ranks > 1:
+            weight_map = {key: file for file, keys, _ in parts for key in keys}
+            size = sum(num_bytes for _, _, num_bytes in parts)
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (path / INDEX).write_text(json.dumps(index, indent=2))
+        config = copy.copy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = next(iter(own.values())).dtype if own else config.dtype
+        config.save_pretrained(path)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(path)
+
+    agree([name, list(tensors), num_bytes], finish)
 
 
 def read_into(
@@ -147,6 +176,17 @@ def make_folder(path: Path, patterns: list[str]) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if there := [file.name for pattern in patterns for file in sorted(path.glob(pattern))]:
         raise FileExistsError(f"{path} holds {there[0]} already: save to a new folder")
+
+
+@torch.no_grad()
+def _start_adapters(stage: Stage) -> None:
+    """Set what adapters derive from the weights: copies of modules, and the magnitudes of DoRA."""
+    modules: Iterable[Any] = stage.modules()
+    for module in modules:
+        if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
+            for of_adapter in module.modules_to_save.values():
+                of_adapter.load_state_dict(module.original_module.state_dict())
+        set_magnitudes(module)
 
 
 class _Pieces(nn.Module):
@@ -211,19 +251,29 @@ def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str]
     return lambda key: to_file(key).removeprefix(prefix)
 
 
+@torch.no_grad()
 def _merged(stage: Stage) -> dict[str, Tensor]:
     """Return, by key, the weights that adapters change or replace, as they are with them."""
-    found = {}
-    for name, module in stage.named_modules():
-        if hasattr(module, "original_module") and not module.disable_adapters:
-            for key, value in (
-                module.modules_to_save[module.active_adapters[0]].state_dict().items()
-            ):
-                found[f"{name}.original_module.{key}"] = value
-        if hasattr(module, "get_delta_weight") and not module.merged:
-            weight = module.get_base_layer().weight.detach()
-            for adapter in module.active_adapters:
-                if adapter in module.lora_A:
-                    weight = weight + module.get_delta_weight(adapter).detach()
-            found[f"{name}.base_layer.weight"] = weight
+    found: dict[str, Tensor] = {}
+    modules: Iterable[tuple[str, Any]] = stage.named_modules()
+    for name, module in modules:
+        if getattr(module, "disable_adapters", True):
+            continue  # also of what is no layer of peft
+        if hasattr(module, "original_module"):
+            trained = module.modules_to_save[module.active_adapters[0]]
+            prefix, values = f"{name}.original_module.", trained.state_dict()
+        elif hasattr(module, "get_delta_weight") and not module.merged:
+            of_peft = copy.deepcopy(module)
+            of_peft.merge()
+            prefix, values = f"{name}.base_layer.", of_peft.get_base_layer().state_dict()
+        else:
+            continue
+        found |= {f"{prefix}{key}": value for key, value in values.items()}
     return found
+
+
+def _shared(stage: Stage, model: Any, merged: dict[str, Tensor]) -> list[str]:
+    """Return the files' keys of what adapters change and transformers ties to others."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    to_file = FileKeys.of(stage, None).to_file
+    return [to_file(key) for key in merged if to_file(key) in {*tied, *tied.values()}]

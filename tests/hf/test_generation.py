@@ -46,6 +46,18 @@ def test_greedy_tokens_are_those_of_transformers():
         assert stage.training, name
 
 
+def test_modes_of_modules_stay_as_they_were():
+    stage = stage_in_one("GPT-2")
+    stage[1].eval()
+    before = [module.training for module in stage.modules()]
+
+    hf.generate(stage, prompts_of("GPT-2")[0], max_new_tokens=2)
+
+    assert [module.training for module in stage.modules()] == before
+    assert stage[4].whole.training
+    assert {True, False} == {*before}
+
+
 def test_sequences_end_at_their_own_ends():
     tokens, mask = prompts_of("GPT-2")
     free = hf.generate(stage_in_one("GPT-2"), tokens, attention_mask=mask, eos_token_id=[])
@@ -60,7 +72,15 @@ def test_sequences_end_at_their_own_ends():
         stage_in_one("GPT-2"), tokens, attention_mask=mask, max_new_tokens=9, eos_token_id=ends
     )
 
+    as_tensor = hf.generate(
+        stage_in_one("GPT-2"),
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=9,
+        eos_token_id=torch.tensor(ends),
+    )
     assert free.shape == (5, 27)
+    assert as_tensor.tolist() == expected.tolist()
     assert found.tolist() == expected.tolist()
 
 
@@ -85,6 +105,11 @@ def test_wrong_arguments_are_refused():
     for arguments, fault in (
         ({"input_ids": None}, "input_ids must be prompts"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": None}, "max_new_tokens is None, but must be an int"),
+        ({"eos_token_id": ["a"]}, "eos_token_id must be an int, or several, not 'a'"),
+        ({"eos_token_id": 2.0}, "not iterable"),
+        ({"do_sample": True, "temperature": "hot"}, "not supported between"),
+        ({"attention_mask": [1]}, "attention_mask must be a tensor, not list"),
         ({"do_sample": True, "temperature": 0.0}, "temperature is 0.0"),
         ({"attention_mask": mask.flip(1)}, "padded on the left"),
     ):

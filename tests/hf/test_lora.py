@@ -83,6 +83,128 @@ def test_adapters_load_into_models_built_on_the_meta_device(tmp_path):
         hf.save_adapter(stage, tmp_path, name="other")
 
 
+#: What adapters derive from the weights of the model.
+DERIVED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("BERT", TARGETS["BERT"]),
+    ("Llama", {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True}),
+    ("GPT-2", {**TARGETS["GPT-2"], "use_dora": True}),
+)
+
+
+def test_adapters_start_from_the_weights_of_the_folder(tmp_path):
+    for name, options in DERIVED:
+        model_of(name).save_pretrained(tmp_path / name)
+        for device in ("meta", "cpu"):
+            with torch.device(device), warnings.catch_warnings(action="ignore"):
+                base = type(model_of(name))._from_config(config_of(name), dtype=torch.float64)
+                model = get_peft_model(base, LoraConfig(r=2, **options)).double()
+            layers = hf.sequential(model)
+            stage = Stage(layers, [len(layers)])
+
+            hf.load_pretrained(stage, tmp_path / name)
+
+            error = stage_logits_of(stage, name) - logits_of(model_of(name), name)
+            assert error.abs().max() <= TOLERANCE, (name, device)
+
+
+#: Forms of LoRA, with the case of each.
+FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}),
+    ("Llama", {"target_modules": ["q_proj"], "use_dora": True}),
+    ("GPT-2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
+    ("Qwen2", {"target_modules": ["q_proj"], "lora_bias": True}),
+    ("Llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+)
+
+
+def adapted(name, **options):
+    """Return the model of a case with LoRA all of whose parameters are random."""
+    torch.manual_seed(5)
+    with warnings.catch_warnings(action="ignore"):  # of embeddings, and what transformers removes
+        model = get_peft_model(model_of(name), LoraConfig(r=2, **options)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def test_all_forms_of_adapters_are_merged_as_peft_does(tmp_path):
+    for number, (name, options) in enumerate(FORMS):
+        plain = adapted(name, **options)
+        layers = hf.sequential(adapted(name, **options))
+        stage = Stage(layers, [len(layers)])
+        before = {key: value.clone() for key, value in stage.state_dict().items()}
+
+        hf.save_pretrained(stage, tmp_path / str(number))
+
+        found = logits_of(read_again(name, tmp_path / str(number)), name)
+        assert (found - logits_of(plain, name)).abs().max() <= 1e-12, options
+        after = stage.state_dict()
+        assert all(torch.equal(value, after[key]) for key, value in before.items()), options
+
+
+#: Whose adapters have more than matrices.
+MORE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Qwen2", {"target_modules": ["q_proj"], "bias": "lora_only"}),
+    ("Qwen2", {"target_modules": ["q_proj"], "bias": "all"}),
+    ("BERT", {"target_modules": ["query"], "bias": "all", "modules_to_save": ["pooler"]}),
+    ("Llama", {"target_modules": ["q_proj", "embed_tokens"]}),
+    ("Llama", {"target_modules": ["q_proj"], "use_dora": True}),
+)
+
+
+def test_adapters_with_biases_and_magnitudes_are_files_of_peft(tmp_path):
+    for number, (name, options) in enumerate(MORE):
+        plain = adapted(name, **options)
+        ours, theirs, merged = (tmp_path / f"{number}{kind}" for kind in ("ours", "theirs", "all"))
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of embeddings
+            plain.save_pretrained(theirs)
+        layers = hf.sequential(adapted(name, **options))
+        stage = Stage(layers, [len(layers)])
+
+        hf.save_adapter(stage, ours)
+        for parameter in stage.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.zeros_(parameter)
+        hf.load_adapter(stage, theirs)
+        hf.save_pretrained(stage, merged)
+
+        found, expected = (load_peft_weights(folder, device="cpu") for folder in (ours, theirs))
+        lacking = {key for key in expected.keys() - found.keys() if not _is_twice(key)}
+        assert (found.keys() - expected.keys(), lacking) == (set(), set()), options
+        assert all(torch.equal(found[key], expected[key]) for key in found), options
+        logits = logits_of(plain, name)
+        assert (stage_logits_of(stage, name) - logits).abs().max() <= TOLERANCE, options
+        assert (logits_of(read_again(name, merged), name) - logits).abs().max() <= 1e-12, options
+
+
+def _is_twice(key):
+    return any(part in key for part in ("modules_to_save", "original_module", "base_layer.weight"))
+
+
+def test_an_adapter_of_a_shared_matrix_is_not_merged(tmp_path):
+    for options in (
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+    ):
+        layers = hf.sequential(adapted("Llama, tied", **options))
+        stage = Stage(layers, [len(layers)])
+
+        with pytest.raises(ValueError, match=r"(?s)hf\.save_adapter.*(lm_head|embed_tokens)"):
+            hf.save_pretrained(stage, tmp_path / "out")
+
+        assert not (tmp_path / "out").exists()
+
+
+def test_forms_that_cannot_be_saved_are_refused():
+    model = adapted("Llama", target_modules=["q_proj"], trainable_token_indices=[1, 2])
+
+    with pytest.raises(TypeError, match="trainable_token_indices of LoraConfig cannot be saved"):
+        hf.sequential(model)
+
+
 def test_stages_whose_parameters_are_all_frozen(ranks, tmp_path):
     name = "Llama"
     plain = with_lora(name, is_random=False)

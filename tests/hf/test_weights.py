@@ -98,6 +98,27 @@ def test_what_does_not_fit_is_one_error(tmp_path):
         hf.load_pretrained(Stage(layers, [len(layers)]), tmp_path)
 
 
+def test_the_generation_config_of_a_folder_is_that_of_the_model(tmp_path):
+    plain = model_of("Llama")
+    plain.generation_config.eos_token_id = [*range(3, 20)]
+    plain.generation_config.pad_token_id = 30
+    plain.save_pretrained(tmp_path / "in")
+    stage = Stage(on_meta("Llama"), [5])
+    prompts = torch.tensor([[20, 21, 22], [23, 24, 25]])
+
+    hf.load_pretrained(stage, tmp_path / "in")
+    found = hf.generate(stage, prompts, max_new_tokens=8)
+    hf.save_pretrained(stage, tmp_path / "out")
+
+    mask = torch.ones_like(prompts)
+    plain = read_again("Llama", tmp_path / "in")
+    expected = plain.generate(prompts, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert found.tolist() == expected.tolist()
+    assert found.shape[1] < 11
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [*range(3, 20)]
+
+
 def test_a_plain_sequential_is_refused(tmp_path):
     stage = Stage(torch.nn.Sequential(torch.nn.Linear(1, 1)), [1])
 
