@@ -14,9 +14,10 @@ from tests.hf.cases import model_of
 
 PAGE = Path(__file__).parents[2] / "docs/language_models.md"
 
-#: What a reader would look at.
+#: What a reader would look at; one write, so that lines of two processes do not mix.
 LOOK = """
-print(f"loss {loss.item():.5f}", f"perplexity {perplexity.item():.4f}", texts.tolist(), sep="; ")
+line = f"loss {loss.item():.5f}; perplexity {perplexity.item():.4f}; {texts.tolist()}"
+print(line + "\\n", end="", flush=True)
 """
 
 pytestmark = pytest.mark.dist
