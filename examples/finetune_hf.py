@@ -13,6 +13,7 @@ import argparse
 import math
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -143,7 +144,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.out and Path(arguments.out).exists():
+        parser.error(f"--out {arguments.out} is there already")
+    return arguments
 
 
 if __name__ == "__main__":

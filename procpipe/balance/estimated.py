@@ -91,6 +91,8 @@ def _first_that_runs(
             told = str(error).strip().partition("\n")[0][:200]
             where = next(iter(getattr(error, "__notes__", ())), "before the first layer")
             fault = f"it cannot run on the meta device ({type(error).__name__} {where}: {told})"
+            if sample is None and "sample" not in vars(module):
+                fault += "; the input was a guess: give sample=x, an input as for training"
             continue
         num_samples = next((len(tensor) for tensor in flat.tensors if tensor.dim()), 1) or 1
         return ([flop / num_samples for flop in flops], shapes), ""
@@ -112,7 +114,8 @@ def _candidates(module: nn.Sequential, sample: Any) -> Iterator[Any]:
     if sample is not None:
         yield sample
         return
-    for each in module.modules():
+    first = next((layer for layer in module if any(True for _ in layer.parameters())), module)
+    for each in first.modules():
         if guesses := list(_guesses(each)):
             yield from guesses
             return

@@ -103,7 +103,14 @@ def _continued(
             if stage.rank == stage.placement[-1]:
                 logits = output[0] if isinstance(output, tuple) else output
                 output = _chosen(logits[:, -1].float(), temperature, generator)
-            chosen = torch.where(is_open, stage.fetch(output), padding)
+            chosen = stage.fetch(output)
+            if (is_open & (chosen < 0)).any():
+                raise ValueError(
+                    f"the logits of sequence {int(chosen.argmin())} are NaN after "
+                    f"{tokens.shape[1]} tokens, so there is no next one: look for NaN in the "
+                    "weights; some models give it for prompts that are padded on the left"
+                )
+            chosen = torch.where(is_open, chosen, padding)
             inputs = chosen[:, None]
             tokens = torch.cat((tokens, inputs), dim=1)
             mask = torch.cat((mask, torch.ones_like(inputs)), dim=1)
@@ -116,11 +123,15 @@ def _continued(
 
 
 def _chosen(logits: Tensor, temperature: float | None, generator: torch.Generator) -> Tensor:
-    """Return the next token of each sequence."""
+    """Return the next token of each sequence; -1 if there is none, as logits are NaN."""
+    has_none = logits.isnan().any(-1)
     if temperature is None:
-        return logits.argmax(-1)
-    probabilities = torch.softmax(logits / temperature, -1)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+        chosen = logits.argmax(-1)
+    else:
+        logits = logits.masked_fill(has_none[:, None], 0.0)
+        probabilities = torch.softmax(logits / temperature, -1)
+        chosen = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    return chosen.masked_fill(has_none, -1)
 
 
 def _job(tokens: Any, mask: Any, max_new_tokens: Any, temperature: float | None) -> dict[str, Any]:

@@ -152,3 +152,25 @@ def generated(bare):
                 given |= {"eos_token_id": [], **options}
                 found.append(hf.generate(stage, **(given if bare.rank == 0 else {})).tolist())
     return found
+
+
+def test_logits_that_are_nan_end_generation_on_every_rank():
+    stage = stage_in_one("GPT-2")
+    tokens, _ = prompts_of("GPT-2")
+    expected = hf.generate(stage, tokens, max_new_tokens=2).tolist()
+    last = stage[4].transformer.ln_f.weight
+    before = last.detach().clone()
+    for way in WAYS:
+        torch.nn.init.constant_(last, float("nan"))
+        with pytest.raises(ValueError, match="logits of sequence 0 are NaN after 7 tokens"):
+            hf.generate(stage, tokens, max_new_tokens=2, **way)
+        with torch.no_grad():
+            last.copy_(before)
+        assert hf.generate(stage, tokens, max_new_tokens=2).tolist() == expected, way
+
+
+def test_labels_that_are_missing_are_asked_for():
+    layers = hf.sequential(model_of("GPT-2"))
+    stage = Stage(layers, [len(layers)], loss_fn=hf.causal_lm_loss)
+    with pytest.raises(ValueError, match=r"needs labels: .*stage\.step\(\*\*batch\)"):
+        stage.step(input_ids=prompts_of("GPT-2")[0])
