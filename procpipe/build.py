@@ -187,9 +187,9 @@ def found_balance(
         from procpipe.balance.estimated import estimated_balance
     if name is not None:
         return agreed_balance(name, module, sample, chunks, world, num_partitions)
-    balance, told = estimated_balance(num_partitions, module, sample)
+    balance, basis = estimated_balance(num_partitions, module, sample)
     if world.rank == 0:
-        write_note(f"procpipe: {told}")
+        write_note(f"procpipe: {basis}")
     return balance
 
 

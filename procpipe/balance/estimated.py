@@ -88,9 +88,9 @@ def _first_that_runs(
                 warnings.simplefilter("ignore")
                 flops = run_each(module, flat, torch.device("meta"), _flops)
         except Exception as error:  # of any kind, since it is the user's code that runs
-            told = str(error).strip().partition("\n")[0][:200]
+            said = str(error).strip().partition("\n")[0][:200]
             where = next(iter(getattr(error, "__notes__", ())), "before the first layer")
-            fault = f"it cannot run on the meta device ({type(error).__name__} {where}: {told})"
+            fault = f"it cannot run on the meta device ({type(error).__name__} {where}: {said})"
             if sample is None and "sample" not in vars(module):
                 fault += "; the input was a guess: give sample=x, an input as for training"
             continue

@@ -1,8 +1,8 @@
 """Multiplies what one call adds to gradients by a number that is known only at its end.
 
 begin            the gradients of earlier calls are set aside, before the first backward task
-end(0.98)        ours * 0.98, added to them
-end(None)        ours, added to them
+end(0.98)        those of this call * 0.98, added to them
+end(None)        those of this call, added to them
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shows other ranks when torch compiles layers of this stage, whoever had them compiled.
+"""Shows other ranks when torch compiles layers of this stage, by ``Stage.compile`` or otherwise.
 
 this rank    F0, first call of a layer ── torch compiles ───────────── layer runs
 its board                                 "compiling layer '2' (…)"

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from procpipe import Stage, is_recomputing
 from procpipe.job.board import Board
 from procpipe.job.world import World
-from procpipe.skip import pop, skippable, stash
+from tests.balance.test_estimated import Pop, Stash
 from tests.dist.stages import assert_same, plain_step, world_of
 
 TOLERANCE = 1e-12
@@ -66,20 +66,6 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         again: Tensor = checkpoint(self.part, x, use_reentrant=self.use_reentrant)
         return x + again
-
-
-@skippable(stash=["x"])
-class Stash(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("x", x)
-        return super().forward(x)
-
-
-@skippable(pop=["x"])
-class Pop(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("x")
-        return super().forward(x) + skip
 
 
 def make_layers(kind: str) -> list[nn.Module]:
