@@ -12,7 +12,9 @@ Each micro-batch is still normalised by its own statistics, as it cannot wait fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +66,31 @@ class DeferredBatchNorm(BatchNorm):
                 running.lerp_(latest.to(running), 1 / self.num_batches_tracked.to(running))
             else:
                 running.lerp_(latest.to(running), self.momentum)
+
+    def moments(self) -> Tensor:
+        """Return what was recorded since :meth:`begin` in one tensor, zeros if nothing was.
+
+        Its first value is the number of values a channel; then come their means and the sums of
+        their squared distances from it: ``(1 + 2 * num_features,)``, of float64.
+        """
+        assert self.running_mean is not None, "only statistics that are kept are joined"
+        found = self._moments
+        size = 1 + 2 * self.num_features
+        if found is None:
+            return torch.zeros(size, dtype=torch.float64, device=self.running_mean.device)
+        count = torch.as_tensor(found.count, dtype=torch.float64, device=found.mean.device)
+        return torch.cat([count.reshape(1), found.mean.double(), found.squares.double()])
+
+    def join_moments(self, of_all: Sequence[Tensor]) -> None:
+        """Set what was recorded to what :meth:`moments` returned in several processes together."""
+        each = torch.stack(tuple(of_all))
+        counts = each[:, :1]
+        means, squares = each[:, 1:].split(self.num_features, dim=1)
+        count = counts.sum()
+        if self._moments is None and not count:  # on a GPU the host waits, without samples only
+            return
+        mean = (counts * means).sum(0) / count
+        self._moments = _Moments(count, mean, (squares + counts * (means - mean) ** 2).sum(0))
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a micro-batch; in training, record its statistics for :meth:`commit`.
@@ -120,7 +147,7 @@ class DeferredBatchNorm(BatchNorm):
 class _Moments:
     """Moments of the values of each channel in some micro-batches, ``(num_features,)``."""
 
-    count: int  # of values a channel
+    count: Any  # of values a channel: an int; 0-dim where several processes have joined theirs
     mean: Tensor
     squares: Tensor  # sum of the squared distances from the mean
 

@@ -23,6 +23,8 @@ from procpipe.compute.partition import Partition
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import check_not_sharded
+from procpipe.errors import BalanceError
+from procpipe.job.grid import Grid
 from procpipe.job.transports import NAMES
 from procpipe.job.world import World
 from procpipe.model.arguments import checked_limits, checked_transport
@@ -45,8 +47,10 @@ from procpipe.run.coordinator import Coordinator
 from procpipe.run.executor import Executor
 from procpipe.run.observer import Observer
 from procpipe.run.pipeline import Pipeline
+from procpipe.run.replicas import Replicas
 from procpipe.run.statistics import table
 from procpipe.run.trace import Trace
+from procpipe.run.wiring import Wires
 from procpipe.run.wiring import connect as connect_wires
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.skippable import verify_skippables
@@ -61,6 +65,7 @@ class Settings:
     """What the user asks for besides model and balance, checked.
 
     Attributes:
+        grid: this rank's place among stages and replicas.
         schedule: the plan of each step, or how it is found.
         limits_bytes: the most that each stage may hold, for a measured schedule.
         transport: the name of one, or None for the best.
@@ -68,6 +73,7 @@ class Settings:
         trace: where rank 0 writes a timeline; rank 0's counts.
     """
 
+    grid: Grid
     schedule: Schedule
     limits_bytes: list[int] | None
     transport: str | None
@@ -79,6 +85,7 @@ class Settings:
         cls,
         world: World,
         *,
+        replicas: int,
         schedule: str | Callable[[int, int], Plan],
         memory_limit_bytes: int | Sequence[int] | None,
         transport: str | None,
@@ -86,15 +93,16 @@ class Settings:
         trace: str | os.PathLike[str] | None,
     ) -> Settings:
         """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
+        grid = grid_of(replicas, world)
         chosen = schedule_of(schedule)
         limits = checked_limits(
-            memory_limit_bytes, world.num_ranks, chosen, is_launched=world.is_launched
+            memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
         chooser_of(chosen, limits)
         if chosen.is_measured and world.device.type == "cuda":
             recorder_type()
         checked_transport(transport, NAMES)
-        return cls(chosen, limits, transport, bool(defers_batch_norm), trace)
+        return cls(grid, chosen, limits, transport, bool(defers_batch_norm), trace)
 
 
 @dataclass(frozen=True)
@@ -130,20 +138,21 @@ class Cut:
         world: World,
     ) -> Cut:
         """Cut a checked model and bring this rank's layers to its device."""
-        schedule = settings.schedule
+        schedule, grid = settings.schedule, settings.grid
         entries = fit_balance(
             balance,
             len(module),
-            world.num_ranks,
+            grid.num_stages,
             is_launched=world.is_launched,
+            num_replicas=grid.num_replicas,
             partitions_per_stage=schedule.partitions_per_stage,
         )
-        placement = schedule.place(len(entries), world.num_ranks)
+        placement = schedule.place(len(entries), grid.num_stages)
         facts = layer_facts(module)
         parts = cut(module, entries)
         skips = SkipLayout.of(parts)
         ties = find_ties(parts)
-        ours = {j: parts[j] for j in partitions_of(placement, world.rank)}
+        ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
         all_layers = {name: layer for part in parts for name, layer in part.items()}
         names = [name for part in ours.values() for name in part]
         materialize(all_layers, names, world.device, seed=torch.initial_seed())
@@ -170,14 +179,14 @@ def found_balance(
     sample: Any,
     chunks: int,
     world: World,
-    schedule: Schedule,
+    settings: Settings,
 ) -> list[int]:
     """Find a balance.
 
     By name on rank 0: every rank calls it, and waits. Without a name each rank finds the same from
     the model's shapes, and rank 0 prints it; one partition has all layers.
     """
-    num_partitions = schedule.count(world.num_ranks)
+    num_partitions = settings.schedule.count(settings.grid.num_stages)
     if name is None and (not world.is_launched or num_partitions == 1):
         return [len(module)] if len(module) else []
     with needed(
@@ -234,10 +243,12 @@ def connect(
         chunks: the number of micro-batches, as the user has it now.
         checkpoint: what is recomputed, as the user has it now.
     """
+    grid = settings.grid
     facts = {
         "procpipe": __version__,
         "torch": torch.__version__,
         "the number of processes": world.num_ranks,
+        "replicas": grid.num_replicas,
         "balance": cut.balance,
         "chunks": chunks,
         "checkpoint": checkpoint,
@@ -263,15 +274,16 @@ def connect(
         for j, names in cut.layers.items()
     }
     routes = Routes(
-        world.num_ranks,
+        grid.num_stages,
         tuple(cut.skips.keys),
         placement=cut.placement,
         ties=tuple(dict.fromkeys(tie.partitions for tie in cut.ties if tie.is_parameter)),
     )
-    wires = connect_wires(world, routes, facts, settings.transport)
+    wires = connect_wires(world, grid, routes, facts, settings.transport)
     chooser = chooser_of(settings.schedule, settings.limits_bytes)
-    coordinator = Coordinator(wires.control, world.rank, routes, chooser)
-    executor = Executor(world.rank, cut.placement, partitions, wires.channels, tied)
+    coordinator = Coordinator(wires.control, grid, routes, chooser)
+    replicas = connect_replicas(world, grid, cut, wires)
+    executor = Executor(grid, cut.placement, partitions, wires.channels, tied, replicas)
     trace: Trace = Trace()
     observers: list[Observer] = []
     # A GPU's times are recorded on the device; the host's are when tasks were launched.
@@ -294,8 +306,42 @@ def connect(
         assert isinstance(chooser, AutoSchedule), "is_measured: chooser_of made it"
         observers.append(Meter(wires.control, chooser, partitions, trace))
     pipeline = Pipeline(world, wires, executor, coordinator, trace, observers)
-    tied.make_equal(pipeline.send_value, pipeline.take_value)
+    tied.make_equal(
+        lambda stage, value: wires.send_value(grid.rank_of(stage), value),
+        lambda stage: wires.take_value(grid.rank_of(stage)),
+    )
+    replicas.make_equal(nn.ModuleDict(layers))
     return pipeline
+
+
+def grid_of(replicas: int, world: World) -> Grid:
+    """Return this rank's place among stages and replicas."""
+    if isinstance(replicas, bool) or not isinstance(replicas, int):
+        raise TypeError(f"replicas is {replicas!r}, but must be an int")
+    if replicas < 1:
+        raise ValueError(f"replicas is {replicas}, but there is at least 1")
+    if not world.is_launched:
+        return Grid(world.rank, world.num_ranks)
+    if world.num_ranks % replicas:
+        raise BalanceError(
+            f"replicas={replicas}, but there are {world.num_ranks} processes: their number is that "
+            "of stages times replicas, so start a multiple of the replicas (torchrun "
+            f"--nproc_per_node={-(-world.num_ranks // replicas) * replicas}), or give another "
+            "number of them"
+        )
+    return Grid(world.rank, world.num_ranks, replicas)
+
+
+def connect_replicas(world: World, grid: Grid, cut: Cut, wires: Wires) -> Replicas:
+    """Connect this stage to that of the other replicas; waits for them."""
+    if grid.num_replicas == 1:
+        return Replicas()
+    with needed("procpipe.replicas", "replicas"):
+        from procpipe.replicas.group import Group
+        from procpipe.replicas.several import Several
+    store, host = world.store_for_group(f"stage-{grid.stage}")
+    group = Group(store, grid.replica, grid.num_replicas, wires.mesh, host)
+    return Several(grid, cut.placement[-1], group, world.device, wires.send_value, wires.take_value)
 
 
 def tied_of(cut: Cut, stage: int) -> Tied:

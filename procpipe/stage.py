@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -86,7 +87,10 @@ class Stage(LocalLayers):
             :class:`~procpipe.balance.Inputs` of several. On rank 0 for ``"time"`` and ``"size"``;
             without a balance on every rank, where only shapes count, or left out: then it is the
             model's attribute ``sample`` (a tuple or dict of inputs), or a guess.
-        chunks: number of micro-batches a mini-batch is scattered into.
+        replicas: number of pipelines of this model, each of the world's size divided by it in
+            processes: a mini-batch is divided among them, and gradients are added up once a step,
+            over the processes of the same stage. See docs/replicas.md.
+        chunks: number of micro-batches a mini-batch, or a replica's share of it, is scattered into.
         devices: one device a rank; by default this host's GPUs in order, or CPUs. Several ranks may
             share a GPU: ``["cuda:0", "cuda:0"]``.
         checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
@@ -141,7 +145,9 @@ class Stage(LocalLayers):
         devices: each stage's device, a list of ``torch.device``.
         chunks: see above; rank 0's counts.
         checkpoint: see above; rank 0's counts.
-        rank: this process's rank, which is also the index of its stage.
+        rank: this process's rank; its stage's index, plus ``replica`` times the number of stages.
+        replica: the replica that this process belongs to, from 0.
+        replicas: see above.
         device: this stage's device.
 
     Raises:
@@ -162,6 +168,7 @@ class Stage(LocalLayers):
         balance: Iterable[int] | str | None = None,
         *,
         sample: Any = None,
+        replicas: int = 1,
         chunks: int = 1,
         devices: Sequence[torch.device | str | int] | None = None,
         checkpoint: str = "except_last",
@@ -190,26 +197,37 @@ class Stage(LocalLayers):
             self.checkpoint = checked_checkpoint(checkpoint)
             self._settings = build.Settings.checked(
                 self._world,
+                replicas=replicas,
                 schedule=schedule,
                 memory_limit_bytes=memory_limit_bytes,
                 transport=transport,
                 defers_batch_norm=deferred_batch_norm,
                 trace=trace,
             )
+            self._grid = self._settings.grid
             if balance is None or isinstance(balance, str):
                 balance = build.found_balance(
-                    balance, module, sample, self.chunks, self._world, self._settings.schedule
+                    balance, module, sample, self.chunks, self._world, self._settings
                 )
             cut = build.Cut.of(module, balance, self._settings, self._world)
             self.balance = cut.balance
-            self._adopt(cut, build.tied_of(cut, self.rank), is_training=module.training)
+            self._adopt(cut, build.tied_of(cut, self._grid.stage), is_training=module.training)
             self._checks_tied = bool(check_tied)
-            if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
+            if isinstance(loss_fn, nn.Module) and self._grid.stage == self._output_rank:
                 loss_fn.to(self.device)  # class weights must be on the output's device
             self._loss = Loss(loss_fn, loss_weight, check_loss)
-            where = self.rank, self._output_rank, self.device
-            self._batches = Batches(self._calls, self._issue_or_follow, *where)
-            self._intake = Intake(self._issue_or_follow, self._loss, self._batches, *where)
+            self._keeps_own = False
+            self._batches = Batches(
+                self._calls, self._issue_or_follow, self.rank, self._output_rank, self.device
+            )
+            self._intake = Intake(
+                self._issue_or_follow,
+                self._loss,
+                self._batches,
+                self._grid,
+                self._output_rank,
+                self.device,
+            )
             build.claim_trace(trace, self._world)
         except BaseException as error:
             note_full_device(error, self.rank, self.device)
@@ -218,8 +236,18 @@ class Stage(LocalLayers):
 
     @property
     def rank(self) -> int:
-        """This process's rank, which is also the index of its stage."""
+        """This process's rank; its stage's index, plus ``replica`` times the number of stages."""
         return self._world.rank
+
+    @property
+    def replica(self) -> int:
+        """The replica that this process belongs to, from 0."""
+        return self._grid.replica
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return self._grid.num_replicas
 
     @property
     def device(self) -> torch.device:
@@ -283,11 +311,12 @@ class Stage(LocalLayers):
             self._loss.check()
             given, target = inputs_and_target(inputs, named, target, is_read=self.rank == 0)
             modes = self._modes()
-            order, batch, ingoing = self._intake.begin("step", given, target, total_weight, **modes)
+            order, batch, ingoing = self._intake.begin(
+                pipeline.replicas, "step", given, target, total_weight, **modes
+            )
             outcome = self._run_mini_batch(pipeline, order, batch)
-            if ingoing is not None:
-                ingoing.add_gradients(outcome.input_gradients)
-            return self._loss.note(outcome.loss, outcome.weight, order.weights)  # step 10
+            self._add_input_gradients(pipeline, order, ingoing, outcome)
+            return self._loss.note(outcome.loss, outcome.weight, order.whole)  # step 10
 
     @property
     def last_weight(self) -> Tensor:
@@ -322,17 +351,21 @@ class Stage(LocalLayers):
         """
         with self._calls.together("forward") as pipeline:
             given = inputs_of(inputs, named)
-            order, batch, ingoing = self._intake.begin("forward", given, None, **self._modes())
+            order, batch, ingoing = self._intake.begin(
+                pipeline.replicas, "forward", given, None, **self._modes()
+            )
             outputs = self._run_mini_batch(pipeline, order, batch).outputs
+            all_outputs = pipeline.replicas.gather_outputs(order, outputs)
         this = self._open_pass = object()
 
         def run_backward(gradients: list[list[Tensor | None]] | None = None) -> None:
-            self._run_backward(this, order, replace(batch, output_gradients=gradients), ingoing)
+            given = replace(batch, output_gradients=gradients, is_backward=True)
+            self._run_backward(this, order, given, ingoing)
 
         may_follow = run_backward if batch.keep else None
         if self.rank != self._output_rank:
             return Remote(self._output_rank, "the output of stage(input)", may_follow)
-        return join_outputs([outputs[i] for i in range(len(order.sizes))], may_follow)
+        return join_outputs(all_outputs, may_follow)
 
     def batches(self, loader: Loader) -> Iterator[Any]:
         """Iterate over a data loader that rank 0 alone reads; ends everywhere when it ends.
@@ -403,6 +436,9 @@ class Stage(LocalLayers):
         """
         with self._agreement("clip_grad_norm_") as agree:
             by_partition, copies = self._tied.gradients(self._by_partition())
+            if self.replica > 0:  # replica 0 counts them
+                copies = [*chain(*by_partition.values()), *copies]
+                by_partition = {}
             return clip(
                 by_partition,
                 copies,
@@ -430,6 +466,21 @@ class Stage(LocalLayers):
             share(scaler, lambda: self._agreement("scaler.unscale_"), agree, self.device)
             self._loss.scale = scaler.scale
         return scaler
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of calls in this block to be added up over replicas by the next call.
+
+        For accumulation over several steps: gradients then travel once. Every rank does it; does
+        not communicate. Without replicas it changes nothing.
+
+        Source: ``torch.nn.parallel.DistributedDataParallel.no_sync``.
+        """
+        before, self._keeps_own = self._keeps_own, True
+        try:
+            yield
+        finally:
+            self._keeps_own = before
 
     # -- statistics ----------------------------------------------------------------------------
 
@@ -488,7 +539,7 @@ class Stage(LocalLayers):
 
     @property
     def _output_rank(self) -> int:
-        """The stage of the last partition, which has the output and the loss."""
+        """The stage of the last partition, which has the loss; of replica 0, the whole output."""
         return self._cut.placement[-1]
 
     def _issue_or_follow(self, call: str, **decided: Any) -> Order:
@@ -503,7 +554,12 @@ class Stage(LocalLayers):
     def _modes(self) -> dict[str, Any]:
         """Return the user's current settings for a mini-batch."""
         chunks = checked_chunks(self.chunks) if self.rank == 0 else 1
-        return {"chunks": chunks, "checkpoint": self.checkpoint, "is_training": self.training}
+        return {
+            "chunks": chunks,
+            "checkpoint": self.checkpoint,
+            "is_training": self.training,
+            "reduces": not self._keeps_own,
+        }
 
     def _run_mini_batch(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> Outcome:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
@@ -515,6 +571,7 @@ class Stage(LocalLayers):
         for layer in self._deferred:
             layer.begin()
         outcome = pipeline.run(order, batch)
+        pipeline.replicas.join_moments(self._deferred)
         for layer in self._deferred:
             layer.commit()
         self._tied.check_unchanged(buffers)
@@ -532,12 +589,28 @@ class Stage(LocalLayers):
             )
         self._open_pass = None
         with self._calls.together("backward") as pipeline:
-            order = self._issue_or_follow("backward", sizes=order.sizes, recompute=order.recompute)
+            order = self._issue_or_follow(
+                "backward",
+                sizes=order.sizes,
+                recompute=order.recompute,
+                shares=order.shares,
+                reduces=not self._keeps_own,
+            )
+            gradients = pipeline.replicas.divide_gradients(order, batch.output_gradients)
+            batch = replace(batch, output_gradients=gradients, reduces=order.reduces)
             buffers = self._tied.versions()
             outcome = pipeline.run(order, batch)
             self._tied.check_unchanged(buffers)
-            if ingoing is not None:
-                ingoing.add_gradients(outcome.input_gradients)
+            self._add_input_gradients(pipeline, order, ingoing, outcome)
+
+    def _add_input_gradients(
+        self, pipeline: Pipeline, order: Order, ingoing: Ingoing | None, outcome: Outcome
+    ) -> None:
+        """Run the backward pass of what made the inputs, on rank 0."""
+        given = outcome.input_gradients
+        gradients = pipeline.replicas.gather_input_gradients(order, ingoing, given)
+        if ingoing is not None:
+            ingoing.add_gradients(gradients)
 
     # -- building -------------------------------------------------------------------------------
 

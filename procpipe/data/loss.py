@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,21 +116,26 @@ class Loss:
             self.warn_of_no_weight("loss_weight is 0 for every micro-batch of a mini-batch")
         return tuple(found)
 
-    def note(
-        self, loss: Tensor | None, weight: Tensor | float | None, weights: Sequence[float]
-    ) -> Tensor:
+    def expected(self, num_samples: float) -> Tensor:
+        """Return what samples are expected to count, of sums; as much as in the step before."""
+        rate = self.weight_per_sample
+        if rate is None:
+            rate = torch.ones((), dtype=torch.float64)
+        return _or_one(rate) * num_samples
+
+    def note(self, loss: Tensor | None, weight: Tensor | float | None, whole: float) -> Tensor:
         """Keep what a ``step`` has shown; return its loss.
 
         Args:
             loss: of the mini-batch.
             weight: what it counts, if the last stage has sent that; a tensor for sums.
-            weights: else what each micro-batch counts.
+            whole: else what it counts; of sums, its samples.
         """
         assert loss is not None, "every step ends with a loss on every rank"
         self.is_sum = isinstance(weight, Tensor)
         if isinstance(weight, Tensor):
-            self.weight_per_sample = weight / math.fsum(weights)  # weights are samples, of sums
-        found = math.fsum(weights) if weight is None else weight
+            self.weight_per_sample = weight / whole
+        found = whole if weight is None else weight
         self._last_weight = torch.as_tensor(found, dtype=torch.float64)
         return loss
 
@@ -161,13 +166,15 @@ class MeanLoss:
     pass begins. But with sums, and unless the user gave it, the total is known only after the last
     forward task, and a schedule may have run backward tasks before. They are divided by the total
     to be expected, by what a sample counted in the step before. In the end all gradients of the
-    mini-batch are multiplied by :attr:`correction`.
+    mini-batch are multiplied by a correction, see :func:`mean_of`.
 
     Args:
         loss: the user's function.
         weights: what each micro-batch counts; of sums, their samples.
         total_weight: what the sum is divided by; None for the sum of the weights.
         is_sent: whether the other stages do not know the weights.
+        whole: what the micro-batches of all replicas count, if there are several; of sums, their
+            samples. Then the total of sums is known on no stage before the end.
     """
 
     def __init__(
@@ -177,12 +184,16 @@ class MeanLoss:
         total_weight: float | None = None,
         *,
         is_sent: bool = False,
+        whole: float | None = None,
     ) -> None:
         self._loss = loss
         self._weights = weights
         self._total_weight = total_weight
         self._is_sent = is_sent
-        total = math.fsum(weights) if total_weight is None else total_weight
+        self._whole = whole
+        total = total_weight
+        if total is None:
+            total = math.fsum(weights) if whole is None else whole
         self._shares = [weight / total if total else 0.0 for weight in weights]
         self._sum: Tensor | None = None
         self._counted: dict[int, Tensor] = {}  # of sums, what each micro-batch counts
@@ -222,7 +233,10 @@ class MeanLoss:
             return torch.full_like(loss, self._shares[i], dtype=dtype)
         if self._divisor is None:
             self._divisor = self._total()
-            if self._total_weight is None and len(self._counted) < len(self._weights):
+            if self._total_weight is None and self._whole is not None:
+                self._is_divisor_exact = False
+                self._divisor = self._loss.expected(self._whole).to(self._divisor.device)
+            elif self._total_weight is None and len(self._counted) < len(self._weights):
                 self._is_divisor_exact = False
                 known = math.fsum(self._weights[k] for k in self._counted)
                 rate = self._loss.weight_per_sample
@@ -241,13 +255,12 @@ class MeanLoss:
     def _weight_so_far(self) -> Tensor:
         return torch.stack([self._counted[i] for i in sorted(self._counted)]).sum()
 
-    @cached_property
-    def loss(self) -> Tensor:
-        """The loss of the mini-batch, 0-dim, once all micro-batches are counted."""
+    @property
+    def part(self) -> LossPart:
+        """What this stage knows of the loss, once all its micro-batches are counted."""
         assert self._sum is not None, "a mini-batch has a micro-batch"
-        if not self._loss.is_sum:
-            return self._sum
-        return self._sum / _or_one(self._total()).to(self._sum)
+        divisor = None if self._is_divisor_exact else self._divisor
+        return LossPart(self._sum, self.weight, divisor)
 
     @cached_property
     def weight(self) -> Tensor | float | None:
@@ -255,16 +268,45 @@ class MeanLoss:
         if not self._loss.is_sum:
             return math.fsum(self._weights) if self._is_sent else None
         weight = self._weight_so_far()
-        if weight.device.type == "cpu" and not weight:
+        if self._whole is None and weight.device.type == "cpu" and not weight:
             self._loss.warn_of_no_weight("loss_fn counts 0 in every micro-batch of a mini-batch")
         return weight
 
-    @cached_property
-    def correction(self) -> Tensor | None:
-        """What all gradients are to be multiplied by, 0-dim; None if they are right."""
-        if self._divisor is None or self._is_divisor_exact:
-            return None
-        return self._divisor / _or_one(self._total())
+
+class LossPart(NamedTuple):
+    """What one last stage knows of a mini-batch's loss.
+
+    Attributes:
+        sum: of weighted means, divided by the total already; or of the sums that ``loss_fn``
+            returned. 0-dim.
+        weight: what the mini-batch counts: 0-dim where ``loss_fn`` returns it; None if all stages
+            know it.
+        divisor: of sums, what gradients were divided by, 0-dim, if that was not the total.
+    """
+
+    sum: Tensor
+    weight: Tensor | float | None = None
+    divisor: Tensor | None = None
+
+
+def mean_of(part: LossPart, total_weight: float | None) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of a mini-batch and what its gradients are to be multiplied by.
+
+    Args:
+        part: that of the last stage; with replicas, of all of them.
+        total_weight: the user's, or None.
+
+    Returns:
+        Both 0-dim; no second where gradients are right.
+    """
+    if not isinstance(part.weight, Tensor):
+        return part.sum, None
+    total = part.weight
+    if total_weight is not None:
+        total = torch.full_like(part.weight, total_weight)
+    total = _or_one(total)
+    correction = None if part.divisor is None else part.divisor / total
+    return part.sum / total.to(part.sum), correction
 
 
 def checked_total(weight: Any) -> float | None:

@@ -92,7 +92,8 @@ class Ingoing:
     Attributes:
         sizes: samples in each micro-batch.
         inputs: each micro-batch's inputs, detached, on stage 0's device.
-        requiring: of each micro-batch, the tensors that require a gradient, as the user gave them.
+        requiring: of each micro-batch, the tensors that require a gradient, as the user gave them;
+            with replicas, on rank 0, of the micro-batches of all.
     """
 
     sizes: tuple[int, ...]
@@ -102,7 +103,13 @@ class Ingoing:
     @classmethod
     def of(cls, inputs: Inputs, chunks: int, device: torch.device) -> Ingoing:
         """Scatter a model's inputs; see ``microbatch.scatter`` for what is raised."""
-        parts, sizes = scatter(inputs, chunks)
+        return cls.of_parts(*scatter(inputs, chunks), device)
+
+    @classmethod
+    def of_parts(
+        cls, parts: Sequence[Inputs], sizes: Sequence[int], device: torch.device
+    ) -> Ingoing:
+        """Take a model's inputs that are scattered already."""
         flats, requiring = [], []
         keeps_gradients = torch.is_grad_enabled()
         for part in parts:
@@ -132,12 +139,19 @@ class MiniBatch:
     """What the program of one stage works on.
 
     Attributes:
-        inputs: on stage 0, each micro-batch's inputs.
+        inputs: on the first stage, each micro-batch's inputs.
         targets: each micro-batch's target, where the user gave it: on stage 0 if it is routed,
             else on the stage of the last partition.
         loss: on that stage, in a ``step``: makes the loss of those of the micro-batches.
         keep: whether backward tasks follow, in this program or a later one.
-        may_correct: whether gradients may have to be multiplied by ``MeanLoss.correction``.
+        total_weight: what the loss is divided by, if the user says it.
+        may_correct: whether gradients may have to be multiplied by the correction of ``mean_of``.
+        reduces: whether gradients are added up over replicas, if there are several.
+        is_backward: whether gradients of parameters are made.
+        is_step: whether a loss is computed, here or on other stages.
+        is_sum: whether ``loss_fn`` returns a sum and its weight, if that is known.
+        expected: of such sums, with replicas, what gradients are divided by before the total
+            is known; 0-dim.
         output_gradients: on the stage of the last partition, for a program that begins with
             backward tasks: each micro-batch's gradients of the output tensors that want one.
     """
@@ -146,7 +160,13 @@ class MiniBatch:
     targets: Sequence[Any] | None = None
     loss: MeanLoss | None = None
     keep: bool = False
+    total_weight: float | None = None
     may_correct: bool = False
+    reduces: bool = True
+    is_backward: bool = False
+    is_step: bool = False
+    is_sum: bool | None = None
+    expected: Tensor | None = None
     output_gradients: Sequence[list[Tensor | None]] | None = None
 
 
@@ -159,7 +179,7 @@ class Outcome:
         loss: the loss of the mini-batch, on every rank whose program has a loss in it.
         weight: what the mini-batch counts, if the order does not say it: a tensor where
             ``loss_fn`` returns it.
-        input_gradients: on stage 0, each micro-batch's gradients of the inputs that want one.
+        input_gradients: on the first stage, each micro-batch's gradients of inputs that want one.
     """
 
     outputs: dict[int, Flat] = field(default_factory=dict)

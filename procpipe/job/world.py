@@ -198,6 +198,15 @@ class World:
         assert self._opened is not None, "the ranks are connected first"
         return self._opened.open(choice, channels)
 
+    def store_for_group(self, name: str) -> tuple[Store, str]:
+        """Return a store for a group of some ranks, and the address on which this one listens.
+
+        The ranks are connected first. Raises in waits of the store if another rank has failed.
+        """
+        assert self._mesh is not None, "the ranks are connected first"
+        store = self._start.shared_store().under(f"group/{name}/", check=self._mesh.poll)
+        return store, self._start.network_address or "127.0.0.1"
+
     def agreed(self, key: str, make: Callable[[], Any]) -> Any:
         """Make a value, plain JSON, on rank 0 and return it on every rank; every rank calls it.
 

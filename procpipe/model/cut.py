@@ -83,6 +83,7 @@ def fit_balance(
     num_ranks: int,
     *,
     is_launched: bool,
+    num_replicas: int = 1,
     partitions_per_stage: int | None = 1,
 ) -> list[int]:
     """Check that a balance fits the model and the processes, and return it.
@@ -99,10 +100,13 @@ def fit_balance(
         return [num_layers]
     if len(parts) == num_ranks or partitions_per_stage != 1:
         return parts
+    n, all_ranks = len(parts), num_ranks * num_replicas
+    replicas = f" for {num_replicas} replicas" if num_replicas > 1 else ""
+    others = f"replicas={all_ranks // n}, or " if all_ranks > n and all_ranks % n == 0 else ""
     told = (
-        f"balance {parts} makes {len(parts)} partitions, but there are {num_ranks} processes, and "
-        f"each runs one: start {len(parts)} (torchrun --nproc_per_node={len(parts)}), or give a "
-        f"balance like {_even(num_layers, num_ranks)}"
+        f"balance {parts} makes {n} partitions, but there are {all_ranks} processes{replicas}, and "
+        f"each runs one: start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas}), "
+        f"or give {others}a balance like {_even(num_layers, num_ranks)}"
     )
     raise IndexError(told) if len(parts) > num_ranks else BalanceError(told)
 

@@ -37,7 +37,11 @@ class Control:
         """Send a message from rank 0 to every other rank; never blocks."""
         assert self._mesh.rank == 0, "only rank 0 tells all"
         for peer in self._peers:
-            self._mesh.send(peer, CONTROL, 0, 0, message)
+            self.send(peer, message)
+
+    def send(self, peer: int, message: bytes) -> None:
+        """Send a message from rank 0 to another rank; never blocks."""
+        self._mesh.send(peer, CONTROL, 0, 0, message)
 
     def send_to_coordinator(self, message: bytes) -> None:
         """Send a message to rank 0; never blocks."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from procpipe.errors import CallMismatchError, MemoryLimitError
+from procpipe.job.grid import Grid
 from procpipe.plan.program import Program, program
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
@@ -30,8 +31,8 @@ class Coordinator:
 
     Args:
         control: the connection to the other ranks.
-        rank: this rank, which is also its stage.
-        routes: which partitions exchange tensors, on which stages.
+        grid: this rank's stage, and its replica if there are several.
+        routes: which partitions of a replica exchange tensors, on which stages.
         chooser: on rank 0, the plan of a ``step`` with its backward.
 
     Attributes:
@@ -40,39 +41,47 @@ class Coordinator:
     """
 
     def __init__(
-        self, control: Control, rank: int, routes: Routes, chooser: Chooser | None = None
+        self, control: Control, grid: Grid, routes: Routes, chooser: Chooser | None = None
     ) -> None:
         self.ahead = 1
         self.schedule = ""
         self._control = control
-        self._rank = rank
+        self._grid = grid
         self._routes = routes
         self._chooser = chooser or FixedSchedule(SCHEDULES["gpipe"])
         self._in_part: dict[tuple[str, int, frozenset[int]], Plan] = {}
         self._plans: dict[str, Plan] = {}
         self._programs: dict[tuple[str, bool, bool, tuple[int, ...]], Program] = {}
-        self._sent: set[str] = set()
+        self._sent: set[tuple[int, str]] = set()
 
     def issue(self, order: Order) -> Order:
         """Send an order from rank 0 to every other rank; never blocks.
 
         Args:
-            order: what rank 0's user called. If it has micro-batches, a plan is chosen for it.
+            order: what rank 0's user called. If it has micro-batches, a plan is chosen for it, and
+                for those of each replica.
 
         Returns:
-            The order with its plan.
+            The order of rank 0's replica, with its plan.
 
         Raises:
             MemoryLimitError: no plan keeps to the memory allowed; the other ranks find it too.
         """
+        orders = [order.of_replica(replica) for replica in range(self._grid.num_replicas)]
+        orders = [self._planned(own, replica) for replica, own in enumerate(orders)]
+        messages = [encode(own) for own in orders]
+        for rank in range(1, self._grid.num_ranks):
+            self._control.send(rank, messages[rank // self._grid.num_stages])  # step 2
+        return orders[0]
+
+    def _planned(self, order: Order, replica: int) -> Order:
+        """Return a replica's order with its plan; a replica without micro-batches needs none."""
         if order.sizes:
             order = self._choose(order)
             self.program(order)  # verifies, before any rank starts
-            if order.plan not in self._sent:
-                self._sent.add(order.plan)
+            if (replica, order.plan) not in self._sent:
+                self._sent.add((replica, order.plan))
                 order = replace(order, plan_text=self.plan_text(order))
-        if self._routes.num_stages > 1:
-            self._control.send_to_all(encode(order))  # step 2
         return order
 
     def follow(self, ours: Order, meanwhile: Callable[[], None] | None = None) -> Order:
@@ -105,13 +114,15 @@ class Coordinator:
 
     def program(self, order: Order) -> Program:
         """Return what this stage does under an order's plan, verified on rank 0."""
+        if not order.sizes:
+            return ()  # of a replica that has no samples of the mini-batch
         key = order.plan, *_wires_of(order), order.recompute
         if key not in self._programs:
             plan, routes = self.plan(order), self._routes_of(order)
-            if self._rank == 0:
+            if self._grid.rank == 0:
                 verify(plan, routes, ahead=self.ahead)
             self._programs[key] = program(  # step 3
-                plan, routes, self._rank, ahead=self.ahead, recompute=order.recompute
+                plan, routes, self._grid.stage, ahead=self.ahead, recompute=order.recompute
             )
         return self._programs[key]
 
@@ -161,20 +172,21 @@ class Coordinator:
         return replace(order, plan=plan.digest)
 
     def _check(self, ours: Order, order: Order) -> None:
+        rank = self._grid.rank
         if ours.stage_number != order.stage_number:
             raise CallMismatchError(
-                f"rank {self._rank} calls {ours.call}() of its pipeline {ours.stage_number}, rank "
+                f"rank {rank} calls {ours.call}() of its pipeline {ours.stage_number}, rank "
                 f"0 calls {order.call}() of pipeline {order.stage_number} (counted from 0 in the "
                 "order they are made): every rank must make the same calls in the same order"
             )
         if ours.call != order.call:
             raise CallMismatchError(
-                f"rank {self._rank} is in {ours.call}() while rank 0 is in {order.call}(): every "
+                f"rank {rank} is in {ours.call}() while rank 0 is in {order.call}(): every "
                 "rank must make the same calls in the same order"
             )
         if ours.mode() != order.mode():
             raise CallMismatchError(
-                f"rank {self._rank} calls {ours.call}() in {ours.mode()}, rank 0 in "
+                f"rank {rank} calls {ours.call}() in {ours.mode()}, rank 0 in "
                 f"{order.mode()}: call train(), eval() and torch.no_grad() on every rank alike"
             )
 

@@ -20,12 +20,12 @@ Independent of the user's call: it gets a ``MiniBatch`` and returns an ``Outcome
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from procpipe.channel.link import Receiver, Sender
 from procpipe.compute.correction import Correction
@@ -33,9 +33,10 @@ from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
 from procpipe.compute.tied import Part, Tied
-from procpipe.data.loss import MeanLoss
+from procpipe.data.loss import LossPart, MeanLoss, mean_of
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
+from procpipe.job.grid import Grid
 from procpipe.plan.program import Program, Run, Send
 from procpipe.plan.routes import (
     ACTIVATION,
@@ -46,9 +47,17 @@ from procpipe.plan.routes import (
     Channel,
     Transfer,
 )
-from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Task
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Task,
+)
 from procpipe.run.faults import note_where
 from procpipe.run.observer import Observers
+from procpipe.run.replicas import Replicas
 from procpipe.tree import TENSOR, Flat, cut, joined, parted
 
 #: The structure of a message of gradients that nothing requires.
@@ -83,35 +92,40 @@ class Executor:
     """Runs the programs of one stage.
 
     Args:
-        stage: this stage's index.
+        grid: this rank's stage, and its replica if there are several.
         placement: the stage of each partition.
         partitions: the local layers, by the indices of this stage's partitions.
         channels: this stage's ends of all channels.
         tied: the parameters and buffers that this stage shares with others.
+        replicas: the connection to the other replicas, if there are any.
         ledger: counts what the stage holds.
     """
 
     def __init__(
         self,
-        stage: int,
+        grid: Grid,
         placement: Sequence[int],
         partitions: Mapping[int, Partition],
         channels: Channels,
         tied: Tied | None = None,
+        replicas: Replicas | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         self.partitions = dict(partitions)
-        self.tied = tied or Tied(stage)
+        self.tied = tied or Tied(grid.stage)
         self.ledger = ledger or Ledger()
         self.current_task: Task | None = None
         self._observers = Observers()
-        self._stage = stage
+        self._grid = grid
+        self.replicas = replicas or Replicas()
         self._placement = tuple(placement)
         self._last = len(placement) - 1
         self._channels = channels
         self._made: dict[Transfer, Flat] = {}
         self._passages: dict[tuple[int, int], _Passage] = {}
         self._correction = Correction()
+        self._has_begun = False  # the gradients of this call
+        self._final_tasks: set[Task] = set()
 
     def observe(self, observers: Observers) -> None:
         """Call these observers for tasks, layers and messages from now on."""
@@ -136,11 +150,17 @@ class Executor:
         """
         outcome = Outcome()
         at_end: list[Transfer] = []
+        self._has_begun = False
+        self._final_tasks = _final_tasks(program) if self._grid.num_replicas > 1 else set()
         try:
             for step in program:
                 if isinstance(step, Run):
                     self._channels.poll()
-                    self._run(step, batch, outcome)
+                    if step.task in self._final_tasks:
+                        with self.replicas.during(self.partitions[step.task.j].parameters()):
+                            self._run(step, batch, outcome)
+                    else:
+                        self._run(step, batch, outcome)
                 elif isinstance(step, Send):
                     self._send(step.transfer, batch)
                 else:
@@ -149,8 +169,6 @@ class Executor:
                         at_end.append(transfer)
                     self._channels.receivers[transfer.channel].expect()
                     self.ledger.hold(transfer)
-            if batch.loss is not None:
-                outcome.loss, outcome.weight = batch.loss.loss, batch.loss.weight
             self._take_at_end(at_end, batch, outcome)
         except RemoteStageError:
             self._put_back()
@@ -158,7 +176,8 @@ class Executor:
         except BaseException as error:
             self._put_back()
             if self.current_task is not None:
-                note_where(error, self.current_task, self._stage, self.partitions, self.ledger)
+                where = self._grid.name_of(self._grid.rank)
+                note_where(error, self.current_task, where, self.partitions, self.ledger)
             raise
         for hook in self._observers.held:
             hook(self.ledger.sizes)
@@ -175,17 +194,29 @@ class Executor:
     ) -> None:
         """Take what no task of this stage needs."""
         tied: dict[int, Sequence[Part]] = {}
-        correction = batch.loss.correction if batch.loss else None
+        part = batch.loss.part if batch.loss and outcome.outputs else None
         for transfer in transfers:
             message = self._take(transfer)
             if transfer.payload == LOSS:
-                correction = _read_loss(message.value, outcome)
+                part = _read_loss(message.value)
                 self.ledger.size(transfer, 0)
             else:
                 tied[self._placement[transfer.source]] = message.value
         if tied:
             self.tied.add_up(tied)
+        else:
+            self.tied.abandon()  # nothing was added
+        if batch.is_backward and not self._has_begun:
+            self._begin_gradients(batch)  # this replica has no samples
+        if batch.is_backward and self.replicas.overlaps:
+            self.replicas.end()
+        part, correction = self.replicas.total(part, batch), None
+        if part is not None:
+            outcome.loss, correction = mean_of(part, batch.total_weight)
+            outcome.weight = part.weight
         self._correction.end(correction, outcome.input_gradients)
+        if batch.is_backward and not self.replicas.overlaps:
+            self.replicas.end()
         for transfer in transfers:
             if transfer.payload == TIED_GRADIENT:
                 self.ledger.release(transfer)
@@ -287,11 +318,8 @@ class Executor:
     def _backward(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
         task = step.task
         kind, i, j = task
-        if batch.may_correct:
-            parameters = [part.parameters() for part in self.partitions.values()]
-            parameters += [batch.loss.parameters()] if batch.loss else []
-            self._correction.begin(chain.from_iterable(parameters))
-        self.tied.begin()
+        if not self._has_begun:
+            self._begin_gradients(batch)
         passage = self._passages.pop((i, j))
         gradients = self._output_gradients(step, passage, batch, outcome)
         partition = self.partitions[j]
@@ -309,6 +337,20 @@ class Executor:
         self.ledger.release(_roots(i, j))
         for transfer in step.takes:
             self.ledger.release(transfer)
+
+    def _begin_gradients(self, batch: MiniBatch) -> None:
+        """Prepare the parameters' gradients, once a call, before its first backward task."""
+        self._has_begun = True
+        tied = (copy.tensor for copy in self.tied.parameters)
+        self.replicas.begin(batch, self._parameters(batch), tied)
+        if batch.may_correct:
+            self._correction.begin(self._parameters(batch))
+        self.tied.begin()
+
+    def _parameters(self, batch: MiniBatch) -> Iterator[nn.Parameter]:
+        yield from chain.from_iterable(part.parameters() for part in self.partitions.values())
+        if batch.loss is not None:
+            yield from batch.loss.parameters()
 
     def _output_gradients(
         self, step: Run, passage: _Passage, batch: MiniBatch, outcome: Outcome
@@ -351,7 +393,7 @@ class Executor:
     # -- messages -------------------------------------------------------------------------------
 
     def _is_local(self, partition: int) -> bool:
-        return self._placement[partition] == self._stage
+        return self._placement[partition] == self._grid.stage
 
     def _put(self, transfer: Transfer, message: Flat, *, is_counted: bool) -> None:
         """Keep what a task has made until it is sent, or taken by another partition here.
@@ -393,6 +435,16 @@ class Executor:
         return message
 
 
+def _final_tasks(program: Program) -> set[Task]:
+    """Return the last task that adds to the gradients of each partition of a stage."""
+    tasks = {
+        step.task.j: step.task
+        for step in program
+        if isinstance(step, Run) and step.task.kind in (BACKWARD, WEIGHT_GRADIENT)
+    }
+    return set(tasks.values())
+
+
 def _roots(i: int, j: int) -> Transfer:
     return Transfer(ROOTS, i, j, j)
 
@@ -404,19 +456,14 @@ def _finish(batch: MiniBatch, target: Any, i: int) -> Callable[[Any], Any] | Non
 
 
 def _loss_message(loss: MeanLoss) -> Flat:
-    """Make the message of the loss, with its weight and correction if other stages need them."""
-    if (weight := loss.weight) is None:
-        return Flat([loss.loss], TENSOR, (False,))
-    return Flat.of((loss.loss, weight, loss.correction))
+    """Make the message of the loss, with its weight and divisor if other stages need them."""
+    part = loss.part
+    return Flat([part.sum], TENSOR, (False,)) if part.weight is None else Flat.of(tuple(part))
 
 
-def _read_loss(message: Any, outcome: Outcome) -> Any:
-    """Read what :func:`_loss_message` made; return the correction, or None."""
-    if isinstance(message, Tensor):
-        outcome.loss = message
-        return None
-    outcome.loss, outcome.weight, correction = message
-    return correction
+def _read_loss(message: Any) -> LossPart:
+    """Read what :func:`_loss_message` made."""
+    return LossPart(message) if isinstance(message, Tensor) else LossPart(*message)
 
 
 def _message_of(gradients: Sequence[Part]) -> Flat:

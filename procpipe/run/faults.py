@@ -16,7 +16,7 @@ from procpipe.run.stories import text_of
 def note_where(
     error: BaseException,
     task: Task,
-    stage: int,
+    stage: str,
     partitions: Mapping[int, Partition],
     ledger: Ledger,
 ) -> None:
@@ -25,7 +25,7 @@ def note_where(
     has_run_layers = kind in (FORWARD, RECOMPUTE)
     where = partitions[j].where() if has_run_layers else "its layers' backward"
     of = f"micro-batch {i}" if len(partitions) == 1 else f"micro-batch {i}, partition {j}"
-    error.add_note(f"procpipe: in stage {stage} (rank {stage}), task {task} ({of}), {where}")
+    error.add_note(f"procpipe: in {stage}, task {task} ({of}), {where}")
     if _is_out_of_memory(error):
         error.add_note(_memory_note(stage, list(partitions.values()), ledger))
 
@@ -46,12 +46,12 @@ def note_full_device(error: BaseException, rank: int, device: torch.device) -> N
     )
 
 
-def _memory_note(stage: int, partitions: Sequence[Partition], ledger: Ledger) -> str:
+def _memory_note(stage: str, partitions: Sequence[Partition], ledger: Ledger) -> str:
     """Say what the stage held when its memory ran out, and what would need less."""
     device = partitions[0].device
     num_held = sum(partition.num_held for partition in partitions)
     held = (
-        f"procpipe: out of memory on {device}: stage {stage} held {num_held} micro-batches "
+        f"procpipe: out of memory on {device}: {stage} held {num_held} micro-batches "
         f"between forward and backward, whose inputs, outputs and waiting messages take "
         f"{ledger.bytes_now() / 2**20:.1f} MiB"
     )

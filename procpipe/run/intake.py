@@ -7,7 +7,9 @@ delivered by ``batches``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ from procpipe.compute.ledger import num_bytes
 from procpipe.data.loss import Loss, MeanLoss, checked_total
 from procpipe.data.microbatch import scatter_like
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch, on_device
+from procpipe.job.grid import Grid
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.run.batches import Batches
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
+from procpipe.run.replicas import Replicas, Scattered
+from procpipe.tree import flatten
 
 
 class Intake:
@@ -28,8 +33,8 @@ class Intake:
         issue_or_follow: issues an order on rank 0 and follows it elsewhere.
         loss: the user's loss function and weight.
         batches: knows which target the last stage has already.
-        rank: this rank.
-        output_rank: the rank of the last partition.
+        grid: this rank's stage, and its replica if there are several.
+        output_stage: the stage of the last partition.
         device: this stage's device.
     """
 
@@ -38,19 +43,20 @@ class Intake:
         issue_or_follow: Callable[..., Order],
         loss: Loss,
         batches: Batches,
-        rank: int,
-        output_rank: int,
+        grid: Grid,
+        output_stage: int,
         device: torch.device,
     ) -> None:
         self._issue_or_follow = issue_or_follow
         self._loss = loss
         self._batches = batches
-        self._rank = rank
-        self._output_rank = output_rank
+        self._grid = grid
+        self._output_stage = output_stage
         self._device = device
 
     def begin(
         self,
+        replicas: Replicas,
         call: str,
         inputs: Inputs,
         target: Any,
@@ -59,76 +65,112 @@ class Intake:
         chunks: int,
         checkpoint: str,
         is_training: bool,
+        reduces: bool,
     ) -> tuple[Order, MiniBatch, Ingoing | None]:
         """Scatter the mini-batch and issue its order on rank 0; follow the order elsewhere.
 
         Args:
+            replicas: the connection to the other replicas.
             call: "step" or "forward".
             inputs: on rank 0, the model's inputs.
             target: of a "step", what ``loss_fn`` gets; on rank 0, or else on the last stage.
             total_weight: of a "step", on rank 0, what its loss is divided by, if not its weight.
-            chunks: on rank 0, the number of micro-batches.
+            chunks: on rank 0, the number of micro-batches of a replica.
             checkpoint: on rank 0, what is recomputed.
             is_training: whether the stage is in training mode.
+            reduces: whether gradients are added up over replicas.
         """
-        if self._rank != 0:
-            order, ingoing = self._issue_or_follow(call), None
+        if self._grid.rank != 0:
+            order = self._issue_or_follow(call, reduces=reduces)
+            ingoing, targets = replicas.take(order, self._device)
         else:
-            ingoing = Ingoing.of(inputs, chunks, self._device)  # step 1
+            parts = replicas.scatter(inputs, chunks)  # step 1
             keeps = is_training and torch.is_grad_enabled()
-            total = checked_total(total_weight)
-            order = self._issue(call, ingoing, target, total, checkpoint, keeps=keeps)
-        return order, self._mini_batch(call, order, target, ingoing), ingoing
-
-    def _issue(
-        self,
-        call: str,
-        ingoing: Ingoing,
-        target: Any,
-        total_weight: float | None,
-        checkpoint: str,
-        *,
-        keeps: bool,
-    ) -> Order:
-        sizes = ingoing.sizes
-        decided: dict[str, Any] = {
-            "sizes": sizes,
-            "input_bytes": num_bytes(ingoing.inputs[0].tensors),  # the first is the largest
-            "recompute": tuple(sorted(recomputed(checkpoint, len(sizes)))) if keeps else (),
-        }
+            decided: dict[str, Any] = _scattering(parts, checkpoint, keeps=keeps)
+            targets = None
+            if call == "step":
+                total = checked_total(total_weight)
+                targets, about_loss = self._about_loss(target, parts)
+                decided |= {"total_weight": total, **about_loss}
+            order = self._issue_or_follow(call, reduces=reduces, **decided)
+            ingoing, targets = replicas.share(order, parts, targets, self._device)
+        batch = MiniBatch(ingoing.inputs if ingoing else None, keep=order.is_grad_enabled)
         if call == "step":
-            decided["target"] = self._way_of(target)
-            decided["total_weight"] = total_weight
-            if self._loss.weight is None or decided["target"] != LOCAL:
-                parts = scatter_like(target, sizes) if self._loss.weight else None
-                decided["weights"] = self._loss.weights(parts, sizes)
-        return self._issue_or_follow(call, **decided)
+            batch = self._with_loss(batch, order, target, targets)
+        return order, batch, ingoing
 
-    def _way_of(self, target: Any) -> str:
+    def _about_loss(
+        self, target: Any, parts: Sequence[Scattered]
+    ) -> tuple[Sequence[Any] | None, dict[str, Any]]:
+        """Return each micro-batch's target, if rank 0 sends it, and what the order says of it."""
+        sizes = [size for _, of_replica in parts for size in of_replica]
+        way = self._way_of(target, has_replicas=len(parts) > 1)
+        is_sent = target is not None and (way == ROUTED or len(parts) > 1)
+        weighs = self._loss.weight is not None
+        targets = scatter_like(target, sizes) if is_sent or (weighs and way != LOCAL) else None
+        about: dict[str, Any] = {"target": way}
+        if not weighs or way != LOCAL or len(parts) > 1:
+            weights = self._loss.weights(targets, sizes)
+            about |= {"weights": weights, "whole": math.fsum(weights)}
+        return targets if is_sent else None, about
+
+    def _way_of(self, target: Any, *, has_replicas: bool) -> str:
         """Return how the target of a step gets to the last stage."""
-        if target is None or self._output_rank == 0:
+        if target is None or self._output_stage == 0:
             return LOCAL
-        return DELIVERED if self._batches.has_delivered(target) else ROUTED
+        if not has_replicas and self._batches.has_delivered(target):
+            return DELIVERED
+        return ROUTED
 
-    def _mini_batch(
-        self, call: str, order: Order, target: Any, ingoing: Ingoing | None
+    def _with_loss(
+        self, batch: MiniBatch, order: Order, target: Any, given: Sequence[Any] | None
     ) -> MiniBatch:
-        inputs = ingoing.inputs if ingoing else None
-        if call != "step":
-            return MiniBatch(inputs, keep=order.is_grad_enabled)
-        is_sender = self._rank == 0 and order.target == ROUTED
-        is_user = self._rank == self._output_rank and order.target != ROUTED
-        if is_user and order.target == DELIVERED:
-            target = self._batches.delivered_target
-        given = None  # on the user's device: if that is a CPU, loss_weight waits for no GPU
-        if (is_sender or is_user) and target is not None:
-            given = scatter_like(target, order.sizes)
+        """Add what a step needs to know of the loss.
+
+        Args:
+            batch: the mini-batch.
+            order: its order.
+            target: as the user gave it on this rank.
+            given: of each micro-batch, where it came from rank 0.
+        """
+        is_last = self._grid.stage == self._output_stage
+        if is_last and given is None and order.target != ROUTED:
+            if order.target == DELIVERED:
+                target = self._batches.delivered_target
+            if target is not None:
+                # On the user's device: if that is a CPU, loss_weight waits for no GPU.
+                given = scatter_like(target, order.sizes)
         loss = None
-        if self._rank == self._output_rank:
-            weights = order.weights or self._loss.weights(given, order.sizes)
-            loss = MeanLoss(self._loss, weights, order.total_weight, is_sent=not order.weights)
-        targets = None if given is None else [on_device(part, self._device) for part in given]
-        may_correct = (
-            order.keeps_graph and order.total_weight is None and self._loss.is_sum is not False
+        whole = order.whole if order.shares else None
+        if is_last:
+            weights = order.weights
+            if not weights and whole is None:
+                weights = self._loss.weights(given, order.sizes)
+            is_sent = whole is None and not order.weights
+            loss = MeanLoss(self._loss, weights, order.total_weight, is_sent=is_sent, whole=whole)
+        is_summed = order.total_weight is None and self._loss.is_sum is not False
+        return replace(
+            batch,
+            targets=None if given is None else [on_device(part, self._device) for part in given],
+            loss=loss,
+            keep=order.keeps_graph,
+            total_weight=order.total_weight,
+            may_correct=order.keeps_graph and is_summed,
+            reduces=order.reduces,
+            is_backward=order.keeps_graph,
+            is_step=True,
+            is_sum=self._loss.is_sum,
+            expected=None if whole is None else self._loss.expected(whole),
         )
-        return MiniBatch(inputs, targets, loss, keep=order.keeps_graph, may_correct=may_correct)
+
+
+def _scattering(parts: Sequence[Scattered], checkpoint: str, *, keeps: bool) -> dict[str, Any]:
+    """Return what an order says of sizes and recomputation."""
+    shares = [
+        (tuple(sizes), tuple(sorted(recomputed(checkpoint, len(sizes)))) if keeps else ())
+        for _, sizes in parts
+    ]
+    (inputs, _), (sizes, recompute) = parts[0], shares[0]
+    tensors, _ = flatten(inputs[0])  # the first is the largest
+    decided = {"sizes": sizes, "recompute": recompute, "input_bytes": num_bytes(tensors)}
+    return decided if len(parts) == 1 else {**decided, "shares": tuple(shares)}

@@ -86,6 +86,10 @@ class Order:
         total_weight: what the loss is divided by; None for the sum of the weights.
         recompute: the micro-batches that are recomputed.
         target: where the last stage finds the target (ROUTED, LOCAL, DELIVERED).
+        shares: of each replica, the samples of its micro-batches, and which are recomputed; empty
+            with one replica, whose ``sizes`` and ``recompute`` these are.
+        whole: what the mini-batch of all replicas counts in the loss, or its samples.
+        reduces: whether gradients are added up over replicas.
         detail: what else this call needs to say, if it does.
     """
 
@@ -101,12 +105,24 @@ class Order:
     total_weight: float | None = None
     recompute: tuple[int, ...] = ()
     target: str = LOCAL
+    shares: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    whole: float = 0.0
+    reduces: bool = True
     detail: Detail | None = None
 
     @property
     def keeps_graph(self) -> bool:
         """Whether a ``step`` runs its backward pass."""
         return self.is_training and self.is_grad_enabled
+
+    def of_replica(self, replica: int) -> Order:
+        """Return the order of one replica, of an order for all."""
+        if not self.shares:
+            return self
+        sizes, recompute = self.shares[replica]
+        first = sum(len(before) for before, _ in self.shares[:replica])
+        weights = self.weights[first : first + len(sizes)]
+        return dataclasses.replace(self, sizes=sizes, recompute=recompute, weights=weights)
 
     def mode(self) -> str:
         """Describe the modes that must be the same on every rank."""
@@ -139,6 +155,7 @@ def decode_order(data: bytes) -> Order:
     fields = dict(zip(_FIELDS, json.loads(data), strict=True))
     for name in ("sizes", "weights", "recompute"):
         fields[name] = tuple(fields[name])
+    fields["shares"] = tuple((tuple(a), tuple(b)) for a, b in fields["shares"])
     if fields["detail"] is not None:
         detail = _DETAILS[fields["call"]](*fields["detail"])
         if isinstance(detail, StepDetail):

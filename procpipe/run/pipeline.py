@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from procpipe.data.minibatch import MiniBatch, Outcome
-from procpipe.data.upload import uploaded
 from procpipe.errors import PeerLostError, RemoteStageError
 from procpipe.job.world import World
 from procpipe.run.compiling import Compiling
@@ -32,7 +31,6 @@ from procpipe.run.progress import Progress
 from procpipe.run.statistics import Split, StageStatistics
 from procpipe.run.trace import Trace
 from procpipe.run.wiring import Wires
-from procpipe.tree import Flat, map_tensors
 
 #: How often a wait checks a condition that no socket signals.
 _LOOK_EVERY_S = 0.01
@@ -71,6 +69,7 @@ class Pipeline:
         self.control = wires.control
         self.channels = wires.channels
         self.executor = executor
+        self.replicas = executor.replicas
         self.coordinator = coordinator
         self.trace = trace
         self.split: Split | None = None
@@ -87,7 +86,8 @@ class Pipeline:
         """Run this stage's program under an order."""
         self._limit_lead()
         program = self.coordinator.program(order)
-        if batch.may_correct and self.coordinator.plan(order).ends_forward_first:
+        is_known = not order.shares and batch.may_correct
+        if is_known and self.coordinator.plan(order).ends_forward_first:
             batch = replace(batch, may_correct=False)
         with self.observers.step(order):
             outcome = self.executor.run(program, batch)
@@ -106,19 +106,12 @@ class Pipeline:
             self.wires.mesh.wait(end.query, lambda: "its device", every_s=_CHECK_LEAD_EVERY_S)
 
     def send_value(self, destination: int, value: Any) -> None:
-        """Send a nested value of tensors to a rank, beside the plan.
-
-        Waits, if it is large, until the rank has read most of it.
-        """
-        on_cpu = map_tensors(lambda tensor: tensor.detach().cpu(), value)
-        self.wires.values_to[destination].send(Flat.of(on_cpu))
+        """Send a nested value of tensors to a rank, beside the plan."""
+        self.wires.send_value(destination, value)
 
     def take_value(self, source: int) -> Any:
         """Wait for a value that another rank sends, and return it on this stage's device."""
-        receiver = self.wires.values_from[source]
-        receiver.expect()
-        device = self._world.device
-        return map_tensors(lambda tensor: uploaded(tensor, device), receiver.take().value)
+        return self.wires.take_value(source)
 
     def wait_until(self, ready: Callable[[], object], what: str) -> None:
         """Wait for what this process does in the background; a peer's failure ends the wait."""
@@ -175,6 +168,7 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Disconnect without waiting for any rank."""
+        self.replicas.close()
         self.wires.close()
         self._world.close()
         for observer in self.observers.all:

@@ -12,19 +12,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.mesh import Mesh
+from procpipe.data.minibatch import on_device
 from procpipe.errors import BalanceError, CallMismatchError, DisagreementError
+from procpipe.job.grid import Grid
 from procpipe.job.transports import Offer, TransportChoice, choose
 from procpipe.job.world import World
 from procpipe.plan.routes import Channel, Routes
 from procpipe.run.control import Control
 from procpipe.run.executor import Channels
 from procpipe.run.messages import compare_facts
+from procpipe.tree import Flat, map_tensors
 
 #: Values that a user's call moves beside the plan (``fetch``, the targets of ``batches``).
 VALUE = "value"
@@ -39,6 +43,7 @@ class Wires:
     """One rank's connections.
 
     Attributes:
+        device: this stage's.
         mesh: the sockets.
         control: small messages between rank 0 and the others.
         channels: of the plan.
@@ -46,11 +51,26 @@ class Wires:
         values_from: the same by source.
     """
 
+    device: torch.device
     mesh: Mesh
     control: Control
     channels: Channels
     values_to: dict[int, Sender]
     values_from: dict[int, Receiver]
+
+    def send_value(self, destination: int, value: Any) -> None:
+        """Send a nested value of tensors to a rank, beside the plan.
+
+        Waits, if it is large, until the rank has read most of it.
+        """
+        on_cpu = map_tensors(lambda tensor: tensor.detach().cpu(), value)
+        self.values_to[destination].send(Flat.of(on_cpu))
+
+    def take_value(self, source: int) -> Any:
+        """Wait for a value that another rank sends, and return it on this stage's device."""
+        receiver = self.values_from[source]
+        receiver.expect()
+        return on_device(receiver.take().value, self.device)
 
     def close(self) -> None:
         """Close all channels, without waiting."""
@@ -61,13 +81,14 @@ class Wires:
 
 
 def connect(
-    world: World, routes: Routes, facts: dict[str, Any], transport: str | None = None
+    world: World, grid: Grid, routes: Routes, facts: dict[str, Any], transport: str | None = None
 ) -> Wires:
     """Connect this rank to all others; every rank calls it, and it waits for all of them.
 
     Args:
         world: this process's place in the job.
-        routes: which partitions exchange tensors, on which stages.
+        grid: the stages and replicas.
+        routes: which partitions of a replica exchange tensors, on which stages.
         facts: what must be the same on every rank, by name; plain JSON.
         transport: one of ``transports.NAMES``; None for the best that every rank can use.
 
@@ -82,15 +103,16 @@ def connect(
     differences = control.agree(facts, compare_facts)
     if differences:
         raise DisagreementError(differences)
-    channels = _open_channels(world, mesh, control, routes, transport)
+    channels = _open_channels(world, grid, mesh, control, routes, transport)
     cpu = torch.device("cpu")  # values are inside tokens
     return Wires(
+        world.device,
         mesh,
         control,
         channels,
         {peer: Sender(mesh, peer, _VALUE_NUMBER, None, cpu) for peer in mesh.peers},
         {
-            peer: Receiver(mesh, peer, _VALUE_NUMBER, None, _described(VALUE, peer))
+            peer: Receiver(mesh, peer, _VALUE_NUMBER, None, _described(VALUE, peer, grid))
             for peer in mesh.peers
         },
     )
@@ -125,12 +147,13 @@ def _check_numbers(numbers: list[int]) -> None:
 
 
 def _open_channels(
-    world: World, mesh: Mesh, control: Control, routes: Routes, wanted: str | None
+    world: World, grid: Grid, mesh: Mesh, control: Control, routes: Routes, wanted: str | None
 ) -> Channels:
     """Open this rank's ends of every channel a plan may use."""
-    numbers = _numbered(routes)
+    of_replicas = [_numbered(routes, grid, replica) for replica in range(grid.num_replicas)]
+    numbers = of_replicas[grid.replica]
     choice = agree_on_transports(control, world.offer(), wanted)
-    transports = world.open_transports(choice, numbers.values())
+    transports = world.open_transports(choice, chain(*map(dict.values, of_replicas)))
     channels = Channels()
     if not transports:
         return channels
@@ -138,13 +161,13 @@ def _open_channels(
         payload = channel[0]
         if source == mesh.rank:
             transport = transports[destination]
-            what = f"{payload} to stage {destination} (rank {destination})"
+            what = f"{payload} to {grid.name_of(destination)}"
             channels.senders[channel] = Sender(
                 mesh, destination, number, transport, world.device, what
             )
         if destination == mesh.rank:
             channels.receivers[channel] = Receiver(
-                mesh, source, number, transports[source], _described(payload, source)
+                mesh, source, number, transports[source], _described(payload, source, grid)
             )
 
     def poll() -> None:
@@ -157,16 +180,17 @@ def _open_channels(
     return channels
 
 
-def _numbered(routes: Routes) -> dict[Channel, tuple[int, int, int]]:
+def _numbered(routes: Routes, grid: Grid, replica: int) -> dict[Channel, tuple[int, int, int]]:
     """Return source rank, destination rank and number of each channel, alike on every rank."""
     routes = replace(routes, target=True, loss=True)
     numbers: dict[Channel, tuple[int, int, int]] = {}
     used: Counter[tuple[int, int]] = Counter()
     for channel in routes.channels():
         _, a, b = channel
-        ranks = routes.placement[a], routes.placement[b]
-        used[ranks] += 1
-        numbers[channel] = (*ranks, used[ranks])
+        source = grid.rank_of(routes.placement[a], replica)
+        destination = grid.rank_of(routes.placement[b], replica)
+        used[source, destination] += 1
+        numbers[channel] = source, destination, used[source, destination]
     if used and max(used.values()) >= _VALUE_NUMBER:
         (source, destination), most = used.most_common(1)[0]
         raise BalanceError(
@@ -176,5 +200,5 @@ def _numbered(routes: Routes) -> dict[Channel, tuple[int, int, int]]:
     return numbers
 
 
-def _described(payload: str, source: int) -> str:
-    return f"{payload} from stage {source} (rank {source})"
+def _described(payload: str, source: int, grid: Grid) -> str:
+    return f"{payload} from {grid.name_of(source)}"

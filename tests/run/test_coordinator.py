@@ -11,6 +11,7 @@ import pytest
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import CallMismatchError, PeerLostError, PlanError, WaitTimeoutError
+from procpipe.job.grid import Grid
 from procpipe.plan.routes import LOSS, TARGET, Routes
 from procpipe.plan.schedules.named import Schedule
 from procpipe.plan.task import Plan
@@ -53,7 +54,7 @@ def controls(meshes):
 
 @pytest.fixture
 def ranks(controls):
-    return [Coordinator(control, rank, Routes(3)) for rank, control in enumerate(controls)]
+    return [Coordinator(control, Grid(rank, 3), Routes(3)) for rank, control in enumerate(controls)]
 
 
 def step(sizes=(2, 2), recompute=(0,), **fields):
@@ -239,7 +240,7 @@ def test_a_call_that_differs_from_rank_0s_is_refused(ranks, ours, words):
 def test_a_plan_that_cannot_run_is_not_issued(controls, meshes):
     broken = Plan.from_text("plan m=1 n=3\nF0@0\nF0@2\nF0@1\n")
     schedule = Schedule("broken", lambda *_: broken)
-    coordinator = Coordinator(controls[0], 0, Routes(3), FixedSchedule(schedule))
+    coordinator = Coordinator(controls[0], Grid(0, 3), Routes(3), FixedSchedule(schedule))
     received = []
     meshes[1].on(0, CONTROL, lambda *frame: received.append(frame))
 

@@ -15,6 +15,7 @@ from procpipe.compute.partition import Partition
 from procpipe.data.loss import Loss, MeanLoss
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import PlanError
+from procpipe.job.grid import Grid
 from procpipe.plan.program import program
 from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, TARGET, Routes
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
@@ -51,7 +52,9 @@ class Rig:
         for j in range(num_stages):
             layers = {str(k): model[k] for k in range(j * per_stage, (j + 1) * per_stage)}
             partition = Partition(layers, CPU, is_first=j == 0)
-            self.executors.append(Executor(j, range(num_stages), {j: partition}, ends[j]))
+            self.executors.append(
+                Executor(Grid(j, num_stages), range(num_stages), {j: partition}, ends[j])
+            )
             self.executors[j].observe(Observers([self.traces[j]]))
 
     def run(self, plan, batches, *, target=False):

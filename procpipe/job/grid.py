@@ -1,0 +1,63 @@
+"""Which rank runs which stage of which replica.
+
+    4 stages, 2 replicas     replica 0   ranks 0 1 2 3
+                             replica 1   ranks 4 5 6 7
+
+Neighbouring stages are neighbouring ranks, and so neighbouring GPUs: activations and gradients
+travel between them for each micro-batch, gradients of parameters between replicas once a step.
+
+PURE: no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A rank's place among stages and replicas.
+
+    Attributes:
+        rank: this process's rank.
+        num_ranks: how many there are: stages times replicas.
+        num_replicas: pipelines of the same model.
+    """
+
+    rank: int
+    num_ranks: int
+    num_replicas: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of one replica."""
+        return self.num_ranks // self.num_replicas
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage, within its replica."""
+        return self.rank % self.num_stages
+
+    @property
+    def replica(self) -> int:
+        """The replica that this rank belongs to."""
+        return self.rank // self.num_stages
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this replica, which has its inputs."""
+        return self.rank_of(0)
+
+    def rank_of(self, stage: int, replica: int | None = None) -> int:
+        """Return the rank that runs a stage, by default of this replica."""
+        return (self.replica if replica is None else replica) * self.num_stages + stage
+
+    def same_stage(self) -> list[int]:
+        """Return the ranks that run this rank's stage, by replica."""
+        return list(range(self.stage, self.num_ranks, self.num_stages))
+
+    def name_of(self, rank: int) -> str:
+        """Describe a rank for people."""
+        replica, stage = divmod(rank, self.num_stages)
+        of = f" of replica {replica}" if self.num_replicas > 1 else ""
+        return f"stage {stage}{of} (rank {rank})"

@@ -1,0 +1,85 @@
+"""The processes that run the same stage, one of each replica, and their collective operations.
+
+A process group of torch's own kind, made here: neither the script's default group nor its names
+are touched. Operations of a group run in the order in which they are begun, which must be the same
+on all of its processes.
+
+Source: ``ProcessGroupGloo`` of torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Store
+
+from procpipe.channel.mesh import Mesh
+from procpipe.torch_internals import gloo_options
+
+
+class Group:
+    """One process's end of a group; building it waits for the others.
+
+    Args:
+        store: one that these processes share, for this group alone.
+        replica: this process's number in the group.
+        num_replicas: how many processes there are.
+        mesh: the connections to all ranks, from which failures are learned.
+        host: the local address to listen on.
+    """
+
+    def __init__(
+        self, store: Store, replica: int, num_replicas: int, mesh: Mesh, host: str
+    ) -> None:
+        gloo: Any = ProcessGroupGloo
+        options = gloo_options(gloo, mesh.timeout_s, gloo.create_device(hostname=host))
+        self._mesh = mesh
+        self._group: Any = gloo(store, replica, num_replicas, options)
+        self.num_replicas = num_replicas
+
+    def begin_sum(self, tensor: Tensor) -> Sum:
+        """Begin to replace a contiguous tensor by its sum over all replicas, in place."""
+        return Sum(self, self._group.allreduce([tensor]))
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all replicas, of the same shape and dtype, by replica."""
+        found = [torch.empty_like(tensor) for _ in range(self.num_replicas)]
+        Sum(self, self._group.allgather([found], [tensor])).wait()
+        return found
+
+    @torch.no_grad()
+    def copy_first(self, tensor: Tensor) -> None:
+        """Give a tensor the value that it has on replica 0."""
+        data = tensor.detach().contiguous()
+        Sum(self, self._group.broadcast([data.view(-1).view(torch.uint8)])).wait()
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.copy_(data)
+
+    def close(self) -> None:
+        """Drop the group; nothing may be under way."""
+        self._group = None
+
+
+class Sum:
+    """An operation of a group that is under way."""
+
+    def __init__(self, group: Group, work: Any) -> None:
+        self._group = group
+        self._work = work
+
+    def wait(self) -> None:
+        """Block until the result is there.
+
+        Raises:
+            RemoteStageError: another rank failed.
+        """
+        mesh = self._group._mesh
+        try:
+            with mesh.native_waits.monitored("the gradients of the other replicas"):
+                self._work.wait()
+        except RuntimeError:  # a process of the group is gone; its own failure says why
+            mesh.wait_failure()
+            raise
+        self._work = None

@@ -1,0 +1,256 @@
+"""Adds up gradients and losses over replicas, once a step.
+
+    last backward of a stage    layer 3 ──── layer 2 ──── layer 1 ──── layer 0
+    its buckets                         └ sum of 3, 2 ─────── └ sum of 1, 0 ────
+    end of the step                                                          └ wait, write .grad
+
+A bucket's sum begins once all its gradients are final, so it runs beside the rest of the backward
+pass and the drain of the pipeline. Each replica has divided its loss by what the whole mini-batch
+counts, so sums are right as they are. Gradients of earlier calls that all replicas have in common
+are divided by the number of replicas first, as the sum adds them up, too.
+
+Every process of a group begins the same sums in the same order, whatever its replica has done: a
+replica without samples adds zeros.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from procpipe.batchnorm import DeferredBatchNorm
+from procpipe.data.loss import LossPart
+from procpipe.replicas.group import Group, Sum
+
+if TYPE_CHECKING:
+    from procpipe.data.minibatch import MiniBatch
+
+#: Gradients of so many bytes are added up at a time; larger ones alone.
+BUCKET_BYTES = 25 * 2**20
+
+
+class Reduction:
+    """One stage's part in adding up over replicas.
+
+    Args:
+        group: the processes that run this stage.
+        device: this stage's device.
+
+    Attributes:
+        overlaps: whether sums of this call may begin before its end.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.overlaps = False
+        self._group = group
+        self._device = device
+        self._holds_own = False  # gradients that were not added up yet, see Stage.no_sync
+        self._reduces = False
+        self._apart: list[nn.Parameter] = []
+        self._buckets: list[_Bucket] = []
+        self._num_begun = 0
+        self._times_added: dict[nn.Parameter, int] = {}
+        self._counts: Counter[nn.Parameter] = Counter()
+        self._dtype = torch.get_default_dtype()
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def begin(
+        self, batch: MiniBatch, parameters: Iterable[nn.Parameter], apart: Iterable[nn.Parameter]
+    ) -> None:
+        """Begin a call with a backward pass, before the first backward task.
+
+        Args:
+            batch: the call's mini-batch.
+            parameters: of this stage's layers, in the order of the model.
+            apart: those that other stages have, too; added up in one order on all of these.
+        """
+        free = list(dict.fromkeys(p for p in parameters if p.requires_grad))
+        keeps_apart = batch.may_correct and batch.reduces and not self._holds_own
+        if not self._holds_own and not keeps_apart:
+            for parameter in free:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad / self._group.num_replicas
+        self.overlaps = keeps_apart or not batch.may_correct
+        self._reduces = batch.reduces
+        self._holds_own = not batch.reduces
+        self._apart = [p for p in dict.fromkeys(apart) if p.requires_grad]
+        others = [p for p in free if p not in set(self._apart)]
+        self._buckets = list(_bucketed(others)) if batch.reduces else []
+        self._num_begun = 0
+
+    @contextmanager
+    def during(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Add up gradients as they become final: in the last task that adds to them on this stage.
+
+        In the first such task it is only counted how often autograd adds to each: more than once
+        where layers are recomputed with reentrant checkpointing.
+        """
+        own = dict.fromkeys(parameters)  # one that two layers share comes twice
+        bucket_of = {p: bucket for bucket in self._buckets for p in bucket.missing if p in own}
+        handles = []
+        if self.overlaps:
+            for parameter, bucket in bucket_of.items():
+                if self._times_added.get(parameter, 1) == 1:
+                    is_final = partial(self._is_final, bucket)
+                    handles.append(parameter.register_post_accumulate_grad_hook(is_final))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for parameter, bucket in bucket_of.items():
+            bucket.missing.discard(parameter)
+            self._times_added.setdefault(parameter, self._counts.pop(parameter, 1))
+        self._begin_complete()
+
+    def end(self) -> None:
+        """Wait until all gradients are added up, and write the sums into ``.grad``."""
+        if not self._reduces:
+            return
+        for bucket in self._buckets:
+            bucket.missing.clear()
+        self.overlaps = True
+        self._begin_complete()
+        for bucket in self._buckets:
+            bucket.end()
+        self._buckets = []
+        for parameter in self._apart:
+            self._add_up_apart(parameter)
+
+    def _is_final(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
+        if parameter not in self._times_added:
+            self._counts[parameter] += 1
+            return
+        if parameter not in bucket.missing:
+            raise RuntimeError(
+                f"autograd has added twice to the gradient of a parameter of shape "
+                f"{tuple(parameter.shape)} in one backward pass, and once in the first: it is "
+                "being added up over replicas already; in layers, use "
+                "torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
+            )
+        bucket.missing.discard(parameter)
+        self._begin_complete()
+
+    def _begin_complete(self) -> None:
+        """Begin the sums of complete buckets, in order."""
+        if not self.overlaps:
+            return
+        while self._num_begun < len(self._buckets):
+            bucket = self._buckets[self._num_begun]
+            if bucket.missing:
+                return
+            bucket.begin(self._group)
+            self._num_begun += 1
+
+    def _add_up_apart(self, parameter: nn.Parameter) -> None:
+        """Add up one gradient in the order of the replicas, so that all stages get equal bits."""
+        own = parameter.grad
+        given = torch.zeros_like(parameter) if own is None else own
+        is_there = torch.full((1,), own is not None, dtype=given.dtype, device=given.device)
+        parts = self._group.gathered(torch.cat([given.reshape(-1), is_there]))
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        if own is not None or total[-1]:
+            parameter.grad = total[:-1].view_as(given)
+
+    # -- losses ---------------------------------------------------------------------------------
+
+    def total(self, part: LossPart | None, batch: MiniBatch) -> LossPart:
+        """Return the part of all replicas, from that of this one; None where it has no samples."""
+        vector = torch.zeros(3, dtype=torch.float64, device=self._device)
+        is_sum = batch.is_sum
+        if part is not None:
+            is_sum = isinstance(part.weight, Tensor)
+            self._dtype = part.sum.dtype
+            vector[0] = part.sum
+            if isinstance(part.weight, Tensor):
+                vector[1], vector[2] = part.weight, 1
+        self._group.begin_sum(vector).wait()
+        if is_sum is None:
+            is_sum = bool(vector[2])  # on a GPU the host waits, once
+        loss = vector[0].to(self._dtype)
+        if not is_sum:
+            return LossPart(loss)
+        divisor = batch.expected if batch.may_correct else None
+        return LossPart(loss, vector[1], None if divisor is None else divisor.to(self._device))
+
+
+class _Bucket:
+    """Gradients that are added up together: of one dtype, and of one device."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.missing = set(parameters)
+        self._parameters = parameters
+        self._flat: Tensor | None = None
+        self._sum: Sum | None = None
+
+    def begin(self, group: Group) -> None:
+        """Copy the gradients, and begin their sum; behind them stands which of them there are."""
+        first = self._parameters[0]
+        parts, present = [], []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout != torch.strided:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which "
+                    "replicas cannot add up: use a dense one (sparse=False)"
+                )
+            present.append(gradient is not None)
+            parts.append(
+                parameter.new_zeros(parameter.numel())
+                if gradient is None
+                else gradient.detach().reshape(-1)
+            )
+        parts.append(torch.tensor(present, dtype=first.dtype).to(first.device, non_blocking=True))
+        self._flat = torch.cat(parts)
+        self._sum = group.begin_sum(self._flat)
+
+    def end(self) -> None:
+        """Wait for the sum, and write it into the gradients."""
+        assert self._sum is not None and self._flat is not None, "it was begun"
+        self._sum.wait()
+        sizes = [parameter.numel() for parameter in self._parameters]
+        *sums, present = self._flat.split([*sizes, len(sizes)])
+        is_there: list[float] | None = None
+        for k, (parameter, total) in enumerate(zip(self._parameters, sums, strict=True)):
+            if parameter.grad is not None:
+                parameter.grad.copy_(total.view_as(parameter))
+                continue
+            if is_there is None:
+                is_there = present.tolist()  # on a GPU the host waits, where a gradient is missing
+            if is_there[k]:
+                parameter.grad = total.view_as(parameter).clone(memory_format=torch.preserve_format)
+        self._flat = self._sum = None
+
+
+def _bucketed(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
+    """Divide parameters into buckets, the last layers first, as their gradients come."""
+    open_ones: dict[torch.dtype, list[nn.Parameter]] = {}
+    num_bytes: dict[torch.dtype, int] = {}
+    for parameter in reversed(parameters):
+        dtype = parameter.dtype
+        held = open_ones.setdefault(dtype, [])
+        if held and num_bytes[dtype] + parameter.nbytes > BUCKET_BYTES:
+            yield _Bucket(held)
+            held = open_ones[dtype] = []
+            num_bytes[dtype] = 0
+        held.append(parameter)
+        num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
+    for held in open_ones.values():
+        if held:
+            yield _Bucket(held)
+
+
+def join_moments(group: Group, layers: Iterable[DeferredBatchNorm]) -> None:
+    """Join what batch normalisations have recorded of a mini-batch over all replicas."""
+    for layer in layers:
+        if layer.training and layer.running_mean is not None:
+            layer.join_moments(group.gathered(layer.moments()))
