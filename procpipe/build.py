@@ -320,8 +320,12 @@ def grid_of(replicas: int, world: World) -> Grid:
         raise TypeError(f"replicas is {replicas!r}, but must be an int")
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}, but there is at least 1")
-    if not world.is_launched:
+    if not world.is_launched or replicas == 1:
         return Grid(world.rank, world.num_ranks)
+    if world.device.type != "cpu":
+        raise NotImplementedError(
+            f"replicas={replicas} on {world.device}: replicas run on CPUs only up to now"
+        )
     if world.num_ranks % replicas:
         raise BalanceError(
             f"replicas={replicas}, but there are {world.num_ranks} processes: their number is that "

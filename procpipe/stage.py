@@ -367,7 +367,7 @@ class Stage(LocalLayers):
             return Remote(self._output_rank, "the output of stage(input)", may_follow)
         return join_outputs(all_outputs, may_follow)
 
-    def batches(self, loader: Loader) -> Iterator[Any]:
+    def batches(self, loader: Loader, *, sharded: bool = False) -> Iterator[Any]:
         """Iterate over a data loader that rank 0 alone reads; ends everywhere when it ends.
 
         Every rank calls it, and each item waits for rank 0. Other ranks may pass anything for
@@ -376,6 +376,10 @@ class Stage(LocalLayers):
         Args:
             loader: gives mini-batches, ``(input, target)`` or of any other form; or a function that
                 makes such a loader, called on rank 0 only (``lambda: tqdm(loader)`` shows one bar).
+            sharded: with replicas, the first rank of each reads a loader of its own, which gives
+                it its share of the mini-batch (by a ``DistributedSampler`` of ``stage.replicas``
+                and ``stage.replica``, say). Shares may be unequal. The loop ends when all have
+                ended; one that has ended before takes part with nothing.
 
         Yields:
             On rank 0 the loader's items. Elsewhere items of the same form, with placeholders in
@@ -387,6 +391,8 @@ class Stage(LocalLayers):
             RemoteStageError: another rank failed, in reading the loader for instance.
         """
         batches = self._batches
+        if sharded and self.replicas > 1:
+            return batches.shards(loader, is_first=self._grid.stage == 0)
         return batches.read(loader) if self.rank == 0 else batches.follow()
 
     def fetch(self, value: Any) -> Any:

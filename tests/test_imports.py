@@ -7,7 +7,7 @@
         build.py                         anything; the optional only where a user selects it
                  |
     balance  tuning  timeline  state     optional: nothing above loads them, see OPTIONAL; hf uses
-       hf                                state, and stands on public names of procpipe
+       hf    replicas                    state, and stands on public names of procpipe
                  |
                 run                      one step: plan, compute, channel, job, data
               /  |  \\
@@ -67,13 +67,15 @@ MAY_IMPORT = {
     "balance": {"compute", "data", "job", "skip", "errors", "torch_internals", "tree"},
     "tuning": {"compute", "plan", "run", "errors", "words"},
     "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
+    "replicas": {"channel", "data", "job", "run", "batchnorm", "torch_internals", "tree"},
     "state": {"run", "stage", "errors", "forks", "notes", "version"},
     "hf": {"data", "losses", "skip", "stage", "state"},
 }
 
 #: Loaded only where a user selects them; deleted in turn in tests/test_rooms.py.
 OPTIONAL = tuple(
-    f"procpipe.{name}" for name in ("balance", "tuning", "timeline", "state", "hf", "launch")
+    f"procpipe.{name}"
+    for name in ("balance", "tuning", "timeline", "replicas", "state", "hf", "launch")
 )
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
@@ -140,6 +142,7 @@ MAY_IMPORT_DISTRIBUTED = (
     "procpipe.job.store",
     "procpipe.job.world",
     "procpipe.state",
+    "procpipe.replicas.group",
     "procpipe.launch.run.engine",
     "procpipe.launch.doctor.facts",
     "benchmarks",

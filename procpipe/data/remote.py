@@ -211,6 +211,11 @@ def holder_of(value: Any) -> int:
     return max(map(holder_of, children_of(value)), default=0)
 
 
+def has_placeholder(value: Any) -> bool:
+    """Return whether a nested value holds a placeholder."""
+    return any(isinstance(operand, Remote) for operand in _operands(value))
+
+
 class _BackwardPass:
     """The backward pass of one mini-batch, shared by all values computed from its output."""
 

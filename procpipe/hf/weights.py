@@ -109,7 +109,7 @@ def _write(stage: Stage, model: Any, path: Path, merged: dict[str, Tensor], agre
         for key, name in _to_write(model, FileKeys.of(stage, None))
         if not is_of_adapter(key)
     }
-    tensors = _parts(model, own)
+    tensors = member.own_share(_parts(model, own))
     last = f"{member.num_ranks:05d}.safetensors"
     name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
     num_bytes = write_safetensors(path / name, tensors)

@@ -92,7 +92,7 @@ class Reduction:
         In the first such task it is only counted how often autograd adds to each: more than once
         where layers are recomputed with reentrant checkpointing.
         """
-        own = dict.fromkeys(parameters)  # one that two layers share comes twice
+        own = set(parameters)
         bucket_of = {p: bucket for bucket in self._buckets for p in bucket.missing if p in own}
         handles = []
         if self.overlaps:

@@ -109,11 +109,21 @@ class Several(Replicas):
         ]
         return Ingoing(ingoing.sizes, flats, ingoing.requiring), targets
 
+    def gather_offers(self, ours: Any) -> list[Any]:
+        """Bring a plain value of each replica's first rank to rank 0; returned there only."""
+        if self._grid.stage != 0:
+            return []
+        if self._grid.rank != 0:
+            self._send(0, ours)
+            return []
+        firsts = (self._grid.rank_of(0, replica) for replica in range(1, self._grid.num_replicas))
+        return [ours, *map(self._take, firsts)]
+
     def gather_input_gradients(
         self, order: Order, ingoing: Ingoing | None, gradients: Mapping[int, list[Tensor | None]]
     ) -> Mapping[int, list[Tensor | None]]:
         """Bring the gradients of inputs to rank 0, whose user's graph goes on from there."""
-        if ingoing is None:
+        if ingoing is None or order.is_sharded:
             return gradients
         if self._grid.rank != 0:
             if any(any(flat.requires_grad) for flat in ingoing.inputs):

@@ -11,6 +11,7 @@ then does not send it again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -42,6 +43,7 @@ class Batches:
         device: this stage's device.
 
     Attributes:
+        is_sharded: whether, in a loop over items, each replica's first rank has one of its own.
         delivered_target: the target that ``output_rank`` already has, as it is on this rank: the
             second of two entries of the latest item. Something that is no target otherwise.
     """
@@ -54,6 +56,7 @@ class Batches:
         output_rank: int,
         device: torch.device,
     ) -> None:
+        self.is_sharded = False
         self.delivered_target: Any = _NOTHING
         self._delivered_as: list[Any] = []
         self._calls = calls
@@ -102,6 +105,43 @@ class Batches:
                 self._note(delivered)
                 item = _placeholders(detail.form, delivered)
             yield item
+
+    def shards(self, loader: Loader, *, is_first: bool) -> Iterator[Any]:
+        """Yield the items of a loader that the first rank of each replica has of its own.
+
+        The loop ends when all have ended. Until then, one that has ended yields placeholders.
+
+        Args:
+            loader: this replica's, on its first rank.
+            is_first: whether this is such a rank.
+        """
+        items: Iterator[Any] | None = None
+        while True:
+            with self._calls.together("batches") as pipeline:
+                self._issue_or_follow("batches", detail=BatchDetail())
+                item = _NOTHING
+                if is_first:
+                    if loader is None:
+                        raise TypeError(
+                            f"batches(None, sharded=True) on rank {self._rank}, the first of its "
+                            "replica, which reads a loader of its own"
+                        )
+                    if items is None:
+                        items = iter(loader() if callable(loader) else loader)
+                    item = next(items, _NOTHING)
+                form = None if item is _NOTHING else _form_of(item)
+                forms = pipeline.replicas.gather_offers(json.dumps(form))
+                found = next((f for f in map(json.loads, forms) if f is not None), None)
+                detail = self._issue_or_follow("batches", detail=BatchDetail(found)).detail
+                assert isinstance(detail, BatchDetail), "rank 0 describes each item"
+                self._note(None)
+            if detail.form is None:
+                return
+            self.is_sharded = True
+            try:
+                yield _placeholders(detail.form, None) if item is _NOTHING else item
+            finally:
+                self.is_sharded = False
 
     def has_delivered(self, target: Any) -> bool:
         """Return, on rank 0, whether the last stage has this target, unchanged."""

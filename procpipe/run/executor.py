@@ -125,7 +125,7 @@ class Executor:
         self._passages: dict[tuple[int, int], _Passage] = {}
         self._correction = Correction()
         self._has_begun = False  # the gradients of this call
-        self._final_tasks: set[Task] = set()
+        self._final_tasks: list[Task] = []
 
     def observe(self, observers: Observers) -> None:
         """Call these observers for tasks, layers and messages from now on."""
@@ -151,13 +151,13 @@ class Executor:
         outcome = Outcome()
         at_end: list[Transfer] = []
         self._has_begun = False
-        self._final_tasks = _final_tasks(program) if self._grid.num_replicas > 1 else set()
+        self._final_tasks = _final_tasks(program) if self._grid.num_replicas > 1 else []
         try:
             for step in program:
                 if isinstance(step, Run):
                     self._channels.poll()
                     if step.task in self._final_tasks:
-                        with self.replicas.during(self.partitions[step.task.j].parameters()):
+                        with self.replicas.during(self._final_parameters(step.task)):
                             self._run(step, batch, outcome)
                     else:
                         self._run(step, batch, outcome)
@@ -202,12 +202,12 @@ class Executor:
                 self.ledger.size(transfer, 0)
             else:
                 tied[self._placement[transfer.source]] = message.value
+        if batch.is_backward and not self._has_begun:
+            self._begin_gradients(batch)  # this replica has no samples
         if tied:
             self.tied.add_up(tied)
         else:
             self.tied.abandon()  # nothing was added
-        if batch.is_backward and not self._has_begun:
-            self._begin_gradients(batch)  # this replica has no samples
         if batch.is_backward and self.replicas.overlaps:
             self.replicas.end()
         part, correction = self.replicas.total(part, batch), None
@@ -347,6 +347,12 @@ class Executor:
             self._correction.begin(self._parameters(batch))
         self.tied.begin()
 
+    def _final_parameters(self, task: Task) -> set[nn.Parameter]:
+        """Return the parameters to whose gradients no task after this one adds."""
+        own, *others = self._final_tasks[self._final_tasks.index(task) :]
+        later = (self.partitions[other.j].parameters() for other in others)
+        return {*self.partitions[own.j].parameters()}.difference(*later)
+
     def _parameters(self, batch: MiniBatch) -> Iterator[nn.Parameter]:
         yield from chain.from_iterable(part.parameters() for part in self.partitions.values())
         if batch.loss is not None:
@@ -435,14 +441,13 @@ class Executor:
         return message
 
 
-def _final_tasks(program: Program) -> set[Task]:
-    """Return the last task that adds to the gradients of each partition of a stage."""
-    tasks = {
-        step.task.j: step.task
-        for step in program
-        if isinstance(step, Run) and step.task.kind in (BACKWARD, WEIGHT_GRADIENT)
-    }
-    return set(tasks.values())
+def _final_tasks(program: Program) -> list[Task]:
+    """Return the last task that adds to the gradients of each partition of a stage, in order."""
+    found: dict[int, Task] = {}
+    for step in reversed(program):
+        if isinstance(step, Run) and step.task.kind in (BACKWARD, WEIGHT_GRADIENT):
+            found.setdefault(step.task.j, step.task)
+    return [*reversed(found.values())]
 
 
 def _roots(i: int, j: int) -> Transfer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from procpipe.compute.ledger import num_bytes
 from procpipe.data.loss import Loss, MeanLoss, checked_total
 from procpipe.data.microbatch import scatter_like
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch, on_device
+from procpipe.data.remote import has_placeholder
 from procpipe.job.grid import Grid
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.run.batches import Batches
@@ -80,24 +82,87 @@ class Intake:
             is_training: whether the stage is in training mode.
             reduces: whether gradients are added up over replicas.
         """
-        if self._grid.rank != 0:
+        total = checked_total(total_weight) if self._grid.rank == 0 else None
+        keeps = is_training and torch.is_grad_enabled()
+        if self._batches.is_sharded:
+            order, ingoing, targets = self._begin_sharded(
+                replicas,
+                call,
+                inputs,
+                target,
+                chunks,
+                lambda sizes: _recomputed(checkpoint, sizes, keeps=keeps),
+                {"reduces": reduces, "total_weight": total},
+            )
+        elif self._grid.rank != 0:
             order = self._issue_or_follow(call, reduces=reduces)
             ingoing, targets = replicas.take(order, self._device)
         else:
             parts = replicas.scatter(inputs, chunks)  # step 1
-            keeps = is_training and torch.is_grad_enabled()
-            decided: dict[str, Any] = _scattering(parts, checkpoint, keeps=keeps)
+            shares = [
+                (tuple(sizes), _recomputed(checkpoint, sizes, keeps=keeps)) for _, sizes in parts
+            ]
+            tensors, _ = flatten(parts[0][0][0])  # the first micro-batch is the largest
+            decided: dict[str, Any] = {"reduces": reduces, "input_bytes": num_bytes(tensors)}
+            decided |= dict(zip(("sizes", "recompute"), shares[0], strict=True))
+            decided |= {"shares": tuple(shares)} if len(shares) > 1 else {}
             targets = None
             if call == "step":
-                total = checked_total(total_weight)
                 targets, about_loss = self._about_loss(target, parts)
                 decided |= {"total_weight": total, **about_loss}
-            order = self._issue_or_follow(call, reduces=reduces, **decided)
+            order = self._issue_or_follow(call, **decided)
             ingoing, targets = replicas.share(order, parts, targets, self._device)
         batch = MiniBatch(ingoing.inputs if ingoing else None, keep=order.is_grad_enabled)
         if call == "step":
             batch = self._with_loss(batch, order, target, targets)
         return order, batch, ingoing
+
+    def _begin_sharded(
+        self,
+        replicas: Replicas,
+        call: str,
+        inputs: Inputs,
+        target: Any,
+        chunks: int,
+        recomputed_of: Callable[[Sequence[int]], tuple[int, ...]],
+        decided: dict[str, Any],
+    ) -> tuple[Order, Ingoing | None, Sequence[Any] | None]:
+        """Begin a mini-batch of which each replica's first rank has its own share, or nothing."""
+        self._issue_or_follow(
+            call, reduces=decided["reduces"]
+        )  # a rank in another call is an error
+        ingoing, targets = None, None
+        offer: list[Any] = [[], [], [], 0, False]
+        if self._grid.stage == 0 and not has_placeholder(inputs):
+            ingoing = Ingoing.of(inputs, chunks, self._device)
+            sizes = ingoing.sizes
+            weights: Sequence[float] = ()
+            if call == "step":
+                targets = None if target is None else scatter_like(target, sizes)
+                weights = self._loss.weights(targets, sizes)
+            largest = num_bytes(ingoing.inputs[0].tensors)
+            offer = [list(sizes), list(recomputed_of(sizes)), list(weights), largest, bool(targets)]
+        offers = replicas.gather_offers(offer)
+        if self._grid.rank != 0:
+            return self._issue_or_follow(call, reduces=decided["reduces"]), ingoing, targets
+        if not any(sizes for sizes, *_ in offers):
+            raise ValueError(
+                "no replica has a mini-batch: in a loop over batches(…, sharded=True) give what it "
+                "yields, on the first rank of each replica"
+            )
+        weights = tuple(chain.from_iterable(of_replica for *_, of_replica, _, _ in offers))
+        is_routed = self._output_stage != 0 and any(has_targets for *_, has_targets in offers)
+        decided |= {
+            "shares": tuple((tuple(sizes), tuple(again)) for sizes, again, *_ in offers),
+            "sizes": tuple(offers[0][0]),
+            "recompute": tuple(offers[0][1]),
+            "input_bytes": max(largest for *_, largest, _ in offers),
+            "weights": weights,
+            "whole": math.fsum(weights),
+            "is_sharded": True,
+            "target": ROUTED if is_routed else LOCAL,
+        }
+        return self._issue_or_follow(call, **decided), ingoing, targets
 
     def _about_loss(
         self, target: Any, parts: Sequence[Scattered]
@@ -164,13 +229,6 @@ class Intake:
         )
 
 
-def _scattering(parts: Sequence[Scattered], checkpoint: str, *, keeps: bool) -> dict[str, Any]:
-    """Return what an order says of sizes and recomputation."""
-    shares = [
-        (tuple(sizes), tuple(sorted(recomputed(checkpoint, len(sizes)))) if keeps else ())
-        for _, sizes in parts
-    ]
-    (inputs, _), (sizes, recompute) = parts[0], shares[0]
-    tensors, _ = flatten(inputs[0])  # the first is the largest
-    decided = {"sizes": sizes, "recompute": recompute, "input_bytes": num_bytes(tensors)}
-    return decided if len(parts) == 1 else {**decided, "shares": tuple(shares)}
+def _recomputed(checkpoint: str, sizes: Sequence[int], *, keeps: bool) -> tuple[int, ...]:
+    """Return the micro-batches that are recomputed, if a backward pass follows."""
+    return tuple(sorted(recomputed(checkpoint, len(sizes)))) if keeps else ()

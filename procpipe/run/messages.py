@@ -88,6 +88,7 @@ class Order:
         target: where the last stage finds the target (ROUTED, LOCAL, DELIVERED).
         shares: of each replica, the samples of its micro-batches, and which are recomputed; empty
             with one replica, whose ``sizes`` and ``recompute`` these are.
+        is_sharded: whether each replica's first rank has its own share of the mini-batch.
         whole: what the mini-batch of all replicas counts in the loss, or its samples.
         reduces: whether gradients are added up over replicas.
         detail: what else this call needs to say, if it does.
@@ -106,6 +107,7 @@ class Order:
     recompute: tuple[int, ...] = ()
     target: str = LOCAL
     shares: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    is_sharded: bool = False
     whole: float = 0.0
     reduces: bool = True
     detail: Detail | None = None

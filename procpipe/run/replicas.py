@@ -71,6 +71,10 @@ class Replicas:
         """Return what this rank gets of inputs and targets, on ranks other than 0."""
         return None, None
 
+    def gather_offers(self, ours: Any) -> list[Any]:
+        """Bring a plain value of each replica's first rank to rank 0; returned there only."""
+        return [ours]
+
     def gather_outputs(self, order: Order, outputs: Mapping[int, Flat]) -> list[Flat]:
         """Return the outputs of all micro-batches on the last stage of replica 0."""
         return [outputs[i] for i in sorted(outputs)]

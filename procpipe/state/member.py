@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Member:
         cut: how the layers are cut into stages, as plain JSON; None for a plain module.
         calls: the calls of a stage's pipeline.
         timeout_s: how long to wait for another rank.
+        replica, num_replicas: which of several processes with the same layers this is.
     """
 
     module: nn.Module
@@ -36,6 +38,8 @@ class Member:
     cut: dict[str, list[int]] | None = None
     calls: Calls | None = None
     timeout_s: float = math.inf
+    replica: int = 0
+    num_replicas: int = 1
 
     @classmethod
     def of(cls, module: nn.Module) -> Member:
@@ -45,7 +49,13 @@ class Member:
             return cls(module, on)
         cut = {"balance": module.balance, "placement": module.placement}
         place = module.device, module.rank, len(module.devices)
-        return cls(module, *place, cut, module._calls, module._world._timeout_s)
+        timeout_s = module._world._timeout_s
+        replicas = module.replica, module.replicas
+        return cls(module, *place, cut, module._calls, timeout_s, *replicas)
+
+    def own_share(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return what this one writes of values that all replicas have: each is written once."""
+        return dict(islice(values.items(), self.replica, None, self.num_replicas))
 
     @contextmanager
     def call(self, name: str) -> Iterator[Agree]:

@@ -53,7 +53,7 @@ class Names:
             stand_in = module._stand_in
             self.shared = tuple(copy.name for copy in module._tied.parameters)
             for copy in module._tied.parameters:
-                if copy.stages[0] != module.rank:
+                if copy.stages[0] != module._grid.stage:
                     self._saved_elsewhere.add(copy.name)
         seen: set[Tensor] = set()
         for parameter in (p for o in optimizers for g in o.param_groups for p in g["params"]):

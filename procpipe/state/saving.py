@@ -129,6 +129,7 @@ def _gather(
     names = optimizers.Names(member.module, listed)
     values = {f"model.{key}": value for key, value in member.module.state_dict().items()}
     values |= optimizers.values_of(names, listed)
+    values = member.own_share(values)
     own = f"ranks.{member.rank}."
     values[f"{own}empty_groups"] = optimizers.group_options(names, listed)
     for name, state in generators.states(member.device).items():

@@ -133,7 +133,7 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
         agreed = agree(file_keys.facts(), make_folder)
         folder = Path(agreed["folder"])
         if not agreed["faults"]:
-            tensors = _tensors(module, file_keys)
+            tensors = member.own_share(_tensors(module, file_keys))
             one_of_several = f"model-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
             name = SINGLE if num_ranks == 1 else one_of_several
             num_bytes = write_safetensors(folder / name, tensors)

@@ -1,0 +1,423 @@
+"""Replicas of a pipeline train as the plain model does on the whole mini-batch.
+
+Truth is the plain model in float64. Replicas add up gradients in another order than autograd, so
+they may differ in their last digits; between replicas every bit is the same.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from procpipe import BalanceError, RemoteStageError, Stage, state
+from procpipe.losses import masked_cross_entropy
+from procpipe.skip import Namespace, pop, skippable, stash
+from tests.dist.script import run_forked
+from tests.dist.stages import MODES, assert_same, stage_of, world_of
+
+TOLERANCE = 1e-12
+
+#: By the number of stages; two partitions a stage where the schedule has them.
+BALANCES = {1: [6], 2: [2, 4], 3: [1, 2, 3], 4: [2, 1, 2, 1]}
+TWO_EACH = {1: [2, 4], 2: [2, 1, 2, 1]}
+
+SKIP = Namespace()
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    """Keeps its input for a later layer."""
+
+    def forward(self, input):
+        yield stash("skip", input)
+        return torch.tanh(input)
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    """Adds what an earlier layer has kept."""
+
+    def forward(self, input):
+        return input + (yield pop("skip"))
+
+
+class Head(nn.Module):
+    """Classifies by the rows of an embedding's matrix."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, input):
+        return input @ self.weight.T
+
+
+def make_model():
+    """Make six layers with a skip tensor and a shared matrix: token numbers to classes."""
+    torch.manual_seed(1)
+    embedding = nn.Embedding(7, 5)
+    return nn.Sequential(
+        embedding,
+        Stash().isolate(SKIP),
+        nn.Linear(5, 5),
+        nn.Sequential(nn.Tanh(), nn.Linear(5, 5)),
+        Pop().isolate(SKIP),
+        Head(embedding.weight),
+    ).double()
+
+
+def make_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    input, target = torch.randint(0, 7, (2, size, 3), generator=generator)
+    return input, target
+
+
+def mean_loss(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def sum_loss(output, target):
+    return masked_cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=0)
+
+
+def weighted_loss(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=0)
+
+
+def num_tokens(target):
+    return float((target != 0).sum())
+
+
+LOSSES = {
+    "mean": ({"loss_fn": mean_loss}, mean_loss),
+    "sum": ({"loss_fn": sum_loss}, weighted_loss),
+    "weighted": ({"loss_fn": weighted_loss, "loss_weight": num_tokens}, weighted_loss),
+}
+
+
+def assert_same_gradients(stage, plain, what):
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    for name, parameter in stage.named_parameters():
+        assert_same(parameter.grad, expected[name].grad, f"{what} gradient of {name}", TOLERANCE)
+
+
+def train(bare, replicas, schedule="gpipe", mode="except_last", loss="mean", sizes=(11, 3, 8, 1)):
+    """Train over mini-batches of these sizes; the gradients of the second and third add up."""
+    plain = make_model()
+    num_stages = bare.num_ranks // replicas
+    balances = TWO_EACH if schedule in ("interleaved", "zb-v") else BALANCES
+    options, plain_loss = LOSSES[loss]
+    name = f"{replicas} replicas {schedule} {mode} {loss}"
+    options = options | {"replicas": replicas, "chunks": 3, "checkpoint": mode}
+    with stage_of(bare, name, plain, balances[num_stages], schedule=schedule, **options) as stage:
+        assert (stage.replica, stage.replicas) == (bare.rank // num_stages, replicas)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (stage, plain)]
+        for step, size in enumerate(sizes):
+            input, target = make_batch(size, step)
+            expected = plain_loss(plain(input), target)
+            expected.backward()
+            data = (input, target) if bare.rank == 0 else ()
+            assert_same(stage.step(*data), expected.detach(), f"loss {step}", TOLERANCE)
+            assert_same_gradients(stage, plain, f"step {step}")
+            if step == 1:
+                continue
+            norm = stage.clip_grad_norm_(0.3)
+            assert_same(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.3), "norm", TOLERANCE)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        copies = stage._calls.pipeline.replicas._group
+        for name, parameter in stage.named_parameters():
+            of_replicas = copies.gathered(parameter.detach())
+            assert all(torch.equal(one, of_replicas[0]) for one in of_replicas), name
+
+
+def check_schedules(bare):
+    for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"):
+        train(bare, 2, schedule)
+    for mode, loss in product(MODES, LOSSES):
+        train(bare, 2, "1f1b" if mode == "never" else "gpipe", mode, loss)
+
+
+def test_two_replicas_of_two_stages(ranks):
+    ranks(4).run(check_schedules, world=False).values()
+
+
+def check_shapes(bare):
+    for replicas in range(2, bare.num_ranks + 1):
+        if bare.num_ranks % replicas == 0 and bare.num_ranks // replicas in BALANCES:
+            for schedule, loss in (("gpipe", "mean"), ("1f1b", "sum")):
+                train(bare, replicas, schedule, loss=loss)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_stages_times_replicas(ranks, num_ranks):
+    ranks(num_ranks).run(check_shapes, world=False).values()
+
+
+MANY = """
+import os
+import torch
+from procpipe.job.store import launchers_store
+from tests.dist.test_replicas import check_shapes
+from tests.dist.worker import BareWorld
+
+rank, num_ranks, cpu = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device("cpu")
+store = launchers_store(60.0)
+check_shapes(BareWorld(rank, num_ranks, store, cpu, [cpu] * num_ranks, 60.0))
+print("equal")
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_ranks", [6, 8])
+def test_many_stages_times_replicas(num_ranks):
+    done = run_forked(MANY, num_ranks=num_ranks).check()
+    assert done.stdout.count("equal") == num_ranks
+
+
+def check_no_sync(bare):
+    plain = make_model()
+    for loss, total in product(LOSSES, (None, 30)):
+        options, plain_loss = LOSSES[loss]
+        if total and loss != "sum":
+            continue
+        plain.zero_grad()
+        name = f"no_sync {loss} {total}"
+        options = options | {"replicas": 2, "chunks": 2, "schedule": "1f1b"}
+        with stage_of(bare, name, plain, [2, 4], **options) as stage:
+            for step, size in enumerate((5, 3, 1, 6)):
+                input, target = make_batch(size, step)
+                expected = plain_loss(plain(input), target)
+                if total:
+                    expected = expected * num_tokens(target) / total
+                expected.backward()
+                if step in (1, 2):  # step 0 was added up already
+                    with stage.no_sync():
+                        stage.step(input, target, total_weight=total)
+                else:
+                    stage.step(input, target, total_weight=total)
+                    assert_same_gradients(stage, plain, f"{name} step {step}")
+
+
+def test_accumulation_adds_up_over_replicas_once(ranks):
+    ranks(4).run(check_no_sync, world=False).values()
+
+
+def check_own_loss(bare):
+    plain = make_model()
+    with stage_of(bare, "own", plain, [2, 4], replicas=2, chunks=2, schedule="zb-h1") as stage:
+        for step, size in enumerate((9, 1, 4)):
+            input, target = make_batch(size, step)
+            plain.zero_grad()
+            stage.zero_grad()
+            scores = plain(input)
+            (scores.square().max() + mean_loss(scores, target)).backward()  # no mean over samples
+            output = stage(input)
+            loss = (output * output).max() + F.cross_entropy(output.flatten(0, 1), target.flatten())
+            loss.backward()
+            assert_same_gradients(stage, plain, f"step {step}")
+            assert_same(stage.fetch(output.detach()), scores.detach(), "output", TOLERANCE)
+
+
+def test_a_loss_of_ones_own_is_of_the_whole_output(ranks):
+    ranks(4).run(check_own_loss, world=False).values()
+
+
+def check_gradients_of_inputs(bare):
+    torch.manual_seed(2)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    with stage_of(bare, "inputs", plain, [1, 2], replicas=2, loss_fn=F.mse_loss) as stage:
+        start = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+        ours = start.detach().clone().requires_grad_()
+        target = torch.zeros(5, 2, dtype=torch.float64)
+        F.mse_loss(plain(start * 2), target).backward()
+        stage.step(ours * 2, target)
+        if bare.rank == 0:
+            assert_same(ours.grad, start.grad, "gradient of the input", TOLERANCE)
+
+
+def test_inputs_get_their_gradients(ranks):
+    ranks(4).run(check_gradients_of_inputs, world=False).values()
+
+
+def check_batch_norm(bare):
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    options = {"replicas": 2, "chunks": 2, "deferred_batch_norm": True, "loss_fn": F.mse_loss}
+    with stage_of(bare, "norm", plain, [2, 1], **options) as stage:
+        for size in (12, 9, 2):  # of 2 samples, replica 1 would have one, which has no variance
+            input = torch.randn(size, 3, dtype=torch.float64)
+            if size > 2:
+                stage.step(input, torch.zeros(size, 2, dtype=torch.float64))
+                plain(input)
+        expected = dict(plain.named_buffers())
+        for name, buffer in stage.named_buffers():
+            assert_same(buffer, expected[name], name, TOLERANCE)
+
+
+def test_statistics_of_batch_norm_are_of_the_whole_mini_batch(ranks):
+    ranks(4).run(check_batch_norm, world=False).values()
+
+
+def check_unused(bare):
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.never = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.sometimes = nn.Linear(3, 3)
+
+        def forward(self, input):
+            output = self.used(input)
+            return output + self.sometimes(input) if input[0, 0] > 0 else output
+
+    torch.manual_seed(4)
+    plain = nn.Sequential(Unused(), nn.Linear(3, 2)).double()
+    plain[1].weight.requires_grad_(False)
+    input = torch.randn(4, 3, dtype=torch.float64)
+    input[:, 0] = torch.tensor([-1.0, -1.0, 1.0, 1.0])  # only replica 1 uses it
+    target = torch.zeros(4, 2, dtype=torch.float64)
+    with stage_of(bare, "unused", plain, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        halves = [F.mse_loss(plain(half), target[:2]) / 2 for half in input.split(2)]
+        sum(halves).backward()
+        stage.step(input, target)
+        expected = dict(plain.named_parameters())
+        for name, parameter in stage.named_parameters():
+            assert (parameter.grad is None) == (expected[name].grad is None), name
+            if parameter.grad is not None:
+                assert_same(parameter.grad, expected[name].grad, name, TOLERANCE)
+
+
+def test_parameters_that_not_all_replicas_use(ranks):
+    ranks(4).run(check_unused, world=False).values()
+
+
+def check_sharded(bare):
+    plain = make_model()
+    sizes = [[4, 3, 1], [2, 6, 5, 7, 2]]  # replica 0 ends after three, and replica 1 after five
+    for schedule, loss in (("gpipe", "mean"), ("1f1b", "sum"), ("gpipe", "weighted")):
+        options, plain_loss = LOSSES[loss]
+        name = f"sharded {schedule} {loss}"
+        options = options | {"replicas": 2, "chunks": 2, "schedule": schedule}
+        with stage_of(bare, name, plain, [2, 4], **options) as stage:
+            own = sizes[stage.replica]
+            loader = [make_batch(size, 10 * stage.replica + k) for k, size in enumerate(own)]
+            num_steps = 0
+            for input, target in stage.batches(loader, sharded=True):
+                k, num_steps = num_steps, num_steps + 1
+                found = stage.step(input, target)
+                both = [make_batch(of[k], 10 * r + k) for r, of in enumerate(sizes) if k < len(of)]
+                inputs, targets = (torch.cat(parts) for parts in zip(*both, strict=True))
+                plain.zero_grad()
+                expected = plain_loss(plain(inputs), targets)
+                expected.backward()
+                assert_same(found, expected.detach(), f"{name} loss {k}", TOLERANCE)
+                assert_same_gradients(stage, plain, f"{name} step {k}")
+                stage.zero_grad()
+            assert num_steps == 5
+            input, target = make_batch(5, 3)  # after the loop rank 0's counts again
+            expected = plain_loss(plain(input), target).detach()
+            stage.eval()
+            assert_same(stage.step(input, target), expected, f"{name} after", TOLERANCE)
+
+
+def test_each_replica_reads_a_loader_of_its_own(ranks):
+    ranks(4).run(check_sharded, world=False).values()
+
+
+def check_state(bare, folder):
+    plain = make_model()
+    for replicas in (2, 1, 4):  # saved on 2 x 2, loaded on 4 x 1 and 1 x 4
+        options = {"replicas": replicas, "chunks": 2, "loss_fn": mean_loss}
+        balance = BALANCES[4 // replicas]
+        with stage_of(bare, f"state {replicas}", plain, balance, **options) as stage:
+            optimizer = torch.optim.Adam(stage.parameters(), lr=0.1)
+            if replicas == 2:
+                stage.step(*make_batch(8, 1))
+                optimizer.step()
+                state.save(folder, stage, optimizer)
+                state.export(f"{folder}/exported", stage)
+            else:
+                state.load(folder, stage, optimizer)
+            optimizer.zero_grad()
+            stage.step(*make_batch(8, 2))
+            optimizer.step()
+            own = values_after_two_steps()
+            for key, value in stage.state_dict().items():
+                assert_same(value, own[key], f"{replicas} replicas {key}", TOLERANCE)
+
+
+def values_after_two_steps():
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for seed in (1, 2):
+        optimizer.zero_grad()
+        input, target = make_batch(8, seed)
+        mean_loss(model(input), target).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_state_is_saved_once_and_loaded_by_other_numbers(ranks, tmp_path):
+    ranks(4).run(check_state, str(tmp_path), world=False).values()
+    model = make_model()
+    state.load_weights(f"{tmp_path}/exported", model)
+
+
+def check_different_start(bare):
+    torch.manual_seed(bare.rank)
+    layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with stage_of(bare, "start", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        stage.step(torch.ones(4, 3), torch.zeros(4, 4))
+        group = stage._calls.pipeline.replicas._group
+        for name, value in stage.state_dict().items():
+            of_replicas = group.gathered(value.double())
+            assert torch.equal(*of_replicas), name
+
+
+def test_replicas_start_with_the_values_of_the_first(ranks):
+    ranks(4).run(check_different_start, world=False).values()
+
+
+def check_failure(bare, failing):
+    class Fails(nn.Module):
+        def forward(self, input):
+            if bare.rank == failing:
+                raise ArithmeticError("this layer fails")
+            return input
+
+    layers = nn.Sequential(nn.Linear(3, 4), Fails(), nn.Linear(4, 4), Fails())
+    told = f"stage {failing % 2} of replica {failing // 2}"
+    world = world_of(bare, f"failing {failing}")
+    stage = Stage(layers, [2, 2], replicas=2, loss_fn=F.mse_loss, world=world)
+    with pytest.raises((ArithmeticError, RemoteStageError)) as caught:
+        stage.step(torch.ones(4, 3), torch.zeros(4, 4))
+    notes = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "this layer fails" in notes
+    assert told in notes, notes
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_failure_ends_all_replicas(ranks, failing):
+    ranks(4).run(check_failure, failing, world=False).values()
+
+
+def check_counts(bare):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    for replicas, kind, words in (
+        (3, BalanceError, "start a multiple of the replicas"),
+        (0, ValueError, "at least 1"),
+        ("2", TypeError, "must be an int"),
+    ):
+        with pytest.raises(kind, match=words):
+            Stage(model, [2, 2], replicas=replicas, world=world_of(bare, str(replicas)))
+    with pytest.raises(BalanceError, match="or give replicas=2, or a balance like"):
+        Stage(model, [2, 2], world=world_of(bare, "none"))
+
+
+def test_numbers_that_do_not_fit(ranks):
+    ranks(4).run(check_counts, world=False).values()
