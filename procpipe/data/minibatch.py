@@ -149,9 +149,8 @@ class MiniBatch:
         reduces: whether gradients are added up over replicas, if there are several.
         is_backward: whether gradients of parameters are made.
         is_step: whether a loss is computed, here or on other stages.
-        is_sum: whether ``loss_fn`` returns a sum and its weight, if that is known.
-        expected: of such sums, with replicas, what gradients are divided by before the total
-            is known; 0-dim.
+        expected: with replicas, if ``loss_fn`` returns a sum and its weight, what gradients are
+            divided by before the total is known; 0-dim.
         output_gradients: on the stage of the last partition, for a program that begins with
             backward tasks: each micro-batch's gradients of the output tensors that want one.
     """
@@ -165,7 +164,6 @@ class MiniBatch:
     reduces: bool = True
     is_backward: bool = False
     is_step: bool = False
-    is_sum: bool | None = None
     expected: Tensor | None = None
     output_gradients: Sequence[list[Tensor | None]] | None = None
 

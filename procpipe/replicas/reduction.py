@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 #: Gradients of so many bytes are added up at a time; larger ones alone.
 BUCKET_BYTES = 25 * 2**20
 
+#: The dtypes that a loss can have.
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
 
 class Reduction:
     """One stage's part in adding up over replicas.
@@ -57,7 +60,8 @@ class Reduction:
         self._num_begun = 0
         self._times_added: dict[nn.Parameter, int] = {}
         self._counts: Counter[nn.Parameter] = Counter()
-        self._dtype = torch.get_default_dtype()
+        self._is_sum = False  # of the loss, and its dtype once it is known
+        self._dtype: torch.dtype | None = None
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -165,19 +169,19 @@ class Reduction:
 
     def total(self, part: LossPart | None, batch: MiniBatch) -> LossPart:
         """Return the part of all replicas, from that of this one; None where it has no samples."""
-        vector = torch.zeros(3, dtype=torch.float64, device=self._device)
-        is_sum = batch.is_sum
+        vector = torch.zeros(3 + len(_DTYPES), dtype=torch.float64, device=self._device)
         if part is not None:
-            is_sum = isinstance(part.weight, Tensor)
-            self._dtype = part.sum.dtype
-            vector[0] = part.sum
+            self._is_sum, self._dtype = isinstance(part.weight, Tensor), part.sum.dtype
+            vector[0], vector[2] = part.sum, self._is_sum
             if isinstance(part.weight, Tensor):
-                vector[1], vector[2] = part.weight, 1
+                vector[1] = part.weight
+            vector[3 + _DTYPES.index(self._dtype)] = 1
         self._group.begin_sum(vector).wait()
-        if is_sum is None:
-            is_sum = bool(vector[2])  # on a GPU the host waits, once
+        if self._dtype is None:  # there were no samples here up to now; on a GPU the host waits
+            _, _, num_sums, *num_of_dtype = vector.tolist()
+            self._is_sum, self._dtype = num_sums > 0, _DTYPES[num_of_dtype.index(max(num_of_dtype))]
         loss = vector[0].to(self._dtype)
-        if not is_sum:
+        if not self._is_sum:
             return LossPart(loss)
         divisor = batch.expected if batch.may_correct else None
         return LossPart(loss, vector[1], None if divisor is None else divisor.to(self._device))

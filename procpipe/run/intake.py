@@ -224,7 +224,6 @@ class Intake:
             reduces=order.reduces,
             is_backward=order.keeps_graph,
             is_step=True,
-            is_sum=self._loss.is_sum,
             expected=None if whole is None else self._loss.expected(whole),
         )
 

@@ -7,6 +7,7 @@ they may differ in their last digits; between replicas every bit is the same.
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from procpipe import BalanceError, RemoteStageError, Stage, state
 from procpipe.losses import masked_cross_entropy
-from procpipe.skip import Namespace, pop, skippable, stash
+from procpipe.skip import pop, skippable, stash
 from tests.dist.script import run_forked
 from tests.dist.stages import MODES, assert_same, stage_of, world_of
 
@@ -24,8 +25,6 @@ TOLERANCE = 1e-12
 #: By the number of stages; two partitions a stage where the schedule has them.
 BALANCES = {1: [6], 2: [2, 4], 3: [1, 2, 3], 4: [2, 1, 2, 1]}
 TWO_EACH = {1: [2, 4], 2: [2, 1, 2, 1]}
-
-SKIP = Namespace()
 
 
 @skippable(stash=["skip"])
@@ -62,10 +61,10 @@ def make_model():
     embedding = nn.Embedding(7, 5)
     return nn.Sequential(
         embedding,
-        Stash().isolate(SKIP),
+        Stash(),
         nn.Linear(5, 5),
         nn.Sequential(nn.Tanh(), nn.Linear(5, 5)),
-        Pop().isolate(SKIP),
+        Pop(),
         Head(embedding.weight),
     ).double()
 
@@ -92,11 +91,16 @@ def num_tokens(target):
     return float((target != 0).sum())
 
 
-LOSSES = {
+LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
     "mean": ({"loss_fn": mean_loss}, mean_loss),
     "sum": ({"loss_fn": sum_loss}, weighted_loss),
     "weighted": ({"loss_fn": weighted_loss, "loss_weight": num_tokens}, weighted_loss),
 }
+
+
+def group_of(stage: Any) -> Any:
+    """Return the processes that run a stage."""
+    return stage._calls.pipeline.replicas._group
 
 
 def assert_same_gradients(stage, plain, what):
@@ -130,7 +134,7 @@ def train(bare, replicas, schedule="gpipe", mode="except_last", loss="mean", siz
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        copies = stage._calls.pipeline.replicas._group
+        copies = group_of(stage)
         for name, parameter in stage.named_parameters():
             of_replicas = copies.gathered(parameter.detach())
             assert all(torch.equal(one, of_replicas[0]) for one in of_replicas), name
@@ -282,8 +286,8 @@ def check_unused(bare):
     input[:, 0] = torch.tensor([-1.0, -1.0, 1.0, 1.0])  # only replica 1 uses it
     target = torch.zeros(4, 2, dtype=torch.float64)
     with stage_of(bare, "unused", plain, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
-        halves = [F.mse_loss(plain(half), target[:2]) / 2 for half in input.split(2)]
-        sum(halves).backward()
+        for half in input.split(2):
+            (F.mse_loss(plain(half), target[:2]) / 2).backward()
         stage.step(input, target)
         expected = dict(plain.named_parameters())
         for name, parameter in stage.named_parameters():
@@ -373,7 +377,7 @@ def check_different_start(bare):
     layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     with stage_of(bare, "start", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
         stage.step(torch.ones(4, 3), torch.zeros(4, 4))
-        group = stage._calls.pipeline.replicas._group
+        group = group_of(stage)
         for name, value in stage.state_dict().items():
             of_replicas = group.gathered(value.double())
             assert torch.equal(*of_replicas), name
@@ -408,11 +412,12 @@ def test_a_failure_ends_all_replicas(ranks, failing):
 
 def check_counts(bare):
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    for replicas, kind, words in (
+    cases: list[tuple[Any, type[Exception], str]] = [
         (3, BalanceError, "start a multiple of the replicas"),
         (0, ValueError, "at least 1"),
         ("2", TypeError, "must be an int"),
-    ):
+    ]
+    for replicas, kind, words in cases:
         with pytest.raises(kind, match=words):
             Stage(model, [2, 2], replicas=replicas, world=world_of(bare, str(replicas)))
     with pytest.raises(BalanceError, match="or give replicas=2, or a balance like"):
