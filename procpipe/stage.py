@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from procpipe import build
+from procpipe.about import About
 from procpipe.clipping import Agree, clip
 from procpipe.compute.wrappers import check_not_sharded
 from procpipe.data.loss import Loss
@@ -43,9 +44,7 @@ from procpipe.data.minibatch import (
     join_outputs,
 )
 from procpipe.data.remote import Remote, holder_of
-from procpipe.errors import StageClosedError
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
-from procpipe.local_layers import LocalLayers
 from procpipe.model.arguments import checked_checkpoint, checked_chunks
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
@@ -54,12 +53,11 @@ from procpipe.run.faults import note_full_device
 from procpipe.run.intake import Intake
 from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
-from procpipe.run.statistics import StageStatistics, TimedTask
 from procpipe.scaling import share
 from procpipe.tree import map_tensors
 
 
-class Stage(LocalLayers):
+class Stage(About):
     """This process's part of a model that is trained as a pipeline, one process a stage.
 
     Every rank builds it from the same full model and the same arguments, and then makes the same
@@ -233,48 +231,6 @@ class Stage(LocalLayers):
             note_full_device(error, self.rank, self.device)
             self._calls.fail("Stage", error)
             raise
-
-    @property
-    def rank(self) -> int:
-        """This process's rank; its stage's index, plus ``replica`` times the number of stages."""
-        return self._world.rank
-
-    @property
-    def replica(self) -> int:
-        """The replica that this process belongs to, from 0."""
-        return self._grid.replica
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return self._grid.num_replicas
-
-    @property
-    def device(self) -> torch.device:
-        """This stage's device."""
-        return self._world.device
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Each stage's device."""
-        return list(self._world.devices)
-
-    @property
-    def placement(self) -> list[int]:
-        """The stage of each partition."""
-        return list(self._cut.placement)
-
-    @property
-    def schedule(self) -> str:
-        """The name of the schedule; for ``"auto"`` also what the newest training step ran.
-
-        For instance ``"auto: measuring, step 2 of 6, zb-h1"``, ``"auto: trying zb-h1"`` and then
-        ``"auto: zb-h1"``, or ``"auto: searched"`` for a plan that is no fixed schedule. A plan
-        of the user's own is ``"a function"``. Does not communicate.
-        """
-        pipeline, name = self._calls.pipeline, self._settings.schedule.name
-        found = pipeline.coordinator.schedule if pipeline else ""
-        return f"{name}: {found}" if found else name
 
     # -- running --------------------------------------------------------------------------------
 
@@ -488,54 +444,7 @@ class Stage(LocalLayers):
         finally:
             self._keeps_own = before
 
-    # -- statistics ----------------------------------------------------------------------------
-
-    def statistics(self) -> StageStatistics:
-        """Return what this stage did so far; does not communicate.
-
-        Dividing its idle time needs the times of all stages: the result is in ``split`` once
-        ``report()`` has brought them together.
-        """
-        return self._connected("there are no statistics").statistics()
-
-    def reset_peak_held_bytes(self) -> None:
-        """Let ``statistics().peak_held_bytes`` start anew, as after a warm-up.
-
-        Does not communicate.
-        """
-        self._connected("nothing is counted").executor.ledger.reset_peak()
-
-    def last_step(self) -> list[TimedTask]:
-        """Return this stage's tasks of the last call that ran any, in order, with their times.
-
-        Does not communicate.
-        """
-        return self._connected("there are no tasks").trace.last_step()
-
-    def _connected(self, nothing: str) -> Pipeline:
-        pipeline = self._calls.pipeline
-        if pipeline is None:
-            raise StageClosedError(f"{nothing} before the first call and after close")
-        return pipeline
-
-    def report(self) -> str:
-        """Return a table of what all stages did so far, on every rank, which all call it.
-
-        It also shows how each stage spent the last step: busy, and idle because of the plan
-        (bubble), of unequal stages (imbalance) and of communication. ``statistics().split`` has
-        the same numbers from then on.
-        """
-        report_of = build.reporter()
-        with self._calls.together("report") as pipeline:
-            self._issue_or_follow("report")
-            report = report_of(pipeline)
-        is_measured = self._settings.schedule.is_measured
-        return f"{report}\nschedule {self.schedule}" if is_measured else report
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """Print on rank 0 only; takes what the built-in ``print`` takes."""
-        if self.rank == 0:
-            print(*values, **{"flush": True, **options})
+    # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave the pipeline once all that was sent has arrived; happens at exit by itself."""

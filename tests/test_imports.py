@@ -67,7 +67,10 @@ MAY_IMPORT = {
     "balance": {"compute", "data", "job", "skip", "errors", "torch_internals", "tree"},
     "tuning": {"compute", "plan", "run", "errors", "words"},
     "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
-    "replicas": {"channel", "data", "job", "run", "batchnorm", "torch_internals", "tree"},
+    "replicas": {
+        *("channel", "compute", "data", "job", "plan", "run"),
+        *("batchnorm", "torch_internals", "tree"),
+    },
     "state": {"run", "stage", "errors", "forks", "notes", "version"},
     "hf": {"data", "losses", "skip", "stage", "state"},
 }

@@ -90,13 +90,12 @@ class Reduction:
         self._num_begun = 0
 
     @contextmanager
-    def during(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    def during(self, own: set[nn.Parameter]) -> Iterator[None]:
         """Add up gradients as they become final: in the last task that adds to them on this stage.
 
         In the first such task it is only counted how often autograd adds to each: more than once
         where layers are recomputed with reentrant checkpointing.
         """
-        own = set(parameters)
         bucket_of = {p: bucket for bucket in self._buckets for p in bucket.missing if p in own}
         handles = []
         if self.overlaps:

@@ -13,17 +13,20 @@ through the memory of the hosts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from procpipe.batchnorm import DeferredBatchNorm
+from procpipe.compute.partition import Partition
 from procpipe.data.loss import LossPart
 from procpipe.data.microbatch import scatter
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch
 from procpipe.job.grid import Grid
+from procpipe.plan.program import Program, Run
+from procpipe.plan.task import BACKWARD, WEIGHT_GRADIENT, Task
 from procpipe.replicas.group import Group
 from procpipe.replicas.reduction import Reduction, join_moments
 from procpipe.run.messages import Order
@@ -56,6 +59,7 @@ class Several(Replicas):
         self._output_stage = output_stage
         self._group = group
         self._reduction = Reduction(group, device)
+        self._final: dict[Task, set[nn.Parameter]] = {}
         self._send = send
         self._take = take
 
@@ -189,9 +193,22 @@ class Several(Replicas):
         """Begin a call with a backward pass."""
         self._reduction.begin(batch, parameters, tied)
 
-    def during(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Add up the gradients of parameters as they become final."""
-        return self._reduction.during(parameters)
+    def start(self, program: Program, partitions: Mapping[int, Partition]) -> None:
+        """Find the last task that adds to the gradients of each partition."""
+        found: dict[int, Task] = {}
+        for step in reversed(program):
+            if isinstance(step, Run) and step.task.kind in (BACKWARD, WEIGHT_GRADIENT):
+                found.setdefault(step.task.j, step.task)
+        later: set[nn.Parameter] = set()
+        self._final = {}
+        for j, task in found.items():  # from the last: two partitions may share a parameter
+            self._final[task] = set(partitions[j].parameters()) - later
+            later |= self._final[task]
+
+    def during(self, task: Task) -> AbstractContextManager[None]:
+        """Add up gradients to which no later task adds, as they become final."""
+        parameters = self._final.get(task)
+        return nullcontext() if parameters is None else self._reduction.during(parameters)
 
     def end(self) -> None:
         """Wait until all gradients are added up."""

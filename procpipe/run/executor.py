@@ -52,7 +52,6 @@ from procpipe.plan.task import (
     FORWARD,
     INPUT_GRADIENT,
     RECOMPUTE,
-    WEIGHT_GRADIENT,
     Task,
 )
 from procpipe.run.faults import note_where
@@ -125,7 +124,6 @@ class Executor:
         self._passages: dict[tuple[int, int], _Passage] = {}
         self._correction = Correction()
         self._has_begun = False  # the gradients of this call
-        self._final_tasks: list[Task] = []
 
     def observe(self, observers: Observers) -> None:
         """Call these observers for tasks, layers and messages from now on."""
@@ -151,15 +149,12 @@ class Executor:
         outcome = Outcome()
         at_end: list[Transfer] = []
         self._has_begun = False
-        self._final_tasks = _final_tasks(program) if self._grid.num_replicas > 1 else []
+        self.replicas.start(program, self.partitions)
         try:
             for step in program:
                 if isinstance(step, Run):
                     self._channels.poll()
-                    if step.task in self._final_tasks:
-                        with self.replicas.during(self._final_parameters(step.task)):
-                            self._run(step, batch, outcome)
-                    else:
+                    with self.replicas.during(step.task):
                         self._run(step, batch, outcome)
                 elif isinstance(step, Send):
                     self._send(step.transfer, batch)
@@ -347,12 +342,6 @@ class Executor:
             self._correction.begin(self._parameters(batch))
         self.tied.begin()
 
-    def _final_parameters(self, task: Task) -> set[nn.Parameter]:
-        """Return the parameters to whose gradients no task after this one adds."""
-        own, *others = self._final_tasks[self._final_tasks.index(task) :]
-        later = (self.partitions[other.j].parameters() for other in others)
-        return {*self.partitions[own.j].parameters()}.difference(*later)
-
     def _parameters(self, batch: MiniBatch) -> Iterator[nn.Parameter]:
         yield from chain.from_iterable(part.parameters() for part in self.partitions.values())
         if batch.loss is not None:
@@ -439,15 +428,6 @@ class Executor:
             hook(transfer, message.tensors, start_ns)
         self.ledger.size(transfer, num_bytes(message.tensors))
         return message
-
-
-def _final_tasks(program: Program) -> list[Task]:
-    """Return the last task that adds to the gradients of each partition of a stage, in order."""
-    found: dict[int, Task] = {}
-    for step in reversed(program):
-        if isinstance(step, Run) and step.task.kind in (BACKWARD, WEIGHT_GRADIENT):
-            found.setdefault(step.task.j, step.task)
-    return [*reversed(found.values())]
 
 
 def _roots(i: int, j: int) -> Transfer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.run.batches import Batches
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
 from procpipe.run.replicas import Replicas, Scattered
+from procpipe.run.shares import OwnShare
 from procpipe.tree import flatten
 
 
@@ -85,15 +85,14 @@ class Intake:
         total = checked_total(total_weight) if self._grid.rank == 0 else None
         keeps = is_training and torch.is_grad_enabled()
         if self._batches.is_sharded:
-            order, ingoing, targets = self._begin_sharded(
-                replicas,
-                call,
-                inputs,
-                target,
-                chunks,
-                lambda sizes: _recomputed(checkpoint, sizes, keeps=keeps),
-                {"reduces": reduces, "total_weight": total},
-            )
+            share = OwnShare(self._loss if call == "step" else None, self._grid, self._device)
+            if not has_placeholder(inputs):
+                share.scatter(inputs, target, chunks)
+                share.recompute = _recomputed(checkpoint, share.sizes, keeps=keeps)
+            order = self._issue_or_follow(call, reduces=reduces)  # is every rank in this call?
+            decided = share.together(replicas, is_routed=self._output_stage != 0)
+            order = self._issue_or_follow(call, reduces=reduces, total_weight=total, **decided)
+            ingoing, targets = share.ingoing, share.targets
         elif self._grid.rank != 0:
             order = self._issue_or_follow(call, reduces=reduces)
             ingoing, targets = replicas.take(order, self._device)
@@ -103,7 +102,7 @@ class Intake:
                 (tuple(sizes), _recomputed(checkpoint, sizes, keeps=keeps)) for _, sizes in parts
             ]
             tensors, _ = flatten(parts[0][0][0])  # the first micro-batch is the largest
-            decided: dict[str, Any] = {"reduces": reduces, "input_bytes": num_bytes(tensors)}
+            decided = {"reduces": reduces, "input_bytes": num_bytes(tensors)}
             decided |= dict(zip(("sizes", "recompute"), shares[0], strict=True))
             decided |= {"shares": tuple(shares)} if len(shares) > 1 else {}
             targets = None
@@ -116,53 +115,6 @@ class Intake:
         if call == "step":
             batch = self._with_loss(batch, order, target, targets)
         return order, batch, ingoing
-
-    def _begin_sharded(
-        self,
-        replicas: Replicas,
-        call: str,
-        inputs: Inputs,
-        target: Any,
-        chunks: int,
-        recomputed_of: Callable[[Sequence[int]], tuple[int, ...]],
-        decided: dict[str, Any],
-    ) -> tuple[Order, Ingoing | None, Sequence[Any] | None]:
-        """Begin a mini-batch of which each replica's first rank has its own share, or nothing."""
-        self._issue_or_follow(
-            call, reduces=decided["reduces"]
-        )  # a rank in another call is an error
-        ingoing, targets = None, None
-        offer: list[Any] = [[], [], [], 0, False]
-        if self._grid.stage == 0 and not has_placeholder(inputs):
-            ingoing = Ingoing.of(inputs, chunks, self._device)
-            sizes = ingoing.sizes
-            weights: Sequence[float] = ()
-            if call == "step":
-                targets = None if target is None else scatter_like(target, sizes)
-                weights = self._loss.weights(targets, sizes)
-            largest = num_bytes(ingoing.inputs[0].tensors)
-            offer = [list(sizes), list(recomputed_of(sizes)), list(weights), largest, bool(targets)]
-        offers = replicas.gather_offers(offer)
-        if self._grid.rank != 0:
-            return self._issue_or_follow(call, reduces=decided["reduces"]), ingoing, targets
-        if not any(sizes for sizes, *_ in offers):
-            raise ValueError(
-                "no replica has a mini-batch: in a loop over batches(…, sharded=True) give what it "
-                "yields, on the first rank of each replica"
-            )
-        weights = tuple(chain.from_iterable(of_replica for *_, of_replica, _, _ in offers))
-        is_routed = self._output_stage != 0 and any(has_targets for *_, has_targets in offers)
-        decided |= {
-            "shares": tuple((tuple(sizes), tuple(again)) for sizes, again, *_ in offers),
-            "sizes": tuple(offers[0][0]),
-            "recompute": tuple(offers[0][1]),
-            "input_bytes": max(largest for *_, largest, _ in offers),
-            "weights": weights,
-            "whole": math.fsum(weights),
-            "is_sharded": True,
-            "target": ROUTED if is_routed else LOCAL,
-        }
-        return self._issue_or_follow(call, **decided), ingoing, targets
 
     def _about_loss(
         self, target: Any, parts: Sequence[Scattered]

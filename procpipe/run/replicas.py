@@ -23,11 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from procpipe.compute.partition import Partition
 from procpipe.data.loss import LossPart
 from procpipe.data.microbatch import scatter
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch
+from procpipe.plan.program import Program
+from procpipe.plan.task import Task
 from procpipe.run.messages import Order
 from procpipe.tree import Flat
+
+_NOTHING = nullcontext()
 
 #: The inputs of some micro-batches, and their sizes.
 Scattered = tuple[Sequence[Inputs], Sequence[int]]
@@ -107,9 +112,12 @@ class Replicas:
             tied: those of them that other stages have, too.
         """
 
-    def during(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Surround the last task of a call that adds to these parameters' gradients."""
-        return nullcontext()
+    def start(self, program: Program, partitions: Mapping[int, Partition]) -> None:
+        """Start a program of this stage."""
+
+    def during(self, task: Task) -> AbstractContextManager[None]:
+        """Surround a task; after the last that adds to a gradient, that can be added up."""
+        return _NOTHING
 
     def end(self) -> None:
         """Wait until all gradients are added up."""

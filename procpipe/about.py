@@ -1,0 +1,119 @@
+"""What a ``Stage`` can be asked about itself and its work so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from procpipe import build
+from procpipe.errors import StageClosedError
+from procpipe.job.grid import Grid
+from procpipe.job.world import World
+from procpipe.local_layers import LocalLayers
+from procpipe.run.calls import Calls
+from procpipe.run.messages import Order
+from procpipe.run.pipeline import Pipeline
+from procpipe.run.statistics import StageStatistics, TimedTask
+
+
+class About(LocalLayers):
+    """A stage's place among all, its statistics, and a table of all stages."""
+
+    _calls: Calls
+    _grid: Grid
+    _issue_or_follow: Callable[..., Order]
+    _settings: build.Settings
+    _world: World
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; its stage's index, plus ``replica`` times the number of stages."""
+        return self._world.rank
+
+    @property
+    def replica(self) -> int:
+        """The replica that this process belongs to, from 0."""
+        return self._grid.replica
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return self._grid.num_replicas
+
+    @property
+    def device(self) -> torch.device:
+        """This stage's device."""
+        return self._world.device
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Each stage's device."""
+        return list(self._world.devices)
+
+    @property
+    def placement(self) -> list[int]:
+        """The stage of each partition."""
+        return list(self._cut.placement)
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule; for ``"auto"`` also what the newest training step ran.
+
+        For instance ``"auto: measuring, step 2 of 6, zb-h1"``, ``"auto: trying zb-h1"`` and then
+        ``"auto: zb-h1"``, or ``"auto: searched"`` for a plan that is no fixed schedule. A plan
+        of the user's own is ``"a function"``. Does not communicate.
+        """
+        pipeline, name = self._calls.pipeline, self._settings.schedule.name
+        found = pipeline.coordinator.schedule if pipeline else ""
+        return f"{name}: {found}" if found else name
+
+    # -- statistics ----------------------------------------------------------------------------
+
+    def statistics(self) -> StageStatistics:
+        """Return what this stage did so far; does not communicate.
+
+        Dividing its idle time needs the times of all stages: the result is in ``split`` once
+        ``report()`` has brought them together.
+        """
+        return self._connected("there are no statistics").statistics()
+
+    def reset_peak_held_bytes(self) -> None:
+        """Let ``statistics().peak_held_bytes`` start anew, as after a warm-up.
+
+        Does not communicate.
+        """
+        self._connected("nothing is counted").executor.ledger.reset_peak()
+
+    def last_step(self) -> list[TimedTask]:
+        """Return this stage's tasks of the last call that ran any, in order, with their times.
+
+        Does not communicate.
+        """
+        return self._connected("there are no tasks").trace.last_step()
+
+    def _connected(self, nothing: str) -> Pipeline:
+        pipeline = self._calls.pipeline
+        if pipeline is None:
+            raise StageClosedError(f"{nothing} before the first call and after close")
+        return pipeline
+
+    def report(self) -> str:
+        """Return a table of what all stages did so far, on every rank, which all call it.
+
+        It also shows how each stage spent the last step: busy, and idle because of the plan
+        (bubble), of unequal stages (imbalance) and of communication. ``statistics().split`` has
+        the same numbers from then on.
+        """
+        report_of = build.reporter()
+        with self._calls.together("report") as pipeline:
+            self._issue_or_follow("report")
+            report = report_of(pipeline)
+        is_measured = self._settings.schedule.is_measured
+        return f"{report}\nschedule {self.schedule}" if is_measured else report
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0 only; takes what the built-in ``print`` takes."""
+        if self.rank == 0:
+            print(*values, **{"flush": True, **options})
