@@ -95,6 +95,7 @@ class Settings:
         """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
         grid = grid_of(replicas, world)
         chosen = schedule_of(schedule)
+        refuse_beside_replicas(grid, chosen, trace, world)
         limits = checked_limits(
             memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
@@ -320,12 +321,8 @@ def grid_of(replicas: int, world: World) -> Grid:
         raise TypeError(f"replicas is {replicas!r}, but must be an int")
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}, but there is at least 1")
-    if not world.is_launched or replicas == 1:
+    if not world.is_launched:
         return Grid(world.rank, world.num_ranks)
-    if world.device.type != "cpu":
-        raise NotImplementedError(
-            f"replicas={replicas} on {world.device}: replicas run on CPUs only up to now"
-        )
     if world.num_ranks % replicas:
         raise BalanceError(
             f"replicas={replicas}, but there are {world.num_ranks} processes: their number is that "
@@ -334,6 +331,21 @@ def grid_of(replicas: int, world: World) -> Grid:
             "number of them"
         )
     return Grid(world.rank, world.num_ranks, replicas)
+
+
+def refuse_beside_replicas(
+    grid: Grid, schedule: Schedule, trace: str | os.PathLike[str] | None, world: World
+) -> None:
+    """Check that nothing is asked for that does not know of replicas yet."""
+    for is_given, what in (
+        (world.device.type != "cpu", f"devices like {world.device}"),
+        (schedule.is_measured, f"schedule={schedule.name!r}"),
+        (trace is not None, "trace"),
+    ):
+        if grid.num_replicas > 1 and is_given:
+            raise NotImplementedError(
+                f"{what} with replicas={grid.num_replicas} is not there yet: see docs/replicas.md"
+            )
 
 
 def connect_replicas(world: World, grid: Grid, cut: Cut, wires: Wires) -> Replicas:

@@ -64,6 +64,8 @@ def generate(
             f"hf.generate continues the text of a causal language model, not of a "
             f"{type(model).__name__}"
         )
+    if stage.replicas > 1:
+        raise NotImplementedError("hf.generate is not there yet for a stage with replicas")
     job: dict[str, Any] = {}
     if stage.rank == 0:
         try:

@@ -420,6 +420,10 @@ def check_counts(bare):
     for replicas, kind, words in cases:
         with pytest.raises(kind, match=words):
             Stage(model, [2, 2], replicas=replicas, world=world_of(bare, str(replicas)))
+    asked: list[dict[str, Any]] = [{"schedule": "auto"}, {"trace": "trace.json"}]
+    for k, options in enumerate(asked):
+        with pytest.raises(NotImplementedError, match="not there yet: see docs/replicas"):
+            Stage(model, [2, 2], replicas=2, world=world_of(bare, f"asked {k}"), **options)
     with pytest.raises(BalanceError, match="or give replicas=2, or a balance like"):
         Stage(model, [2, 2], world=world_of(bare, "none"))
 
