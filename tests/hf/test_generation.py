@@ -54,7 +54,6 @@ def test_modes_of_modules_stay_as_they_were():
     hf.generate(stage, prompts_of("GPT-2")[0], max_new_tokens=2)
 
     assert [module.training for module in stage.modules()] == before
-    assert stage[4].whole.training
     assert {True, False} == {*before}
 
 
