@@ -166,10 +166,3 @@ def test_logits_that_are_nan_end_generation_on_every_rank():
         with torch.no_grad():
             last.copy_(before)
         assert hf.generate(stage, tokens, max_new_tokens=2).tolist() == expected, way
-
-
-def test_labels_that_are_missing_are_asked_for():
-    layers = hf.sequential(model_of("GPT-2"))
-    stage = Stage(layers, [len(layers)], loss_fn=hf.causal_lm_loss)
-    with pytest.raises(ValueError, match=r"needs labels: .*stage\.step\(\*\*batch\)"):
-        stage.step(input_ids=prompts_of("GPT-2")[0])
