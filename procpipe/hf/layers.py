@@ -94,7 +94,7 @@ class ShellLayer(Layer):
 
     def __init__(self, stack: Stack, part: int | str) -> None:
         super().__init__(stack, {stack.name: stack.shell(part)})
-        self._name, self._travels = stack.name, stack.travels
+        self._name, self._travels, self._config = stack.name, stack.travels, stack.config
         self._needs_no_mask = isinstance(part, str) and "attention_mask" in stack.inputs
 
     @property
@@ -106,6 +106,8 @@ class ShellLayer(Layer):
         """Run the shell."""
         if self._needs_no_mask:
             inputs["attention_mask"] = no_mask(next(iter(inputs.values())))
+        # The block's may have been changed since; masks must be made for the same one.
+        self.shell.config._attn_implementation = self._config._attn_implementation
         return self.shell(**{"use_cache": False, **inputs})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,8 @@ def sequential(model: nn.Module) -> nn.Sequential:
 
     The layers hold the model's own modules, so the model and the result share parameters; build
     the optimizer from the stage. Change the model (LoRA, gradient checkpointing, dtype) before.
-    Does not communicate.
+    Does not communicate. A model in eval mode, as ``from_pretrained`` returns it, makes a stage in
+    eval mode, with a warning: call ``stage.train()``.
 
     The first layer takes what the model takes, by name: ``input_ids``, ``attention_mask`` and so
     on, ``(batch, …)`` each. ``labels`` are ignored, as losses are for ``loss_fn``. The last returns
@@ -65,6 +67,12 @@ def sequential(model: nn.Module) -> nn.Sequential:
         layers["head"] = Head(decoder)
     made = HFSequential(OrderedDict(layers))
     made.training = plain.training
+    if not plain.training:
+        warnings.warn(
+            "the model is in eval mode, as from_pretrained returns it: stage.step() computes no "
+            "gradients before stage.train()",
+            stacklevel=2,
+        )
     made.sample = sample
     made.keys = keys_of(family)
     _check_complete(made, plain)

@@ -76,6 +76,31 @@ def test_layers_hold_the_models_own_modules():
     assert sum(p.numel() for p in layers.parameters()) == sum(p.numel() for p in model.parameters())
 
 
+def test_models_in_eval_mode_are_not_trained_silently():
+    batch, labels = batch_of("GPT-2")
+    model = model_of("GPT-2", dropout=0.3).eval()
+    expected = hf.causal_lm_loss(model(**batch).logits, labels)
+
+    with pytest.warns(UserWarning, match=r"eval mode, .* no gradients before stage\.train\(\)"):
+        layers = hf.sequential(model)
+    stage = Stage(layers, [len(layers)], loss_fn=hf.causal_lm_loss)
+
+    assert stage.step(**batch, labels=labels) == (expected[0] / expected[1])
+    assert all(parameter.grad is None for parameter in stage.parameters())
+    stage.train().step(**batch, labels=labels)
+    assert all(parameter.grad is not None for parameter in stage.parameters())
+
+
+def test_masks_are_made_for_the_attention_that_the_blocks_have():
+    batch, _ = batch_of("Llama")
+    batch["attention_mask"][2, :4] = 1  # eager attention is NaN for what attends to nothing
+    model = model_of("Llama")
+    layers = hf.sequential(model)
+    model.set_attn_implementation("eager")
+
+    assert torch.equal(layers(batch), model(**batch).logits)
+
+
 def test_what_is_not_supported_is_one_error():
     llama = transformers.LlamaConfig(**TINY)
     cases = [
