@@ -5,7 +5,8 @@
 
 Nothing is computed and nothing is copied but shapes. So every rank finds the same for itself, for a
 model of any size. The input is what the user or the model gives, else a guess from the first layer
-with a weight; where the layers cannot run on it, the parameters alone decide.
+with a weight; where the layers cannot run on it, the parameters alone decide. The layers' hooks run
+too, with tensors that have no values.
 
 A layer's cost is one sample's forward FLOPs and 10 for each parameter. Per training step, a
 parameter costs as much as some 1000 FLOPs: its gradient and the optimizer's state are read and

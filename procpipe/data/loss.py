@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,8 @@ class Loss:
                 f"the target of step() is {target!r} on every rank: give it on rank 0 or on the "
                 "last stage as a real value"
             )
+        if target is None:
+            _check_takes_one(self.function, output)
         # Before the loss function, which may change the output in place.
         zero = _zero_of(output) if is_left_out else None
         result = self.function(output) if target is None else self.function(output, target)
@@ -325,6 +328,20 @@ def checked_total(weight: Any) -> float | None:
 def _or_one(total: Tensor) -> Tensor:
     """Return a total, or 1 if it is 0: then what is divided by it is 0."""
     return torch.where(total == 0, torch.ones_like(total), total)
+
+
+def _check_takes_one(function: Callable[..., Any], output: Any) -> None:
+    """Check that a loss function can be called without a target."""
+    call = function.forward if isinstance(function, nn.Module) else function
+    try:
+        inspect.signature(call).bind(output)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn needs a target ({error}), but step() was given none: call step(input, "
+            "target), step(…, target=y) or, for a batch of named values with labels, step(**batch)"
+        ) from None
+    except ValueError:  # it has no signature
+        return
 
 
 def _is_pair(result: Any) -> bool:

@@ -1,12 +1,14 @@
 """Models of Hugging Face's transformers as pipelines: in, trained, out.
 
-sequential.py   sequential(): an nn.Sequential over a model's own modules
-families.py     the classes of models that are supported, and in what some differ
-shells.py       copies of a model's module tree that hold one layer's modules only
-losses.py       causal_lm_loss()
-weights.py      load_pretrained(), save_pretrained()
-lora.py         load_adapter(), save_adapter()
-generation.py   generate()
+sequential.py       sequential(): an nn.Sequential over a model's own modules
+families.py         the classes of models that are supported, and in what some differ
+layers.py           its layers: embeddings, blocks, head
+encoder_decoder.py  the layers of a model with an encoder
+shells.py           copies of a model's module tree that hold one layer's modules only
+losses.py           causal_lm_loss()
+weights.py          load_pretrained(), save_pretrained()
+lora.py             load_adapter(), save_adapter()
+generation.py       generate()
 """
 
 from procpipe.hf.generation import generate

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.hf.sequential import Block, Head, model_of
+from procpipe.hf.layers import Block, Head, model_of
 from procpipe.stage import Stage
 
 
@@ -233,7 +233,7 @@ def _caching(stage: Stage) -> Iterator[list[_Caches]]:
     blocks = [layer for layer in stage.children() if isinstance(layer, Block)]
     heads = [layer for layer in stage.children() if isinstance(layer, Head)]
     caches = [_Caches() for _ in blocks]
-    modes = [(module, module.training) for module in (*stage.modules(), *(h.whole for h in heads))]
+    modes = [(module, module.training) for module in stage.modules()]
     for block, of_block in zip(blocks, caches, strict=True):
         block.caches = of_block
     for head in heads:

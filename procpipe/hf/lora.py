@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from procpipe.data.remote import Remote
-from procpipe.hf.sequential import model_of
+from procpipe.hf.layers import model_of
 from procpipe.hf.weights import is_of_adapter, make_folder, read_into
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys

@@ -9,7 +9,7 @@ from torch import Tensor
 from procpipe.losses import masked_cross_entropy
 
 
-def causal_lm_loss(output: Any, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def causal_lm_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cross entropy of the next tokens, as a sum, and how many count.
 
     For ``Stage(…, loss_fn=hf.causal_lm_loss)``: the loss of a mini-batch then is the sum over all
@@ -28,15 +28,8 @@ def causal_lm_loss(output: Any, labels: Tensor | None = None) -> tuple[Tensor, T
     Returns:
         the sum, 0-dim, and the number of tokens that count, 0-dim, int64.
 
-    Raises:
-        ValueError: there are no labels.
-
     Source: ``transformers.loss.loss_utils.ForCausalLMLoss``.
     """
-    if labels is None:
-        raise ValueError(
-            "hf.causal_lm_loss needs labels: give them by name, stage.step(**batch), or as target"
-        )
     logits, auxiliary = output if isinstance(output, tuple) else (output, None)
     total, count = masked_cross_entropy(logits[:, :-1], labels[:, 1:])
     if auxiliary is not None:

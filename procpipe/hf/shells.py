@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,12 @@ class Twice(nn.Module):
         self.first, self.second = first, second
         self.is_second = False
 
+    def begin(self, *_: Any) -> None:
+        """Begin a forward of the module that calls it twice."""
+        self.is_second = False
+
     def forward(self, input: Tensor) -> Tensor:
-        """Run the module whose turn it is; ``begin`` of a layer resets it."""
+        """Run the module whose turn it is."""
         module = self.second if self.is_second else self.first
         self.is_second = not self.is_second
         result: Tensor = module(input)
@@ -75,11 +79,7 @@ class Blocks(nn.ModuleList):
         for name, block in blocks.items():
             self.add_module(name, block)
 
-    @overload
-    def __getitem__(self, index: slice) -> Any: ...
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         """Return a block, or a list of them, by position; a forward calls those of a list."""
         if isinstance(index, slice):
             return self._called()[index]
@@ -140,18 +140,19 @@ def shell_of(stack: nn.Module, path: Sequence[str], part: Part, family: Family) 
     return shell
 
 
-def copied(module: nn.Module, children: Mapping[str, nn.Module | None]) -> Any:
+def copied(module: nn.Module, children: dict[str, nn.Module | None]) -> Any:
     """Return a copy of a module with other children, and all else shared."""
     made = copy.copy(module)
     for name, value in vars(made).items():
         if isinstance(value, dict):  # hooks, too: what is registered in one is not in the other
             made.__dict__[name] = copy.copy(value)
-    made._modules = dict(children)
+    made._modules = children
     return made
 
 
 def _pruned(module: nn.Module, path: Sequence[str], part: Part, family: Family) -> Any:
     children: dict[str, nn.Module | None] = {}
+    made = copied(module, children)
     position = "before"
     for name, child in module._modules.items():
         if name == path[0]:
@@ -168,12 +169,13 @@ def _pruned(module: nn.Module, path: Sequence[str], part: Part, family: Family) 
             children[name] = copy.deepcopy(child) if isinstance(part, int) else Passing()
         elif name in family.twice:
             turns = [child if part == when else Passing() for when in ("before", "after")]
-            children[name] = Twice(*turns)
+            children[name] = twice = Twice(*turns)
+            made.register_forward_pre_hook(twice.begin)
         elif part == position:
             children[name] = child
         else:
             children[name] = Zero() if name in family.adds else Passing()
-    return copied(module, children)
+    return made
 
 
 def _is_table(module: nn.Module) -> bool:

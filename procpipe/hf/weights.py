@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.hf.sequential import model_of, set_magnitudes
+from procpipe.hf.layers import model_of, set_magnitudes
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Agree, Member, raise_faults

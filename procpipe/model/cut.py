@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ def check_model(module: nn.Module) -> None:
 
     Raises:
         TypeError: it is not an ``nn.Sequential``, or a module in it is data parallel.
-        ValueError: it holds the same layer twice.
+        ValueError: it holds the same layer twice, or parameters that have no shape yet.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -42,6 +42,17 @@ def check_model(module: nn.Module) -> None:
         raise ValueError(
             f"the model holds duplicate children: {'; '.join(faults)}: build a layer of its own "
             "for each place, or put both places into one layer"
+        )
+    lazy = (nn.UninitializedParameter, nn.UninitializedBuffer)
+    if faults := [
+        f"'{name}' ({type(layer).__qualname__})"
+        for name, layer in _layers(module)
+        if any(isinstance(tensor, lazy) for tensor in chain(layer.parameters(), layer.buffers()))
+    ]:
+        raise ValueError(
+            f"parameters or buffers of {', '.join(faults)} have no shape yet, which lazy modules "
+            "get from their first input: call the model once before Stage, model(x), with the same "
+            "random seed on each rank, or give the modules their numbers of features"
         )
 
 

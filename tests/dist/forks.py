@@ -10,6 +10,7 @@
       waits for the end
       process id               --->      waitpid
                                <---      exit code
+      names of modules         --->      imports them, for all later children
 
 A child has its own environment, working folder, session and main module; only imports have run in
 it. A terminal as its output controls it. The server has one thread, because only the thread that
@@ -46,6 +47,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+
+#: What takes long to import, for tests of Hugging Face: ``fork_server().load(*OF_HF)``.
+OF_HF = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+)
 
 #: What takes long to import. The first optimizer of a process imports the second; all files of
 #: tests import the fourth; some examples import the last, which may not be installed.
@@ -156,6 +164,12 @@ class ForkServer:
             pid = self._answer()
         return Forked(self, pid)
 
+    def load(self, *names: str) -> None:
+        """Import modules in the server, so that later children have them; what there is of them."""
+        with self._lock:
+            self._requests.send(pickle.dumps(names))
+            self._answer()
+
     def code_of(self, pid: int) -> int:
         """Wait for the end of a child; return its exit code."""
         with self._lock:
@@ -201,6 +215,9 @@ def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
         request = pickle.loads(message)
         if isinstance(request, int):
             answer = os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])
+        elif isinstance(request, tuple):
+            _load(request)
+            answer = 0
         else:
             answer = os.fork()
             if answer == 0:
@@ -209,6 +226,21 @@ def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
             for descriptor in descriptors:
                 os.close(descriptor)
         requests.send(pickle.dumps(answer))
+
+
+def _load(names: Sequence[str]) -> None:
+    """Import modules."""
+    # Frozen objects outlive the interpreter. Triton's nanobind would report its objects as leaks
+    # when a child ends, so Triton is not imported here; torch works without it.
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+    del sys.modules["triton"]
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads: a child would have only one"
+    gc.collect()
+    gc.freeze()  # so that no child writes to shared pages, which would copy them
 
 
 def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[str, Any]]:
@@ -294,17 +326,7 @@ class End:
 
 if __name__ == "__main__":
     end = End()
-    # Frozen objects outlive the interpreter. Triton's nanobind would report its objects as leaks
-    # when a child ends, so Triton is not imported here; torch works without it.
-    sys.modules["triton"] = None  # type: ignore[assignment]
-    for name in IMPORTS:
-        if importlib.util.find_spec(name.partition(".")[0]):
-            importlib.import_module(name)
-    del sys.modules["triton"]
+    _load(IMPORTS)
     find_launch()
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"{len(threads)} threads: a child would have only one"
-    gc.collect()
-    gc.freeze()  # so that no child writes to shared pages, which would copy them
     start, descriptors = _serve(socket.socket(fileno=int(sys.argv[1])))
     end.run(*_become(start, descriptors), tears_down=start.tears_down)

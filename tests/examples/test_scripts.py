@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.forks import OF_HF, fork_server
 from tests.dist.script import run_forked, run_script
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +87,7 @@ def test_digits_are_recognised():
 @pytest.mark.slow
 def test_a_language_model_is_trained_resumed_and_adapted(tmp_path):
     pytest.importorskip("peft")
+    fork_server().load(*OF_HF)
     few = ["--batch-size", "4", "--every", "2", "--paragraphs", "60", "--generate", "8"]
     printed = {}
     for num_ranks in (None, 2):

@@ -93,11 +93,16 @@ def config_of(name: str, dropout: float = 0.0) -> Any:
     return config
 
 
+def class_of(name: str) -> Any:
+    """Return the class of a case's model."""
+    family, suffix, _ = CASES[name]
+    return getattr(transformers, family + suffix)
+
+
 def model_of(name: str, dropout: float = 0.0, seed: int = 0) -> Any:
     """Return the model of a case, in training mode; the same for the same arguments."""
-    family, suffix, _ = CASES[name]
     torch.manual_seed(seed)
-    model = getattr(transformers, family + suffix)(config_of(name, dropout)).double().train()
+    model = class_of(name)(config_of(name, dropout)).double().train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter + 0.2 * torch.randn_like(parameter))

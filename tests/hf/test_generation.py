@@ -54,7 +54,6 @@ def test_modes_of_modules_stay_as_they_were():
     hf.generate(stage, prompts_of("GPT-2")[0], max_new_tokens=2)
 
     assert [module.training for module in stage.modules()] == before
-    assert stage[4].whole.training
     assert {True, False} == {*before}
 
 
@@ -167,10 +166,3 @@ def test_logits_that_are_nan_end_generation_on_every_rank():
         with torch.no_grad():
             last.copy_(before)
         assert hf.generate(stage, tokens, max_new_tokens=2).tolist() == expected, way
-
-
-def test_labels_that_are_missing_are_asked_for():
-    layers = hf.sequential(model_of("GPT-2"))
-    stage = Stage(layers, [len(layers)], loss_fn=hf.causal_lm_loss)
-    with pytest.raises(ValueError, match=r"needs labels: .*stage\.step\(\*\*batch\)"):
-        stage.step(input_ids=prompts_of("GPT-2")[0])

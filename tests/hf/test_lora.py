@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights
 
 from procpipe import Stage, hf
 from tests.dist.stages import stage_of
-from tests.hf.cases import batch_of, config_of, loss_of, model_of, output_of
+from tests.hf.cases import batch_of, class_of, config_of, loss_of, model_of, output_of
 from tests.hf.test_sequential import assert_gradients
 from tests.hf.test_weights import TOLERANCE, logits_of, read_again, stage_logits_of
 
@@ -69,7 +69,7 @@ def test_adapters_load_into_models_built_on_the_meta_device(tmp_path):
     plain.save_pretrained(tmp_path / "adapter")
     model_of(name).save_pretrained(tmp_path / "base")
     with torch.device("meta"):
-        base = type(model_of(name))._from_config(config_of(name), dtype=torch.float64)
+        base = class_of(name)._from_config(config_of(name), dtype=torch.float64)
         layers = hf.sequential(get_peft_model(base, LoraConfig(r=2, **TARGETS[name])).double())
     stage = Stage(layers, [len(layers)])
 
@@ -96,7 +96,7 @@ def test_adapters_start_from_the_weights_of_the_folder(tmp_path):
         model_of(name).save_pretrained(tmp_path / name)
         for device in ("meta", "cpu"):
             with torch.device(device), warnings.catch_warnings(action="ignore"):
-                base = type(model_of(name))._from_config(config_of(name), dtype=torch.float64)
+                base = class_of(name)._from_config(config_of(name), dtype=torch.float64)
                 model = get_peft_model(base, LoraConfig(r=2, **options)).double()
             layers = hf.sequential(model)
             stage = Stage(layers, [len(layers)])

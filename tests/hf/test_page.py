@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.dist.forks import OF_HF, fork_server
 from tests.dist.script import run_forked
 from tests.hf.cases import model_of
 
@@ -32,6 +33,7 @@ def test_the_script_of_the_page(tmp_path: Path) -> None:
         plain = model_of("Llama, tied").float()
         plain.save_pretrained(folder)
         start = f"import os, torch\nos.environ['FOLDER'] = {str(folder)!r}\ntorch.manual_seed(0)\n"
+        fork_server().load(*OF_HF)
         done = run_forked(start + code + LOOK, num_ranks=num_ranks).check()
 
         lines = [line for line in done.stdout.splitlines() if line.startswith("loss")]

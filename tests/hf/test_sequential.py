@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from procpipe import hf
+from procpipe import NoChunk, Stage, hf
 from procpipe.hf import families
 from tests.hf.cases import CASES, batch_of, loss_of, model_of, output_of
 
@@ -76,6 +76,31 @@ def test_layers_hold_the_models_own_modules():
     assert sum(p.numel() for p in layers.parameters()) == sum(p.numel() for p in model.parameters())
 
 
+def test_models_in_eval_mode_are_not_trained_silently():
+    batch, labels = batch_of("GPT-2")
+    model = model_of("GPT-2", dropout=0.3).eval()
+    expected = hf.causal_lm_loss(model(**batch).logits, labels)
+
+    with pytest.warns(UserWarning, match=r"eval mode, .* no gradients before stage\.train\(\)"):
+        layers = hf.sequential(model)
+    stage = Stage(layers, [len(layers)], loss_fn=hf.causal_lm_loss)
+
+    assert stage.step(**batch, labels=labels) == (expected[0] / expected[1])
+    assert all(parameter.grad is None for parameter in stage.parameters())
+    stage.train().step(**batch, labels=labels)
+    assert all(parameter.grad is not None for parameter in stage.parameters())
+
+
+def test_masks_are_made_for_the_attention_that_the_blocks_have():
+    batch, _ = batch_of("Llama")
+    batch["attention_mask"][2, :4] = 1  # eager attention is NaN for what attends to nothing
+    model = model_of("Llama")
+    layers = hf.sequential(model)
+    model.set_attn_implementation("eager")
+
+    assert torch.equal(layers(batch), model(**batch).logits)
+
+
 def test_what_is_not_supported_is_one_error():
     llama = transformers.LlamaConfig(**TINY)
     cases = [
@@ -108,6 +133,30 @@ def test_unknown_inputs_are_refused():
         layers(**batch, pixel_values=torch.ones(1))
     with pytest.raises(TypeError, match="prepare_decoder_input_ids_from_labels"):
         hf.sequential(model_of("T5"))(**batch)
+
+
+def test_labels_that_are_missing_are_asked_for():
+    batch, labels = batch_of("Llama")
+    for batch_given in (batch, {**batch, "labels": labels}):  # labels in one value are an input
+        layers = hf.sequential(model_of("Llama"))
+        stage = Stage(layers, [len(layers)], loss_fn=hf.causal_lm_loss)
+        with pytest.raises(
+            TypeError, match=r"argument: 'labels'.*named values.* step\(\*\*batch\)"
+        ):
+            stage.step(batch_given)
+
+
+def test_one_row_of_position_ids_is_for_all():
+    batch, labels = batch_of("Llama")
+    batch["position_ids"] = torch.arange(3, 12)[None]
+    expected = model_of("Llama")(**batch)
+    layers = hf.sequential(model_of("Llama"))
+    stage = Stage(layers, [len(layers)], chunks=2, loss_fn=hf.causal_lm_loss)
+
+    loss = stage.step(**{**batch, "position_ids": NoChunk(batch["position_ids"])}, labels=labels)
+
+    total, count = hf.causal_lm_loss(expected.logits, labels)
+    torch.testing.assert_close(loss, (total / count).detach(), rtol=0, atol=1e-13)
 
 
 def test_the_loss_is_that_of_transformers():

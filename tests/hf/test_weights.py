@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from procpipe import Stage, hf
 from tests.dist.stages import stage_of
-from tests.hf.cases import CASES, batch_of, config_of, model_of, output_of
+from tests.hf.cases import CASES, batch_of, class_of, config_of, model_of, output_of
 
 #: Parameters are at other addresses, where sums may be of another order.
 TOLERANCE = 1e-13
@@ -20,7 +20,7 @@ TOLERANCE = 1e-13
 def on_meta(name):
     """Return the layers of a case, built on the meta device."""
     with torch.device("meta"):
-        model = type(model_of(name))._from_config(config_of(name), dtype=torch.float64)
+        model = class_of(name)._from_config(config_of(name), dtype=torch.float64)
     return hf.sequential(model)
 
 
@@ -37,7 +37,7 @@ def stage_logits_of(stage, name):
 
 
 def read_again(name, folder):
-    return type(model_of(name)).from_pretrained(folder, experts_implementation="eager")
+    return class_of(name).from_pretrained(folder, experts_implementation="eager")
 
 
 def test_models_on_the_meta_device_load_and_save(tmp_path):

@@ -39,6 +39,16 @@ def test_duplicate_children_are_all_named() -> None:
         check_model(nn.Sequential(linear, relu, linear, nn.ReLU(), relu))
 
 
+def test_lazy_layers_must_have_been_called() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.Tanh(), nn.Sequential(nn.LazyBatchNorm1d()))
+    with pytest.raises(
+        ValueError, match=r"of '0' \(LazyLinear\), '2' \(Sequential\) have no shape"
+    ):
+        check_model(model)
+    model(torch.ones(3, 4))
+    check_model(model)
+
+
 @pytest.mark.parametrize(
     "balance",
     [[2, 1, 3], (2, 1, 3), torch.tensor([2, 1, 3]), np.array([2, 1, 3]), iter([2, 1, 3])],
