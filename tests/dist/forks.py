@@ -162,6 +162,19 @@ class ForkServer:
             self._requests.send(pickle.dumps(pid))
             return self._answer()
 
+    def copy(self) -> socket.socket:
+        """Fork the server itself; return a socket to the copy, for :meth:`use`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, self._lock:
+            socket.send_fds(self._requests, [pickle.dumps(None)], [theirs.fileno()])
+            self._answer()
+        return ours
+
+    def use(self, requests: socket.socket) -> None:
+        """Use a copy of the server from now on, in a fork of this process."""
+        self._requests.close()
+        self._requests = requests
+
     def close(self) -> None:
         """End the server; its children keep running."""
         self._requests.close()
@@ -201,6 +214,14 @@ def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
         request = pickle.loads(message)
         if isinstance(request, int):
             answer = os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])
+        elif request is None:
+            [descriptor] = descriptors
+            answer = os.fork()
+            if answer == 0:
+                requests.close()
+                requests = socket.socket(fileno=descriptor)
+                continue
+            os.close(descriptor)
         else:
             answer = os.fork()
             if answer == 0:
