@@ -47,9 +47,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-#: What takes long to import. The first optimizer of a process imports the second; all files of
-#: tests import the fourth; some examples import the last, which may not be installed.
-IMPORTS = ("torch.distributed", "torch._dynamo", "procpipe.state", "pytest", "sklearn.datasets")
+#: What takes long to import. The first optimizer of a process imports the second; launchers import
+#: the third; all files of tests import the fifth; some examples import the last, which may not be
+#: installed.
+IMPORTS = (
+    *("torch.distributed", "torch._dynamo", "torch.distributed.launcher.api", "procpipe.state"),
+    *("pytest", "sklearn.datasets"),
+)
 
 _MAX_MESSAGE_BYTES = 1 << 17
 
