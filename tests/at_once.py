@@ -2,11 +2,11 @@
 
     python -m tests.at_once [arguments of pytest]
 
-Starts one pytest for each core, and one more since tests wait; up to 4. Each collects all tests,
-and runs the files that no other pytest has taken before. Files with tests that start processes come
-first; the others are short, so all end at about the same time. The first pytest prints as it runs;
-the output of the others is printed when they have ended. ``pytest`` alone runs all tests one after
-the other.
+Collects all tests once, then forks: one process for each core, and one more since tests wait; up to
+4. Each runs the files that no other process has taken before. Files with tests that start processes
+come first; the others are short, so all end at about the same time. The first process prints as it
+runs; the output of the others is printed when they have ended. ``pytest`` alone runs all tests one
+after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,22 +35,29 @@ NO_TESTS = 5
 
 ROOT = Path(__file__).parents[1]
 
-#: Counts of one pytest.
-NUM_RUN = pytest.StashKey[int]()
-NUM_COLLECTED = pytest.StashKey[int]()
-
 
 def main(arguments: list[str]) -> int:
     """Run the tests; return 0 if none failed."""
     start_s = time.monotonic()
-    num_processes = min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
+    os.chdir(ROOT)
+    # Torch reads this when imported; with more than 1 it would start threads, which forks lack.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # Without bytecode each run would compile all tests, which is half of collecting them.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     with tempfile.TemporaryDirectory(prefix="procpipe-tests-") as name:
         folder = Path(name)
-        logs = [folder / f"log-{number}" for number in range(1, num_processes)]
-        processes = [start(arguments, folder, log) for log in (None, *logs)]
-        codes = [wait_end(processes[0])]
-        for log, process in zip(logs, processes[1:], strict=True):
-            codes.append(wait_end(process))
+        os.environ[VARIABLE] = name
+        plugin = AtOnce(folder, min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES))
+        # Each runs a part of the tests, so a percentage of all would not reach 100.
+        argv = ["-o", "console_output_style=classic", *arguments]
+        codes = [int(pytest.main(argv, plugins=[plugin]))]
+        if plugin.is_fork:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(codes[0])
+        for pid, log in plugin.logs.items():
+            codes.append(wait_end(pid))
             print(f"\n==== the next process\n{log.read_text(errors='replace')}", flush=True)
         parts = [json.loads(file.read_text()) for file in folder.glob("part-*")]
     outcomes: Counter[str] = Counter()
@@ -65,30 +71,11 @@ def main(arguments: list[str]) -> int:
     return worst_of(codes) or int(num_left > 0)
 
 
-def start(arguments: list[str], folder: Path, log: Path | None) -> subprocess.Popen[bytes]:
-    """Start a pytest that writes to the terminal, or to a file."""
-    # Each runs a part of the tests, so a percentage of all would not reach 100.
-    argv = ["-m", "pytest", "-p", "tests.at_once", "-o", "console_output_style=classic"]
-    env = os.environ | {VARIABLE: str(folder)}
-    # Without bytecode each pytest would compile all tests, which is more than half of its start.
-    env.pop("PYTHONDONTWRITEBYTECODE", None)
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(log.open("wb")) if log else None
-        return subprocess.Popen(
-            [sys.executable, *argv, *arguments],
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file and subprocess.STDOUT,
-        )
-
-
-def wait_end(process: subprocess.Popen[bytes]) -> int:
-    """Wait until a pytest ends, also after an interrupt; return its exit code."""
+def wait_end(pid: int) -> int:
+    """Wait until a fork ends, also after an interrupt; return its exit code."""
     while True:
         with contextlib.suppress(KeyboardInterrupt):
-            return process.wait()
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def worst_of(codes: list[int]) -> int:
@@ -105,53 +92,96 @@ def num_never_run(parts: list[dict[str, Any]]) -> int:
     return int(num_collected - sum(part["num_run"] for part in parts))
 
 
-# -- in each pytest --------------------------------------------------------------------------------
+class AtOnce:
+    """The plugin of pytest that forks after the collection, and distributes the files of tests.
 
+    Attributes:
+        logs: of the forks, by their process ids.
+        is_fork: whether this process is a fork.
+    """
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the files with tests that start processes to the front."""
-    first = {item.path for item in items if item.get_closest_marker("dist")}
-    items.sort(key=lambda item: item.path not in first)
+    def __init__(self, folder: Path, num_processes: int) -> None:
+        self.logs: dict[int, Path] = {}
+        self.is_fork = False
+        self._folder = folder
+        self._num_processes = num_processes
+        self._num_run = 0
+        self._num_collected = 0
 
+    def pytest_collection(self) -> None:
+        """Start the fork server, which imports while tests are collected."""
+        from tests.dist.forks import fork_server
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run the tests of the files that no other process has taken."""
-    if session.testsfailed or session.config.option.collectonly:
-        return None  # pytest's own loop reports why it runs nothing
-    # One test ahead: which fixtures stay set up depends on the next test of this process.
-    taken = (item for item in session.items if is_taken_here(item.path))
-    item = next(taken, None)
-    while item is not None:
-        following = next(taken, None)
-        session.config.stash[NUM_RUN] = session.config.stash.get(NUM_RUN, 0) + 1
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        if session.shouldfail:
-            raise session.Failed(session.shouldfail)
-        if session.shouldstop:
-            raise session.Interrupted(session.shouldstop)
-        item = following
-    return True
+        fork_server()
 
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Move the files with tests that start processes to the front."""
+        first = {item.path for item in items if item.get_closest_marker("dist")}
+        items.sort(key=lambda item: item.path not in first)
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Write the counts of this process, for the summary of all processes."""
-    outcomes = {name: len(reports) for name, reports in terminalreporter.stats.items()}
-    outcomes.pop("", None)  # set-ups and tear-downs
-    outcomes.pop("deselected", None)
-    part = {
-        "outcomes": outcomes,
-        "num_run": config.stash.get(NUM_RUN, 0),
-        "num_collected": config.stash.get(NUM_COLLECTED, 0),
-    }
-    Path(os.environ[VARIABLE], f"part-{os.getpid()}").write_text(json.dumps(part))
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Store how many tests were collected."""
+        self._num_collected = len(session.items)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Fork, and run the tests of the files that no other process has taken."""
+        if session.testsfailed or session.config.option.collectonly:
+            return None  # pytest's own loop reports why it runs nothing
+        for number in range(1, self._num_processes):
+            if self._fork(session.config, self._folder / f"log-{number}"):
+                break
+        # One test ahead: which fixtures stay set up depends on the next test of this process.
+        taken = (item for item in session.items if is_taken_here(item.path))
+        item = next(taken, None)
+        while item is not None:
+            following = next(taken, None)
+            self._num_run += 1
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+            item = following
+        return True
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Store how many tests were collected."""
-    session.config.stash[NUM_COLLECTED] = len(session.items)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Write the counts of this process, for the summary of all processes."""
+        outcomes = {name: len(reports) for name, reports in terminalreporter.stats.items()}
+        outcomes.pop("", None)  # set-ups and tear-downs
+        outcomes.pop("deselected", None)
+        part = {
+            "outcomes": outcomes,
+            "num_run": self._num_run,
+            "num_collected": self._num_collected,
+        }
+        (self._folder / f"part-{os.getpid()}").write_text(json.dumps(part))
+
+    def _fork(self, config: pytest.Config, log: Path) -> bool:
+        """Fork this process; return whether it is the fork, which writes to a file from now on."""
+        from tests.dist.forks import fork_server
+
+        threads = os.listdir("/proc/self/task")
+        assert len(threads) == 1, f"{len(threads)} threads: a fork would have only one"
+        log.touch()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with fork_server().copy() as requests:
+            pid = os.fork()
+            if pid != 0:
+                self.logs[pid] = log
+                return False
+            fork_server().use(requests.dup())
+        self.is_fork = True
+        # Captured output goes to files, which must not be those of the first process.
+        capture = config.pluginmanager.getplugin("capturemanager")
+        capture.stop_global_capturing()
+        with log.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+        return True
 
 
 @functools.cache

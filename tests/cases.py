@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import combinations, product
 from typing import Any
 
 
@@ -17,6 +18,27 @@ def case(*what: object) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"in the case {', '.join(map(str, what))}")
         raise
+
+
+def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return few combinations of values, one of each axis, with every pair of two axes' values.
+
+    ``itertools.product`` returns all combinations. Where a mode, a number of micro-batches and a
+    balance are combined, a fault of one of them, or of two together, is found by either.
+    """
+    values = [list(axis) for axis in axes]
+    indices = list(product(*(range(len(axis)) for axis in values)))
+
+    def pairs_of(case: tuple[int, ...]) -> set[Any]:
+        return set(combinations(enumerate(case), 2))
+
+    missing = set().union(*map(pairs_of, indices))
+    found = []
+    while missing:
+        best = max(indices, key=lambda case: len(missing & pairs_of(case)))
+        missing -= pairs_of(best)
+        found.append(best)
+    return [tuple(map(list.__getitem__, values, case)) for case in sorted(found)]
 
 
 def for_each(

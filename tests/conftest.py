@@ -18,10 +18,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.dist import devices, forks
 from tests.dist.pool import Pool, Ranks
 from tests.on_gpus import NUMBERS_OF_GPUS
+
+# A time limit for each example would fail on a busy machine.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 #: All tests in this folder start processes.
 DIST = Path(devices.__file__).parent

@@ -10,9 +10,9 @@ import pytest
 from tests.at_once import (
     NO_TESTS,
     VARIABLE,
+    AtOnce,
     is_taken_here,
     num_never_run,
-    pytest_collection_modifyitems,
     worst_of,
 )
 
@@ -26,12 +26,12 @@ def test_each_file_is_taken_by_one_process(monkeypatch, tmp_path):
     assert [take(path) for path in paths] == [False, False]
 
 
-def test_files_with_processes_come_first_and_no_file_is_divided():
+def test_files_with_processes_come_first_and_no_file_is_divided(tmp_path):
     def item(name, is_dist):
         return SimpleNamespace(path=name[0], name=name, get_closest_marker=lambda _: is_dist)
 
     items = [item("a1", False), item("b1", False), item("b2", True), item("c1", False)]
-    pytest_collection_modifyitems(items)
+    AtOnce(tmp_path, 2).pytest_collection_modifyitems(items)
 
     assert [item.name for item in items] == ["b1", "b2", "a1", "c1"]
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from procpipe.channel.meta import Meta, TensorMeta, allocate, decode, describe, encode
@@ -30,6 +30,7 @@ TENSORS = st.builds(
 )
 
 
+@settings(max_examples=50)
 @given(
     VALUES.flatmap(
         lambda v: st.tuples(
@@ -57,6 +58,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(JSON, JSON)
 def test_any_json_is_metadata_or_a_value_error(structure, tensors):
     try:

@@ -55,9 +55,13 @@ OF_HF = (
     "peft",
 )
 
-#: What takes long to import. The first optimizer of a process imports the second; all files of
-#: tests import the fourth; some examples import the last, which may not be installed.
-IMPORTS = ("torch.distributed", "torch._dynamo", "procpipe.state", "pytest", "sklearn.datasets")
+#: What takes long to import. The first optimizer of a process imports the second; launchers import
+#: the third; all files of tests import the fifth; some examples import the last, which may not be
+#: installed.
+IMPORTS = (
+    *("torch.distributed", "torch._dynamo", "torch.distributed.launcher.api", "procpipe.state"),
+    *("pytest", "sklearn.datasets"),
+)
 
 _MAX_MESSAGE_BYTES = 1 << 17
 
@@ -176,6 +180,19 @@ class ForkServer:
             self._requests.send(pickle.dumps(pid))
             return self._answer()
 
+    def copy(self) -> socket.socket:
+        """Fork the server itself; return a socket to the copy, for :meth:`use`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, self._lock:
+            socket.send_fds(self._requests, [pickle.dumps(None)], [theirs.fileno()])
+            self._answer()
+        return ours
+
+    def use(self, requests: socket.socket) -> None:
+        """Use a copy of the server from now on, in a fork of this process."""
+        self._requests.close()
+        self._requests = requests
+
     def close(self) -> None:
         """End the server; its children keep running."""
         self._requests.close()
@@ -218,6 +235,14 @@ def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
         elif isinstance(request, tuple):
             _load(request)
             answer = 0
+        elif request is None:
+            [descriptor] = descriptors
+            answer = os.fork()
+            if answer == 0:
+                requests.close()
+                requests = socket.socket(fileno=descriptor)
+                continue
+            os.close(descriptor)
         else:
             answer = os.fork()
             if answer == 0:

@@ -102,8 +102,12 @@ CHILDREN_END = """
 @pytest.mark.parametrize(("how", "code"), [("exit", 0), ("raise", 1), ("close", 0), ("call", 1)])
 def test_a_child_of_each_rank_ends(how, code, transport):
     size = 8 * 2 * INLINE_BYTES // 16
+    # Only gloo has threads and transfers of native code when the modules are freed.
     done = run_forked(
-        CHILDREN_END, num_ranks=2, args=[how, str(size), transport], tears_down=True
+        CHILDREN_END,
+        num_ranks=2,
+        args=[how, str(size), transport],
+        tears_down=transport == "gloo" or how == "exit",
     ).check()
 
     assert done.stdout == f"{code} True\n"

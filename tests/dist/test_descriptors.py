@@ -13,7 +13,7 @@ from procpipe.channel.link import PIECE_BYTES
 from tests.dist.script import run_forked, run_script
 from tests.dist.stages import stage_of
 
-NUM_STAGES = 50
+NUM_STAGES = 12
 
 #: More than fits into a token.
 WIDTH = 3000

@@ -20,6 +20,7 @@ from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.simulate import simulate
+from tests.cases import pairs
 from tests.dist.stages import MODES, stage_of
 
 pytestmark = pytest.mark.on_gpus
@@ -96,22 +97,15 @@ STYLES = ("step", "forward and backward", "evaluation", "forward without gradien
 def peaks(bare, styles, counts):
     """Return this stage's peak for each case, in an order all ranks share."""
     found = {}
-    for style in styles:
-        for mode in MODES:
-            for m in counts:
-                options: Any = {"chunks": m, "checkpoint": mode, "loss_fn": loss_of}
-                with stage_of(
-                    bare,
-                    f"{style} {mode} {m}",
-                    make_model(bare.num_ranks),
-                    [1] * bare.num_ranks,
-                    **options,
-                ) as stage:
-                    for _ in range(2):
-                        run(stage, style, m)
-                    statistics = stage.statistics()
-                    assert statistics.held_bytes == 0, f"{style} {mode} {m}"
-                found[style, mode, m] = statistics.peak_held_bytes
+    for style, mode, m in pairs(styles, MODES, counts):
+        options: Any = {"chunks": m, "checkpoint": mode, "loss_fn": loss_of}
+        model, balance = make_model(bare.num_ranks), [1] * bare.num_ranks
+        with stage_of(bare, f"{style} {mode} {m}", model, balance, **options) as stage:
+            for _ in range(2):
+                run(stage, style, m)
+            statistics = stage.statistics()
+            assert statistics.held_bytes == 0, f"{style} {mode} {m}"
+        found[style, mode, m] = statistics.peak_held_bytes
     return found
 
 

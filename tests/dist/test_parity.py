@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.cases import pairs
 from tests.dist.devices import some_of
 from tests.dist.stages import (
     MODES,
@@ -94,7 +95,7 @@ def make_batch(size, seed):
 
 def check_step(bare, balances):
     """``step`` in every mode, with every number of micro-batches, twice without zero_grad."""
-    for balance, mode, (chunks, size) in some_of(product(balances, MODES, BATCHES.items())):
+    for balance, mode, (chunks, size) in pairs(balances, MODES, BATCHES.items()):
         plain = make_model()
         name = f"step {balance} {mode} {chunks}"
         with stage_of(
@@ -120,7 +121,7 @@ def check_step(bare, balances):
 
 def check_forward_and_backward(bare, balances):
     """``stage(input)``, any loss code, ``backward()``: every rank runs the same lines."""
-    for balance, mode, (chunks, size) in some_of(product(balances, MODES, BATCHES.items())):
+    for balance, mode, (chunks, size) in pairs(balances, MODES, BATCHES.items()):
         plain = make_model()
         name = f"forward {balance} {mode} {chunks}"
         with stage_of(bare, name, plain, balance, chunks=chunks, checkpoint=mode) as stage:

@@ -10,7 +10,7 @@ from tests.dist.script import run_forked, run_script
 
 pytestmark = pytest.mark.dist
 
-#: A job of three ranks: something happens in a layer of the middle stage, or between steps.
+#: A job of two or three ranks: something happens in a layer of stage 1, or between steps.
 JOB = """
 import os, signal, sys
 import torch, torch.nn.functional as F
@@ -26,7 +26,8 @@ class Layer(nn.Linear):
         return super().forward(x)
 
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Layer(4, 4), nn.Linear(4, 4))
-stage = Stage(model, balance=[1, 2, 1], chunks=2, loss_fn=F.mse_loss)
+balance = [1, 2, 1] if os.environ["WORLD_SIZE"] == "3" else [1, 3]
+stage = Stage(model, balance, chunks=2, loss_fn=F.mse_loss)
 x = torch.ones(1 << 14, 4)  # 128 KiB a micro-batch: by gloo
 for step in range(3):
     stage.step(x, x)
@@ -70,27 +71,26 @@ def test_an_exception_in_a_layer():
 
 
 def test_an_exception_in_the_users_code_between_two_steps():
-    done = run_script(job(between='if RANK == ILL: raise ValueError("mine")'), nproc=3)
+    done = run_script(job(between='if RANK == ILL: raise ValueError("mine")'), nproc=2)
 
     check_failed(done, 1, "ValueError: mine")
     assert "ValueError: mine" in root_cause(done.stderr)[1]
 
 
 def test_a_killed_rank():
-    done = run_script(job(layer="os.kill(os.getpid(), signal.SIGKILL)"), nproc=3)
+    done = run_script(job(layer="os.kill(os.getpid(), signal.SIGKILL)"), nproc=2)
 
     check_failed(done, 1)
     assert "SIGKILL" in root_cause(done.stderr)[1]
 
 
 def test_a_rank_that_ends_early_with_exit_code_0():
-    done = run_script(job(between="if RANK == ILL: sys.exit(0)"), nproc=3)
+    done = run_script(job(between="if RANK == ILL: sys.exit(0)"), nproc=2)
 
     assert done.returncode == 1
     assert done.left_behind == ()
     assert "procpipe: rank 0 ends, because rank 1 has left the pipeline" in done.stderr
     assert "rank 0 failed" not in done.stderr
-    assert "rank 2 failed" not in done.stderr
 
 
 #: One script runs several jobs, as forks. Every rank ends as a script does.

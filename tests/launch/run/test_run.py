@@ -88,8 +88,17 @@ def plain(code):
     return PLAIN, code
 
 
+HIDES_THE_KEY = """
+store = stage._world._shared_store()
+bare, prefix = store.underlying_store, store._prefix
+assert bare.get(prefix + "host/0").startswith(b"sealed1:")
+assert not bare.check([prefix + "key"])
+"""
+
+
 def test_a_successful_run_without_a_terminal():
-    with started("-n", "2", "--threads", "3", script=training(3)) as run:
+    """And the store of one host does not hold the key."""
+    with started("-n", "2", "--threads", "3", script=training(3, do=HIDES_THE_KEY)) as run:
         ended = run.wait()
 
     assert ended.code == 0, ended
@@ -125,19 +134,6 @@ def test_the_ranks_of_one_host_get_a_key(monkeypatch, own):
     assert printed[0][1:] == printed[1][1:]
     pattern = "PROCPIPE_KEY_FILE=file" if own else "PROCPIPE_KEY=[0-9a-f]{64}"
     assert re.fullmatch(pattern, " ".join(printed[0][1:]))
-
-
-def test_the_store_of_one_host_does_not_hold_the_key():
-    do = """
-store = stage._world._shared_store()
-bare, prefix = store.underlying_store, store._prefix
-assert bare.get(prefix + "host/0").startswith(b"sealed1:")
-assert not bare.check([prefix + "key"])
-"""
-    with started("-n", "2", script=training(2, do=do)) as run:
-        ended = run.wait()
-
-    assert ended.code == 0, ended
 
 
 def test_a_successful_run_on_a_terminal():
