@@ -80,7 +80,7 @@ class Spin(nn.Module):
 spins = [Spin() for _ in range({n})]
 stage = Stage(nn.Sequential(*spins), [1] * {n}, chunks=4, devices={devices})
 stage.eval()
-for size in (1 << 22, 5, 1 << 20):
+for size in ((1 << 23) // {n}, 5, (1 << 21) // {n}):  # as much work on any number of ranks
     x = torch.arange(4 * size, dtype=torch.float64).reshape(4, size)
     with torch.no_grad():
         output = stage.fetch(stage(x))
