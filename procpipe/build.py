@@ -311,7 +311,7 @@ def connect(
         lambda stage, value: wires.send_value(grid.rank_of(stage), value),
         lambda stage: wires.take_value(grid.rank_of(stage)),
     )
-    replicas.make_equal(nn.ModuleDict(layers))
+    replicas.make_equal(layers.values())
     return pipeline
 
 

@@ -111,9 +111,14 @@ USABLE = {
 OF_TRANSFORMERS = {"_no_split_modules", "_keys_to_ignore_on_load_unexpected", "_init_weights"}
 
 
+#: Which attention a configuration in transformers stands for.
+OF_CONFIGURATIONS = {"_attn_implementation"}
+
+
 def test_models_of_transformers_have_the_names_that_are_used():
     transformers = pytest.importorskip("transformers")
     assert vars(transformers.PreTrainedModel).keys() >= OF_TRANSFORMERS
+    assert vars(transformers.PreTrainedConfig).keys() >= OF_CONFIGURATIONS
 
 
 def test_no_other_module_uses_private_names_of_torch():
@@ -126,7 +131,7 @@ def test_no_other_module_uses_private_names_of_torch():
         for path, tree in trees.items()
         if path.stem != "torch_internals"
         for line, name in private_names_in(tree, own)
-        if not (path.parent.name == "hf" and name in OF_TRANSFORMERS)
+        if not (path.parent.name == "hf" and name in OF_TRANSFORMERS | OF_CONFIGURATIONS)
     ]
 
     assert found == []

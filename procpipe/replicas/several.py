@@ -180,10 +180,11 @@ class Several(Replicas):
     def _output_rank(self, replica: int) -> int:
         return self._grid.rank_of(self._output_stage, replica)
 
-    def make_equal(self, layers: nn.Module) -> None:
+    def make_equal(self, layers: Iterable[nn.Module]) -> None:
         """Give the layers of this replica the values of replica 0."""
-        for tensor in (*layers.parameters(), *layers.buffers()):
-            self._group.copy_first(tensor)
+        for layer in layers:
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                self._group.copy_first(tensor)
 
     # -- what is added up -----------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def _memory_note(stage: str, partitions: Sequence[Partition], ledger: Ledger) ->
     device = partitions[0].device
     num_held = sum(partition.num_held for partition in partitions)
     held = (
-        f"procpipe: out of memory on {device}: {stage} held {num_held} micro-batches "
+        f"procpipe: out of memory on {device}: {stage.partition(' (')[0]} held {num_held} micro-batches "
         f"between forward and backward, whose inputs, outputs and waiting messages take "
         f"{ledger.bytes_now() / 2**20:.1f} MiB"
     )

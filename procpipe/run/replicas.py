@@ -96,7 +96,7 @@ class Replicas:
         """Return the gradients of the inputs of all micro-batches on rank 0."""
         return gradients
 
-    def make_equal(self, layers: nn.Module) -> None:
+    def make_equal(self, layers: Iterable[nn.Module]) -> None:
         """Give the layers of all replicas the values of replica 0."""
 
     # -- what is added up -----------------------------------------------------------------------

@@ -30,7 +30,9 @@ class Ends:
     def __init__(self, chance=None):
         self.device = Device(chance)
         self.gpus = [Process(self.device), Process(self.device)]
-        self.transports = [CudaIpcTransport(gpu, {0: PID, 1: PID}) for gpu in self.gpus]
+        self.transports = [
+            CudaIpcTransport(gpu, {0: os.getpid(), 1: os.getpid()}) for gpu in self.gpus
+        ]
         self.sender, self.receiver = self.transports
 
     def send(self, tensors, kind=KIND):
@@ -59,9 +61,6 @@ class Ends:
     @property
     def num_opened(self):
         return len(self.receiver._opened)
-
-
-PID = os.getpid()
 
 
 @pytest.fixture
@@ -238,7 +237,7 @@ def test_the_next_copy_into_a_slot_waits_for_the_copy_out_of_it(ends):
 def test_a_message_does_not_wait_for_one_of_another_rank():
     device = Device()
     gpus = [Process(device) for _ in range(3)]
-    transports = [CudaIpcTransport(gpu, {0: PID, 1: PID, 2: PID}) for gpu in gpus]
+    transports = [CudaIpcTransport(gpu, dict.fromkeys(range(3), os.getpid())) for gpu in gpus]
     never = Event()
     gpus[0].current_stream().wait_event(never)  # rank 0 still computes its message
     sent = [numbers(10)], [numbers(10, 1)]

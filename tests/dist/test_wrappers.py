@@ -117,7 +117,7 @@ def in_its_own_group(wrap):
 def test_ddp_is_refused(ranks, where):
     for failure in ranks(2).run(try_to_wrap, where, "DDP", world=False).errors():
         assert failure.type == "TypeError", failure.text
-        assert "There is no data parallelism beside the pipeline yet" in failure.text
+        assert "To train several replicas, give Stage" in failure.text
 
 
 # Around the whole stage without GPUs it only forwards the input, which is correct.
@@ -126,12 +126,12 @@ def test_data_parallel_is_refused(ranks, where):
     name = "DataParallel"
     for failure in ranks(2).run(try_to_wrap, where, name, world=False).errors():
         assert failure.type == "TypeError", failure.text
-        assert "There is no data parallelism beside the pipeline yet" in failure.text
+        assert "To train several replicas, give Stage" in failure.text
 
 
 def test_data_parallel_on_gpus_makes_no_copies_of_a_stage():
     stage = Stage(make_model(), [2], loss_fn=F.mse_loss)
-    with pytest.raises(TypeError, match="There is no data parallelism beside the pipeline yet"):
+    with pytest.raises(TypeError, match="To train several replicas, give Stage"):
         stage._replicate_for_data_parallel()  # as torch.nn.parallel.replicate does
     stage.close()
 
