@@ -50,8 +50,9 @@ def _memory_note(stage: str, partitions: Sequence[Partition], ledger: Ledger) ->
     """Say what the stage held when its memory ran out, and what would need less."""
     device = partitions[0].device
     num_held = sum(partition.num_held for partition in partitions)
+    which, _, _ = stage.partition(" (")
     held = (
-        f"procpipe: out of memory on {device}: {stage.partition(' (')[0]} held {num_held} micro-batches "
+        f"procpipe: out of memory on {device}: {which} held {num_held} micro-batches "
         f"between forward and backward, whose inputs, outputs and waiting messages take "
         f"{ledger.bytes_now() / 2**20:.1f} MiB"
     )
