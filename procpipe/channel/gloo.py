@@ -30,19 +30,16 @@ if TYPE_CHECKING:
 _DESCRIPTORS = "/proc/self/fd"
 
 
-class GlooTransport:
-    """Gloo between all ranks of a job; the constructor waits for all of them.
+class GlooGroup:
+    """A process group of gloo; the constructor waits for all of its processes.
 
     ``host`` is the local address on which gloo listens. Its default, that of the host's name, may
     be a network address when all ranks are on this host, and a loopback one (127.0.1.1 on Debian)
-    when they are not. The store's keys are this transport's own.
-    """
+    when they are not. The store's keys are this group's own.
 
-    needs_acknowledgement = True
-    blocks = True
-    copies_at_once = False
-    inline_bytes = INLINE_BYTES
-    max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
+    Attributes:
+        torchs: torch's object; None once the group is closed.
+    """
 
     def __init__(
         self, store: Store, rank: int, num_ranks: int, timeout_s: float, host: str
@@ -54,16 +51,43 @@ class GlooTransport:
         where = {"interface": interface} if interface else {"hostname": host}
         options = gloo_options(gloo, timeout_s, gloo.create_device(**where))
         before = _sockets()
-        self._group: Any = gloo(store, rank, num_ranks, options)
+        self.torchs: Any = gloo(store, rank, num_ranks, options)
         self._sockets = _sockets() - before
         give_up_in_children(self)
+
+    def close(self) -> None:
+        """Drop the group; nothing may be under way."""
+        self.torchs = None
+        self._sockets.clear()
+
+    def give_up_in_child(self) -> None:
+        """Close a forked child's copies of the sockets, or peers would not see the parent's end."""
+        keep_for_ever(self.torchs)
+        for descriptor, _ in self._sockets & _sockets():
+            os.close(descriptor)
+        self._sockets.clear()
+
+
+class GlooTransport:
+    """Gloo between all ranks of a job; the constructor waits for all of them, see ``GlooGroup``."""
+
+    needs_acknowledgement = True
+    blocks = True
+    copies_at_once = False
+    inline_bytes = INLINE_BYTES
+    max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
+
+    def __init__(
+        self, store: Store, rank: int, num_ranks: int, timeout_s: float, host: str
+    ) -> None:
+        self._group = GlooGroup(store, rank, num_ranks, timeout_s, host)
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
     ) -> tuple[GlooPending, bytes]:
         """Begin to send contiguous CPU tensors; returns at once."""
         return GlooPending(
-            [self._group.send([tensor], peer, channel_id) for tensor in tensors]
+            [self._group.torchs.send([tensor], peer, channel_id) for tensor in tensors]
         ), b""
 
     def post_receive(
@@ -71,7 +95,7 @@ class GlooTransport:
     ) -> tuple[list[Tensor], GlooPending]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         tensors = allocate(meta, "cpu")
-        works = [self._group.recv([tensor], peer, channel_id) for tensor in tensors]
+        works = [self._group.torchs.recv([tensor], peer, channel_id) for tensor in tensors]
         return tensors, GlooPending(works)
 
     def drain(self) -> None:
@@ -79,15 +103,7 @@ class GlooTransport:
 
     def close(self) -> None:
         """Drop the group; nothing may be under way."""
-        self._group = None
-        self._sockets.clear()
-
-    def give_up_in_child(self) -> None:
-        """Close a forked child's copies of the sockets, or peers would not see the parent's end."""
-        keep_for_ever(self._group)
-        for descriptor, _ in self._sockets & _sockets():
-            os.close(descriptor)
-        self._sockets.clear()
+        self._group.close()
 
 
 def _sockets() -> set[tuple[int, str]]:

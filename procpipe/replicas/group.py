@@ -4,7 +4,7 @@ A process group of torch's own kind, made here: neither the script's default gro
 are touched. Operations of a group run in the order in which they are begun, which must be the same
 on all of its processes.
 
-Source: ``ProcessGroupGloo`` of torch 2.11 to 2.15.
+Up to now by gloo.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import Store
 
+from procpipe.channel.gloo import GlooGroup
 from procpipe.channel.mesh import Mesh
-from procpipe.torch_internals import gloo_options
 
 
 class Group:
@@ -33,33 +33,33 @@ class Group:
     def __init__(
         self, store: Store, replica: int, num_replicas: int, mesh: Mesh, host: str
     ) -> None:
-        gloo: Any = ProcessGroupGloo
-        options = gloo_options(gloo, mesh.timeout_s, gloo.create_device(hostname=host))
         self._mesh = mesh
-        self._group: Any = gloo(store, replica, num_replicas, options)
+        self._gloo = GlooGroup(store, replica, num_replicas, mesh.timeout_s, host)
         self.num_replicas = num_replicas
 
     def begin_sum(self, tensor: Tensor) -> Sum:
         """Begin to replace a contiguous tensor by its sum over all replicas, in place."""
-        return Sum(self, self._group.allreduce([tensor]))
+        return Sum(self, self._gloo.torchs.allreduce([tensor]))
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all replicas, of the same shape and dtype, by replica."""
         found = [torch.empty_like(tensor) for _ in range(self.num_replicas)]
-        Sum(self, self._group.allgather([found], [tensor])).wait()
+        Sum(self, self._gloo.torchs.allgather([found], [tensor])).wait()
         return found
 
     @torch.no_grad()
     def copy_first(self, tensor: Tensor) -> None:
         """Give a tensor the value that it has on replica 0."""
+        if not tensor.numel():
+            return
         data = tensor.detach().contiguous()
-        Sum(self, self._group.broadcast([data.view(-1).view(torch.uint8)])).wait()
+        Sum(self, self._gloo.torchs.broadcast([data.view(-1).view(torch.uint8)])).wait()
         if data.data_ptr() != tensor.data_ptr():
             tensor.copy_(data)
 
     def close(self) -> None:
         """Drop the group; nothing may be under way."""
-        self._group = None
+        self._gloo.close()
 
 
 class Sum:

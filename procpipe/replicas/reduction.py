@@ -127,6 +127,10 @@ class Reduction:
         for parameter in self._apart:
             self._add_up_apart(parameter)
 
+    def abandon(self) -> None:
+        """Drop the sums that are under way."""
+        self._buckets = []
+
     def _is_final(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
         if parameter not in self._times_added:
             self._counts[parameter] += 1

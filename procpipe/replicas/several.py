@@ -225,4 +225,5 @@ class Several(Replicas):
 
     def close(self) -> None:
         """Drop the connections."""
+        self._reduction.abandon()
         self._group.close()
