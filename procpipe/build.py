@@ -322,7 +322,7 @@ def grid_of(replicas: int, world: World) -> Grid:
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}, but there is at least 1")
     if not world.is_launched:
-        return Grid(world.rank, world.num_ranks)
+        return world.grid
     if world.num_ranks % replicas:
         raise BalanceError(
             f"replicas={replicas}, but there are {world.num_ranks} processes: their number is that "
@@ -330,7 +330,7 @@ def grid_of(replicas: int, world: World) -> Grid:
             f"--nproc_per_node={-(-world.num_ranks // replicas) * replicas}), or give another "
             "number of them"
         )
-    return Grid(world.rank, world.num_ranks, replicas)
+    return world.divide(replicas)
 
 
 def refuse_beside_replicas(

@@ -397,6 +397,7 @@ class Stage(About):
         Source: ``torch.nn.utils.clip_grad_norm_``.
         """
         with self._agreement("clip_grad_norm_") as agree:
+            self._connected("nothing is clipped").replicas.check_added_up("clip_grad_norm_")
             by_partition, copies = self._tied.gradients(self._by_partition())
             if self.replica > 0:  # replica 0 counts them
                 copies = [*chain(*by_partition.values()), *copies]
@@ -486,7 +487,8 @@ class Stage(About):
         for layer in self._deferred:
             layer.begin()
         outcome = pipeline.run(order, batch)
-        pipeline.replicas.join_moments(self._deferred)
+        if self.training:
+            pipeline.replicas.end_forward(self.children())
         for layer in self._deferred:
             layer.commit()
         self._tied.check_unchanged(buffers)
@@ -509,6 +511,7 @@ class Stage(About):
                 sizes=order.sizes,
                 recompute=order.recompute,
                 shares=order.shares,
+                is_sharded=order.is_sharded,
                 reduces=not self._keeps_own,
             )
             gradients = pipeline.replicas.divide_gradients(order, batch.output_gradients)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -42,6 +43,8 @@ class StallReports(WaitReports):
         self.pids: dict[int, int] = {}
         self._peers: tuple[int, ...] = ()
         self._has_reported = False
+        #: Describes a rank.
+        self.name_of: Callable[[int], str] = lambda rank: f"stage {rank} (rank {rank})"
 
     def find_boards(self, mesh: Mesh) -> None:
         """Find the boards of the peers on this host, once they are connected."""
@@ -68,9 +71,7 @@ class StallReports(WaitReports):
             self._has_reported = False
             reading = self._board.read()
             waited_s = reading.wait.seconds if reading.wait else 0.0
-            write_note(
-                f"procpipe: stage {self._rank} (rank {self._rank}) goes on after {waited_s:.1f} s"
-            )
+            write_note(f"procpipe: {self.name_of(self._rank)} goes on after {waited_s:.1f} s")
         self._board.end_wait()
 
     def stalled(self, what: str, waited_s: float) -> None:
@@ -87,7 +88,7 @@ class StallReports(WaitReports):
         self._board.note_report()
         lines = [f"procpipe: no progress for {waited_s:.1f} s, says rank {self._rank}"]
         for rank in sorted({self._rank, *self._peers}):
-            who = f"  stage {rank} (rank {rank}):"
+            who = f"  {self.name_of(rank)}:"
             if rank in readings:
                 reading = readings[rank]
                 lines.append(f"{who} {reading.where()}{_state_of(reading.pid)}")

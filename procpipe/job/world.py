@@ -26,6 +26,7 @@ from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.board import Board
 from procpipe.job.devices import devices_of, nccl_shares_gpus, of_this_host, pci_addresses
 from procpipe.job.endings import end_with_launcher, print_victims_briefly
+from procpipe.job.grid import Grid
 from procpipe.job.joining import FIRST_CALL, Start, announce
 from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pinning import pin_this_process
@@ -64,6 +65,7 @@ class World:
     rank may share its GPU with others.
 
     Attributes:
+        grid: this rank's place among stages and replicas.
         caller: the thread that makes the calls of the pipeline.
         is_device_stuck: whether some transfers on the device could not be ended, so that waiting
             for the device would never end.
@@ -95,6 +97,7 @@ class World:
         with naming_file_limit("the board of a stage", 2):
             self.board = Board.create(rank, num_ranks)
         self._stalls = StallReports(self.board, rank)
+        self.grid = Grid(rank, num_ranks)
         self._start = Start(rank, num_ranks, store, timeout_s)
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
@@ -149,6 +152,12 @@ class World:
             print_victims_briefly(rank, world.board)
             announce(rank, timeout_s)
         return world
+
+    def divide(self, num_replicas: int) -> Grid:
+        """Divide the ranks into replicas; return this rank's place."""
+        self.grid = Grid(self.rank, self.num_ranks, num_replicas)
+        self._stalls.name_of = self.grid.name_of
+        return self.grid
 
     def connect(self) -> Mesh:
         """Connect to the other ranks; every rank calls it, and it waits for all of them.

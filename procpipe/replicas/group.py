@@ -18,6 +18,9 @@ from torch.distributed import Store
 from procpipe.channel.gloo import GlooGroup
 from procpipe.channel.mesh import Mesh
 
+#: How often a wait looks whether an operation is over.
+_LOOK_EVERY_S = 0.0005
+
 
 class Group:
     """One process's end of a group; building it waits for the others.
@@ -50,11 +53,11 @@ class Group:
     @torch.no_grad()
     def copy_first(self, tensor: Tensor) -> None:
         """Give a tensor the value that it has on replica 0."""
-        if not tensor.numel():
+        if not tensor.numel() or tensor.layout != torch.strided:
             return
         data = tensor.detach().contiguous()
         Sum(self, self._gloo.torchs.broadcast([data.view(-1).view(torch.uint8)])).wait()
-        if data.data_ptr() != tensor.data_ptr():
+        if data.data_ptr() != tensor.data_ptr() and not torch.equal(data, tensor):
             tensor.copy_(data)
 
     def close(self) -> None:
@@ -76,9 +79,9 @@ class Sum:
             RemoteStageError: another rank failed.
         """
         mesh = self._group._mesh
+        mesh.wait(self._work.is_completed, lambda: "the other replicas", every_s=_LOOK_EVERY_S)
         try:
-            with mesh.native_waits.monitored("the gradients of the other replicas"):
-                self._work.wait()
+            self._work.wait()
         except RuntimeError:  # a process of the group is gone; its own failure says why
             mesh.wait_failure()
             raise

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.data.loss import LossPart
 from procpipe.replicas.group import Group, Sum
+from procpipe.torch_internals import has_accumulation_hooks
 
 if TYPE_CHECKING:
     from procpipe.data.minibatch import MiniBatch
@@ -53,7 +53,8 @@ class Reduction:
         self.overlaps = False
         self._group = group
         self._device = device
-        self._holds_own = False  # gradients that were not added up yet, see Stage.no_sync
+        self._own: dict[nn.Parameter, None] = {}  # gradients to be added up, see Stage.no_sync
+        self._fresh: set[nn.Parameter] = set()  # without a gradient before this call
         self._reduces = False
         self._apart: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
@@ -75,16 +76,23 @@ class Reduction:
             parameters: of this stage's layers, in the order of the model.
             apart: those that other stages have, too; added up in one order on all of these.
         """
-        free = list(dict.fromkeys(p for p in parameters if p.requires_grad))
-        keeps_apart = batch.may_correct and batch.reduces and not self._holds_own
-        if not self._holds_own and not keeps_apart:
-            for parameter in free:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad / self._group.num_replicas
+        free = [p for p in dict.fromkeys(parameters) if p.requires_grad or p in self._own]
+        if batch.reduces:
+            _check_hooks(free)
+        keeps_apart = batch.may_correct and batch.reduces and self._own.keys().isdisjoint(free)
+        self._fresh = {parameter for parameter in free if parameter.grad is None}
+        for parameter in free if not keeps_apart else ():
+            if parameter.grad is not None and parameter not in self._own:
+                with torch.no_grad():
+                    parameter.grad.div_(self._group.num_replicas)
         self.overlaps = keeps_apart or not batch.may_correct
         self._reduces = batch.reduces
-        self._holds_own = not batch.reduces
-        self._apart = [p for p in dict.fromkeys(apart) if p.requires_grad]
+        for parameter in free:
+            if batch.reduces:
+                self._own.pop(parameter, None)
+            else:
+                self._own[parameter] = None
+        self._apart = [p for p in dict.fromkeys(apart) if p in set(free)]
         others = [p for p in free if p not in set(self._apart)]
         self._buckets = list(_bucketed(others)) if batch.reduces else []
         self._num_begun = 0
@@ -100,7 +108,7 @@ class Reduction:
         handles = []
         if self.overlaps:
             for parameter, bucket in bucket_of.items():
-                if self._times_added.get(parameter, 1) == 1:
+                if parameter.requires_grad and self._times_added.get(parameter, 1) == 1:
                     is_final = partial(self._is_final, bucket)
                     handles.append(parameter.register_post_accumulate_grad_hook(is_final))
         try:
@@ -122,10 +130,15 @@ class Reduction:
         self.overlaps = True
         self._begin_complete()
         for bucket in self._buckets:
-            bucket.end()
+            bucket.end(self._fresh)
         self._buckets = []
         for parameter in self._apart:
             self._add_up_apart(parameter)
+
+    @property
+    def holds_own(self) -> bool:
+        """Whether some gradients are not added up yet."""
+        return any(parameter.grad is not None for parameter in self._own)
 
     def abandon(self) -> None:
         """Drop the sums that are under way."""
@@ -190,6 +203,18 @@ class Reduction:
         return LossPart(loss, vector[1], None if divisor is None else divisor.to(self._device))
 
 
+def _check_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """Check that no hook of the user needs a gradient before it is added up."""
+    for parameter in parameters:
+        if has_accumulation_hooks(parameter):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} has a hook, by "
+                "register_post_accumulate_grad_hook, but with replicas the gradient there is only "
+                "a part until the call returns: remove the hook and do its work after step() or "
+                "backward()"
+            )
+
+
 class _Bucket:
     """Gradients that are added up together: of one dtype, and of one device."""
 
@@ -220,21 +245,26 @@ class _Bucket:
         self._flat = torch.cat(parts)
         self._sum = group.begin_sum(self._flat)
 
-    def end(self) -> None:
-        """Wait for the sum, and write it into the gradients."""
+    def end(self, fresh: set[nn.Parameter]) -> None:
+        """Wait for the sum, and make it the gradients, or write it into those of earlier calls.
+
+        Not into those of this call: what another stage is sent may share their memory.
+        """
         assert self._sum is not None and self._flat is not None, "it was begun"
         self._sum.wait()
         sizes = [parameter.numel() for parameter in self._parameters]
         *sums, present = self._flat.split([*sizes, len(sizes)])
         is_there: list[float] | None = None
         for k, (parameter, total) in enumerate(zip(self._parameters, sums, strict=True)):
-            if parameter.grad is not None:
-                parameter.grad.copy_(total.view_as(parameter))
+            own = parameter.grad
+            if own is not None and parameter not in fresh:
+                own.copy_(total.view_as(own))
                 continue
-            if is_there is None:
+            if own is None and is_there is None:
                 is_there = present.tolist()  # on a GPU the host waits, where a gradient is missing
-            if is_there[k]:
-                parameter.grad = total.view_as(parameter).clone(memory_format=torch.preserve_format)
+            if own is not None or (is_there and is_there[k]):
+                like = torch.empty_like(parameter, requires_grad=False)
+                parameter.grad = like.copy_(total.view_as(like))
         self._flat = self._sum = None
 
 
@@ -254,10 +284,3 @@ def _bucketed(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
     for held in open_ones.values():
         if held:
             yield _Bucket(held)
-
-
-def join_moments(group: Group, layers: Iterable[DeferredBatchNorm]) -> None:
-    """Join what batch normalisations have recorded of a mini-batch over all replicas."""
-    for layer in layers:
-        if layer.training and layer.running_mean is not None:
-            layer.join_moments(group.gathered(layer.moments()))

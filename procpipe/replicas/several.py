@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.partition import Partition
 from procpipe.data.loss import LossPart
-from procpipe.data.microbatch import scatter
+from procpipe.data.microbatch import scatter_twice
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch
 from procpipe.job.grid import Grid
 from procpipe.plan.program import Program, Run
 from procpipe.plan.task import BACKWARD, WEIGHT_GRADIENT, Task
+from procpipe.replicas.buffers import Buffers
 from procpipe.replicas.group import Group
-from procpipe.replicas.reduction import Reduction, join_moments
+from procpipe.replicas.reduction import Reduction
 from procpipe.run.messages import Order
 from procpipe.run.replicas import Replicas, Scattered
 from procpipe.tree import Flat
@@ -59,6 +59,7 @@ class Several(Replicas):
         self._output_stage = output_stage
         self._group = group
         self._reduction = Reduction(group, device)
+        self._buffers = Buffers(group, device)
         self._final: dict[Task, set[nn.Parameter]] = {}
         self._send = send
         self._take = take
@@ -72,9 +73,7 @@ class Several(Replicas):
 
     def scatter(self, inputs: Inputs, chunks: int) -> list[Scattered]:
         """Divide a mini-batch over the replicas, as evenly as micro-batches, and scatter each."""
-        shares, _ = scatter(inputs, self._grid.num_replicas)
-        parts: list[Scattered] = [scatter(share, chunks) for share in shares]
-        return parts + [([], [])] * (self._grid.num_replicas - len(parts))
+        return [*scatter_twice(inputs, self._grid.num_replicas, chunks)]
 
     def share(
         self,
@@ -185,6 +184,7 @@ class Several(Replicas):
         for layer in layers:
             for tensor in (*layer.parameters(), *layer.buffers()):
                 self._group.copy_first(tensor)
+            self._buffers.note(layer)
 
     # -- what is added up -----------------------------------------------------------------------
 
@@ -219,9 +219,17 @@ class Several(Replicas):
         """Add up what the replicas know of a step's loss."""
         return self._reduction.total(part, batch) if batch.is_step else part
 
-    def join_moments(self, layers: Iterable[DeferredBatchNorm]) -> None:
-        """Join the replicas' statistics of batch normalisation."""
-        join_moments(self._group, list(layers))
+    def check_added_up(self, call: str) -> None:
+        """Raise ``RuntimeError`` if calls in ``no_sync()`` have left gradients to be added up."""
+        if self._reduction.holds_own:
+            raise RuntimeError(
+                f"{call} after calls in no_sync(): gradients are still to be added up over "
+                "replicas; run the last step of an accumulation outside of it"
+            )
+
+    def end_forward(self, layers: Iterable[nn.Module]) -> None:
+        """Join the replicas' statistics of batch normalisation, and make other buffers equal."""
+        self._buffers.end_forward(layers)
 
     def close(self) -> None:
         """Drop the connections."""

@@ -12,7 +12,9 @@ then does not send it again.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +59,7 @@ class Batches:
         device: torch.device,
     ) -> None:
         self.is_sharded = False
+        self._shards: dict[int, weakref.ref[Tensor]] = {}
         self.delivered_target: Any = _NOTHING
         self._delivered_as: list[Any] = []
         self._calls = calls
@@ -89,7 +92,8 @@ class Batches:
                 if delivered is not None:
                     pipeline.send_value(self._output_rank, delivered)
                 self._note(delivered)
-            yield item
+            with self._not_sharded():
+                yield item
 
     def follow(self) -> Iterator[Any]:
         """Yield items of the form of rank 0's, on the other ranks."""
@@ -104,7 +108,17 @@ class Batches:
                     delivered = pipeline.take_value(0)
                 self._note(delivered)
                 item = _placeholders(detail.form, delivered)
-            yield item
+            with self._not_sharded():
+                yield item
+
+    @contextmanager
+    def _not_sharded(self) -> Iterator[None]:
+        """Take rank 0's inputs as the whole mini-batch, also in a loop over shares."""
+        before, self.is_sharded = self.is_sharded, False
+        try:
+            yield
+        finally:
+            self.is_sharded = before
 
     def shards(self, loader: Loader, *, is_first: bool) -> Iterator[Any]:
         """Yield the items of a loader that the first rank of each replica has of its own.
@@ -137,11 +151,32 @@ class Batches:
                 self._note(None)
             if detail.form is None:
                 return
-            self.is_sharded = True
+            before, self.is_sharded = self.is_sharded, True
+            self._remember(item)
             try:
                 yield _placeholders(detail.form, None) if item is _NOTHING else item
             finally:
-                self.is_sharded = False
+                self.is_sharded = before
+
+    def _remember(self, item: Any) -> None:
+        self._shards = {k: ref for k, ref in self._shards.items() if ref() is not None}
+        for tensor in flattened(item):
+            self._shards[id(tensor)] = weakref.ref(tensor)
+
+    def check_not_sharded(self, inputs: Any) -> None:
+        """Check that inputs are no share of a mini-batch, outside of the loop that has read it.
+
+        Raises:
+            RuntimeError: they are, and the shares of other replicas would be lost.
+        """
+        for tensor in flattened(inputs) if self._shards else ():
+            ref = self._shards.get(id(tensor))
+            if ref is not None and ref() is tensor:
+                raise RuntimeError(
+                    "an item of batches(…, sharded=True) is used outside of the body of that loop, "
+                    "where the first rank's input would be taken as the whole mini-batch: use it "
+                    "in the loop, before the next item is read"
+                )
 
     def has_delivered(self, target: Any) -> bool:
         """Return, on rank 0, whether the last stage has this target, unchanged."""
@@ -157,6 +192,14 @@ class Batches:
         is_target = delivered is not None and len(delivered) == 1
         self.delivered_target = delivered[0] if delivered and is_target else _NOTHING
         self._delivered_as = _contents(delivered[0]) if delivered and is_target else []
+
+
+def flattened(value: Any) -> list[Tensor]:
+    """Return the tensors of a nested value, or none if it holds other objects."""
+    try:
+        return flatten(value)[0]
+    except BoundaryError:
+        return []
 
 
 def _form_of(item: Any) -> Any:

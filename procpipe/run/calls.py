@@ -182,5 +182,5 @@ class Calls(Leaving):
             self._world.close()
 
     def _story(self, where: str, error: BaseException) -> str:
-        rank = self._world.rank
-        return f"stage {rank} (rank {rank}), {where}: {in_a_line(error)}\n{story_of(error)}"
+        name = self._world.grid.name_of(self._world.rank)
+        return f"{name}, {where}: {in_a_line(error)}\n{story_of(error)}"

@@ -94,6 +94,7 @@ class Intake:
             order = self._issue_or_follow(call, reduces=reduces, total_weight=total, **decided)
             ingoing, targets = share.ingoing, share.targets
         elif self._grid.rank != 0:
+            self._batches.check_not_sharded(inputs)
             order = self._issue_or_follow(call, reduces=reduces)
             ingoing, targets = replicas.take(order, self._device)
         else:
@@ -151,7 +152,7 @@ class Intake:
             given: of each micro-batch, where it came from rank 0.
         """
         is_last = self._grid.stage == self._output_stage
-        if is_last and given is None and order.target != ROUTED:
+        if is_last and given is None and order.target != ROUTED and not order.shares:
             if order.target == DELIVERED:
                 target = self._batches.delivered_target
             if target is not None:

@@ -5,7 +5,7 @@
     each stage                 the same stage of the others
     begin … during … end       gradients, added up
     total                      the loss
-    join_moments               statistics of batch normalisation
+    end_forward                buffers
     replica 0's last stage     the last stage of the others
     gather_outputs <────────── outputs
     divide_gradients ────────> their gradients
@@ -126,8 +126,11 @@ class Replicas:
         """Return what all replicas know of the loss."""
         return part
 
-    def join_moments(self, layers: Iterable[Any]) -> None:
-        """Join what layers of deferred batch normalisation have recorded of a mini-batch."""
+    def check_added_up(self, call: str) -> None:
+        """Check before a call that uses gradients that none is still to be added up."""
+
+    def end_forward(self, layers: Iterable[nn.Module]) -> None:
+        """Join what layers have noted of a mini-batch, such as running statistics."""
 
     def close(self) -> None:
         """Drop the connections."""

@@ -97,6 +97,10 @@ def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
     return input, target
 
 
+#: What torch's compiler says of this release of Python.
+SLOWER_GUARDS = r"Guards may run slower on Python 3\.13\.0"
+
+
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.reshape(target.shape), target)
 
@@ -107,6 +111,7 @@ def train(bare: Any, kind: str, how: str, backend: str, cases: Any) -> None:
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     # torch's compiler causes it, and hides it where it is no error.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    warnings.filterwarnings("ignore", SLOWER_GUARDS)
     torch.manual_seed(0)
     plain = nn.Sequential(*make_layers(kind)).double()
     start = copy.deepcopy(plain)
@@ -249,6 +254,7 @@ def compile_for_long(bare: Any) -> tuple[str, set[int]]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(Stash(WIDTH, WIDTH), Block(), Block(), Pop(WIDTH, WIDTH)).double()
+    warnings.filterwarnings("ignore", SLOWER_GUARDS)
     report = Report()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", report)

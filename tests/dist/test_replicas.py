@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe import BalanceError, RemoteStageError, Stage, state
+from procpipe import BalanceError, NoChunk, RemoteStageError, Stage, state
 from procpipe.losses import masked_cross_entropy
 from procpipe.skip import pop, skippable, stash
 from tests.dist.script import run_forked
@@ -96,6 +96,10 @@ LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
     "sum": ({"loss_fn": sum_loss}, weighted_loss),
     "weighted": ({"loss_fn": weighted_loss, "loss_weight": num_tokens}, weighted_loss),
 }
+
+
+def check_added_up(stage: Any) -> None:
+    stage._calls.pipeline.replicas.check_added_up("clip_grad_norm_")
 
 
 def group_of(stage: Any) -> Any:
@@ -266,6 +270,77 @@ def check_batch_norm(bare):
 
 def test_statistics_of_batch_norm_are_of_the_whole_mini_batch(ranks):
     ranks(4).run(check_batch_norm, world=False).values()
+
+
+def check_frozen_and_not_split(bare):
+    plain = make_model()
+    options = {"replicas": 2, "chunks": 2, "loss_fn": mean_loss}
+    with stage_of(bare, "frozen between", plain, [2, 4], **options) as stage:
+        for step in range(2):
+            input, target = make_batch(5, step)
+            (mean_loss(plain(input), target)).backward()
+            if step == 0:
+                with stage.no_sync():
+                    stage.step(input, target)
+                with pytest.raises(RuntimeError, match="still to be added up"):
+                    check_added_up(stage)
+            else:
+                stage.step(input, target)
+            plain[3].requires_grad_(False)
+            stage.get_submodule("3").requires_grad_(False) if "3" in stage._modules else None
+        assert_same_gradients(stage, plain, "frozen between")
+    table = torch.randn(7, 5, dtype=torch.float64)
+
+    class Lookup(nn.Module):
+        def forward(self, input, table):
+            return table[input]
+
+    plain = nn.Sequential(Lookup(), nn.Linear(5, 5), nn.Linear(5, 7)).double()
+    with stage_of(bare, "no chunk", plain, [1, 2], **options) as stage:
+        input, target = make_batch(8, 1)
+        expected = mean_loss(plain[2](plain[1](table[input])), target)
+        assert_same(
+            stage.step(input, NoChunk(table), target=target), expected.detach(), "loss", TOLERANCE
+        )
+
+
+def check_one_stage(bare):
+    plain = make_model()
+    with stage_of(bare, "one stage", plain, [6], replicas=4, loss_fn=mean_loss) as stage:
+        input, target = make_batch(3, 1)  # replica 3 gets nothing, and all give real values
+        found = stage.step(input, target)
+        assert_same(found, mean_loss(plain(input), target).detach(), "loss", TOLERANCE)
+
+
+def check_buffers(bare):
+    layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    with stage_of(bare, "buffers", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        for _ in range(2):
+            stage.step(torch.randn(8, 3), torch.zeros(8, 2))
+        for name, value in stage.named_buffers():
+            assert torch.equal(*group_of(stage).gathered(value)), name
+
+
+def check_shards_kept(bare):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    world = world_of(bare, "kept")
+    stage = Stage(layers, [1, 1], replicas=2, loss_fn=F.mse_loss, world=world)
+    loader = [(torch.randn(4, 3), torch.zeros(4, 2))]
+
+    def step_after_the_loop():
+        ((input, target),) = list(stage.batches(loader, sharded=True))
+        stage.step(input, target)
+
+    with pytest.raises((RuntimeError, RemoteStageError)) as caught:
+        step_after_the_loop()
+    assert "used outside of the body of that loop" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "check", [check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept]
+)
+def test_cases_that_once_failed(ranks, check):
+    ranks(4).run(check, world=False).values()
 
 
 def check_unused(bare):
