@@ -1,6 +1,6 @@
 """Begins a mini-batch on every rank: scatters it, issues its order, routes the target.
 
-rank 0   input ── Ingoing.of ── order: sizes, weights, where the target is ──> every rank
+rank 0   input ── scatter ── order: sizes, weights, where the target is ──> every rank
 the target   goes along its route, or is on the last stage already: given there by the user, or
 delivered by ``batches``
 """

@@ -49,7 +49,7 @@ class StageStatistics:
     """What one stage did since it was made.
 
     Attributes:
-        stage: which stage; its rank is the same number.
+        stage: its rank, which is the index of the stage unless there are replicas.
         num_steps: calls that ran a plan.
         num_tasks: tasks by kind, "F", "R", "B", "I", "W".
         busy_s: seconds in tasks.

@@ -470,14 +470,14 @@ def check_failure(bare, failing):
             return input
 
     layers = nn.Sequential(nn.Linear(3, 4), Fails(), nn.Linear(4, 4), Fails())
-    told = f"stage {failing % 2} of replica {failing // 2}"
+    where = f"stage {failing % 2} of replica {failing // 2}"
     world = world_of(bare, f"failing {failing}")
     stage = Stage(layers, [2, 2], replicas=2, loss_fn=F.mse_loss, world=world)
     with pytest.raises((ArithmeticError, RemoteStageError)) as caught:
         stage.step(torch.ones(4, 3), torch.zeros(4, 4))
     notes = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "this layer fails" in notes
-    assert told in notes, notes
+    assert where in notes, notes
 
 
 @pytest.mark.parametrize("failing", range(4))
