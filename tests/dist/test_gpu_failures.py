@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from procpipe import Stage
 from procpipe.channel import nccl
 from tests.dist.report import Failure, Outcomes
 from tests.dist.script import run_forked
-from tests.dist.test_failures import BULK, boom, check, check_lost, kill, train
+from tests.dist.test_failures import BULK, SOON_S, boom, check, check_lost, kill, train
+from tests.held import happens, hold
 
 pytestmark = pytest.mark.gpu
 
@@ -116,6 +118,55 @@ def check_killed(outcomes: Outcomes, origin: int) -> None:
     assert isinstance(failure, Failure)
     assert failure.type == "ProcessDied"
     check_lost(outcomes, origin, f"rank {origin} ended without a word")
+
+
+class NeverEnds(nn.Linear):
+    """Computes on the device for ever from its second micro-batch on; is killed for a signal."""
+
+    def __init__(self, is_waited_for: Path | None) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.is_waited_for = is_waited_for
+        self.num_forward = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forward += 1
+        if self.is_waited_for is not None and self.num_forward == 2:
+            hold(torch.cuda.current_stream())
+            threading.Thread(target=self.is_killed, daemon=True).start()
+        return super().forward(x)
+
+    def is_killed(self) -> None:
+        assert self.is_waited_for is not None
+        if happens(self.is_waited_for.exists, SOON_S):
+            kill()
+
+
+def waits_for_what_never_ends(world: Any, origin: int, is_waited_for: Path) -> None:
+    """Wait for the device inside a loss function or, on rank 0, for a step's loss."""
+    model = nn.Sequential(*(NeverEnds(is_waited_for if j == origin else None) for j in range(2)))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(output, target)
+        if origin == 0 and model[1].num_forward == 2:
+            is_waited_for.touch()
+            loss.item()
+        return loss
+
+    stage = Stage(model, [1, 1], chunks=CHUNKS, loss_fn=loss_fn, checkpoint="never", world=world)
+    loss = stage.step(torch.ones(CHUNKS, WIDTH), torch.zeros(CHUNKS, WIDTH))
+    if world.rank == 0:
+        is_waited_for.touch()
+    loss.item()
+
+
+@pytest.mark.parametrize("origin", [0, 1])
+def test_a_rank_is_killed_when_a_host_waits_for_its_device(
+    ranks: Any, origin: int, tmp_path: Path
+) -> None:
+    """No host is elsewhere by chance: the transfer cannot begin, and the signal is given last."""
+    outcomes = ranks(2).run(waits_for_what_never_ends, origin, tmp_path / "waits")
+
+    check_killed(outcomes, origin)
 
 
 def is_killed_as_it_connects(world: Any) -> None:
