@@ -148,8 +148,9 @@ class _OnHosts:
 
     def wait(self) -> None:
         """Block until the result is there."""
-        mesh = self._mesh
-        mesh.wait(self._work.is_completed, lambda: "the other replicas", every_s=_LOOK_EVERY_S)
+        mesh, others = self._mesh, sorted(set(self._ranks) - {self._mesh.rank})
+        what = f"the same stage of the other replicas (ranks {others})"
+        mesh.wait(self._work.is_completed, lambda: what, every_s=_LOOK_EVERY_S)
         try:
             self._work.wait()
         except RuntimeError:  # a process of the group is gone; its own failure says why
