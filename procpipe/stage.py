@@ -536,7 +536,7 @@ class Stage(About):
         if self._world.num_ranks > 1:
             check_not_sharded(self)
         try:
-            return build.connect(
+            pipeline = build.connect(
                 self._world,
                 self._settings,
                 self._cut,
@@ -546,6 +546,9 @@ class Stage(About):
                 chunks=self.chunks,
                 checkpoint=self.checkpoint,
             )
+            if self._grid.stage == self._output_rank:
+                pipeline.replicas.make_equal(self._loss.modules())
         except RuntimeError as error:
             note_full_device(error, self.rank, self.device)
             raise
+        return pipeline

@@ -92,6 +92,10 @@ class Loss:
             )
         return loss if weight is None else (loss, _weight_of(weight, loss))
 
+    def modules(self) -> list[nn.Module]:
+        """Return the user's function, if it is a module."""
+        return [self.function] if isinstance(self.function, nn.Module) else []
+
     def _check_kind(self, *, is_sum: bool) -> None:
         if is_sum and self.weight is not None:
             raise ValueError(
@@ -206,8 +210,8 @@ class MeanLoss:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the user's function, if it is a module."""
-        function = self._loss.function
-        return function.parameters() if isinstance(function, nn.Module) else iter(())
+        for module in self._loss.modules():
+            yield from module.parameters()
 
     def is_left_out(self, i: int) -> bool:
         """Whether micro-batch ``i`` counts nothing, so that its loss is 0 whatever its output."""

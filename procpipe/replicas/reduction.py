@@ -94,8 +94,11 @@ class Reduction:
             else:
                 self._own[parameter] = None
         self._apart = [p for p in dict.fromkeys(apart) if p in set(free)]
-        others = [p for p in free if p not in set(self._apart)]
-        self._buckets = list(_bucketed(others)) if batch.reduces else []
+        # Those of a loss come last, as their gradients are final at the call's end only.
+        rest = set() if batch.loss is None else {*batch.loss.parameters()}
+        buckets = _bucketed([p for p in free if p not in rest.union(self._apart)])
+        of_loss = _bucketed([p for p in free if p in rest.difference(self._apart)])
+        self._buckets = [*buckets, *of_loss] if batch.reduces else []
         self._num_begun = 0
 
     @contextmanager

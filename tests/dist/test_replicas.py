@@ -462,6 +462,42 @@ def check_different_start(bare):
             assert torch.equal(*of_replicas), name
 
 
+class Scaled(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, output, target):
+        return F.mse_loss(output * self.scale, target)
+
+
+def check_loss_with_parameters(bare):
+    torch.manual_seed(bare.rank)
+    loss_fn = Scaled()
+    torch.manual_seed(1)
+    own_loss = Scaled()  # as on rank 1, the last stage of replica 0
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)).double()
+    with stage_of(bare, "loss", plain, [1, 1], replicas=2, chunks=2, loss_fn=loss_fn) as stage:
+        for size in (5, 1, 4):
+            input = torch.randn(size, 3, dtype=torch.float64, generator=torch.Generator())
+            target = torch.ones(size, 4, dtype=torch.float64)
+            for module in (plain, own_loss, stage, loss_fn):
+                module.zero_grad()
+            expected = own_loss(plain(input), target)
+            expected.backward()
+            found = stage.step(input, target)
+            assert_same(found, expected.detach(), f"loss of {size}", TOLERANCE)
+            assert_same_gradients(stage, plain, f"{size}")
+            if bare.rank % 2 == 1:
+                assert_same(loss_fn.scale.grad, own_loss.scale.grad, "of the loss", TOLERANCE)
+
+
+def test_a_loss_with_parameters_is_the_same_on_all_replicas(ranks):
+    ranks(4).run(check_loss_with_parameters, world=False).values()
+
+
 def test_replicas_start_with_the_values_of_the_first(ranks):
     ranks(4).run(check_different_start, world=False).values()
 
