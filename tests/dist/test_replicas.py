@@ -340,8 +340,22 @@ def check_shards_kept(bare):
     assert "used outside of the body of that loop" in str(caught.value)
 
 
+def check_unscale(bare):
+    world = world_of(bare, "unscale")
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    stage = Stage(model, [1, 1], replicas=2, loss_fn=F.mse_loss, world=world)
+    scaler = stage.scaler(torch.amp.GradScaler(bare.device.type))
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    with stage.no_sync():
+        stage.step(torch.ones(4, 3), torch.zeros(4, 2))
+    with pytest.raises((RuntimeError, RemoteStageError)) as caught:
+        scaler.unscale_(optimizer)
+    assert "scaler.unscale_ after calls in no_sync()" in str(caught.value)
+
+
 @pytest.mark.parametrize(
-    "check", [check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept]
+    "check",
+    [check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept, check_unscale],
 )
 def test_cases_that_once_failed(ranks, check):
     ranks(4).run(check, world=False).values()
