@@ -204,7 +204,7 @@ def test_adapters_start_as_their_configuration_says(tmp_path):
     for init in (True, False, "gaussian", "pissa"):
         with torch.device("meta"):
             base = class_of("Llama")(config_of("Llama"))
-            options = {"target_modules": ["q_proj"], "init_lora_weights": init}
+            options: dict[str, Any] = {"target_modules": ["q_proj"], "init_lora_weights": init}
             layers = hf.sequential(get_peft_model(base, LoraConfig(r=2, **options)))
         torch.manual_seed(0)
         stage = Stage(layers, [len(layers)])
