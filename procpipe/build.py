@@ -95,7 +95,7 @@ class Settings:
         """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
         grid = grid_of(replicas, world)
         chosen = schedule_of(schedule)
-        refuse_beside_replicas(grid, chosen, trace, world)
+        refuse_beside_replicas(grid, trace, world)
         limits = checked_limits(
             memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
@@ -333,13 +333,10 @@ def grid_of(replicas: int, world: World) -> Grid:
     return world.divide(replicas)
 
 
-def refuse_beside_replicas(
-    grid: Grid, schedule: Schedule, trace: str | os.PathLike[str] | None, world: World
-) -> None:
+def refuse_beside_replicas(grid: Grid, trace: str | os.PathLike[str] | None, world: World) -> None:
     """Check that nothing is asked for that does not know of replicas yet."""
     for is_given, what in (
         (world.device.type != "cpu", f"devices like {world.device}"),
-        (schedule.is_measured, f"schedule={schedule.name!r}"),
         (trace is not None, "trace"),
     ):
         if grid.num_replicas > 1 and is_given:

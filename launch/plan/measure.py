@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import chain
 from typing import Any
@@ -39,9 +39,9 @@ _CPU_LATENCY_S, _GPU_LATENCY_S = 50e-6, 20e-6
 _GPU_BYTES_PER_S = 20e9
 
 
-def sizes_to_measure(batch: int, chunks: Sequence[int]) -> tuple[int, ...]:
+def sizes_to_measure(all_sizes: Iterable[int]) -> tuple[int, ...]:
     """Choose sizes of micro-batches, at most three, in ascending order."""
-    sizes = sorted({-(-batch // count) for count in chunks})
+    sizes = sorted(set(all_sizes))
     return tuple(sizes) if len(sizes) <= 3 else (sizes[0], sizes[len(sizes) // 2], sizes[-1])
 
 

@@ -22,11 +22,13 @@ class Choice:
         plan: the plan.
         schedule: the plan's name, for people; "" where the schedule has only one.
         measure: what every rank measures in the step (see ``tuning.auto``); "" for nothing.
+        name: the plan's name among those that were considered.
     """
 
     plan: Plan
     schedule: str = ""
     measure: str = ""
+    name: str = ""
 
 
 class Chooser(Protocol):
@@ -47,6 +49,9 @@ class Chooser(Protocol):
             MemoryLimitError: no plan keeps to the memory allowed.
         """
 
+    def like(self, choice: Choice, m: int, recompute: Collection[int], routes: Routes) -> Plan:
+        """Return the plan of a replica whose micro-batches are others, like one just chosen."""
+
 
 class FixedSchedule:
     """Chooses a schedule's plan, which depends on the number of micro-batches only."""
@@ -63,3 +68,7 @@ class FixedSchedule:
         if key not in self._choices:
             self._choices[key] = Choice(self._schedule.plan(m, routes.placement, recompute))
         return self._choices[key]
+
+    def like(self, choice: Choice, m: int, recompute: Collection[int], routes: Routes) -> Plan:
+        """Return the schedule's plan."""
+        return self.choose(m, 0, recompute, routes).plan

@@ -68,6 +68,8 @@ class Coordinator:
             MemoryLimitError: no plan keeps to the memory allowed; the other ranks find it too.
         """
         orders = [order.of_replica(replica) for replica in range(self._grid.num_replicas)]
+        if order.call == "step" and order.keeps_graph and any(own.sizes for own in orders):
+            orders = self._choose_whole(orders)
         orders = [self._planned(own, replica) for replica, own in enumerate(orders)]
         messages = [encode(own) for own in orders]
         for rank in range(1, self._grid.num_ranks):
@@ -77,7 +79,7 @@ class Coordinator:
     def _planned(self, order: Order, replica: int) -> Order:
         """Return a replica's order with its plan; a replica without micro-batches needs none."""
         if order.sizes:
-            order = self._choose(order)
+            order = order if order.plan else self._choose(order)
             self.program(order)  # verifies, before any rank starts
             if (replica, order.plan) not in self._sent:
                 self._sent.add((replica, order.plan))
@@ -139,27 +141,36 @@ class Coordinator:
         return replace(self._routes, target=target, loss=loss)
 
     def _choose(self, order: Order) -> Order:
-        """Choose an order's plan; return the order with the plan's digest."""
-        if order.call == "step" and order.keeps_graph:
-            return self._choose_whole(order)
+        """Choose the plan of a call with one half of a step; return the order with its digest."""
         key = order.call, len(order.sizes), frozenset(order.recompute)
         if key not in self._in_part:
             self._in_part[key] = self._plan_in_part(*key)
         return self._with_plan(order, self._in_part[key])
 
-    def _choose_whole(self, order: Order) -> Order:
-        routes = self._routes_of(order)
+    def _choose_whole(self, orders: list[Order]) -> list[Order]:
+        """Choose one plan for all replicas, or where they have fewer micro-batches, one like it."""
+        order = max(orders, key=lambda own: len(own.sizes))
+        case, routes = (len(order.sizes), order.recompute), self._routes_of(order)
         try:
-            choice = self._chooser.choose(
-                len(order.sizes), order.input_bytes, order.recompute, routes
-            )
+            choice = self._chooser.choose(case[0], order.input_bytes, case[1], routes)
         except MemoryLimitError as error:
             self._control.send_to_all(encode(replace(order, detail=StepDetail(lacks=error.lacks))))
             raise
+        detail = order.detail
         if choice.schedule:
             self.schedule = choice.schedule
-            order = replace(order, detail=StepDetail(choice.schedule, choice.measure))
-        return self._with_plan(order, choice.plan)
+            detail = StepDetail(choice.schedule, choice.measure)
+        planned = []
+        for own in orders:
+            own = replace(own, detail=detail)
+            if own.sizes:
+                of_own = len(own.sizes), own.recompute
+                like = (
+                    choice.plan if of_own == case else self._chooser.like(choice, *of_own, routes)
+                )
+                own = self._with_plan(own, like)
+            planned.append(own)
+        return planned
 
     def _plan_in_part(self, call: str, m: int, recompute: Collection[int]) -> Plan:
         n, placement = self._routes.num_stages, self._routes.placement

@@ -90,8 +90,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(*words: str) -> int:
-    code: int = main(["plan", "--device", "cpu", *words])
+def plan(*words: str, replicas: int | None = 1) -> int:
+    """Plan one pipeline, another number of replicas, or all numbers of them (None)."""
+    of_replicas = [] if replicas is None else ["--replicas", str(replicas)]
+    code: int = main(["plan", "--device", "cpu", *of_replicas, *words])
     return code
 
 
