@@ -402,7 +402,8 @@ def test_parameters_that_not_all_replicas_use(ranks):
 def check_sharded(bare):
     plain = make_model()
     sizes = [[4, 3, 1], [2, 6, 5, 7, 2]]  # replica 0 ends after three, and replica 1 after five
-    for schedule, loss in (("gpipe", "mean"), ("1f1b", "sum"), ("gpipe", "weighted")):
+    cases = ("gpipe", "mean"), ("1f1b", "sum"), ("gpipe", "weighted"), ("auto", "sum")
+    for schedule, loss in cases:
         options, plain_loss = LOSSES[loss]
         name = f"sharded {schedule} {loss}"
         options = options | {"replicas": 2, "chunks": 2, "schedule": schedule}
