@@ -32,6 +32,7 @@ from procpipe.launch.plan.measure import (
     measure_link,
     measure_model,
     measure_rate,
+    measure_replica_link,
     sizes_to_measure,
 )
 from procpipe.launch.plan.options import STATES, check_options, device_type, divisors, parser
@@ -106,10 +107,12 @@ class _Planning:
             measured = self._measure() if options.hf is None else self._estimate()
         if options.save:
             self._save(measured)
-        link = measured.link
+        link, between = measured.link, measured.replica_link
         if options.bandwidth:
-            link = replace(link, bytes_per_s=options.bandwidth)
-        questions = self._questions(options.batch or measured.batch, link)
+            link, between = replace(link, bytes_per_s=options.bandwidth), None
+        if options.replica_bandwidth:
+            between = replace(between or link, bytes_per_s=options.replica_bandwidth)
+        questions = self._questions(options.batch or measured.batch, link, between)
         proposals = self._propose(measured.model, questions)
         chosen = choose([*map(self._best, proposals)], self._memory_bytes)
         self._print(measured, questions[0], proposals, chosen)
@@ -147,12 +150,13 @@ class _Planning:
         model = self._measure_layers(subject, splits, name)
         link, source = measure_link(self._device)
         _print(f"transfers: {link.bytes_per_s / 1e9:.1f} GB/s ({source})")
+        between = self._replica_link(self._device)
         if not options.loss:
             _print(
                 "no --loss is given: the mean of squares of the output stands in for it, which "
                 "may be cheaper"
             )
-        return Measured(model, subject.batch, link, name)
+        return Measured(model, subject.batch, link, name, between)
 
     def _estimate(self) -> Measured:
         """Estimate the layers of a folder of Hugging Face."""
@@ -185,7 +189,17 @@ class _Planning:
             f"backward as twice its forward\ntransfers: {link.bytes_per_s / 1e9:.1f} GB/s "
             f"({link_source})"
         )
-        return Measured(model, subject.batch, link, f"estimated at {rate:.3g} FLOP/s")
+        between = self._replica_link(device) if is_cpu else None
+        return Measured(model, subject.batch, link, f"estimated at {rate:.3g} FLOP/s", between)
+
+    def _replica_link(self, device: torch.device) -> Link | None:
+        """Measure what adds up gradients, where that is not what carries messages."""
+        if device.type != "cpu" or self._replicas == [1]:
+            return None
+        found: tuple[Link, str] = measure_replica_link()
+        link, source = found
+        _print(f"all-reduces: {link.bytes_per_s / 1e9:.1f} GB/s ({source})")
+        return link
 
     def _splits_of(self, subject: Subject) -> list[tuple[int, int]]:
         """Return the numbers of chunks to try, each with the samples of a micro-batch.
@@ -268,12 +282,11 @@ class _Planning:
             raise MistakeError(f"--save {path} cannot be written: {error}") from error
         _print(f"saved the layers' costs: --costs {path}")
 
-    def _questions(self, batch: int, link: Link | None = None) -> list[Question]:
+    def _questions(
+        self, batch: int, link: Link | None = None, between: Link | None = None
+    ) -> list[Question]:
         """Return what to plan for, by the number of replicas."""
         options = self._options
-        link, between = link or Link(), None
-        if options.replica_bandwidth:
-            between = replace(link, bytes_per_s=options.replica_bandwidth)
         try:
             return [
                 Question(
@@ -282,7 +295,7 @@ class _Planning:
                     self._memory_bytes,
                     STATES[options.optimizer],
                     tuple(options.chunks or ()),
-                    link,
+                    link or Link(),
                     num_replicas,
                     between,
                     self._least_samples,

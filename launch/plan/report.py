@@ -66,7 +66,7 @@ def splits_table(
             str(p.chunks),
             seconds_text(p.total_s),
             f"{alone_s / p.total_s:.2f}x",
-            f"{p.timeline.bubble - p.timeline.exposed:.1%}",
+            f"{max(0.0, p.timeline.bubble - p.timeline.exposed):.1%}",
             f"{p.timeline.exposed:.1%}" if p.num_replicas > 1 else "",
             f"{p.timeline.hidden:.0%}" if p.num_replicas > 1 else "",
             bytes_text(max(p.needed_bytes)),

@@ -5,7 +5,7 @@ PURE: no sockets, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +51,29 @@ class Chooser(Protocol):
 
     def like(self, choice: Choice, m: int, recompute: Collection[int], routes: Routes) -> Plan:
         """Return the plan of a replica whose micro-batches are others, like one just chosen."""
+
+
+def choose_for_all(
+    chooser: Chooser, cases: Sequence[tuple[int, Collection[int]]], input_bytes: int, routes: Routes
+) -> tuple[Choice, list[Plan | None]]:
+    """Choose one plan for all replicas, by the one with the most micro-batches.
+
+    Args:
+        chooser: what chooses.
+        cases: the number of micro-batches of each replica, and which of them are recomputed.
+        input_bytes: the model's input of the largest micro-batch.
+        routes: where tensors go in this step.
+
+    Returns:
+        The choice, and the plan of each replica: the same, one like it where its micro-batches are
+        others, or None where it has none.
+    """
+    case = max(cases, key=lambda each: each[0])
+    choice = chooser.choose(case[0], input_bytes, case[1], routes)
+    return choice, [
+        choice.plan if each == case else chooser.like(choice, *each, routes) if each[0] else None
+        for each in cases
+    ]
 
 
 class FixedSchedule:

@@ -21,7 +21,7 @@ from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.run.chooser import Chooser, FixedSchedule
+from procpipe.run.chooser import Chooser, FixedSchedule, choose_for_all
 from procpipe.run.control import Control
 from procpipe.run.messages import ROUTED, Order, StepDetail, decode_order, encode
 
@@ -148,29 +148,19 @@ class Coordinator:
         return self._with_plan(order, self._in_part[key])
 
     def _choose_whole(self, orders: list[Order]) -> list[Order]:
-        """Choose one plan for all replicas, or where they have fewer micro-batches, one like it."""
-        order = max(orders, key=lambda own: len(own.sizes))
-        case, routes = (len(order.sizes), order.recompute), self._routes_of(order)
+        """Choose the plan of every replica."""
+        order, routes = orders[0], self._routes_of(orders[0])
+        cases = [(len(own.sizes), own.recompute) for own in orders]
         try:
-            choice = self._chooser.choose(case[0], order.input_bytes, case[1], routes)
+            choice, plans = choose_for_all(self._chooser, cases, order.input_bytes, routes)
         except MemoryLimitError as error:
             self._control.send_to_all(encode(replace(order, detail=StepDetail(lacks=error.lacks))))
             raise
-        detail = order.detail
         if choice.schedule:
             self.schedule = choice.schedule
             detail = StepDetail(choice.schedule, choice.measure)
-        planned = []
-        for own in orders:
-            own = replace(own, detail=detail)
-            if own.sizes:
-                of_own = len(own.sizes), own.recompute
-                like = (
-                    choice.plan if of_own == case else self._chooser.like(choice, *of_own, routes)
-                )
-                own = self._with_plan(own, like)
-            planned.append(own)
-        return planned
+            orders = [replace(own, detail=detail) for own in orders]
+        return list(map(self._with_plan, orders, plans))
 
     def _plan_in_part(self, call: str, m: int, recompute: Collection[int]) -> Plan:
         n, placement = self._routes.num_stages, self._routes.placement
@@ -178,7 +168,9 @@ class Coordinator:
             return backward_plan(m, n, recompute, placement)
         return forward_plan(m, n, placement)  # also of a step without gradients
 
-    def _with_plan(self, order: Order, plan: Plan) -> Order:
+    def _with_plan(self, order: Order, plan: Plan | None) -> Order:
+        if plan is None:
+            return order
         self._plans[plan.digest] = plan
         return replace(order, plan=plan.digest)
 

@@ -251,7 +251,7 @@ def test_planned_buckets_are_those_that_replicas_add_up(monkeypatch: pytest.Monk
         cuts = [0, *accumulate(balance)]
         for stage in range(max(placement) + 1):
             parts = [j for j, its_stage in enumerate(placement) if its_stage == stage]
-            layers = [layer for j in parts for layer in model[cuts[j] : cuts[j + 1]]]
+            layers = [layer for j in parts for layer in list(model)[cuts[j] : cuts[j + 1]]]
             own = dict.fromkeys(p for layer in layers for p in layer.parameters())
             tied = [p for p in own if p is model[0].weight and len(balance) == 2]
             real = [
