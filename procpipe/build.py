@@ -95,7 +95,7 @@ class Settings:
         """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
         grid = grid_of(replicas, world)
         chosen = schedule_of(schedule)
-        refuse_beside_replicas(grid, trace, world)
+        refuse_beside_replicas(grid, trace)
         limits = checked_limits(
             memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
@@ -333,12 +333,9 @@ def grid_of(replicas: int, world: World) -> Grid:
     return world.divide(replicas)
 
 
-def refuse_beside_replicas(grid: Grid, trace: str | os.PathLike[str] | None, world: World) -> None:
+def refuse_beside_replicas(grid: Grid, trace: str | os.PathLike[str] | None) -> None:
     """Check that nothing is asked for that does not know of replicas yet."""
-    for is_given, what in (
-        (world.device.type != "cpu", f"devices like {world.device}"),
-        (trace is not None, "trace"),
-    ):
+    for is_given, what in ((trace is not None, "trace"),):
         if grid.num_replicas > 1 and is_given:
             raise NotImplementedError(
                 f"{what} with replicas={grid.num_replicas} is not there yet: see docs/replicas.md"
@@ -350,10 +347,9 @@ def connect_replicas(world: World, grid: Grid, cut: Cut, wires: Wires) -> Replic
     if grid.num_replicas == 1:
         return Replicas()
     with needed("procpipe.replicas", "replicas"):
-        from procpipe.replicas.group import Group
+        from procpipe.replicas.group import group_of
         from procpipe.replicas.several import Several
-    store, host = world.store_for_group(f"stage-{grid.stage}")
-    group = Group(store, grid.replica, grid.num_replicas, wires.mesh, host)
+    group = group_of(world, grid, wires.choice, wires.mesh)
     return Several(grid, cut.placement[-1], group, world.device, wires.send_value, wires.take_value)
 
 

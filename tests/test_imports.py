@@ -146,8 +146,10 @@ MAY_IMPORT_DISTRIBUTED = (
     "procpipe.job.world",
     "procpipe.state",
     "procpipe.replicas.group",
+    "procpipe.replicas.nccl",
     "procpipe.launch.run.engine",
     "procpipe.launch.doctor.facts",
+    "procpipe.launch.plan.measure",
     "benchmarks",
 )
 

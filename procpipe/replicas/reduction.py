@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from procpipe.data.loss import LossPart
 from procpipe.plan.all_reduce import bucketed
-from procpipe.replicas.group import Group, Sum
+from procpipe.replicas.group import Group, Operation
 from procpipe.torch_internals import has_accumulation_hooks
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class _Bucket:
         self.missing = set(parameters)
         self._parameters = parameters
         self._flat: Tensor | None = None
-        self._sum: Sum | None = None
+        self._sum: Operation | None = None
 
     def begin(self, group: Group) -> None:
         """Copy the gradients, and begin their sum; behind them stands which of them there are."""
@@ -239,7 +240,8 @@ class _Bucket:
                 if gradient is None
                 else gradient.detach().reshape(-1)
             )
-        parts.append(torch.tensor(present, dtype=first.dtype).to(first.device, non_blocking=True))
+        for is_there, run in groupby(present):  # no copy from the host, which would wait
+            parts.append(first.new_full((len([*run]),), float(is_there)))
         self._flat = torch.cat(parts)
         self._sum = group.begin_sum(self._flat)
 

@@ -141,14 +141,12 @@ class Coordinator:
         return replace(self._routes, target=target, loss=loss)
 
     def _choose(self, order: Order) -> Order:
-        """Choose the plan of a call with one half of a step; return the order with its digest."""
         key = order.call, len(order.sizes), frozenset(order.recompute)
         if key not in self._in_part:
             self._in_part[key] = self._plan_in_part(*key)
         return self._with_plan(order, self._in_part[key])
 
     def _choose_whole(self, orders: list[Order]) -> list[Order]:
-        """Choose the plan of every replica."""
         order, routes = orders[0], self._routes_of(orders[0])
         cases = [(len(own.sizes), own.recompute) for own in orders]
         try:
@@ -169,10 +167,9 @@ class Coordinator:
         return forward_plan(m, n, placement)  # also of a step without gradients
 
     def _with_plan(self, order: Order, plan: Plan | None) -> Order:
-        if plan is None:
-            return order
-        self._plans[plan.digest] = plan
-        return replace(order, plan=plan.digest)
+        if plan is not None:
+            self._plans[plan.digest] = plan
+        return order if plan is None else replace(order, plan=plan.digest)
 
     def _check(self, ours: Order, order: Order) -> None:
         rank = self._grid.rank
