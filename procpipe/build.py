@@ -95,7 +95,7 @@ class Settings:
         """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
         grid = grid_of(replicas, world)
         chosen = schedule_of(schedule)
-        refuse_beside_replicas(grid, chosen, trace, world)
+        refuse_beside_replicas(grid, chosen, world)
         limits = checked_limits(
             memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
@@ -333,14 +333,11 @@ def grid_of(replicas: int, world: World) -> Grid:
     return world.divide(replicas)
 
 
-def refuse_beside_replicas(
-    grid: Grid, schedule: Schedule, trace: str | os.PathLike[str] | None, world: World
-) -> None:
+def refuse_beside_replicas(grid: Grid, schedule: Schedule, world: World) -> None:
     """Check that nothing is asked for that does not know of replicas yet."""
     for is_given, what in (
         (world.device.type != "cpu", f"devices like {world.device}"),
         (schedule.is_measured, f"schedule={schedule.name!r}"),
-        (trace is not None, "trace"),
     ):
         if grid.num_replicas > 1 and is_given:
             raise NotImplementedError(
@@ -356,7 +353,8 @@ def connect_replicas(world: World, grid: Grid, cut: Cut, wires: Wires) -> Replic
         from procpipe.replicas.group import Group
         from procpipe.replicas.several import Several
     store, host = world.store_for_group(f"stage-{grid.stage}")
-    group = Group(store, grid.replica, grid.num_replicas, wires.mesh, host)
+    others = ", ".join(grid.name_of(rank) for rank in grid.same_stage() if rank != grid.rank)
+    group = Group(store, grid.replica, grid.num_replicas, wires.mesh, host, others)
     return Several(grid, cut.placement[-1], group, world.device, wires.send_value, wires.take_value)
 
 
@@ -391,7 +389,7 @@ def reporter() -> Callable[[Pipeline], str]:
 
     def report(pipeline: Pipeline) -> str:
         statistics = report_of_all(pipeline)
-        pipeline.split = statistics[pipeline.statistics().stage].split
+        pipeline.split = statistics[pipeline.wires.mesh.rank].split
         return table(statistics)
 
     return report

@@ -31,12 +31,20 @@ class Group:
         num_replicas: how many processes there are.
         mesh: the connections to all ranks, from which failures are learned.
         host: the local address to listen on.
+        others: names of the other processes, for people.
     """
 
     def __init__(
-        self, store: Store, replica: int, num_replicas: int, mesh: Mesh, host: str
+        self,
+        store: Store,
+        replica: int,
+        num_replicas: int,
+        mesh: Mesh,
+        host: str,
+        others: str = "the other replicas",
     ) -> None:
         self._mesh = mesh
+        self.others = others
         self._gloo = GlooGroup(store, replica, num_replicas, mesh.timeout_s, host)
         self.num_replicas = num_replicas
 
@@ -72,14 +80,23 @@ class Sum:
         self._group = group
         self._work = work
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the result is there; never blocks."""
+        return self._work is None or bool(self._work.is_completed())
+
     def wait(self) -> None:
         """Block until the result is there.
 
         Raises:
             RemoteStageError: another rank failed.
         """
-        mesh = self._group._mesh
-        mesh.wait(self._work.is_completed, lambda: "the other replicas", every_s=_LOOK_EVERY_S)
+        group, mesh = self._group, self._group._mesh
+        mesh.wait(
+            self._work.is_completed,
+            lambda: f"an all-reduce with {group.others}",
+            every_s=_LOOK_EVERY_S,
+        )
         try:
             self._work.wait()
         except RuntimeError:  # a process of the group is gone; its own failure says why

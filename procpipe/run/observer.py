@@ -7,6 +7,7 @@
             on_layer(j)(index)     for each layer
         end_task(task)
         sent(transfer, …)
+    added_up(what, …)              for each sum over replicas, when it was waited for
     held(sizes)
     end_step(order)                or abandon_step(), if it failed
 
@@ -76,6 +77,21 @@ class Observer:
     def sent(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
         """A message was sent just now; sending it began at ``start_ns``."""
 
+    # -- of replicas ----------------------------------------------------------------------------
+
+    def added_up(
+        self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int
+    ) -> None:
+        """A sum over replicas (an all-reduce) was taken just now.
+
+        Args:
+            what: "gradients 0" for the first bucket, "loss", …
+            num_bytes: of its tensor.
+            begun_ns: when this stage began it.
+            ended_ns: when this stage first saw that it was over.
+            asked_ns: since when the stage had waited for it.
+        """
+
 
 class Observers:
     """Several observers; for each event of tasks and messages, the methods that are overridden."""
@@ -88,6 +104,7 @@ class Observers:
         self.held = self._overridden("held")
         self.waited = self._overridden("waited")
         self.sent = self._overridden("sent")
+        self.added_up = self._overridden("added_up")
 
     def on_layer(self, j: int) -> Callable[[int], None]:
         """Return one function for all that is called with each layer of partition ``j``."""

@@ -126,7 +126,7 @@ class Pipeline:
             sent_bytes[payload] += sender.num_bytes
             num_messages[payload] += sender.num_messages
         return StageStatistics(
-            stage=self._world.rank,
+            stage=self._world.grid.stage,
             num_steps=trace.num_steps,
             num_tasks=dict(trace.num_tasks),
             busy_s=trace.busy_ns / 1e9,
@@ -137,6 +137,10 @@ class Pipeline:
             peak_held_bytes=ledger.peak_bytes,
             held_bytes=ledger.held_bytes,
             split=self.split,
+            replica=self._world.grid.replica,
+            all_reduce_bytes=trace.all_reduce_bytes,
+            all_reduce_s=trace.all_reduce_ns / 1e9,
+            exposed_s=trace.exposed_ns / 1e9,
         )
 
     def flush(self) -> None:

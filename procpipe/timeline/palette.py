@@ -35,6 +35,10 @@ LOOKS = {
 }
 
 
+#: Sums over replicas.
+ALL_REDUCE = Look("all-reduce", "#56b4e9", "#000000")
+
+
 def tick_distance(least: float) -> float:
     """Return the first of …, 0.1, 0.2, 0.5, 1, 2, 5, 10, … that is not less."""
     power = 10.0 ** math.floor(math.log10(least))

@@ -110,7 +110,7 @@ def test_a_report_divides_the_last_step_of_all_stages():
     assert second.split.stage == 1
     nanoseconds = [round(part_s * 1e9, 3) for part_s in asdict(second.split).values()]
     assert nanoseconds[0] == 1e9
-    assert nanoseconds[1:] == [22, 10, 10, 0, 2]
+    assert nanoseconds[1:] == [22, 10, 10, 0, 2, 0, 0]
 
 
 def test_statistics_before_the_first_step_have_no_split():

@@ -31,7 +31,7 @@ def read_step(drawing: str, *, number: int = 7, hops: Sequence[Hop] = (), **fiel
             partition = fields.get("partition_of", {}).get((stage, name), stage)
             tasks.append(Ran(stage, Task.parse(f"{name}@{partition}"), float(start), float(end)))
     fields.pop("partition_of", None)
-    ends = tuple(max(ran.end_s for ran in tasks if ran.stage == j) for j in range(len(rows)))
+    ends = tuple(max(ran.end_s for ran in tasks if ran.rank == j) for j in range(len(rows)))
     values: dict[str, Any] = {
         "number": number,
         "call": "step",

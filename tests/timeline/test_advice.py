@@ -153,8 +153,8 @@ def test_communication_is_reported_with_its_longest_waits() -> None:
 
     assert advice[-1] == (
         "Communication and overhead are 10% of the step: 3 messages of 2.5 MiB in all. The longest "
-        "waits were stage 0's for the gradient of stage 1: 4 s. Fewer or larger micro-batches "
-        "make fewer messages."
+        "waits were those of stage 0 for the gradient of stage 1: 4 s. Fewer or larger "
+        "micro-batches make fewer messages."
     )
 
 

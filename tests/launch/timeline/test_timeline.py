@@ -184,7 +184,7 @@ def stretched(step, factor):
     """Return the step with the tasks of each stage repeated ``factor`` times."""
     length_s = step.seconds
     tasks = [
-        Ran(ran.stage, Task(ran.task.kind, ran.task.i + 2 * k, ran.task.j),
+        Ran(ran.rank, Task(ran.task.kind, ran.task.i + 2 * k, ran.task.j),
             ran.start_s + k * length_s, ran.end_s + k * length_s)
         for k in range(factor) for ran in step.tasks
     ]  # fmt: skip
