@@ -338,7 +338,9 @@ def _faults_of_report(launcher: str, named: int, text: str) -> list[str]:
         _, _, text = text.partition("Root Cause (first observed failure):")
         found = re.findall(r"rank      : (\d+)", text)[:1]
     else:
-        found = re.findall(r"^procpipe: (?:stage \d+ \()?rank (\d+)(?! ends, because)", text, re.M)
+        found = re.findall(
+            r"^procpipe: (?:stage \d+ \()?rank (\d+)(?!(?: \([^)]*\))? ends, because)", text, re.M
+        )
     if not found:
         return [f"{launcher} names no rank"]
     return [f"{launcher} names rank {rank}" for rank in found if int(rank) != named]
