@@ -196,6 +196,7 @@ class Stage(About):
             self._settings = build.Settings.checked(
                 self._world,
                 replicas=replicas,
+                balance=balance,
                 schedule=schedule,
                 memory_limit_bytes=memory_limit_bytes,
                 transport=transport,

@@ -46,10 +46,10 @@ class Compiling(Observer):
         is_split = task.kind == INPUT_GRADIENT
         if is_split and not self._has_noted and self._partitions[task.j].is_compiled:
             self._has_noted = True
+            name = Grid.of(self._board.read()).stage_name(self._mesh.rank)
             write_note(
-                f"procpipe: {Grid.of(self._board.read()).stage_name(self._mesh.rank)} runs the whole "
-                "backward of compiled layers in the first of its two tasks (I), as their weight "
-                "gradients cannot be put off"
+                f"procpipe: {name} runs the whole backward of compiled layers in the first of its "
+                "two tasks (I), as their weight gradients cannot be put off"
             )
 
     def leave(self) -> None:
