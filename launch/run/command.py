@@ -189,11 +189,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=("node", "socket", "exclusive", "core-complex"),
         help="let torch bind processes to NUMA nodes instead (GPUs and numactl needed): "
         "%(choices)s")  # fmt: skip
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print what would be started, on which cores, as which stages of which replicas",
-    )
+    add("--dry-run", action="store_true",
+        help="print what would be started, on which cores and as which stages")  # fmt: skip
     add("--replicas", type=positive, metavar="R",
         help="with --dry-run, the replicas to draw; by default what the script's own arguments or "
         "its Stage(…, replicas=R) say")  # fmt: skip

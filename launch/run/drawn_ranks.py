@@ -26,7 +26,7 @@ def replicas_of(options: argparse.Namespace) -> tuple[int, str]:
 
     Only a number that the user has given for the drawing, or to the script, can be wrong.
     """
-    found, source = options.replicas, f"{_OPTION} {options.replicas}"
+    found, source = options.replicas, _OPTION
     if found is None:
         found, source = _of_arguments(options.script_args), "the script's --replicas"
     if found is None and not options.module:

@@ -250,7 +250,7 @@ class View:
 def live_table(rows: list[Row], width: int) -> Table:
     """Return the live table; columns are left out if the terminal's ``width`` is too small."""
     columns = {
-        "replica": [_replica_text(row) for row in rows],
+        "replica": _replicas(rows),
         "stage": [str(row.stage) for row in rows],
         "device": [row.device for row in rows],
         "cores": [row.cores for row in rows],
@@ -282,9 +282,11 @@ def live_table(rows: list[Row], width: int) -> Table:
     return table
 
 
-def _replica_text(row: Row) -> str:
-    """Return a row's replica, in the first row of its block."""
-    return "" if row.replica is None or row.stage else str(row.replica)
+def _replicas(rows: list[Row]) -> list[str]:
+    """Return the replica of each row that is the first of its block, "" for the others."""
+    numbers = [row.replica for row in rows]
+    firsts = zip(numbers, [None, *numbers], strict=False)
+    return ["" if number == before else str(number) for number, before in firsts]
 
 
 def time_text(seconds: float) -> str:
