@@ -136,7 +136,8 @@ def _legend(step: Step) -> Iterator[str]:
             yield f"<span><i class='swatch {kind}'></i>{look.name}</span>"
     if later_partitions(step):
         yield "<span><i class='swatch F later'></i>paler: not the stage's first partition</span>"
-    yield "<span><i class='swatch wait'></i>waiting for a message</span>"
+    sums = " or an all-reduce" if step.sums else ""
+    yield f"<span><i class='swatch wait'></i>waiting for a message{sums}</span>"
     if step.sums:
         yield f"<span><i class='swatch all-reduce'></i>{ALL_REDUCE.name}</span>"
     yield "<span><i class='swatch lane'></i>idle</span>"

@@ -72,6 +72,19 @@ class Trace(Observer):
             self.exposed_ns += taken_ns - asked_ns
             last_ns = max(last_ns, ended_ns)
 
+    def totals(self) -> dict[str, Any]:
+        """Return the sums over all steps, under their names in ``StageStatistics``."""
+        return {
+            "num_steps": self.num_steps,
+            "num_tasks": dict(self.num_tasks),
+            "busy_s": self.busy_ns / 1e9,
+            "waiting_s": self.waiting_ns / 1e9,
+            "step_s": self.step_ns / 1e9,
+            "all_reduce_bytes": self.all_reduce_bytes,
+            "all_reduce_s": self.all_reduce_ns / 1e9,
+            "exposed_s": self.exposed_ns / 1e9,
+        }
+
     def last_step(self) -> list[TimedTask]:
         """Return the tasks of the last step in the order they ran."""
         return [
