@@ -98,7 +98,7 @@ class Settings:
         """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
         chosen = schedule_of(schedule)
         grid = grid_of(replicas, balance, chosen, world)
-        refuse_beside_replicas(grid, chosen, world)
+        refuse_beside_replicas(grid, chosen)
         limits = checked_limits(
             memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
@@ -338,12 +338,9 @@ def grid_of(
     return world.divide(replicas) if world.is_launched else world.grid
 
 
-def refuse_beside_replicas(grid: Grid, schedule: Schedule, world: World) -> None:
+def refuse_beside_replicas(grid: Grid, schedule: Schedule) -> None:
     """Check that nothing is asked for that does not know of replicas yet."""
-    for is_given, what in (
-        (world.device.type != "cpu", f"devices like {world.device}"),
-        (schedule.is_measured, f"schedule={schedule.name!r}"),
-    ):
+    for is_given, what in ((schedule.is_measured, f"schedule={schedule.name!r}"),):
         if grid.num_replicas > 1 and is_given:
             raise NotImplementedError(
                 f"{what} with replicas={grid.num_replicas} is not there yet: see docs/replicas.md"
@@ -355,11 +352,9 @@ def connect_replicas(world: World, grid: Grid, cut: Cut, wires: Wires) -> Replic
     if grid.num_replicas == 1:
         return Replicas()
     with needed("procpipe.replicas", "replicas"):
-        from procpipe.replicas.group import Group
+        from procpipe.replicas.group import group_of
         from procpipe.replicas.several import Several
-    store, host = world.store_for_group(f"stage-{grid.stage}")
-    others = ", ".join(grid.name_of(rank) for rank in grid.same_stage() if rank != grid.rank)
-    group = Group(store, grid.replica, grid.num_replicas, wires.mesh, host, others)
+    group = group_of(world, grid, wires.choice, wires.mesh)
     return Several(grid, cut.placement[-1], group, world.device, wires.send_value, wires.take_value)
 
 

@@ -43,9 +43,7 @@ def refuse_data_parallel(what: str) -> NoReturn:
         f"{what}, which averages gradients over ranks or copies layers to other devices, but "
         "each rank of a pipeline holds other layers: remove the wrapper, since step() and "
         "backward() give the gradients of the whole mini-batch on every rank. To train several "
-        "replicas, give Stage(…, replicas=2), as docs/replicas.md shows; on GPUs, start one job "
-        "for each and average the .grad of stage.parameters() over their equal stages before "
-        "optimizer.step(), as docs/launching.md shows"
+        "replicas, give Stage(…, replicas=2), as docs/replicas.md shows"
     )
 
 

@@ -82,7 +82,8 @@ class Loss:
             )
         self._check_kind(is_sum=weight is not None)
         if zero is not None and weight is None:
-            return zero.to(loss)
+            # Without gradients it is made anew: a copy from the host would wait for the device.
+            return zero.to(loss) if zero.requires_grad else torch.zeros_like(loss)
         if self.must_be_finite and not loss.isfinite():
             raise NonFiniteLossError(
                 f"the loss is {loss.item()}; the output is {in_words(output)}, "

@@ -20,13 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from procpipe.data.loss import LossPart
-from procpipe.replicas.group import Group, Sum
+from procpipe.replicas.group import Group, Operation
 from procpipe.torch_internals import has_accumulation_hooks
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class _Bucket:
         self.missing = set(parameters)
         self._parameters = parameters
         self._flat: Tensor | None = None
-        self._sum: Sum | None = None
+        self._sum: Operation | None = None
         self._begun_ns = self._ended_ns = 0
 
     def begin(self, group: Group) -> None:
@@ -268,7 +269,8 @@ class _Bucket:
                 if gradient is None
                 else gradient.detach().reshape(-1)
             )
-        parts.append(torch.tensor(present, dtype=first.dtype).to(first.device, non_blocking=True))
+        for is_there, run in groupby(present):  # no copy from the host, which would wait
+            parts.append(first.new_full((len([*run]),), float(is_there)))
         self._flat = torch.cat(parts)
         self._begun_ns = time.perf_counter_ns()
         self._sum = group.begin_sum(self._flat)

@@ -30,6 +30,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from statistics import fmean, median
 from typing import TypeVar
 
@@ -65,9 +67,9 @@ def split(step: Step) -> list[Split]:
     for rank in range(step.num_ranks):
         replica, stage = divmod(rank, step.num_stages)
         row = step.row(rank)
-        busy_s = sum(ran.seconds for ran in row)
+        busy_s = _added(ran.seconds for ran in row)
         idle_s = max(0.0, free_s - busy_s)
-        bubble_s = min(idle_s, max(0.0, equal_s - sum(means[ran.task.kind] for ran in row)))
+        bubble_s = min(idle_s, max(0.0, equal_s - _added(means[ran.task.kind] for ran in row)))
         rest_s = step.seconds - busy_s - idle_s - sums_s
         found.append(
             Split(stage, step.seconds, busy_s, bubble_s, idle_s - bubble_s, rest_s, sums_s, replica)
@@ -83,6 +85,11 @@ def exposed_s(step: Step) -> float:
         total_s += max(0.0, one.taken_s - max(one.asked_s, at_s))
         at_s = max(at_s, one.taken_s)
     return total_s
+
+
+def _added(seconds: Iterable[float]) -> float:
+    """Add up in turn, as a replay does: ``sum`` rounds otherwise from Python 3.12 on."""
+    return reduce(add, seconds, 0.0)
 
 
 def mean_seconds(step: Step, key: Callable[[Task], K]) -> dict[K, float]:
