@@ -33,11 +33,17 @@ _LOOK_EVERY_S = 0.0005
 
 
 class Operation(Protocol):
-    """An operation of a group that is under way."""
+    """An operation of a group that is under way.
+
+    Attributes:
+        is_queued: whether the host does not wait for it, but a stream of its GPU does.
+    """
+
+    is_queued: bool
 
     @property
     def is_over(self) -> bool:
-        """Whether the result is there, on a GPU too; never blocks."""
+        """Whether the result is there; never blocks."""
 
     def wait(self) -> None:
         """Return once the result may be used: by what is queued on the current stream, on a GPU.
@@ -142,6 +148,8 @@ def group_of(world: World, grid: Grid, choice: TransportChoice, mesh: Mesh) -> G
 
 class _OnHosts:
     """An operation of gloo."""
+
+    is_queued = False
 
     def __init__(
         self, mesh: Mesh, others: str, work: Any, finish: Callable[[], object] = lambda: None

@@ -53,6 +53,8 @@ class NcclGroup(Communicators):
 class Queued:
     """An operation that is queued on the device; its tensors are held until it is waited for."""
 
+    is_queued = True
+
     def __init__(self, work: Work, *tensors: Tensor) -> None:
         self._work = work
         self._tensors = tensors

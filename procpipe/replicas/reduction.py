@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from procpipe.data.loss import LossPart
 from procpipe.replicas.group import Group, Operation
+from procpipe.run.observer import Observers
 from procpipe.torch_internals import has_accumulation_hooks
 
 if TYPE_CHECKING:
@@ -49,12 +50,12 @@ class Reduction:
 
     Attributes:
         overlaps: whether sums of this call may begin before its end.
-        on_sum: called with each sum that was waited for, see ``Observer.added_up``.
+        observers: follow each sum.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.overlaps = False
-        self.on_sum: Sequence[Callable[..., None]] = ()
+        self.observers = Observers()
         self._group = group
         self._device = device
         self._own: dict[nn.Parameter, None] = {}  # gradients to be added up, see Stage.no_sync
@@ -135,6 +136,8 @@ class Reduction:
         self._begin_complete()
         for k, bucket in enumerate(self._buckets):
             asked_ns = time.perf_counter_ns()
+            for hook in self.observers.ask_sum:
+                hook(f"gradients {k}")
             bucket.wait()
             self.look()
             self._note(f"gradients {k}", bucket.num_bytes, *bucket.span_ns, asked_ns)
@@ -144,13 +147,18 @@ class Reduction:
             self._add_up_apart(parameter)
 
     def look(self) -> None:
-        """Note which sums are over, if anything observes them."""
-        if self.on_sum:
+        """Note which sums are over, if anything observes them; on a GPU the host does not know."""
+        if self.observers.added_up and self._device.type == "cpu":
             for bucket in self._buckets[: self._num_begun]:
                 bucket.look()
 
+    def _note_begin(self, what: str, operation: Operation | None = None) -> None:
+        wait = operation.wait if operation is not None and operation.is_queued else None
+        for hook in self.observers.begin_sum:
+            hook(what, wait)
+
     def _note(self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int) -> None:
-        for hook in self.on_sum:
+        for hook in self.observers.added_up:
             hook(what, num_bytes, begun_ns, ended_ns, asked_ns)
 
     def _note_at_once(self, what: str, num_bytes: int, begun_ns: int) -> None:
@@ -189,7 +197,8 @@ class Reduction:
             bucket = self._buckets[self._num_begun]
             if bucket.missing:
                 return
-            bucket.begin(self._group)
+            operation = bucket.begin(self._group)
+            self._note_begin(f"gradients {self._num_begun}", operation)
             self._num_begun += 1
 
     def _add_up_apart(self, parameter: nn.Parameter) -> None:
@@ -198,6 +207,7 @@ class Reduction:
         given = torch.zeros_like(parameter) if own is None else own
         is_there = torch.full((1,), own is not None, dtype=given.dtype, device=given.device)
         begun_ns = time.perf_counter_ns()
+        self._note_begin("shared gradient")
         parts = self._group.gathered(torch.cat([given.reshape(-1), is_there]))
         self._note_at_once("shared gradient", given.nbytes, begun_ns)
         total = parts[0]
@@ -218,6 +228,7 @@ class Reduction:
                 vector[1] = part.weight
             vector[3 + _DTYPES.index(self._dtype)] = 1
         begun_ns = time.perf_counter_ns()
+        self._note_begin("loss")
         self._group.begin_sum(vector).wait()
         self._note_at_once("loss", vector.nbytes, begun_ns)
         if self._dtype is None:  # there were no samples here up to now; on a GPU the host waits
@@ -252,8 +263,11 @@ class _Bucket:
         self._sum: Operation | None = None
         self._begun_ns = self._ended_ns = 0
 
-    def begin(self, group: Group) -> None:
-        """Copy the gradients, and begin their sum; behind them stands which of them there are."""
+    def begin(self, group: Group) -> Operation:
+        """Copy the gradients, and begin their sum, which is returned.
+
+        Behind the gradients stands which of them there are.
+        """
         first = self._parameters[0]
         parts, present = [], []
         for parameter in self._parameters:
@@ -274,6 +288,7 @@ class _Bucket:
         self._flat = torch.cat(parts)
         self._begun_ns = time.perf_counter_ns()
         self._sum = group.begin_sum(self._flat)
+        return self._sum
 
     def look(self) -> None:
         """Note when the sum is first seen to be over."""

@@ -72,7 +72,7 @@ class Several(Replicas):
 
     def observe(self, observers: Observers) -> None:
         """Call these observers for each sum from now on."""
-        self._reduction.on_sum = observers.added_up
+        self._reduction.observers = observers
 
     # -- the mini-batch -------------------------------------------------------------------------
 

@@ -533,8 +533,10 @@ def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
             gradients = ["gradients 0", "shared gradient"] * (trains and not is_kept)
             assert names == [*gradients, "loss"], f"step {step.number} rank {rank}"
         for one in step.sums:
-            assert one.start_s <= one.end_s <= one.taken_s
-            assert one.start_s <= one.asked_s <= one.taken_s
+            times_s = one.start_s, one.end_s, one.asked_s, one.taken_s
+            start, end, asked, taken = (round(at_s * 1e9) for at_s in times_s)  # as in the file
+            assert start <= end <= taken, f"step {step.number}: {one}"
+            assert start <= asked <= taken, f"step {step.number}: {one}"
         for hop in step.hops:
             assert hop.source // 2 == hop.destination // 2, f"step {step.number}: {hop}"
 
