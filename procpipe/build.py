@@ -200,13 +200,13 @@ def found_balance(
     num_partitions = schedule.count(grid.num_stages)
     if name is None and (not world.is_launched or num_partitions == 1):
         return [len(module)] if len(module) else []
-    if world.is_launched:
-        check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count)
     with needed(
         "procpipe.balance", "Stage(…) without a balance" if name is None else f"balance={name!r}"
     ):
         from procpipe.balance.agreed import agreed_balance
         from procpipe.balance.estimated import estimated_balance
+    if world.is_launched:
+        check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count)
     if name is not None:
         return agreed_balance(name, module, sample, chunks, world, num_partitions)
     balance, basis = estimated_balance(num_partitions, module, sample)

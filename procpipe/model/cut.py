@@ -153,11 +153,13 @@ def check_enough_layers(
         (n for n in range(num_stages, 0, -1) if num_ranks % n == 0 and count(n) <= num_layers), None
     )
     replicas = f" for {num_replicas} replicas" if num_replicas > 1 else ""
-    instead = "" if fits is None else f", or give replicas={num_ranks // fits}"
+    are = "is 1 process" if num_ranks == 1 else f"are {num_ranks} processes"
+    fewer = "start fewer, or " if num_ranks > 1 else ""
+    instead = "" if fits is None else f"give replicas={num_ranks // fits}, or "
     raise BalanceError(
         f"{num_layers} layers are to be divided into {count(num_stages)} partitions, each of at "
-        f"least one layer, as there are {num_ranks} processes{replicas}: start fewer{instead}, or "
-        "divide the model into more layers"
+        f"least one layer, as there {are}{replicas}: {fewer}{instead}divide the model into more "
+        "layers"
     )
 
 
