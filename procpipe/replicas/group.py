@@ -11,7 +11,7 @@ on all of its processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,29 +58,25 @@ class Group:
 
     Args:
         store: one that these processes share, for this group alone.
-        replica: this process's number in the group.
-        num_replicas: how many processes there are.
+        ranks: those of the group, by replica.
         mesh: the connections to all ranks, from which failures are learned.
         host: the local address to listen on.
         nccl: their communicator, if each has a GPU of its own.
-        others: names of the other processes, for people.
     """
 
     def __init__(
         self,
         store: Store,
-        replica: int,
-        num_replicas: int,
+        ranks: Sequence[int],
         mesh: Mesh,
         host: str,
         nccl: NcclGroup | None = None,
-        others: str = "the other replicas",
     ) -> None:
         self._mesh = mesh
-        self._others = others
-        self._gloo = GlooGroup(store, replica, num_replicas, mesh.timeout_s, host)
+        self._ranks = ranks
+        self._gloo = GlooGroup(store, ranks.index(mesh.rank), len(ranks), mesh.timeout_s, host)
         self._nccl = nccl
-        self.num_replicas = num_replicas
+        self.num_replicas = len(ranks)
 
     def begin_sum(self, tensor: Tensor) -> Operation:
         """Begin to replace a contiguous tensor by its sum over all replicas, in place."""
@@ -113,7 +109,7 @@ class Group:
     ) -> Operation:
         """Begin an operation of torch's that reads one tensor and writes another, or the same."""
         if given.device.type == "cpu":
-            return _OnHosts(self._mesh, self._others, operate(self._gloo.torchs, given, out))
+            return _OnHosts(self._mesh, self._ranks, operate(self._gloo.torchs, given, out))
         if self._nccl is not None:
             from procpipe.replicas.nccl import Queued
 
@@ -121,7 +117,7 @@ class Group:
         on_host = given.cpu()
         found = on_host if out is given else torch.empty_like(out, device="cpu")
         work = operate(self._gloo.torchs, on_host, found)
-        return _OnHosts(self._mesh, self._others, work, lambda: out.copy_(found))
+        return _OnHosts(self._mesh, self._ranks, work, lambda: out.copy_(found))
 
 
 def group_of(world: World, grid: Grid, choice: TransportChoice, mesh: Mesh) -> Group:
@@ -142,8 +138,7 @@ def group_of(world: World, grid: Grid, choice: TransportChoice, mesh: Mesh) -> G
         nccl = NcclGroup(ranks, grid.rank, world.device)
         world.add_of_device(nccl)
         nccl.connect(store.bare())
-    others = ", ".join(map(grid.name_of, ranks[: grid.replica] + ranks[grid.replica + 1 :]))
-    return Group(store, grid.replica, grid.num_replicas, mesh, host, nccl, others)
+    return Group(store, ranks, mesh, host, nccl)
 
 
 class _OnHosts:
@@ -152,10 +147,14 @@ class _OnHosts:
     is_queued = False
 
     def __init__(
-        self, mesh: Mesh, others: str, work: Any, finish: Callable[[], object] = lambda: None
+        self,
+        mesh: Mesh,
+        ranks: Sequence[int],
+        work: Any,
+        finish: Callable[[], object] = lambda: None,
     ) -> None:
         self._mesh = mesh
-        self._others = others
+        self._ranks = ranks
         self._work = work
         self._finish = finish
 
@@ -166,12 +165,13 @@ class _OnHosts:
 
     def wait(self) -> None:
         """Block until the result is there."""
-        mesh, what = self._mesh, f"an all-reduce with {self._others}"
+        mesh, others = self._mesh, sorted(set(self._ranks) - {self._mesh.rank})
+        what = f"an all-reduce with {', '.join(map(mesh.name_of, others))}"
         mesh.wait(self._work.is_completed, lambda: what, every_s=_LOOK_EVERY_S)
         try:
             self._work.wait()
         except RuntimeError:  # a process of the group is gone; its own failure says why
-            mesh.wait_failure()
+            mesh.wait_failure(self._ranks, "adds up with it over replicas")
             raise
         self._work = None
         self._finish()

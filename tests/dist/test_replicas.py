@@ -23,6 +23,7 @@ from procpipe.timeline.chrome import from_chrome
 from procpipe.timeline.idle import split
 from tests.dist.script import run_forked
 from tests.dist.stages import MODES, assert_same, stage_of, world_of
+from tests.dist.test_failures import Faulty, check_lost, kill
 
 pytestmark = pytest.mark.on_gpus
 
@@ -556,6 +557,79 @@ def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
         parts = ("busy_s", "bubble_s", "imbalance_s", "communication_s", "all_reduce_s")
         of_step = statistics["split"]
         assert sum(of_step[part] for part in parts) == pytest.approx(of_step["step_s"])
+
+
+def train_until_killed(world, origin, where):
+    layers = [Faulty(where if world.rank == origin else "", kill) for _ in range(2)]
+    balance = [1, 1] if world.num_ranks == 4 else [2]
+    stage = Stage(nn.Sequential(*layers), balance, replicas=2, loss_fn=F.mse_loss, world=world)
+    for _ in range(2):
+        stage.step(torch.ones(8, 4), torch.zeros(8, 4)).item()
+
+
+@pytest.mark.parametrize(
+    ("n", "origin", "where"),
+    [
+        *((4, 0, "backward"), (4, 1, "forward"), (4, 2, "forward"), (4, 3, "backward")),
+        *((2, 0, "forward"), (2, 1, "backward")),
+    ],
+)
+def test_a_rank_of_a_replica_is_killed(ranks, n, origin, where):
+    outcomes = ranks(n).run(train_until_killed, origin, where)
+
+    replica, stage = divmod(origin, n // 2)
+    name = f"rank {origin} (stage {stage} of replica {replica})"
+    check_lost(outcomes, origin, f"{name} ended without a word")
+
+
+RESUMES = """
+import os, signal, sys
+import torch
+from torch import nn
+from procpipe import Stage, state
+
+torch.manual_seed(0)
+replicas, folder = int(sys.argv[1]), sys.argv[2]
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+stage = Stage(model, [1, 1], replicas=replicas, chunks=2, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.Adam(stage.parameters(), lr=0.1)
+progress = {"step": 0}
+state.load(folder, stage, optimizer, extra=progress, missing_ok=True)
+generator = torch.Generator().manual_seed(1)
+data = torch.randn(6, 2, 8, 4, dtype=torch.float64, generator=generator)
+for step in range(progress["step"], 6):
+    if step == 3 and replicas == 2 and stage.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    loss = stage.step(*data[step]).item()
+    optimizer.step()
+    progress["step"] = step + 1
+    state.save(folder, stage, optimizer, extra=progress, step=step + 1)
+    stage.print(step, repr(loss))
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.only_on_cpus
+def test_a_job_of_two_replicas_goes_on_with_one(tmp_path):
+    """After a rank was killed, on two processes instead of four."""
+    folder = str(tmp_path / "saved")
+    killed = run_forked(RESUMES, num_ranks=4, args=["2", folder])
+    assert killed.returncode != 0
+    resumed = run_forked(RESUMES, num_ranks=2, args=["1", folder]).check()
+    lines = (killed.stdout + resumed.stdout).splitlines()
+    assert [int(line.split()[0]) for line in lines] == list(range(6))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(6, 2, 8, 4, dtype=torch.float64, generator=generator)
+    for line, (input, target) in zip(lines, data, strict=True):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(input), target)
+        loss.backward()
+        optimizer.step()
+        assert float(line.split()[1]) == pytest.approx(loss.item(), rel=1e-12)
 
 
 def check_counts(bare):
