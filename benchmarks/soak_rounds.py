@@ -315,6 +315,10 @@ class Ending:
     copies: dict[int, str] = field(default_factory=dict)
 
 
+#: What follows a rank's name where there are replicas.
+_PLACE = re.compile(r" \(stage \d+ of replica \d+\)")
+
+
 def faults_of(round_: Round, ending: Ending) -> list[str]:
     """Return the faults in the report of a round that has ended."""
     expected = expected_of(round_)
@@ -334,6 +338,7 @@ def faults_of(round_: Round, ending: Ending) -> list[str]:
         # The launcher reports the kill, and may end the other ranks before they notice it.
         expected = Expected(False, None, round_.origin)
     source = output if expected.reporter is None else ending.outputs[expected.reporter]
+    source = _PLACE.sub("", source)
     faults += [f"{word!r} is not printed" for word in expected.words if word not in source]
     if expected.named is not None:
         named_ranks = {int(rank) for rank in re.findall(r"because rank (\d+)", output)}
@@ -376,7 +381,8 @@ def _faults_of_report(launcher: str, named: int, text: str) -> list[str]:
         found = re.findall(r"rank      : (\d+)", text)[:1]
     else:
         found = re.findall(
-            r"^procpipe: (?:stage \d+ (?:of replica \d+ )?\()?rank (\d+)(?! ends, because)",
+            r"^procpipe: (?:stage \d+ (?:of replica \d+ )?\()?rank (\d+)"
+            r"(?!(?: \([^)]*\))? ends, because)",
             text,
             re.M,
         )

@@ -27,12 +27,14 @@ from procpipe.errors import BalanceError
 from procpipe.job.grid import Grid
 from procpipe.job.transports import NAMES
 from procpipe.job.world import World
-from procpipe.model.arguments import checked_limits, checked_transport
+from procpipe.model.arguments import checked_limits, checked_replicas, checked_transport
 from procpipe.model.cut import (
+    check_enough_layers,
     check_model,
     cut,
     fit_balance,
     layer_facts,
+    replicas_for,
 )
 from procpipe.model.materialize import materialize
 from procpipe.model.ties import Tie, find_ties
@@ -86,6 +88,7 @@ class Settings:
         world: World,
         *,
         replicas: int,
+        balance: Iterable[int] | str | None,
         schedule: str | Callable[[int, int], Plan],
         memory_limit_bytes: int | Sequence[int] | None,
         transport: str | None,
@@ -93,9 +96,8 @@ class Settings:
         trace: str | os.PathLike[str] | None,
     ) -> Settings:
         """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
-        grid = grid_of(replicas, world)
         chosen = schedule_of(schedule)
-        refuse_beside_replicas(grid, trace)
+        grid = grid_of(replicas, balance, chosen, world)
         limits = checked_limits(
             memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
@@ -148,7 +150,13 @@ class Cut:
             num_replicas=grid.num_replicas,
             partitions_per_stage=schedule.partitions_per_stage,
         )
-        placement = schedule.place(len(entries), grid.num_stages)
+        try:
+            placement = schedule.place(len(entries), grid.num_stages)
+        except BalanceError as error:
+            fits = replicas_for(grid.num_ranks, len(entries), schedule.partitions_per_stage)
+            if fits is None:
+                raise
+            raise BalanceError(f"{error}: give replicas={fits}, or another balance") from None
         facts = layer_facts(module)
         parts = cut(module, entries)
         skips = SkipLayout.of(parts)
@@ -187,7 +195,8 @@ def found_balance(
     By name on rank 0: every rank calls it, and waits. Without a name each rank finds the same from
     the model's shapes, and rank 0 prints it; one partition has all layers.
     """
-    num_partitions = settings.schedule.count(settings.grid.num_stages)
+    schedule, grid = settings.schedule, settings.grid
+    num_partitions = schedule.count(grid.num_stages)
     if name is None and (not world.is_launched or num_partitions == 1):
         return [len(module)] if len(module) else []
     with needed(
@@ -195,6 +204,8 @@ def found_balance(
     ):
         from procpipe.balance.agreed import agreed_balance
         from procpipe.balance.estimated import estimated_balance
+    if world.is_launched:
+        check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count)
     if name is not None:
         return agreed_balance(name, module, sample, chunks, world, num_partitions)
     balance, basis = estimated_balance(num_partitions, module, sample)
@@ -315,31 +326,15 @@ def connect(
     return pipeline
 
 
-def grid_of(replicas: int, world: World) -> Grid:
+def grid_of(
+    replicas: int, balance: Iterable[int] | str | None, schedule: Schedule, world: World
+) -> Grid:
     """Return this rank's place among stages and replicas."""
-    if isinstance(replicas, bool) or not isinstance(replicas, int):
-        raise TypeError(f"replicas is {replicas!r}, but must be an int")
-    if replicas < 1:
-        raise ValueError(f"replicas is {replicas}, but there is at least 1")
-    if not world.is_launched:
-        return world.grid
-    if world.num_ranks % replicas:
-        raise BalanceError(
-            f"replicas={replicas}, but there are {world.num_ranks} processes: their number is that "
-            "of stages times replicas, so start a multiple of the replicas (torchrun "
-            f"--nproc_per_node={-(-world.num_ranks // replicas) * replicas}), or give another "
-            "number of them"
-        )
-    return world.divide(replicas)
-
-
-def refuse_beside_replicas(grid: Grid, trace: str | os.PathLike[str] | None) -> None:
-    """Check that nothing is asked for that does not know of replicas yet."""
-    for is_given, what in ((trace is not None, "trace"),):
-        if grid.num_replicas > 1 and is_given:
-            raise NotImplementedError(
-                f"{what} with replicas={grid.num_replicas} is not there yet: see docs/replicas.md"
-            )
+    num_stages = None
+    if isinstance(balance, (list, tuple)) and schedule.partitions_per_stage is not None:
+        num_stages = len(balance) // schedule.partitions_per_stage
+    checked_replicas(replicas, world.num_ranks, num_stages, is_launched=world.is_launched)
+    return world.divide(replicas) if world.is_launched else world.grid
 
 
 def connect_replicas(world: World, grid: Grid, cut: Cut, wires: Wires) -> Replicas:
@@ -384,7 +379,7 @@ def reporter() -> Callable[[Pipeline], str]:
 
     def report(pipeline: Pipeline) -> str:
         statistics = report_of_all(pipeline)
-        pipeline.split = statistics[pipeline.statistics().stage].split
+        pipeline.split = statistics[pipeline.wires.mesh.rank].split
         return table(statistics)
 
     return report

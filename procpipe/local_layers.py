@@ -13,6 +13,7 @@ from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.build import Cut
 from procpipe.compute.compiled import compile_layers
 from procpipe.compute.tied import Tied
+from procpipe.job.grid import Grid
 from procpipe.model.fixed import FixedLayers
 from procpipe.notes import write_note
 
@@ -24,6 +25,7 @@ class LocalLayers(FixedLayers):
     """
 
     _cut: Cut
+    _grid: Grid
     _tied: Tied
 
     def _adopt(self, cut: Cut, tied: Tied, *, is_training: bool) -> None:
@@ -117,8 +119,8 @@ class LocalLayers(FixedLayers):
         """
         if left_out := compile_layers(self.named_children(), options):
             write_note(
-                f"procpipe: stage {self.rank} leaves layers uncompiled that stash or pop skip "
-                f"tensors: {', '.join(left_out)}"
+                f"procpipe: {self._grid.stage_name(self.rank)} leaves layers uncompiled that stash "
+                f"or pop skip tensors: {', '.join(left_out)}"
             )
 
     def _check_nothing_shared(self) -> None:

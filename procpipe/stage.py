@@ -193,6 +193,7 @@ class Stage(Gradients):
             self._settings = build.Settings.checked(
                 self._world,
                 replicas=replicas,
+                balance=balance,
                 schedule=schedule,
                 memory_limit_bytes=memory_limit_bytes,
                 transport=transport,

@@ -437,9 +437,8 @@ BREAKS = [
         "trace-order",
         "a task's event is recorded before the task",
         "procpipe/timeline/recorder.py",
-        "        if self._is_cuda:\n            self._mark()\n        super().end_task(task)",
-        "        if self._is_cuda:\n            self._marks.append(self._marks[-1])\n"
-        "        super().end_task(task)",
+        "            self._marks.append(_event())\n        super().end_task(task)",
+        "            self._marks.append(self._marks[-1])\n        super().end_task(task)",
         Tests("tests/timeline/test_recorder.py", 1),
     ),
     Break(

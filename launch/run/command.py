@@ -19,6 +19,7 @@ from procpipe.job.pinning import places_of_host, table
 from procpipe.job.topology import gpu_pcis, read_topology
 from procpipe.launch.console import natural, positive
 from procpipe.launch.run import job
+from procpipe.launch.run.drawn_ranks import drawn, replicas_of
 from procpipe.launch.run.engine import Job, can_bind_numa
 from procpipe.words import counted
 
@@ -48,7 +49,10 @@ def main(argv: Sequence[str]) -> int:
     if options.no_pin or options.numa_binding:
         os.environ["PROCPIPE_PIN"] = "0"
     if options.dry_run:
-        _print_dry_run(options, f"{num_threads} ({reason})")
+        num_replicas, fault = replicas_of(options)
+        if fault:
+            parser.error(fault)
+        _print_dry_run(options, f"{num_threads} ({reason})", num_replicas)
         return 0
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     try:
@@ -71,6 +75,10 @@ def _check(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> No
         )
     if options.node_rank is not None and not options.rdzv_endpoint:
         refuse("--node-rank is for several hosts: give --nnodes and --rdzv-endpoint too")
+    if options.replicas and not options.dry_run:
+        refuse(
+            "--replicas is for the drawing of --dry-run: give Stage(…, replicas=R) in the script"
+        )
     if options.numa_binding and not can_bind_numa():
         refuse("this version of torch has no NUMA binding: leave --numa-binding out")
     if options.nproc is None:
@@ -96,7 +104,12 @@ def _num_threads(num_processes: int, wanted: int | None) -> tuple[int, str]:
     return max(1, num_cores // num_processes), f"{num_cores} cores, {num_processes} processes"
 
 
-def _print_dry_run(options: argparse.Namespace, threads: str) -> None:
+def _print_dry_run(options: argparse.Namespace, threads: str, num_replicas: int) -> None:
+    least, most = options.nnodes
+    if num_replicas > 1 and least == most:
+        has_gpus = torch.cuda.device_count() >= options.nproc
+        print(drawn(options.nproc, least, num_replicas, has_gpus=has_gpus))
+        print()
     processes = f"{counted(options.nproc, 'process')} on this host"
     if options.numa_binding:
         print(f"{processes}, torch's own NUMA binding, {options.numa_binding}")
@@ -105,7 +118,6 @@ def _print_dry_run(options: argparse.Namespace, threads: str) -> None:
     else:
         places = places_of_host(options.nproc, gpu_pcis()[: options.nproc])
         print(f"{processes}:\n\n{table(places)}")
-    least, most = options.nnodes
     hosts = "this one; a free port of it as meeting point"
     if options.rdzv_endpoint:
         numbers = str(least) if least == most else f"{least} to {most}"
@@ -177,7 +189,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=("node", "socket", "exclusive", "core-complex"),
         help="let torch bind processes to NUMA nodes instead (GPUs and numactl needed): "
         "%(choices)s")  # fmt: skip
-    add("--dry-run", action="store_true", help="print what would be started, and on which cores")
+    add("--dry-run", action="store_true",
+        help="print what would be started, on which cores and as which stages")  # fmt: skip
+    add("--replicas", type=positive, metavar="R",
+        help="with --dry-run, the replicas to draw; by default what the script's own arguments or "
+        "its Stage(…, replicas=R) say")  # fmt: skip
     add("--view", default="auto", choices=("auto", "live", "plain", "off"),
         help="live table, plain lines, or rank 0's output only; by default the table on a terminal "
         "and lines elsewhere")  # fmt: skip

@@ -20,18 +20,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from procpipe.job.grid import Grid
 from procpipe.launch.run.ranks import Rank
 from procpipe.launch.run.traceback_text import exception_line, folded, printed_traceback
 
 #: A victim's line, written by procpipe.job.endings.
-_VICTIM = re.compile(r"^procpipe: rank \d+ ends, because (.*)$", re.MULTILINE)
+_VICTIM = re.compile(r"^procpipe: rank \d+(?: \([^)]*\))? ends, because (.*)$", re.MULTILINE)
 #: A victim that printed its traceback.
 _REMOTE = re.compile(
     r"^(?:procpipe\.errors\.)?(?:RemoteStageError|PeerLostError): (.*)", re.MULTILINE
 )
 _RANK = re.compile(r"\brank (\d+)")
 #: The note on an exception that says where it was raised.
-_NOTE = re.compile(r"^procpipe: in (stage \d+ \(rank \d+\)), (.*)$", re.MULTILINE)
+_NOTE = re.compile(r"^procpipe: in (stage \d+[^(]* \(rank \d+\)), (.*)$", re.MULTILINE)
 #: Durations of zero, which are left out.
 _NO_TIME = re.compile(r", (?:for|last heard of) 0\.0 s(?: ago)?$")
 
@@ -194,7 +195,7 @@ def _headline(first: Rank, trace: str) -> str:
 
 def _name(end: Rank) -> str:
     rank = end.number
-    return f"rank {rank}" if end.reading is None else f"stage {rank} (rank {rank})"
+    return f"rank {rank}" if end.reading is None else Grid.of(end.reading).name_of(rank)
 
 
 def _where(end: Rank) -> str:

@@ -1,5 +1,7 @@
 """What the live table and the plain lines show: one row for each stage, computed from its board.
 
+Of several replicas, the rows of each are together.
+
 A board has counters that only grow. Rates come from two readings, each taken just after the end of
 a step, about five seconds apart:
 
@@ -15,10 +17,12 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import psutil
 
 from procpipe.job.board import BoardReading
+from procpipe.job.grid import Grid
 from procpipe.job.topology import cpus_text
 from procpipe.launch.run.ranks import Attempt, Rank
 
@@ -47,6 +51,8 @@ class Row:
         device_bytes: memory of the device in use by tensors.
         now: what it does or waits for, in words.
         is_stuck: whether it has done so for long.
+        stage: its index, within its replica.
+        replica: its replica; None if there is only one.
     """
 
     rank: int
@@ -61,6 +67,14 @@ class Row:
     device_bytes: int = 0
     now: str = ""
     is_stuck: bool = False
+    stage: int = 0
+    replica: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its stage for people."""
+        of = "" if self.replica is None else f" of replica {self.replica}"
+        return f"stage {self.stage}{of}"
 
 
 def summary(attempt: Attempt) -> str:
@@ -85,13 +99,28 @@ class RowReader:
 
     def rows(self) -> list[Row]:
         """Read all boards."""
-        return [self._row(rank) for rank in self._attempt.ranks]
+        ranks = self._attempt.ranks
+        readings = [rank.board.read() if rank.board is not None else None for rank in ranks]
+        # Ranks without a Stage yet belong to replicas, too.
+        num_replicas = max((each.num_replicas for each in readings if each is not None), default=1)
+        return [
+            self._row(rank, reading, num_replicas)
+            for rank, reading in zip(ranks, readings, strict=True)
+        ]
 
-    def _row(self, rank: Rank) -> Row:
-        reading = rank.board.read() if rank.board is not None else None
+    def _row(self, rank: Rank, reading: BoardReading | None, num_replicas: int) -> Row:
         rss_bytes, cores = self._memory_and_cores(rank)
         now, is_stuck = _now(rank, reading)
-        row = Row(rank.number, rss_bytes=rss_bytes, cores=cores, now=now, is_stuck=is_stuck)
+        grid = Grid(rank.number, self._attempt.num_ranks, num_replicas)
+        row = Row(
+            rank.number,
+            rss_bytes=rss_bytes,
+            cores=cores,
+            now=now,
+            is_stuck=is_stuck,
+            stage=grid.stage,
+            replica=grid.replica if num_replicas > 1 else None,
+        )
         if reading is None:
             return row
         samples_per_s, busy, bubble = self._rates(rank.number, reading)
@@ -164,15 +193,19 @@ def plain_line(rows: Iterable[Row], time_text: str) -> str:
     parts = [f"{time_text}: step {first.step:,}"]
     if first.samples_per_s is not None:
         parts.append(f"{rate_text(first.samples_per_s)} samples/s")
+
+    def of_all(text_of: Callable[[Row], str]) -> str:
+        blocks = groupby(rows, key=lambda row: row.replica)
+        return " | ".join(" ".join(text_of(row) or "-" for row in block) for _, block in blocks)
+
     if any(row.busy is not None for row in rows):
-        shares = " ".join(percent_text(row.busy) or "-" for row in rows)
-        bubbles = " ".join(percent_text(row.bubble) or "-" for row in rows)
-        parts += [f"busy {shares}", f"bubble {bubbles}"]
-    parts.append("memory " + " ".join(size_text(row.rss_bytes) or "-" for row in rows))
+        parts.append(f"busy {of_all(lambda row: percent_text(row.busy))}")
+        parts.append(f"bubble {of_all(lambda row: percent_text(row.bubble))}")
+    parts.append(f"memory {of_all(lambda row: size_text(row.rss_bytes))}")
     if any(row.device_bytes for row in rows):
-        parts.append("GPU " + " ".join(size_text(row.device_bytes) or "-" for row in rows))
+        parts.append(f"GPU {of_all(lambda row: size_text(row.device_bytes))}")
     line = ", ".join(parts)
-    stuck = [f"stage {row.rank} {row.now}" for row in rows if row.is_stuck]
+    stuck = [f"{row.name} {row.now}" for row in rows if row.is_stuck]
     return "; ".join([line, *stuck])
 
 

@@ -19,7 +19,7 @@ _HOLD_S = 5.0
 
 _LAST_WORDS = re.compile(
     rb'^(?:(?:  \+ Exception Group )?Traceback \(most recent call last\):|  File "|'
-    rb"procpipe: rank \d+ ends, because )",
+    rb"procpipe: rank \d+(?: \([^)]*\))? ends, because )",
     re.MULTILINE,
 )
 _STARTS = (
@@ -29,7 +29,7 @@ _STARTS = (
     b"procpipe: rank ",
 )
 
-_STALL = re.compile(rb"procpipe: (?:no progress for|stage \d+ \(rank \d+\) goes on)")
+_STALL = re.compile(rb"procpipe: (?:no progress for|stage \d+[^(]* \(rank \d+\) goes on)")
 
 
 class Tail:

@@ -250,7 +250,8 @@ class View:
 def live_table(rows: list[Row], width: int) -> Table:
     """Return the live table; columns are left out if the terminal's ``width`` is too small."""
     columns = {
-        "stage": [str(row.rank) for row in rows],
+        "replica": _replicas(rows),
+        "stage": [str(row.stage) for row in rows],
         "device": [row.device for row in rows],
         "cores": [row.cores for row in rows],
         "step": [f"{row.step:,}" if row.device else "" for row in rows],
@@ -262,6 +263,8 @@ def live_table(rows: list[Row], width: int) -> Table:
     }
     if any(row.device_bytes or row.device.startswith("cuda") for row in rows):
         columns["GPU"] = [size_text(row.device_bytes) for row in rows]
+    if not any(columns["replica"]):
+        del columns["replica"]
     widths = {name: max(map(len, [name, *cells])) + _GAP for name, cells in columns.items()}
     for name in _DISPENSABLE:
         if sum(widths.values()) + _MIN_NOW > width and name in columns:
@@ -270,13 +273,20 @@ def live_table(rows: list[Row], width: int) -> Table:
         box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", expand=True
     )
     for name in columns:
-        is_text = name in ("stage", "device", "cores")
+        is_text = name in ("replica", "stage", "device", "cores")
         table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
     table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
     for row, *cells in zip(rows, *columns.values(), strict=True):
         style = "yellow" if row.is_stuck else ""
         table.add_row(*cells, Text(row.now, style=style, overflow="ellipsis"))
     return table
+
+
+def _replicas(rows: list[Row]) -> list[str]:
+    """Return the replica of each row that is the first of its block, "" for the others."""
+    numbers = [row.replica for row in rows]
+    firsts = zip(numbers, [None, *numbers], strict=False)
+    return ["" if number == before else str(number) for number, before in firsts]
 
 
 def time_text(seconds: float) -> str:

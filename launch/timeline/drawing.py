@@ -6,6 +6,8 @@
     54 ms       stage 1    ···[F0] [F1][B1 ]·[B0 ]····        ··· waits, thinner
                          0    10    20    30    40    50 ms
 
+The rows of each replica are a block of their own, if there are several. Under the waits are sums.
+
 The names of the rows are a picture of their own, which stays in place when the other is scrolled.
 Times are percentages of the width: the page's style sets the width, and no text is stretched. The
 class "scrolled" marks what is shown only at full width, "fitted" what is shown only if the picture
@@ -29,6 +31,7 @@ from procpipe.words import seconds_text
 T = TypeVar("T")
 
 _LANE, _BOX, _WAIT, _HEAD, _AXIS = 38, 24, 6, 26, 30  # pixels: heights
+_SUM, _REPLICA = 7, 20  # likewise, in addition where there are replicas
 _NAMES = 126  # width
 _PAGE_WIDTH, _MOST_WIDTH = 1000, 12000
 
@@ -55,18 +58,21 @@ class Drawing:
 def draw(recording: Recording, step: Step) -> Drawing:
     """Draw a step, and its plan with the median seconds of all kept steps with the same tasks."""
     seconds = median_seconds(recording.like(step), lambda task: (task.kind, task.j))
-    rows = [[ran.task for ran in step.row(stage)] for stage in range(step.num_stages)]
-    plan = replay(rows, lambda task: seconds[task.kind, task.j])
-    planned = [
-        Ran(stage, task, *plan.spans_s[task]) for stage, row in enumerate(rows) for task in row
-    ]
+    planned: list[Ran] = []
+    planned_s = 0.0
+    for replica in range(step.num_replicas):
+        rows = step.replica(replica)
+        plan = replay(rows, lambda task: seconds[task.kind, task.j])
+        planned_s = max(planned_s, plan.total_s)
+        for rank, row in enumerate(rows, start=replica * step.num_stages):
+            planned += [Ran(rank, task, *plan.spans_s[task]) for task in row]
     measured = [
-        Ran(ran.stage, ran.task, ran.start_s - step.start_s, ran.end_s - step.start_s)
+        Ran(ran.rank, ran.task, ran.start_s - step.start_s, ran.end_s - step.start_s)
         for ran in step.tasks
     ]
-    canvas = _Canvas(step, max(plan.total_s, step.seconds), measured)
-    lanes = canvas.svg(planned, measured, plan.total_s)
-    return Drawing(canvas.names(plan.total_s), lanes, canvas.width == _PAGE_WIDTH)
+    canvas = _Canvas(step, max(planned_s, step.seconds), measured)
+    lanes = canvas.svg(planned, measured, planned_s)
+    return Drawing(canvas.names(planned_s), lanes, canvas.width == _PAGE_WIDTH)
 
 
 class _Canvas:
@@ -79,13 +85,19 @@ class _Canvas:
         wanted = _BOX_WIDTH * total_s / usual_s if usual_s else 0.0
         self.width = min(max(_PAGE_WIDTH, round(wanted)), _MOST_WIDTH)
         self._later = later_partitions(step)
+        self._lane = _LANE + (_SUM if step.num_replicas > 1 else 0)
         self._plan_top = _HEAD
-        self._measured_top = 2 * _HEAD + step.num_stages * _LANE
-        self._bottom = self._measured_top + step.num_stages * _LANE
+        self._measured_top = 2 * _HEAD + self._offset(step.num_ranks)
+        self._bottom = self._measured_top + self._offset(step.num_ranks)
 
     @property
     def height(self) -> int:
         return self._bottom + _AXIS
+
+    def _offset(self, rank: int) -> int:
+        """Return where a rank's row begins, below the top of the first block; or where all end."""
+        num_blocks = min(rank // self._step.num_stages + 1, self._step.num_replicas)
+        return rank * self._lane + (num_blocks * _REPLICA if self._step.num_replicas > 1 else 0)
 
     def share(self, seconds: float) -> float:
         return seconds / self._total_s if self._total_s else 0.0
@@ -101,9 +113,12 @@ class _Canvas:
             lines.append(
                 _element("text", seconds_text(length_s), class_="faint", y=top - 8, **right)
             )
-            for stage in range(self._step.num_stages):
-                y = top + stage * _LANE + _BOX / 2 + 5
-                lines.append(_element("text", f"stage {stage}", y=y, **right))
+            for rank in range(self._step.num_ranks):
+                replica, stage = divmod(rank, self._step.num_stages)
+                y = top + self._offset(rank)
+                if stage == 0 and self._step.num_replicas > 1:
+                    lines.append(_element("text", f"replica {replica}", x=0, y=y - 5))
+                lines.append(_element("text", f"stage {stage}", y=y + _BOX / 2 + 5, **right))
         size = {"width": _NAMES + 8, "height": self.height}
         return _element("svg", "".join(lines), class_="names", **size, aria_hidden="true")
 
@@ -113,6 +128,7 @@ class _Canvas:
             *self._axes(),
             *self._lanes(),
             *self._waits(),
+            *self._sums(),
             *self._boxes(self._plan_top, planned),
             *self._boxes(self._measured_top, measured),
             _element("g", "\n".join(self._hops()), class_="hops"),
@@ -124,14 +140,14 @@ class _Canvas:
 
     def _lanes(self) -> Iterator[str]:
         for top in (self._plan_top, self._measured_top):
-            for stage in range(self._step.num_stages):
-                y = top + stage * _LANE
+            for rank in range(self._step.num_ranks):
+                y = top + self._offset(rank)
                 yield _element("rect", class_="lane", x=0, y=y, width="100%", height=_BOX)
 
     def _boxes(self, top: float, boxes: Sequence[Ran]) -> Iterator[str]:
         for box in boxes:
             kind, i, j = box.task
-            x, y = self.share(box.start_s), top + box.stage * _LANE
+            x, y = self.share(box.start_s), top + self._offset(box.rank)
             width = max(self.share(box.end_s) - x, 0.5 / self.width)
             parts = [
                 _element(
@@ -150,25 +166,48 @@ class _Canvas:
             yield _element("g", "".join(parts), class_=f"task {kind}{later}")
 
     def _waits(self) -> Iterator[str]:
-        start_s = self._step.start_s
+        name_of = self._step.name_of
         for hop in self._step.hops:
-            x = self.share(hop.asked_s - start_s)
-            width = self.share(hop.taken_s - start_s) - x
-            if width * self.width < 0.5:
-                continue
-            y = self._measured_top + hop.destination * _LANE + _BOX + 2
             title = (
-                f"stage {hop.destination} waited {seconds_text(hop.waited_s)} for {hop.payload} "
-                f"{hop.i} from stage {hop.source} ({hop.num_bytes:,} bytes)"
+                f"{name_of(hop.destination)} waited {seconds_text(hop.waited_s)} for "
+                f"{hop.payload} {hop.i} from {name_of(hop.source)} ({hop.num_bytes:,} bytes)"
             )
-            place = {"x": f"{x:.4%}", "y": y, "width": f"{width:.4%}", "height": _WAIT}
-            yield _element("rect", _title(title), class_="wait", **place)
+            yield from self._strip("wait", hop.destination, hop.asked_s, hop.taken_s, title)
+        for one in self._step.sums:
+            title = (
+                f"{name_of(one.rank)} waited {seconds_text(one.waited_s)} for the all-reduce of "
+                f"{one.what} ({one.num_bytes:,} bytes)"
+            )
+            yield from self._strip("wait", one.rank, one.asked_s, one.taken_s, title)
+
+    def _sums(self) -> Iterator[str]:
+        for one in self._step.sums:
+            title = (
+                f"all-reduce of {one.what} on {self._step.name_of(one.rank)}: "
+                f"{one.num_bytes:,} bytes, {seconds_text(one.end_s - one.start_s)} from begun to "
+                f"over, of which the stage waited {seconds_text(one.waited_s)}"
+            )
+            yield from self._strip("all-reduce", one.rank, one.start_s, one.end_s, title)
+
+    def _strip(
+        self, name: str, rank: int, start_s: float, end_s: float, title: str
+    ) -> Iterator[str]:
+        """Draw a bar under a rank's row; nothing if it could not be seen."""
+        x = self.share(start_s - self._step.start_s)
+        width = self.share(end_s - self._step.start_s) - x
+        if width * self.width < 0.5:
+            return
+        y = self._measured_top + self._offset(rank) + _BOX + 2
+        y += _WAIT + 1 if name == "all-reduce" else 0
+        place = {"x": f"{x:.4%}", "y": y, "width": f"{width:.4%}", "height": _WAIT}
+        yield _element("rect", _title(title), class_=name, **place)
 
     def _hops(self) -> Iterator[str]:
         middle = self._measured_top + _BOX / 2
         for hop in self._step.hops:
             title = (
-                f"{hop.payload} {hop.i} from stage {hop.source} to stage {hop.destination}: "
+                f"{hop.payload} {hop.i} from {self._step.name_of(hop.source)} to "
+                f"{self._step.name_of(hop.destination)}: "
                 f"{hop.num_bytes:,} bytes, {seconds_text(hop.taken_s - hop.posted_s)} from posted "
                 "to taken"
             )
@@ -176,9 +215,9 @@ class _Canvas:
                 "line",
                 _title(title),
                 x1=f"{self.share(hop.posted_s - self._step.start_s):.4%}",
-                y1=middle + hop.source * _LANE,
+                y1=middle + self._offset(hop.source),
                 x2=f"{self.share(hop.taken_s - self._step.start_s):.4%}",
-                y2=middle + hop.destination * _LANE,
+                y2=middle + self._offset(hop.destination),
             )
 
     def _axes(self) -> Iterator[str]:
@@ -234,7 +273,7 @@ def later_partitions(step: Step) -> set[int]:
     """Return the partitions that are not their stage's first."""
     first: dict[int, int] = {}
     for ran in step.tasks:
-        first[ran.stage] = min(ran.task.j, first.get(ran.stage, ran.task.j))
+        first[ran.rank] = min(ran.task.j, first.get(ran.rank, ran.task.j))
     return {ran.task.j for ran in step.tasks} - set(first.values())
 
 

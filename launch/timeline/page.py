@@ -7,6 +7,7 @@ dark follows the reader's system. Everything that comes from the recording is es
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from statistics import fmean
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from procpipe.launch.timeline.drawing import draw, later_partitions, step_bars
 from procpipe.run.statistics import Split
 from procpipe.timeline.advice import basis
-from procpipe.timeline.palette import LOOKS
+from procpipe.timeline.palette import ALL_REDUCE, LOOKS
 from procpipe.timeline.recording import Recording, Step
 from procpipe.words import counted, seconds_text
 
@@ -25,6 +26,11 @@ _PARTS = (
     ("imbalance_s", "imbalance", "idle because stages or micro-batches take unequally long"),
     ("communication_s", "communication and overhead", "waits for messages; hosts between tasks"),
 )
+_OF_REPLICAS = (
+    ("all_reduce_s", "all-reduce", "waits for sums over replicas, after the step's last task"),
+)
+
+Parts = Sequence[tuple[str, str, str]]
 
 
 def page(
@@ -32,6 +38,7 @@ def page(
 ) -> str:
     """Return the page of one step of a recording, whose file has this name, with advice."""
     drawing = draw(recording, step)
+    kinds = _PARTS + _OF_REPLICAS if step.num_replicas > 1 else _PARTS
     title = escape(f"{name}: step {step.number}")
     parts = [
         "<!DOCTYPE html>",
@@ -46,7 +53,7 @@ def page(
         "<body>",
         "<main>",
         f"<h1>{title}</h1>",
-        f"<p class='lead'>{_lead(step, splits)}</p>",
+        f"<p class='lead'>{_lead(step, splits, kinds)}</p>",
         f"<p class='facts'>{escape(_facts_text(recording, step))}</p>",
         *_warnings(recording),
         "<input type='checkbox' id='messages'>",
@@ -57,8 +64,8 @@ def page(
         "median seconds of each kind on each stage and messages that take no time. Point at a box "
         "for its numbers.</p>",
         "<h2>Where the time went</h2>",
-        _table(recording, splits),
-        *_explained(),
+        _table(recording, splits, kinds),
+        *_explained(kinds),
         "<h2>What would help</h2>",
         _advice(recording, step, advice),
         "<h2>All steps</h2>",
@@ -74,11 +81,11 @@ def page(
     return "\n".join(parts)
 
 
-def _lead(step: Step, splits: Sequence[Split]) -> str:
+def _lead(step: Step, splits: Sequence[Split], kinds: Parts) -> str:
     shares = [
         f"<span class='key {name.split()[0]}'></span>"
         f"{_percent(_mean(splits, field), step.seconds)} {name}"
-        for field, name, _ in _PARTS
+        for field, name, _ in kinds
     ]
     return f"<b>{seconds_text(step.seconds)}</b> a step; on average {', '.join(shares)}."
 
@@ -86,12 +93,15 @@ def _lead(step: Step, splits: Sequence[Split]) -> str:
 def _facts_text(recording: Recording, step: Step) -> str:
     facts = recording.facts
     sizes = sorted(set(step.sizes))
+    stages = counted(step.num_stages, "stage")
+    if step.num_replicas > 1:
+        sizes = sorted({size for of_replica in step.shares for size in of_replica})
+        stages = f"{step.num_replicas} replicas of {stages}"
     samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}" if sizes else "?"
     parts = [
-        counted(step.num_stages, "stage"),
+        stages,
         f"balance {facts.get('balance')}",
-        f"{counted(len(step.sizes), 'micro-batch')} of {samples} "
-        f"sample{'' if samples == '1' else 's'}",
+        f"{_micro_batches_text(step)} of {samples} sample{'' if samples == '1' else 's'}",
         f"checkpoint {facts.get('checkpoint')}",
         f"schedule {recording.schedule_of(step)}",
         f"on {facts.get('the type of devices')}",
@@ -100,6 +110,14 @@ def _facts_text(recording: Recording, step: Step) -> str:
         f"written {str(facts.get('written'))[:16].replace('T', ' ')} UTC",
     ]
     return " · ".join(parts)
+
+
+def _micro_batches_text(step: Step) -> str:
+    numbers = {len(of_replica) for of_replica in step.shares}
+    if len(numbers) < 2:
+        each = " each" if numbers else ""
+        return counted(len(step.sizes), "micro-batch") + each
+    return f"{min(numbers)} to {max(numbers)} micro-batches each"
 
 
 def _warnings(recording: Recording) -> Iterator[str]:
@@ -118,25 +136,43 @@ def _legend(step: Step) -> Iterator[str]:
             yield f"<span><i class='swatch {kind}'></i>{look.name}</span>"
     if later_partitions(step):
         yield "<span><i class='swatch F later'></i>paler: not the stage's first partition</span>"
-    yield "<span><i class='swatch wait'></i>waiting for a message</span>"
+    sums = " or an all-reduce" if step.sums else ""
+    yield f"<span><i class='swatch wait'></i>waiting for a message{sums}</span>"
+    if step.sums:
+        yield f"<span><i class='swatch all-reduce'></i>{ALL_REDUCE.name}</span>"
     yield "<span><i class='swatch lane'></i>idle</span>"
     yield "<span class='switches'><label for='fit'>fit to the page</label>"
     yield "<label for='messages'>messages</label></span>"
 
 
-def _table(recording: Recording, splits: Sequence[Split]) -> str:
+def _table(recording: Recording, splits: Sequence[Split], kinds: Parts) -> str:
     balance: Sequence[Any] = recording.facts.get("balance", ())
-    has_layers = len(balance) == len(splits)
-    heads = ["stage", *["layers"] * has_layers, *(name for _, name, _ in _PARTS), "step", ""]
+    num_replicas = 1 + max(one.replica for one in splits)
+    has_layers = len(balance) * num_replicas == len(splits)
+    heads = ["stage", *["layers"] * has_layers, *(name for _, name, _ in kinds), "step", ""]
 
     def row(name: str, layers: str, one: Split) -> str:
         cells = [layers] * has_layers
-        cells += [_cell(getattr(one, field), one.step_s) for field, _, _ in _PARTS]
+        cells += [_cell(getattr(one, field), one.step_s) for field, _, _ in kinds]
         cells.append(_ms(one.step_s))
         columns = "".join(f"<td>{cell}</td>" for cell in cells)
-        return f"<tr><th>{name}</th>{columns}<td class='bar'>{_bar(one)}</td></tr>"
+        return f"<tr><th>{name}</th>{columns}<td class='bar'>{_bar(one, kinds)}</td></tr>"
 
-    mean = Split(-1, splits[0].step_s, *(_mean(splits, field) for field, _, _ in _PARTS))
+    def block(replica: int) -> Iterator[str]:
+        if num_replicas > 1:
+            yield f"<tr><th colspan='{len(heads)}'>replica {replica}</th></tr>"
+        for one in splits:
+            if one.replica == replica:
+                yield row(str(one.stage), str(layers[one.stage]), one)
+
+    mean = replace(
+        splits[0],
+        busy_s=_mean(splits, "busy_s"),
+        bubble_s=_mean(splits, "bubble_s"),
+        imbalance_s=_mean(splits, "imbalance_s"),
+        communication_s=_mean(splits, "communication_s"),
+        all_reduce_s=_mean(splits, "all_reduce_s"),
+    )
     layers = balance if has_layers else [""] * len(splits)
     mean_layers = f"{fmean(balance):.3g}" if has_layers else ""
     return "\n".join(
@@ -144,7 +180,7 @@ def _table(recording: Recording, splits: Sequence[Split]) -> str:
             "<div class='scroll'><table>",
             f"<thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead>",
             "<tbody>",
-            *(row(str(one.stage), str(layers[one.stage]), one) for one in splits),
+            *(line for replica in range(num_replicas) for line in block(replica)),
             "</tbody>",
             f"<tfoot>{row('mean', mean_layers, mean)}</tfoot>",
             "</table></div>",
@@ -156,9 +192,9 @@ def _cell(part_s: float, whole_s: float) -> str:
     return f"{_ms(part_s)} <small>{_percent(part_s, whole_s)}</small>"
 
 
-def _bar(one: Split) -> str:
+def _bar(one: Split, kinds: Parts) -> str:
     pieces = []
-    for field, name, _ in _PARTS:
+    for field, name, _ in kinds:
         share = getattr(one, field) / one.step_s if one.step_s else 0.0
         pieces.append(
             f"<span class='{name.split()[0]}' style='width:{share:.2%}' title='{name} {share:.1%}'>"
@@ -167,9 +203,9 @@ def _bar(one: Split) -> str:
     return f"<div class='stack'>{''.join(pieces)}</div>"
 
 
-def _explained() -> Iterator[str]:
+def _explained(kinds: Parts) -> Iterator[str]:
     yield "<dl class='note'>"
-    for _, name, what in _PARTS:
+    for _, name, what in kinds:
         yield f"<dt><span class='key {name.split()[0]}'></span>{name}</dt><dd>{what}</dd>"
     yield "</dl>"
 
@@ -219,10 +255,13 @@ def _percent(part_s: float, whole_s: float) -> str:
 
 
 def _task_style() -> str:
-    return "".join(
-        f".{kind} rect,.swatch.{kind}{{fill:{look.fill};background:{look.fill}}}"
-        f".{kind} text{{fill:{look.ink}}}"
-        for kind, look in LOOKS.items()
+    return (
+        "".join(
+            f".{kind} rect,.swatch.{kind}{{fill:{look.fill};background:{look.fill}}}"
+            f".{kind} text{{fill:{look.ink}}}"
+            for kind, look in LOOKS.items()
+        )
+        + f".all-reduce{{fill:{ALL_REDUCE.fill};background:{ALL_REDUCE.fill}}}"
     )
 
 
@@ -260,7 +299,7 @@ svg .head{font-weight:600;font-size:13px}svg .faint{fill:var(--faint);font-size:
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 8px;font-size:13px;align-items:center}
 .swatch{display:inline-block;width:13px;height:13px;border-radius:2px;margin-right:6px;
 vertical-align:-2px}.swatch.lane{outline:1px solid var(--line)}
-.swatch.wait{height:6px;vertical-align:2px}
+.swatch.wait,.swatch.all-reduce{height:6px;vertical-align:2px}
 .switches{margin-left:auto;display:flex;gap:8px}
 .legend label{border:1px solid var(--line);border-radius:6px;padding:2px 10px;cursor:pointer}
 #messages:checked~.legend [for=messages],#fit:checked~.legend [for=fit]{

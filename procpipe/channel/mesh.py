@@ -82,6 +82,8 @@ class Mesh:
         reports: WaitReports,
     ) -> None:
         self.rank = rank
+        #: Describes a rank in errors.
+        self.name_of: Callable[[int], str] = lambda rank: f"rank {rank}"
         self.num_looks = 0
         self.peers = tuple(sorted(sockets))  # the other ranks, in order
         self.timeout_s = timeout_s
@@ -198,8 +200,8 @@ class Mesh:
                 report_s = math.inf
             if self._counted_s(started) >= timeout_s:
                 raise WaitTimeoutError(
-                    f"rank {self.rank} has waited {waited:.1f} s for {what()}; if that is not a "
-                    "fault, give Stage a larger timeout_s"
+                    f"{self.name_of(self.rank)} has waited {waited:.1f} s for {what()}; if that is "
+                    "not a fault, give Stage a larger timeout_s"
                 )
             if waited >= stall_s:
                 self._end_vanished()
@@ -446,7 +448,7 @@ class Mesh:
         is_local = connection.sock.family == socket.AF_UNIX
         elsewhere = "" if is_local else ", or its host or network failed"
         story = (
-            f"rank {peer} ended without a word: it was killed (out of memory?) or crashed"
+            f"{self.name_of(peer)} ended without a word: it was killed (out of memory?) or crashed"
             f"{elsewhere}; its own output and the launcher's exit code tell more"
         )
         seen = self.reports.last_seen(peer)
@@ -457,8 +459,9 @@ class Mesh:
         if self._failure is None:
             self._failure = PeerLostError(
                 peer,
-                f"rank {peer} has left the pipeline (its script ended, or closed its stage) while "
-                f"rank {self.rank} {meanwhile}: every rank must make the same calls",
+                f"{self.name_of(peer)} has left the pipeline (its script ended, or closed its "
+                f"stage) while {self.name_of(self.rank)} {meanwhile}: every rank must make the "
+                "same calls",
             )
         self._raise_failure()
         raise AssertionError("there is a failure")

@@ -52,7 +52,8 @@ _MAGIC = 0x3165706970636F72
     _REPORTED_NS,
     _HAS_FAILED,
     _COMPILING_SINCE_NS,
-) = range(20)
+    _NUM_REPLICAS,
+) = range(21)
 
 #: The texts: where each begins, and how many bytes it may take, its word included.
 _CALL = (256, 128)
@@ -94,7 +95,7 @@ class BoardReading:
     compiling_s: float | None  # since torch began to compile code; None if it does not
     wait: Wait | None  # if it has lasted for more than a moment
     num_steps: int  # mini-batches done
-    num_samples: int  # in them
+    num_samples: int  # in them, of all replicas
     micro_batch: int  # of the newest task
     num_micro_batches: int  # of the newest mini-batch
     busy_s: float  # in tasks, over all mini-batches done
@@ -103,6 +104,7 @@ class BoardReading:
     held_bytes: int  # most bytes held between tasks so far
     reported_s: float | None  # since it reported a stall; None if it never did
     has_failed: bool  # whether a call has failed
+    num_replicas: int = 1
 
     def where(self) -> str:
         """Describe where the process is: "in F3, layer 'conv2' (Conv2d), for 2.1 s"."""
@@ -140,7 +142,7 @@ class Board:
         board = cls(page)
         words = board._words
         words[_PID], words[_RANK], words[_NUM_RANKS] = os.getpid(), rank, num_ranks
-        words[_LAYER] = -1
+        words[_LAYER], words[_NUM_REPLICAS] = -1, 1
         words[_WRITTEN_NS] = time.monotonic_ns()
         words[_MAGIC_AT] = _MAGIC
         return board
@@ -193,6 +195,10 @@ class Board:
         while len(text := json.dumps({name: facts[name] for name in texts})) > _FACTS[1] - 8:
             del texts[max(texts, key=lambda name: len(texts[name]))]
         self._write(_FACTS, text)
+
+    def divide(self, num_replicas: int) -> None:
+        """Note that the ranks make so many replicas."""
+        self._words[_NUM_REPLICAS] = num_replicas
 
     def start_call(self, name: str) -> None:
         """Note that a call begins."""
@@ -317,6 +323,7 @@ class Board:
             held_bytes=words[_HELD_BYTES],
             reported_s=(now_ns - reported_ns) / 1e9 if reported_ns else None,
             has_failed=bool(words[_HAS_FAILED]),
+            num_replicas=words[_NUM_REPLICAS],
         )
 
     def _facts(self) -> dict[str, Any]:

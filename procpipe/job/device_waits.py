@@ -110,18 +110,19 @@ class DeviceWaits:
 
     def _fault(self, peers: list[int], left: set[int], waited_s: float) -> ProcpipeError | None:
         """Return what is wrong although no peer has failed, if anything; report a stall."""
-        rank, what = self._mesh.rank, f"its device, in transfers with ranks {peers}"
+        name_of, rank = self._mesh.name_of, self._mesh.rank
+        what = f"its device, in transfers with ranks {peers}"
         if left and waited_s >= _LEFT_AFTER_S:
             peer = min(left)
             return PeerLostError(
                 peer,
-                f"rank {peer} has left the pipeline (its script ended, or closed its stage) while "
-                f"rank {rank} waits for {what}: every rank must make the same calls",
+                f"{name_of(peer)} has left the pipeline (its script ended, or closed its stage) "
+                f"while {name_of(rank)} waits for {what}: every rank must make the same calls",
             )
         if waited_s >= self._mesh.timeout_s:
             return WaitTimeoutError(
-                f"rank {rank} has waited {waited_s:.1f} s for {what}; if that is not a fault, give "
-                "Stage a larger timeout_s"
+                f"{name_of(rank)} has waited {waited_s:.1f} s for {what}; if that is not a fault, "
+                "give Stage a larger timeout_s"
             )
         if waited_s >= self._next_stall_s:
             self._next_stall_s *= 2

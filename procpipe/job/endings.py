@@ -41,6 +41,7 @@ from typing import NoReturn
 
 from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
 from procpipe.job.board import Board, BoardReading
+from procpipe.job.grid import Grid
 from procpipe.job.rollcall import has_launchers_store
 from procpipe.notes import write_note
 
@@ -276,18 +277,19 @@ def line_of(rank: int, error: BaseException, reading: BoardReading | None = None
 
     ``reading`` says where the rank was; None leaves that out.
     """
+    grid = Grid(rank, rank + 1) if reading is None else Grid.of(reading)
+    ours = grid.rank_name(rank)
     if isinstance(error, KeyboardInterrupt) and reading is not None:
-        return f"procpipe: rank {rank} was interrupted {reading.where()}"
+        return f"procpipe: {ours} was interrupted {reading.where()}"
     if isinstance(error, FOUND_BY_EACH) and rank != 0:
-        return f"procpipe: rank {rank} ends, because the ranks do not agree (rank 0 prints on what)"
+        return f"procpipe: {ours} ends, because the ranks do not agree (rank 0 prints on what)"
     if not isinstance(error, RemoteStageError):
         return ""
     meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""
     if isinstance(error, PeerLostError):
-        return f"procpipe: rank {rank} ends, because {error.story}{meanwhile}"
-    return (
-        f"procpipe: rank {rank} ends, because rank {error.rank} failed{_reason(error)}{meanwhile}"
-    )
+        return f"procpipe: {ours} ends, because {error.story}{meanwhile}"
+    cause = grid.rank_name(error.rank)
+    return f"procpipe: {ours} ends, because {cause} failed{_reason(error)}{meanwhile}"
 
 
 def _reason(error: RemoteStageError) -> str:

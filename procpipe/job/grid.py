@@ -12,6 +12,10 @@ PURE: no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from procpipe.job.board import BoardReading
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class Grid:
     rank: int
     num_ranks: int
     num_replicas: int = 1
+
+    @classmethod
+    def of(cls, reading: BoardReading) -> Grid:
+        """Return the place of a board's process."""
+        return cls(reading.rank, reading.num_ranks, reading.num_replicas)
 
     @property
     def num_stages(self) -> int:
@@ -56,8 +65,15 @@ class Grid:
         """Return the ranks that run this rank's stage, by replica."""
         return list(range(self.stage, self.num_ranks, self.num_stages))
 
-    def name_of(self, rank: int) -> str:
-        """Describe a rank for people."""
+    def stage_name(self, rank: int) -> str:
+        """Describe the stage of a rank: "stage 1", of several replicas "stage 1 of replica 0"."""
         replica, stage = divmod(rank, self.num_stages)
-        of = f" of replica {replica}" if self.num_replicas > 1 else ""
-        return f"stage {stage}{of} (rank {rank})"
+        return f"stage {stage}" + (f" of replica {replica}" if self.num_replicas > 1 else "")
+
+    def name_of(self, rank: int) -> str:
+        """Describe a rank for people, by its stage: "stage 1 (rank 1)"."""
+        return f"{self.stage_name(rank)} (rank {rank})"
+
+    def rank_name(self, rank: int) -> str:
+        """Describe a rank: "rank 1", of several replicas "rank 1 (stage 1 of replica 0)"."""
+        return f"rank {rank}" + (f" ({self.stage_name(rank)})" if self.num_replicas > 1 else "")

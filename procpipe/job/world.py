@@ -157,6 +157,7 @@ class World:
         """Divide the ranks into replicas; return this rank's place."""
         self.grid = Grid(self.rank, self.num_ranks, num_replicas)
         self._stalls.name_of = self.grid.name_of
+        self.board.divide(num_replicas)
         return self.grid
 
     def connect(self) -> Mesh:
@@ -180,6 +181,7 @@ class World:
             stall_timeout_s=self._stall_timeout_s,
             reports=self._stalls,
         )
+        self._mesh.name_of = self.grid.rank_name
         self._opened = OpenTransports(
             self._mesh, self._start, self.device, self._stalls.pids, lambda: self.caller
         )
@@ -262,7 +264,8 @@ class World:
             self._start.leave_note(story)
         except (RuntimeError, OSError, ValueError) as error:
             write_note(
-                f"procpipe: rank {self.rank} could not send its failure to the others: {error}"
+                f"procpipe: {self.grid.rank_name(self.rank)} could not send its failure to the "
+                f"others: {error}"
             )
 
     def record(self, error: BaseException) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from procpipe.errors import BalanceError
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import Schedule
 
@@ -33,6 +34,41 @@ def checked_checkpoint(checkpoint: str) -> str:
         raise TypeError(f"checkpoint is {checkpoint!r}, but must be a str")
     recomputed(checkpoint, 1)
     return checkpoint
+
+
+def checked_replicas(
+    replicas: int, num_ranks: int, num_stages: int | None, *, is_launched: bool
+) -> int:
+    """Return the number of replicas.
+
+    Args:
+        replicas: as the user gave it.
+        num_ranks: the processes that there are.
+        num_stages: how many stages the balance makes, if that is known.
+        is_launched: False for a script without a launcher, which is one stage of one replica.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: less than 1.
+        BalanceError: the processes cannot be divided into so many replicas.
+    """
+    if isinstance(replicas, bool) or not isinstance(replicas, int):
+        raise TypeError(f"replicas is {replicas!r}, but must be an int")
+    if replicas < 1:
+        raise ValueError(f"replicas is {replicas}, but there is at least 1")
+    if not is_launched or num_ranks % replicas == 0:
+        return replicas
+    fitting = -(-num_ranks // replicas) * replicas
+    others = [r for r in range(1, num_ranks + 1) if num_ranks % r == 0]
+    what = "a multiple of the replicas"
+    if num_stages:
+        fitting, others = num_stages * replicas, [r for r in others if num_ranks // r == num_stages]
+        what = f"{fitting}, for {num_stages} stages"
+    instead = f", or give replicas={' or '.join(map(str, others))}" if others else ""
+    raise BalanceError(
+        f"replicas={replicas}, but there are {num_ranks} processes: their number is that of stages "
+        f"times replicas, so start {what} (torchrun --nproc_per_node={fitting}){instead}"
+    )
 
 
 def checked_transport(name: str | None, names: Collection[str]) -> str | None:

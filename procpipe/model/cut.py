@@ -10,7 +10,7 @@ Independent of processes: every rank computes every partition.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice, pairwise
 
 from torch import Tensor, nn
@@ -114,12 +114,53 @@ def fit_balance(
     n, all_ranks = len(parts), num_ranks * num_replicas
     replicas = f" for {num_replicas} replicas" if num_replicas > 1 else ""
     others = f"replicas={all_ranks // n}, or " if all_ranks > n and all_ranks % n == 0 else ""
+    are = "is 1 process" if all_ranks == 1 else f"are {all_ranks} processes"
     told = (
-        f"balance {parts} makes {n} partitions, but there are {all_ranks} processes{replicas}, and "
+        f"balance {parts} makes {n} partitions, but there {are}{replicas}, and "
         f"each runs one: start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas}), "
         f"or give {others}a balance like {_even(num_layers, num_ranks)}"
     )
     raise IndexError(told) if len(parts) > num_ranks else BalanceError(told)
+
+
+def replicas_for(
+    num_ranks: int, num_partitions: int, partitions_per_stage: int | None
+) -> int | None:
+    """Return the least number of replicas with which each stage gets its partitions, if any.
+
+    ``partitions_per_stage`` is None where any number is right that is the same for all.
+    """
+    for num_stages in range(num_ranks, 0, -1):
+        v, rest = divmod(num_partitions, num_stages)
+        fits = v > 0 and rest == 0 and partitions_per_stage in (None, v)
+        if fits and num_ranks % num_stages == 0:
+            return num_ranks // num_stages
+    return None
+
+
+def check_enough_layers(
+    num_layers: int, num_ranks: int, num_replicas: int, count: Callable[[int], int]
+) -> None:
+    """Check that each partition gets a layer; ``count`` returns how many there are for n stages.
+
+    Raises:
+        BalanceError: there are too many processes; suggests replicas.
+    """
+    num_stages = num_ranks // num_replicas
+    if num_layers == 0 or count(num_stages) <= num_layers:
+        return
+    fits = next(
+        (n for n in range(num_stages, 0, -1) if num_ranks % n == 0 and count(n) <= num_layers), None
+    )
+    replicas = f" for {num_replicas} replicas" if num_replicas > 1 else ""
+    are = "is 1 process" if num_ranks == 1 else f"are {num_ranks} processes"
+    fewer = "start fewer, or " if num_ranks > 1 else ""
+    instead = "" if fits is None else f"give replicas={num_ranks // fits}, or "
+    raise BalanceError(
+        f"{num_layers} layers are to be divided into {count(num_stages)} partitions, each of at "
+        f"least one layer, as there {are}{replicas}: {fewer}{instead}divide the model into more "
+        "layers"
+    )
 
 
 def cut(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Module]]:

@@ -50,7 +50,7 @@ class FixedLayers(nn.Sequential):
 
     def _refuse_to_move(self) -> NoReturn:
         raise TypeError(
-            f"stage {self.rank} stays on {self.device}: each stage has its own device, given by "
+            f"rank {self.rank} stays on {self.device}: each stage has its own device, given by "
             "the launcher or by Stage(devices=…); only a dtype can be changed"
         )
 

@@ -33,7 +33,17 @@ _LOOK_EVERY_S = 0.0005
 
 
 class Operation(Protocol):
-    """An operation of a group that is under way."""
+    """An operation of a group that is under way.
+
+    Attributes:
+        is_queued: whether the host does not wait for it, but a stream of its GPU does.
+    """
+
+    is_queued: bool
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the result is there; never blocks."""
 
     def wait(self) -> None:
         """Return once the result may be used: by what is queued on the current stream, on a GPU.
@@ -75,9 +85,11 @@ class Group:
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all replicas, of the same shape and dtype, by replica."""
         flat = tensor.contiguous().view(-1)
-        found = flat.new_empty(self.num_replicas * flat.numel())
-        self._begin(flat, found, lambda group, one, out: group._allgather_base(out, one)).wait()
-        return [part.view(tensor.shape) for part in found.view(self.num_replicas, -1).unbind()]
+        found = flat.new_empty(self.num_replicas, flat.numel())
+        self._begin(
+            flat, found, lambda group, one, out: group.allgather([[*out.unbind()]], [one])
+        ).wait()
+        return [part.view(tensor.shape) for part in found.unbind()]
 
     @torch.no_grad()
     def copy_first(self, tensor: Tensor) -> None:
@@ -134,6 +146,8 @@ def group_of(world: World, grid: Grid, choice: TransportChoice, mesh: Mesh) -> G
 class _OnHosts:
     """An operation of gloo."""
 
+    is_queued = False
+
     def __init__(
         self,
         mesh: Mesh,
@@ -146,10 +160,15 @@ class _OnHosts:
         self._work = work
         self._finish = finish
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the result is there; never blocks."""
+        return self._work is None or bool(self._work.is_completed())
+
     def wait(self) -> None:
         """Block until the result is there."""
         mesh, others = self._mesh, sorted(set(self._ranks) - {self._mesh.rank})
-        what = f"the same stage of the other replicas (ranks {others})"
+        what = f"an all-reduce with {', '.join(map(mesh.name_of, others))}"
         mesh.wait(self._work.is_completed, lambda: what, every_s=_LOOK_EVERY_S)
         try:
             self._work.wait()

@@ -53,9 +53,16 @@ class NcclGroup(Communicators):
 class Queued:
     """An operation that is queued on the device; its tensors are held until it is waited for."""
 
+    is_queued = True
+
     def __init__(self, work: Work, *tensors: Tensor) -> None:
         self._work = work
         self._tensors = tensors
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has the result."""
+        return self._work.is_completed()
 
     def wait(self) -> None:
         """Make the current stream wait for the result; the host goes on."""

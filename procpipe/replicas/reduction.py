@@ -15,6 +15,7 @@ replica without samples adds zeros.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from procpipe.data.loss import LossPart
 from procpipe.plan.all_reduce import bucketed
 from procpipe.replicas.group import Group, Operation
+from procpipe.run.observer import Observers
 from procpipe.torch_internals import has_accumulation_hooks
 
 if TYPE_CHECKING:
@@ -46,10 +48,12 @@ class Reduction:
 
     Attributes:
         overlaps: whether sums of this call may begin before its end.
+        observers: follow each sum.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.overlaps = False
+        self.observers = Observers()
         self._group = group
         self._device = device
         self._own: dict[nn.Parameter, None] = {}  # gradients to be added up, see Stage.no_sync
@@ -131,11 +135,36 @@ class Reduction:
             bucket.missing.clear()
         self.overlaps = True
         self._begin_complete()
-        for bucket in self._buckets:
+        for k, bucket in enumerate(self._buckets):
+            asked_ns = time.perf_counter_ns()
+            for hook in self.observers.ask_sum:
+                hook(f"gradients {k}")
+            bucket.wait()
+            self.look()
+            self._note(f"gradients {k}", bucket.num_bytes, *bucket.span_ns, asked_ns)
             bucket.end(self._fresh)
         self._buckets = []
         for parameter in self._apart:
             self._add_up_apart(parameter)
+
+    def look(self) -> None:
+        """Note which sums are over, if anything observes them; on a GPU the host does not know."""
+        if self.observers.added_up and self._device.type == "cpu":
+            for bucket in self._buckets[: self._num_begun]:
+                bucket.look()
+
+    def _note_begin(self, what: str, operation: Operation | None = None) -> None:
+        wait = operation.wait if operation is not None and operation.is_queued else None
+        for hook in self.observers.begin_sum:
+            hook(what, wait)
+
+    def _note(self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int) -> None:
+        for hook in self.observers.added_up:
+            hook(what, num_bytes, begun_ns, ended_ns, asked_ns)
+
+    def _note_at_once(self, what: str, num_bytes: int, begun_ns: int) -> None:
+        """Note a sum that was waited for from its beginning."""
+        self._note(what, num_bytes, begun_ns, time.perf_counter_ns(), begun_ns)
 
     @property
     def holds_own(self) -> bool:
@@ -164,11 +193,13 @@ class Reduction:
         """Begin the sums of complete buckets, in order."""
         if not self.overlaps:
             return
+        self.look()
         while self._num_begun < len(self._buckets):
             bucket = self._buckets[self._num_begun]
             if bucket.missing:
                 return
-            bucket.begin(self._group)
+            operation = bucket.begin(self._group)
+            self._note_begin(f"gradients {self._num_begun}", operation)
             self._num_begun += 1
 
     def _add_up_apart(self, parameter: nn.Parameter) -> None:
@@ -176,7 +207,10 @@ class Reduction:
         own = parameter.grad
         given = torch.zeros_like(parameter) if own is None else own
         is_there = torch.full((1,), own is not None, dtype=given.dtype, device=given.device)
+        begun_ns = time.perf_counter_ns()
+        self._note_begin("shared gradient")
         parts = self._group.gathered(torch.cat([given.reshape(-1), is_there]))
+        self._note_at_once("shared gradient", given.nbytes, begun_ns)
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -194,7 +228,10 @@ class Reduction:
             if isinstance(part.weight, Tensor):
                 vector[1] = part.weight
             vector[3 + _DTYPES.index(self._dtype)] = 1
+        begun_ns = time.perf_counter_ns()
+        self._note_begin("loss")
         self._group.begin_sum(vector).wait()
+        self._note_at_once("loss", vector.nbytes, begun_ns)
         if self._dtype is None:  # there were no samples here up to now; on a GPU the host waits
             _, _, num_sums, *num_of_dtype = vector.tolist()
             self._is_sum, self._dtype = num_sums > 0, _DTYPES[num_of_dtype.index(max(num_of_dtype))]
@@ -225,9 +262,13 @@ class _Bucket:
         self._parameters = parameters
         self._flat: Tensor | None = None
         self._sum: Operation | None = None
+        self._begun_ns = self._ended_ns = 0
 
-    def begin(self, group: Group) -> None:
-        """Copy the gradients, and begin their sum; behind them stands which of them there are."""
+    def begin(self, group: Group) -> Operation:
+        """Copy the gradients, and begin their sum, which is returned.
+
+        Behind the gradients stands which of them there are.
+        """
         first = self._parameters[0]
         parts, present = [], []
         for parameter in self._parameters:
@@ -246,15 +287,37 @@ class _Bucket:
         for is_there, run in groupby(present):  # no copy from the host, which would wait
             parts.append(first.new_full((len([*run]),), float(is_there)))
         self._flat = torch.cat(parts)
+        self._begun_ns = time.perf_counter_ns()
         self._sum = group.begin_sum(self._flat)
+        return self._sum
+
+    def look(self) -> None:
+        """Note when the sum is first seen to be over."""
+        if not self._ended_ns and self._sum is not None and self._sum.is_over:
+            self._ended_ns = time.perf_counter_ns()
+
+    def wait(self) -> None:
+        """Wait for the sum."""
+        assert self._sum is not None, "it was begun"
+        self._sum.wait()
+        self._ended_ns = self._ended_ns or time.perf_counter_ns()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all gradients."""
+        return 0 if self._flat is None else self._flat.nbytes
+
+    @property
+    def span_ns(self) -> tuple[int, int]:
+        """When the sum began, and when it was first seen to be over."""
+        return self._begun_ns, self._ended_ns
 
     def end(self, fresh: set[nn.Parameter]) -> None:
-        """Wait for the sum, and make it the gradients, or write it into those of earlier calls.
+        """Make the sum the gradients, or write it into those of earlier calls.
 
         Not into those of this call: what another stage is sent may share their memory.
         """
-        assert self._sum is not None and self._flat is not None, "it was begun"
-        self._sum.wait()
+        assert self._flat is not None, "it was begun"
         sizes = [parameter.numel() for parameter in self._parameters]
         *sums, present = self._flat.split([*sizes, len(sizes)])
         is_there: list[float] | None = None

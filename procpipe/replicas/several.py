@@ -31,6 +31,7 @@ from procpipe.replicas.buffers import Buffers
 from procpipe.replicas.group import Group
 from procpipe.replicas.reduction import Reduction
 from procpipe.run.messages import Order
+from procpipe.run.observer import Observers
 from procpipe.run.replicas import Replicas, Scattered
 from procpipe.tree import Flat
 
@@ -69,6 +70,10 @@ class Several(Replicas):
     def overlaps(self) -> bool:  # type: ignore[override]
         """Whether gradients may be added up before a call's end."""
         return self._reduction.overlaps
+
+    def observe(self, observers: Observers) -> None:
+        """Call these observers for each sum from now on."""
+        self._reduction.observers = observers
 
     # -- the mini-batch -------------------------------------------------------------------------
 
@@ -207,6 +212,7 @@ class Several(Replicas):
     def during(self, task: Task) -> AbstractContextManager[None]:
         """Add up gradients to which no later task adds, as they become final."""
         parameters = self._final.get(task)
+        self._reduction.look()
         return nullcontext() if parameters is None else self._reduction.during(parameters)
 
     def end(self) -> None:

@@ -116,8 +116,8 @@ class Calls(Leaving):
                 raise
             if order is not None:
                 raise CallMismatchError(
-                    f"rank {self._world.rank} is in {call}() of its pipeline "
-                    f"{self._world.number} while rank 0 is in {order.call}() of pipeline "
+                    f"{self._world.grid.rank_name(self._world.rank)} is in {call}() of its "
+                    f"pipeline {self._world.number} while rank 0 is in {order.call}() of pipeline "
                     f"{order.stage_number} (counted from 0 in the order they are made): every rank "
                     "must make the same calls in the same order"
                 )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from procpipe.channel.mesh import Mesh
 from procpipe.compute.partition import Partition
 from procpipe.job.board import Board
+from procpipe.job.grid import Grid
 from procpipe.notes import write_note
 from procpipe.plan.task import INPUT_GRADIENT, Task
 from procpipe.run.messages import Order
@@ -45,9 +46,10 @@ class Compiling(Observer):
         is_split = task.kind == INPUT_GRADIENT
         if is_split and not self._has_noted and self._partitions[task.j].is_compiled:
             self._has_noted = True
+            name = Grid.of(self._board.read()).stage_name(self._mesh.rank)
             write_note(
-                f"procpipe: stage {self._mesh.rank} runs the whole backward of compiled layers in "
-                "the first of its two tasks (I), as their weight gradients cannot be put off"
+                f"procpipe: {name} runs the whole backward of compiled layers in the first of its "
+                "two tasks (I), as their weight gradients cannot be put off"
             )
 
     def leave(self) -> None:

@@ -128,6 +128,7 @@ class Executor:
     def observe(self, observers: Observers) -> None:
         """Call these observers for tasks, layers and messages from now on."""
         self._observers = observers
+        self.replicas.observe(observers)
         for j, partition in self.partitions.items():
             partition.on_layer = observers.on_layer(j)
 

@@ -76,11 +76,13 @@ class Leaving:
 
     def _send_goodbye(self, *, is_new: bool) -> None:
         if is_new:
-            self._world.give_up(f"rank {self._world.rank} ended its script before its first call")
+            name = self._world.grid.rank_name(self._world.rank)
+            self._world.give_up(f"{name} ended its script before its first call")
         try:
             self.close()
         except ProcpipeError as unfinished:
-            write_note(f"procpipe: rank {self._world.rank} left early: {unfinished}")
+            name = self._world.grid.rank_name(self._world.rank)
+            write_note(f"procpipe: {name} left early: {unfinished}")
 
     def _is_used_by_another_thread(self) -> bool:
         """Whether another thread than the main one and this one made the last call, and runs."""

@@ -7,6 +7,9 @@
             on_layer(j)(index)     for each layer
         end_task(task)
         sent(transfer, …)
+    begin_sum(what, …)             for each sum over replicas
+    ask_sum(what)                  the stage begins to wait for it
+    added_up(what, …)              and has it
     held(sizes)
     end_step(order)                or abandon_step(), if it failed
 
@@ -76,6 +79,32 @@ class Observer:
     def sent(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
         """A message was sent just now; sending it began at ``start_ns``."""
 
+    # -- of replicas ----------------------------------------------------------------------------
+
+    def begin_sum(self, what: str, wait: Callable[[], None] | None) -> None:
+        """A sum over replicas (an all-reduce) has begun, or begins next.
+
+        Args:
+            what: "gradients 0" for the first bucket, "loss", …
+            wait: makes the current stream wait for it, if it is queued on a GPU; else None.
+        """
+
+    def ask_sum(self, what: str) -> None:
+        """The stage begins to wait for a sum; not called if it has waited from the beginning."""
+
+    def added_up(
+        self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int
+    ) -> None:
+        """A sum was taken just now, by the host.
+
+        Args:
+            what: see ``begin_sum``.
+            num_bytes: of its tensor.
+            begun_ns: when this stage began it.
+            ended_ns: when this stage first saw that it was over.
+            asked_ns: since when the stage had waited for it.
+        """
+
 
 class Observers:
     """Several observers; for each event of tasks and messages, the methods that are overridden."""
@@ -88,6 +117,9 @@ class Observers:
         self.held = self._overridden("held")
         self.waited = self._overridden("waited")
         self.sent = self._overridden("sent")
+        self.begin_sum = self._overridden("begin_sum")
+        self.ask_sum = self._overridden("ask_sum")
+        self.added_up = self._overridden("added_up")
 
     def on_layer(self, j: int) -> Callable[[int], None]:
         """Return one function for all that is called with each layer of partition ``j``."""

@@ -119,24 +119,21 @@ class Pipeline:
 
     def statistics(self) -> StageStatistics:
         """Return what this stage did so far."""
-        trace, ledger = self.trace, self.executor.ledger
+        grid, ledger = self._world.grid, self.executor.ledger
         sent_bytes: Counter[str] = Counter()
         num_messages: Counter[str] = Counter()
         for (payload, *_), sender in self.channels.senders.items():
             sent_bytes[payload] += sender.num_bytes
             num_messages[payload] += sender.num_messages
         return StageStatistics(
-            stage=self._world.rank,
-            num_steps=trace.num_steps,
-            num_tasks=dict(trace.num_tasks),
-            busy_s=trace.busy_ns / 1e9,
-            waiting_s=trace.waiting_ns / 1e9,
-            step_s=trace.step_ns / 1e9,
+            stage=grid.stage,
+            replica=grid.replica,
             sent_bytes=dict(sent_bytes),
             num_messages=dict(num_messages),
             peak_held_bytes=ledger.peak_bytes,
             held_bytes=ledger.held_bytes,
             split=self.split,
+            **self.trace.totals(),
         )
 
     def flush(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 import torch
 
@@ -72,8 +73,9 @@ class Progress(Observer):
     def end_step(self, order: Order) -> None:
         """Write the sums up to now."""
         is_done = order.call != "forward" or not order.is_grad_enabled  # else backward follows
+        sizes = chain(*(of_one for of_one, _ in order.shares)) if order.shares else order.sizes
         self._board.end_program(
-            sum(order.sizes) if is_done else 0,
+            sum(sizes) if is_done else 0,
             busy_ns=self._trace.busy_ns,
             step_ns=self._trace.step_ns,
             held_bytes=self._ledger.peak_bytes,

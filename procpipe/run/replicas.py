@@ -30,6 +30,7 @@ from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch
 from procpipe.plan.program import Program
 from procpipe.plan.task import Task
 from procpipe.run.messages import Order
+from procpipe.run.observer import Observers
 from procpipe.tree import Flat
 
 _NOTHING = nullcontext()
@@ -46,6 +47,9 @@ class Replicas:
     """
 
     overlaps = True
+
+    def observe(self, observers: Observers) -> None:
+        """Call these observers for each sum over replicas from now on."""
 
     # -- the mini-batch -------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ PURE: no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from procpipe.plan.task import INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Task
@@ -25,15 +25,19 @@ class TimedTask:
 
 @dataclass(frozen=True)
 class Split:
-    """How one stage spent one step; the last four add up to the first.
+    """How one stage spent one step; busy, bubble, imbalance, communication and all-reduce add up.
 
     Attributes:
         stage: which stage.
-        step_s: the step, from the first stage's beginning to the last one's end.
+        step_s: the step, from the first stage's beginning to the last one's end, of all replicas:
+            the sum of what follows.
         busy_s: in tasks.
         bubble_s: idle because of the plan.
         imbalance_s: idle because tasks take unequally long.
         communication_s: idle because of transfers, and in what the host does between tasks.
+        all_reduce_s: what the step is longer because of sums over replicas: waits for them after
+            the last task of all stages. Sums and waits beside tasks cost nothing.
+        replica: which replica the stage belongs to.
     """
 
     stage: int
@@ -42,6 +46,8 @@ class Split:
     bubble_s: float
     imbalance_s: float
     communication_s: float
+    all_reduce_s: float = 0.0
+    replica: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class StageStatistics:
     """What one stage did since it was made.
 
     Attributes:
-        stage: its rank, which is the index of the stage unless there are replicas.
+        stage: its index, within its replica.
         num_steps: calls that ran a plan.
         num_tasks: tasks by kind, "F", "R", "B", "I", "W".
         busy_s: seconds in tasks.
@@ -64,6 +70,10 @@ class StageStatistics:
         split: how this stage spent the last step: busy, and idle because of the plan, of unequal
             stages and of communication. It needs the times of all stages, so it is that of the
             last ``stage.report()``, which every rank calls; None before.
+        replica: the replica that the stage belongs to.
+        all_reduce_bytes: bytes of gradients and losses that it added up over replicas.
+        all_reduce_s: seconds in which such a sum was under way, beside tasks or not.
+        exposed_s: seconds of waiting for one.
     """
 
     stage: int
@@ -77,6 +87,10 @@ class StageStatistics:
     peak_held_bytes: int
     held_bytes: int
     split: Split | None = None
+    replica: int = 0
+    all_reduce_bytes: int = 0
+    all_reduce_s: float = 0.0
+    exposed_s: float = 0.0
 
     @property
     def bubble(self) -> float:
@@ -95,7 +109,10 @@ def table(stages: Sequence[StageStatistics]) -> str:
         f"{'stage':>5} {'steps':>6} {' '.join(f'{kind:>7}' for kind in kinds)} {'busy s':>8} "
         f"{'waiting s':>10} {'idle':>7} {'sent MiB':>9} {'messages':>9} {'peak held MiB':>14}"
     )
-    lines = [header, *(_line(s, kinds) for s in stages)]
+    if has_sums := any(s.all_reduce_bytes for s in stages):
+        header += f" {'all-reduce MiB':>15} {'all-reduce s':>13} {'exposed s':>10}"
+    rows = [_line(s, kinds) + (_sums(s) if has_sums else "") for s in stages]
+    lines = [header, *_in_blocks(rows, [s.replica for s in stages])]
     splits = [s.split for s in stages if s.split is not None]
     if splits:
         lines += ["", "the last step:", split_table(splits)]
@@ -111,15 +128,32 @@ def _line(s: StageStatistics, kinds: Sequence[str]) -> str:
     )
 
 
+def _sums(s: StageStatistics) -> str:
+    mib = s.all_reduce_bytes / 2**20
+    return f" {mib:>15.2f} {s.all_reduce_s:>13.2f} {s.exposed_s:>10.2f}"
+
+
+def _in_blocks(rows: Sequence[str], replicas: Sequence[int]) -> Iterator[str]:
+    """Yield rows, those of each replica below its name if there are several."""
+    for k, row in enumerate(rows):
+        if any(replicas) and (k == 0 or replicas[k] != replicas[k - 1]):
+            yield f"replica {replicas[k]}"
+        yield row
+
+
 def split_table(splits: Sequence[Split]) -> str:
     """Lay out how the stages spent a step as a text table: milliseconds and shares."""
-    names = ("busy", "bubble", "imbalance", "comm. etc.")
-    lines = ["stage" + "".join(f"{name + ' ms':>22}" for name in names) + f"{'step ms':>11}"]
+    names = ["busy", "bubble", "imbalance", "comm. etc."]
+    has_replicas = any(one.replica for one in splits)
+    names += ["all-reduce"] * has_replicas
+    rows = []
     for one in splits:
-        parts_s = (one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s)
+        parts_s = [one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s]
+        parts_s += [one.all_reduce_s] * has_replicas
         cells = [f"{s * 1e3:>14.2f} {_share(s, one.step_s):>7}" for s in parts_s]
-        lines.append(f"{one.stage:>5}{''.join(cells)}{one.step_s * 1e3:>11.2f}")
-    return "\n".join(lines)
+        rows.append(f"{one.stage:>5}{''.join(cells)}{one.step_s * 1e3:>11.2f}")
+    header = "stage" + "".join(f"{name + ' ms':>22}" for name in names) + f"{'step ms':>11}"
+    return "\n".join([header, *_in_blocks(rows, [one.replica for one in splits])])
 
 
 def _share(part_s: float, whole_s: float) -> str:

@@ -25,11 +25,13 @@ class Trace(Observer):
         self.busy_ns = self.waiting_ns = self.step_ns = 0
         self.last_step_s = 0.0
         self._begun_ns = self._ended_ns = self._task_begun_ns = 0
+        self.all_reduce_bytes = self.all_reduce_ns = self.exposed_ns = 0
         self._events: list[tuple[Task, int, int]] = []
+        self._sums: list[tuple[str, int, int, int, int, int]] = []
 
     def begin_step(self, order: Order) -> None:
         """Start timing a step."""
-        self._events = []
+        self._events, self._sums = [], []
         self._begun_ns = time.perf_counter_ns()
 
     def begin_layers(self, task: Task) -> None:
@@ -44,6 +46,13 @@ class Trace(Observer):
         """Add to the time of waiting."""
         self.waiting_ns += time.perf_counter_ns() - start_ns
 
+    def added_up(
+        self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int
+    ) -> None:
+        """Keep a sum over replicas, and the wait for it."""
+        taken_ns = time.perf_counter_ns()
+        self._sums.append((what, num_bytes, begun_ns, ended_ns, asked_ns, taken_ns))
+
     def end_step(self, order: Order) -> None:
         """Add the step to the sums."""
         self.num_steps += 1
@@ -54,6 +63,27 @@ class Trace(Observer):
         for task, start_ns, end_ns in self._events:
             self.num_tasks[task.kind] += 1
             self.busy_ns += end_ns - start_ns
+        last_ns = 0
+        for _, num_bytes, begun_ns, ended_ns, asked_ns, taken_ns in sorted(
+            self._sums, key=lambda one: one[2]
+        ):
+            self.all_reduce_bytes += num_bytes
+            self.all_reduce_ns += max(0, ended_ns - max(begun_ns, last_ns))  # several at a time
+            self.exposed_ns += taken_ns - asked_ns
+            last_ns = max(last_ns, ended_ns)
+
+    def totals(self) -> dict[str, Any]:
+        """Return the sums over all steps, under their names in ``StageStatistics``."""
+        return {
+            "num_steps": self.num_steps,
+            "num_tasks": dict(self.num_tasks),
+            "busy_s": self.busy_ns / 1e9,
+            "waiting_s": self.waiting_ns / 1e9,
+            "step_s": self.step_ns / 1e9,
+            "all_reduce_bytes": self.all_reduce_bytes,
+            "all_reduce_s": self.all_reduce_ns / 1e9,
+            "exposed_s": self.exposed_ns / 1e9,
+        }
 
     def last_step(self) -> list[TimedTask]:
         """Return the tasks of the last step in the order they ran."""
@@ -71,5 +101,9 @@ class Trace(Observer):
             "end": max(begun_ns, self._ended_ns),
             "tasks": [
                 [*task, start - begun_ns, end - begun_ns] for task, start, end in self._events
+            ],
+            "sums": [
+                [what, num_bytes, *(at_ns - begun_ns for at_ns in times_ns)]
+                for what, num_bytes, *times_ns in self._sums
             ],
         }

@@ -5,13 +5,15 @@
     stage 0   [F0 ][F1 ]···[B1 ][B0 ]          so much shorter
 
 Changes are replayed for the *usual* step: its tasks and its length are medians over all recorded
-steps with the same work. Only communication and slow outliers are those of the step that is shown.
+steps with the same work. Only communication, all-reduce and slow outliers are those of the step
+that is shown. Of several replicas, the one that takes longest is replayed.
 Advice without enough effect is left out. What a replay leaves out (transfers, the host's work
 between tasks) is assumed not to change.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -36,7 +38,7 @@ _WORTH = 0.02
 _UNEQUAL, _ODD = 0.1, 2.0
 
 #: Smaller idle shares are not reported.
-_MUCH_BUBBLE, _MUCH_COMMUNICATION, _MUCH_ODD = 0.05, 0.1, 0.05
+_MUCH_BUBBLE, _MUCH_COMMUNICATION, _MUCH_ALL_REDUCE, _MUCH_ODD = 0.05, 0.1, 0.05, 0.05
 
 Rows = list[list[Task]]
 
@@ -50,7 +52,10 @@ def advise(recording: Recording, step: Step, divide: Divide) -> list[str]:
         divide: finds the best balance; ``procpipe.balance.blocks``.
     """
     of = _Advisor(recording, step, divide)
-    found = (of.balance(), of.chunks(), of.schedule(), of.communication(), of.outliers())
+    found = (
+        *(of.balance(), of.chunks(), of.schedule()),
+        *(of.communication(), of.all_reduce(), of.outliers()),
+    )
     return [advice for advice in found if advice]
 
 
@@ -77,7 +82,8 @@ class _TaskSeconds:
         n = len(rows)
         spans_s = replay(rows, lambda task: self.seconds[task.kind, task.j]).spans_s
         tasks = tuple(Ran(at, task, *spans_s[task]) for at, row in enumerate(rows) for task in row)
-        return split(replace(like, begins_s=(0.0,) * n, ends_s=(step_s,) * n, tasks=tasks, hops=()))
+        alone = replace(like, begins_s=(0.0,) * n, ends_s=(step_s,) * n, shares=())
+        return split(replace(alone, tasks=tasks, hops=(), sums=()))
 
 
 class _Advisor:
@@ -87,10 +93,14 @@ class _Advisor:
         self._recording = recording
         self._step = step
         self._divide = divide
-        self._rows: Rows = [[r.task for r in step.row(j)] for j in range(step.num_stages)]
         like = recording.like(step)
         self._seconds = _TaskSeconds(median_seconds(like, lambda task: (task.kind, task.j)))
-        self._replayed_s = self._seconds.step_s(self._rows)
+        replicas = [step.replica(replica) for replica in range(step.num_replicas)]
+        replayed_s = list(map(self._seconds.step_s, replicas))
+        self._replayed_s = max(replayed_s)
+        slowest = replayed_s.index(self._replayed_s)
+        self._rows: Rows = replicas[slowest]
+        self._sizes = step.shares[slowest] if step.shares else step.sizes
         usual_s = median(other.seconds for other in like)
         self._usual_s = max(usual_s, self._replayed_s)  # medians of tasks may add up to more
         self._usual = self._seconds.splits(self._rows, step, self._usual_s)
@@ -125,10 +135,10 @@ class _Advisor:
 
     def chunks(self) -> str:
         """Report the bubble with twice as many micro-batches."""
-        m, n = len(self._step.sizes), self._step.num_stages
+        m, n = len(self._sizes), self._step.num_stages
         now = fmean(one.bubble_s for one in self._usual) / self._usual_s
         rows = self._rows_of(self._schedule, 2 * m)
-        if now < _MUCH_BUBBLE or n == 1 or rows is None or 2 * m > sum(self._step.sizes):
+        if now < _MUCH_BUBBLE or n == 1 or rows is None or 2 * m > sum(self._sizes):
             return ""
         halves = _TaskSeconds({key: s / 2 for key, s in self._seconds.seconds.items()})
         if not halves.seconds.keys() >= {(task.kind, task.j) for row in rows for task in row}:
@@ -146,7 +156,7 @@ class _Advisor:
         """Report what 1F1B would hold."""
         if self._schedule == "1f1b" or self._step.num_stages == 1:
             return ""
-        rows = self._rows_of("1f1b", len(self._step.sizes))
+        rows = self._rows_of("1f1b", len(self._sizes))
         if rows is None or any(
             sorted(a) != sorted(b) for a, b in zip(rows, self._rows, strict=True)
         ):
@@ -178,9 +188,25 @@ class _Advisor:
         return (
             f"Communication and overhead are {share:.0%} of the step: {num_hops} "
             f"message{'' if num_hops == 1 else 's'} of {size} in all. The longest waits "
-            f"were stage {destination}'s for the {payload} of stage {source}: "
-            f"{seconds_text(most_s)}. "
+            f"were those of {self._step.name_of(destination)} for the {payload} of "
+            f"{self._step.name_of(source)}: {seconds_text(most_s)}. "
             "Fewer or larger micro-batches make fewer messages."
+        )
+
+    def all_reduce(self) -> str:
+        """Report the share of sums over replicas that no task hides."""
+        sums_s = split(self._step)[0].all_reduce_s
+        if sums_s < _MUCH_ALL_REDUCE * self._step.seconds:
+            return ""
+        num_bytes = Counter[int]()
+        for one in self._step.sums:
+            num_bytes[one.rank] += one.num_bytes
+        rank, most = num_bytes.most_common(1)[0]
+        return (
+            f"Waits for sums over replicas (all-reduce) are {sums_s / self._step.seconds:.0%} of "
+            f"the step, after its last task. {self._step.name_of(rank).capitalize()} adds up most, "
+            f"{bytes_text(most)}. Larger mini-batches, or several steps in stage.no_sync() before "
+            "one outside of it, add up less often."
         )
 
     def outliers(self) -> str:
@@ -190,12 +216,13 @@ class _Advisor:
         }
         odd = [ran for ran, median_s in usual_s.items() if ran.seconds > _ODD * median_s]
         extra_s = sum(ran.seconds - usual_s[ran] for ran in odd)
-        if extra_s / self._step.num_stages < _MUCH_ODD * self._step.seconds:
+        if extra_s / self._step.num_ranks < _MUCH_ODD * self._step.seconds:
             return ""
         worst = max(odd, key=lambda ran: ran.seconds - usual_s[ran])
         return (
             f"{len(odd)} of {len(usual_s)} tasks took more than twice as long as usual, "
-            f"{seconds_text(extra_s)} longer in all; {worst.task} on stage {worst.stage} took "
+            f"{seconds_text(extra_s)} longer in all; {worst.task} on "
+            f"{self._step.name_of(worst.rank)} took "
             f"{seconds_text(worst.seconds)}, not {seconds_text(usual_s[worst])}. Look for what "
             "else used its processor, or at another step."
         )
@@ -215,9 +242,9 @@ class _Advisor:
 
     def _busy_of_partitions(self) -> list[float]:
         busy_s = [0.0] * self._num_partitions
-        for ran in self._step.tasks:
-            if ran.task.j < self._num_partitions:
-                busy_s[ran.task.j] += self._seconds.seconds[ran.task.kind, ran.task.j]
+        for task in (task for row in self._rows for task in row):
+            if task.j < self._num_partitions:
+                busy_s[task.j] += self._seconds.seconds[task.kind, task.j]
         return busy_s
 
     def _layer_seconds(self, busy_s: Sequence[float]) -> tuple[list[float], str]:
@@ -243,7 +270,7 @@ class _Advisor:
         if not is_known or not self._step.trains or self._step.call != "step":
             return None
         recomputes = {task.i for row in self._rows for task in row if task.kind == RECOMPUTE}
-        if self._step.schedule and recomputes != recomputed(str(mode), len(self._step.sizes)):
+        if self._step.schedule and recomputes != recomputed(str(mode), len(self._sizes)):
             return None  # "auto" recomputes more than the user wants
         try:
             if SCHEDULES[schedule].place(len(at), n) != at:

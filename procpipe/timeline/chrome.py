@@ -1,14 +1,16 @@
 """Writes a recording as JSON in the Trace Event Format, and reads it back.
 
 The file opens in https://ui.perfetto.dev and ``chrome://tracing``. A stage is a process with rows
-(threads) for steps, tasks, waits and messages:
+(threads) for steps, tasks, waits and messages, and with replicas for sums:
 
     stage 0   steps      [──────────── step 0 (step) ────────────]
               tasks      [F0@0][F1@0]                 [B1@0][B0@0]
               waits                  [gradient 1 from stage 1]
               transfers       ─ ─     activation 0 to stage 1
                               └──▶ an arrow to the receiver's row of transfers
+              all-reduce                                 [──── gradients 0 ────]
 
+Sums are asynchronous events, as several may be under way at a time.
 Everything else is in ``otherData``. Entries of other programs are ignored.
 
 Source: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -21,16 +23,17 @@ from dataclasses import asdict
 from typing import Any
 
 from procpipe.plan.task import Task
-from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
+from procpipe.timeline.recording import AllReduce, Clock, Hop, Ran, Recording, Step
 
-#: The file format; the number increases when older readers cannot read it.
+#: The file format; the number increases when older readers cannot read it: 2 with replicas.
 FORMAT = "procpipe timeline 1"
+FORMAT_OF_REPLICAS = "procpipe timeline 2"
 
-#: The rows of a stage, in order from the top.
-_ROWS = ("steps", "tasks", "waits", "transfers")
-_STEPS, _TASKS, _WAITS, _TRANSFERS = range(4)
+#: The rows of a stage, in order from the top; the last one only with replicas.
+_ROWS = ("steps", "tasks", "waits", "transfers", "all-reduce")
+_STEPS, _TASKS, _WAITS, _TRANSFERS, _SUMS = range(5)
 
-#: The number of stage 0's process.
+#: The number of rank 0's process.
 _FIRST_PID = 1000
 
 #: The least length of a slice in which an arrow can end.
@@ -42,18 +45,21 @@ Event = dict[str, Any]
 def to_chrome(recording: Recording) -> dict[str, Any]:
     """Return a recording as plain JSON."""
     events = list(_names(recording))
-    num_hops = 0
+    num_hops = num_sums = 0
     for step in recording.steps:
         events += _step_events(step)
         events += [_task_event(step.number, ran) for ran in step.tasks]
         for number, hop in enumerate(step.hops, start=num_hops):
-            events += _hop_events(step.number, number, hop)
+            events += _hop_events(step, number, hop)
         num_hops += len(step.hops)
+        for number, one in enumerate(step.sums, start=num_sums):
+            events += _sum_events(step, number, one)
+        num_sums += len(step.sums)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {
-            "format": FORMAT,
+            "format": FORMAT if _num_replicas(recording) == 1 else FORMAT_OF_REPLICAS,
             **recording.facts,
             "num_steps": recording.num_steps,
             "kept": recording.kept_text(),
@@ -76,8 +82,11 @@ def from_chrome(data: Any) -> Recording:
     other = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(other, dict) or "format" not in other:
         raise ValueError("it is no timeline that Stage(trace=…) wrote")
-    if other["format"] != FORMAT:
-        raise ValueError(f"its form is {other['format']!r}, but this version reads {FORMAT!r}")
+    if other["format"] not in (FORMAT, FORMAT_OF_REPLICAS):
+        raise ValueError(
+            f"its form is {other['format']!r}, but this version reads {FORMAT!r} and "
+            f"{FORMAT_OF_REPLICAS!r}"
+        )
     try:
         return _recording(data["traceEvents"], other)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
@@ -88,55 +97,63 @@ def from_chrome(data: Any) -> Recording:
 
 
 def _names(recording: Recording) -> Iterator[Event]:
+    num_replicas = _num_replicas(recording)
+    num_stages = len(recording.clocks) // num_replicas
     for clock in recording.clocks:
-        stage = clock.stage
-        yield _meta("process_name", stage, 0, {"name": f"stage {stage} (rank {stage})"})
-        yield _meta("process_sort_index", stage, 0, {"sort_index": stage})
-        for row, name in enumerate(_ROWS):
-            yield _meta("thread_name", stage, row, {"name": name})
-            yield _meta("thread_sort_index", stage, row, {"sort_index": row})
+        rank = clock.stage
+        replica, stage = divmod(rank, num_stages)
+        of = f" of replica {replica}" if num_replicas > 1 else ""
+        yield _meta("process_name", rank, 0, {"name": f"stage {stage}{of} (rank {rank})"})
+        yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
+        for row, name in enumerate(_ROWS if num_replicas > 1 else _ROWS[:_SUMS]):
+            yield _meta("thread_name", rank, row, {"name": name})
+            yield _meta("thread_sort_index", rank, row, {"sort_index": row})
 
 
-def _place(stage: int, row: int) -> Event:
-    """Return the numbers of process and thread for a row of a stage.
+def _num_replicas(recording: Recording) -> int:
+    return int(recording.facts.get("replicas", 1))
+
+
+def _place(rank: int, row: int) -> Event:
+    """Return the numbers of process and thread for a row of a rank.
 
     Each number is used once and 0 never: for Perfetto, a thread with its process's number is the
     main thread, and thread 0 is an idle processor.
     """
-    pid = _FIRST_PID + stage
+    pid = _FIRST_PID + rank
     return {"pid": pid, "tid": 10 * pid + row}
 
 
-def _meta(name: str, stage: int, row: int, args: Event) -> Event:
-    return {"ph": "M", "name": name, **_place(stage, row), "args": args}
+def _meta(name: str, rank: int, row: int, args: Event) -> Event:
+    return {"ph": "M", "name": name, **_place(rank, row), "args": args}
 
 
 def _slice(
-    name: str, cat: str, stage: int, row: int, start_s: float, end_s: float, **args: Any
+    name: str, cat: str, rank: int, row: int, start_s: float, end_s: float, **args: Any
 ) -> Event:
     ts, dur = _microseconds(start_s), _microseconds(end_s - start_s)
-    return {"ph": "X", "name": name, "cat": cat, **_place(stage, row), "ts": ts, "dur": dur,
+    return {"ph": "X", "name": name, "cat": cat, **_place(rank, row), "ts": ts, "dur": dur,
             "args": args}  # fmt: skip
 
 
 def _step_events(step: Step) -> Iterator[Event]:
-    for stage, (begin_s, end_s) in enumerate(zip(step.begins_s, step.ends_s, strict=True)):
+    for rank, (begin_s, end_s) in enumerate(zip(step.begins_s, step.ends_s, strict=True)):
         name = f"step {step.number} ({step.call})"
-        yield _slice(name, "step", stage, _STEPS, begin_s, end_s, step=step.number)
+        yield _slice(name, "step", rank, _STEPS, begin_s, end_s, step=step.number)
 
 
 def _task_event(number: int, ran: Ran) -> Event:
     _, i, j = ran.task
     return _slice(
-        str(ran.task), "task", ran.stage, _TASKS, ran.start_s, ran.end_s,
+        str(ran.task), "task", ran.rank, _TASKS, ran.start_s, ran.end_s,
         step=number, micro_batch=i, partition=j,
     )  # fmt: skip
 
 
-def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
+def _hop_events(step: Step, number: int, hop: Hop) -> Iterator[Event]:
     """Yield the events of a message: sending, waiting, arrival, and an arrow."""
     told = {
-        "step": step,
+        "step": step.number,
         "transfer": number,
         "kind": hop.payload,
         "micro_batch": hop.i,
@@ -145,9 +162,9 @@ def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
         "bytes": hop.num_bytes,
         "posted_to_taken_us": _microseconds(hop.taken_s - hop.posted_s),
     }
-    arrives = f"{hop.payload} {hop.i} from stage {hop.source}"
+    arrives = f"{hop.payload} {hop.i} from {step.name_of(hop.source)}"
     yield _slice(
-        f"{hop.payload} {hop.i} to stage {hop.destination}", "transfer",
+        f"{hop.payload} {hop.i} to {step.name_of(hop.destination)}", "transfer",
         hop.source, _TRANSFERS, hop.posted_s, hop.sent_s, **told,
     )  # fmt: skip
     yield _slice(
@@ -168,6 +185,18 @@ def _hop_events(step: int, number: int, hop: Hop) -> Iterator[Event]:
     yield {**arrow, "ph": "f", "bp": "e", **_place(hop.destination, _TRANSFERS), "ts": arrival_us}
 
 
+def _sum_events(step: Step, number: int, one: AllReduce) -> Iterator[Event]:
+    """Yield the events of a sum over replicas: its beginning and end, and the wait for it."""
+    name = f"all-reduce {one.what}"
+    told = {"step": step.number, "sum": number, "what": one.what, "bytes": one.num_bytes}
+    event = {"name": name, "cat": "all-reduce", "id": number, **_place(one.rank, _SUMS)}
+    yield {**event, "ph": "b", "ts": _microseconds(one.start_s), "args": told}
+    yield {**event, "ph": "e", "ts": _microseconds(one.end_s), "args": told}
+    yield _slice(
+        name, "all-reduce wait", one.rank, _WAITS, one.asked_s, one.taken_s, **told
+    )  # fmt: skip
+
+
 def _boundaries(step: Step) -> dict[str, Any]:
     return {
         "step": step.number,
@@ -177,6 +206,7 @@ def _boundaries(step: Step) -> dict[str, Any]:
         "begins_us": [_microseconds(begin_s) for begin_s in step.begins_s],
         "ends_us": [_microseconds(end_s) for end_s in step.ends_s],
         "schedule": step.schedule,
+        **({"shares": [list(sizes) for sizes in step.shares]} if step.shares else {}),
     }
 
 
@@ -191,6 +221,7 @@ def _microseconds(seconds: float) -> float:
 def _recording(events: list[Event], other: Mapping[str, Any]) -> Recording:
     tasks: dict[int, list[Ran]] = {told["step"]: [] for told in other["steps"]}
     ends: dict[int, dict[str, Event]] = {}
+    of_sums: dict[int, dict[str, Event]] = {}
     for event in events:
         category = event.get("cat")
         if category == "task":
@@ -199,13 +230,18 @@ def _recording(events: list[Event], other: Mapping[str, Any]) -> Recording:
             tasks[event["args"]["step"]].append(ran)
         elif category in ("transfer", "wait"):
             ends.setdefault(event["args"]["transfer"], {})[category] = event
+        elif category in ("all-reduce", "all-reduce wait"):
+            of_sums.setdefault(event["args"]["sum"], {})[event["ph"]] = event
     hops: dict[int, list[Hop]] = {number: [] for number in tasks}
     for both in ends.values():
         hops[both["transfer"]["args"]["step"]].append(_hop(both["transfer"], both["wait"]))
+    sums: dict[int, list[AllReduce]] = {number: [] for number in tasks}
+    for three in of_sums.values():
+        sums[three["b"]["args"]["step"]].append(_sum(three["b"], three["e"], three["X"]))
     known = {"format", "num_steps", "kept", "is_closed", "clock_error_s", "clocks",
              "layer_forward_s", "plans", "steps"}  # fmt: skip
     return Recording(
-        steps=tuple(_step(told, tasks, hops) for told in other["steps"]),
+        steps=tuple(_step(told, tasks, hops, sums) for told in other["steps"]),
         num_steps=other["num_steps"],
         plans=other["plans"],
         facts={name: fact for name, fact in other.items() if name not in known},
@@ -215,7 +251,12 @@ def _recording(events: list[Event], other: Mapping[str, Any]) -> Recording:
     )
 
 
-def _step(told: Event, tasks: dict[int, list[Ran]], hops: dict[int, list[Hop]]) -> Step:
+def _step(
+    told: Event,
+    tasks: dict[int, list[Ran]],
+    hops: dict[int, list[Hop]],
+    sums: dict[int, list[AllReduce]],
+) -> Step:
     number = told["step"]
     return Step(
         number,
@@ -227,6 +268,8 @@ def _step(told: Event, tasks: dict[int, list[Ran]], hops: dict[int, list[Hop]]) 
         tuple(tasks[number]),
         tuple(hops[number]),
         told.get("schedule", ""),  # older files have none
+        tuple(map(tuple, told.get("shares", ()))),
+        tuple(sums[number]),
     )
 
 
@@ -235,6 +278,14 @@ def _hop(sent: Event, taken: Event) -> Hop:
     return Hop(
         told["kind"], told["micro_batch"], told["from"], told["to"], told["bytes"],
         *_times(sent), *_times(taken),
+    )  # fmt: skip
+
+
+def _sum(begin: Event, end: Event, wait: Event) -> AllReduce:
+    told = begin["args"]
+    return AllReduce(
+        begin["pid"] - _FIRST_PID, told["what"], told["bytes"],
+        begin["ts"] / 1e6, end["ts"] / 1e6, *_times(wait),
     )  # fmt: skip
 
 

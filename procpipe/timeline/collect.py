@@ -145,7 +145,8 @@ class Tracing(Observer):
         record |= {"call": order.call, "sizes": order.sizes, "plan": order.plan}
         if isinstance(order.detail, StepDetail):
             record["schedule"] = order.detail.schedule
-        self.note(record, self._plan_text(order) if self._is_writer else "")
+        has_plan = self._is_writer and order.sizes  # a replica may have no samples
+        self.note(record, self._plan_text(order) if has_plan else "")
 
     def note(self, record: dict[str, Any], plan_text: str) -> None:
         """Keep a record on rank 0, or send it there.

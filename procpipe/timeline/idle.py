@@ -1,4 +1,4 @@
-"""Divides the time of a measured step, on each stage, into four parts.
+"""Divides the time of a measured step, on each stage of each replica, into parts.
 
 They add up to ``T``, the seconds of the step:
 
@@ -7,12 +7,15 @@ They add up to ``T``, the seconds of the step:
                      plan costs, whatever the balance
     imbalance        idle in addition because tasks take different times, between stages or
                      micro-batches; transfers still take no time
-    communication    the rest: ``T`` less the length of that step without transfers. Messages, and
-                     the host's work between tasks. The same for all stages
+    all-reduce       what sums over replicas make the step longer: waits for them on any stage,
+                     after the last task of all. The same for all stages
+    communication    the rest: ``T`` less the length of that step without transfers and sums.
+                     Messages, and the host's work between tasks. The same for all stages
 
 The two steps without transfers are replayed: each stage runs its tasks in the measured order, each
 as soon as the stage is free and its inputs are made. With every task's own measured seconds a
-replay is never longer than the measurement, so no part is negative.
+replay is never longer than the measurement, so no part is negative. Of several replicas each is
+replayed by itself; the longest replay counts for all.
 
     measured     stage 0  [F0][F1] ···· [─B1─] · [─B0─]        T
                  stage 1    · [F0] [F1][─B1─][─B0─] ·····
@@ -50,19 +53,38 @@ class Replay:
 
 def split(step: Step) -> list[Split]:
     """Divide a step's time on each stage."""
-    rows = [[ran.task for ran in step.row(stage)] for stage in range(step.num_stages)]
-    measured = {ran.task: ran.seconds for ran in step.tasks}
     means = mean_seconds(step, lambda task: task.kind)
-    equal_s = replay(rows, lambda task: means[task.kind]).total_s
-    free_s = min(replay(rows, measured.__getitem__).total_s, step.seconds)  # clocks may be off
+    equal_s = free_s = 0.0
+    for replica in range(step.num_replicas):
+        rows = step.replica(replica)
+        ranks = range(replica * step.num_stages, (replica + 1) * step.num_stages)
+        measured = {ran.task: ran.seconds for rank in ranks for ran in step.row(rank)}
+        equal_s = max(equal_s, replay(rows, lambda task: means[task.kind]).total_s)
+        free_s = max(free_s, replay(rows, measured.__getitem__).total_s)
+    free_s = min(free_s, step.seconds)  # clocks may be off
+    sums_s = min(exposed_s(step), step.seconds - free_s)
     found = []
-    for stage, row in enumerate(rows):
-        busy_s = _added(measured[task] for task in row)
+    for rank in range(step.num_ranks):
+        replica, stage = divmod(rank, step.num_stages)
+        row = step.row(rank)
+        busy_s = _added(ran.seconds for ran in row)
         idle_s = max(0.0, free_s - busy_s)
-        bubble_s = min(idle_s, max(0.0, equal_s - _added(means[task.kind] for task in row)))
-        rest_s = step.seconds - busy_s - idle_s
-        found.append(Split(stage, step.seconds, busy_s, bubble_s, idle_s - bubble_s, rest_s))
+        bubble_s = min(idle_s, max(0.0, equal_s - _added(means[ran.task.kind] for ran in row)))
+        rest_s = step.seconds - busy_s - idle_s - sums_s
+        found.append(
+            Split(stage, step.seconds, busy_s, bubble_s, idle_s - bubble_s, rest_s, sums_s, replica)
+        )
     return found
+
+
+def exposed_s(step: Step) -> float:
+    """Return the seconds, after the last task of a step, in which a rank waited for a sum."""
+    at_s = max((ran.end_s for ran in step.tasks), default=step.start_s)
+    total_s = 0.0
+    for one in sorted(step.sums, key=lambda one: one.asked_s):
+        total_s += max(0.0, one.taken_s - max(one.asked_s, at_s))
+        at_s = max(at_s, one.taken_s)
+    return total_s
 
 
 def _added(seconds: Iterable[float]) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 from procpipe.plan.routes import LOSS
 from procpipe.plan.task import Task
 from procpipe.timeline.clocks import ClockReading, drift_ppm, offset_at
-from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step
+from procpipe.timeline.recording import AllReduce, Clock, Hop, Ran, Recording, Step
 
 #: What a rank records of a step; see ``Trace.last_record`` and ``Recorder.last_record``.
 Record = dict[str, Any]
@@ -52,8 +52,9 @@ def merged(
             by_step[record["step"]].append(record)
     whole = [by_step[k] for k in sorted(by_step) if len(by_step[k]) == len(records)]
     zero_ns = min(_begins_ns(whole[0], readings)) if whole else 0
+    num_replicas = int(facts.get("replicas", 1))
     return Recording(
-        steps=tuple(merged_step(of_all, readings, zero_ns) for of_all in whole),
+        steps=tuple(merged_step(of_all, readings, zero_ns, num_replicas) for of_all in whole),
         num_steps=num_steps,
         plans=plans,
         facts=facts,
@@ -64,7 +65,10 @@ def merged(
 
 
 def merged_step(
-    records: Sequence[Record], readings: Sequence[Readings], zero_ns: int | None = None
+    records: Sequence[Record],
+    readings: Sequence[Readings],
+    zero_ns: int | None = None,
+    num_replicas: int = 1,
 ) -> Step:
     """Merge what all ranks recorded of one step.
 
@@ -72,6 +76,7 @@ def merged_step(
         records: by rank.
         readings: for each rank, its clock compared with rank 0's.
         zero_ns: what becomes 0, on rank 0's clock; by default the step's beginning.
+        num_replicas: how many pipelines these ranks make.
     """
     begins_ns = _begins_ns(records, readings)
     zero_ns = min(begins_ns) if zero_ns is None else zero_ns
@@ -80,7 +85,8 @@ def merged_step(
         for begin_ns, record in zip(begins_ns, records, strict=True)
     ]
     bases_ns = [begin_ns - zero_ns for begin_ns in begins_ns]
-    first = records[0]
+    first, num_stages = records[0], len(records) // num_replicas
+    shares = tuple(tuple(record.get("sizes", ())) for record in records[::num_stages])
     return Step(
         number=first["step"],
         call=first.get("call", ""),
@@ -93,8 +99,14 @@ def merged_step(
             for rank, (base_ns, record) in enumerate(zip(bases_ns, records, strict=True))
             for kind, i, j, start_ns, end_ns in record["tasks"]
         ),
-        hops=tuple(_hops(records, bases_ns)),
+        hops=tuple(_hops(records, bases_ns, num_stages)),
         schedule=first.get("schedule", ""),
+        shares=shares if num_replicas > 1 else (),
+        sums=tuple(
+            AllReduce(rank, what, num_bytes, *((base_ns + at_ns) / 1e9 for at_ns in times_ns))
+            for rank, (base_ns, record) in enumerate(zip(bases_ns, records, strict=True))
+            for what, num_bytes, *times_ns in record.get("sums", ())
+        ),
     )
 
 
@@ -106,19 +118,20 @@ def _begins_ns(records: Sequence[Record], readings: Sequence[Readings]) -> list[
     ]
 
 
-def _hops(records: Sequence[Record], bases_ns: Sequence[int]) -> list[Hop]:
-    """Match both ends of each message, which are recorded under the same ``Transfer``."""
+def _hops(records: Sequence[Record], bases_ns: Sequence[int], num_stages: int) -> list[Hop]:
+    """Match both ends of each message: within a replica they are of the same ``Transfer``."""
     taken: defaultdict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
     for rank, record in enumerate(records):
         for *key, _, start_ns, end_ns in record.get("takes", ()):
             times_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
-            taken[tuple(key)].append((rank, *times_s))
+            taken[rank // num_stages, *key].append((rank, *times_s))
     hops = []
     for rank, record in enumerate(records):
         for *key, size_bytes, start_ns, end_ns in record.get("sends", ()):
-            if not taken[tuple(key)]:
+            ends = taken[rank // num_stages, *key]
+            if not ends:
                 continue
-            destination, *taken_s = taken[tuple(key)].pop(0)
+            destination, *taken_s = ends.pop(0)
             posted_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
             kind, i, *_ = key
             i = 0 if kind == LOSS else i  # the loss belongs to no micro-batch

@@ -34,8 +34,8 @@ LOOKS = {
     "W": Look("weight gradient", "#009e73", "#000000"),
 }
 
-#: Gradients that are added up over replicas, which is no task.
-ALL_REDUCE = Look("all-reduce", "#cc79a7", "#000000")
+#: Sums over replicas, which are no tasks.
+ALL_REDUCE = Look("all-reduce", "#56b4e9", "#000000")
 
 
 def tick_distance(least: float) -> float:

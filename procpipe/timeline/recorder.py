@@ -4,8 +4,8 @@ Used instead of the plain ``Trace`` by ``Stage(trace=…)``, and by ``schedule="
 ``collect.py`` sends what it has recorded of a step to rank 0.
 
 On a GPU the host's times say when a task was launched. There a CUDA event is recorded at either end
-of a task, and the host waits for the last one when the step is over: so tracing keeps the host from
-running ahead into the next step. (Written, but not run on a GPU yet.)
+of a task and of a sum over replicas, and the host waits for the last one when the step is over: so
+tracing keeps the host from running ahead into the next step. (Written, but not run on a GPU yet.)
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class Recorder(Trace):
         self._sends: list[list[Any]] = []
         self._is_cuda = device.type == "cuda"
         self._marks: list[torch.cuda.Event] = []
+        self._beside = torch.cuda.Stream(device) if self._is_cuda else None
+        self._begun_sums: dict[str, list[torch.cuda.Event | None]] = {}  # began, ended, asked for
+        self._marks_of_sums: list[list[torch.cuda.Event]] = []
         self._layer, self._layer_begun_ns = -1, 0
         self._passed: list[tuple[int, int]] = []
         self._layers: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
@@ -56,19 +59,21 @@ class Recorder(Trace):
         """Start timing a step; drop what a step that failed has left."""
         for recorded in (self._takes, self._sends, self._marks, self._passed, self._layers):
             recorded.clear()
+        self._begun_sums.clear()
+        self._marks_of_sums.clear()
         self._layer = -1
         super().begin_step(order)
 
     def begin_layers(self, task: Task) -> None:
         """Note when a task starts."""
         if self._is_cuda:
-            self._mark()
+            self._marks.append(_event())
         super().begin_layers(task)
 
     def end_task(self, task: Task) -> None:
         """Note that a task has just ended, and the layers that it went through."""
         if self._is_cuda:
-            self._mark()
+            self._marks.append(_event())
         super().end_task(task)
         if task.kind in (FORWARD, RECOMPUTE):
             for index, took_ns in self._passed:
@@ -88,9 +93,34 @@ class Recorder(Trace):
         now_ns = time.perf_counter_ns()
         self._sends.append([*transfer, num_bytes(tensors), start_ns, now_ns])
 
+    def begin_sum(self, what: str, wait: Callable[[], None] | None) -> None:
+        """Mark where a sum begins and, beside what else the device does, where it ends."""
+        if self._is_cuda:
+            self._begun_sums[what] = [_event(), None, None]
+            if wait is not None:
+                with torch.cuda.stream(self._beside):
+                    wait()
+                    self._begun_sums[what][1] = _event()
+
+    def ask_sum(self, what: str) -> None:
+        """Mark where the device begins to wait for a sum."""
+        if self._is_cuda:
+            self._begun_sums[what][2] = _event()
+
+    def added_up(
+        self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int
+    ) -> None:
+        """Keep a sum over replicas, and the wait for it."""
+        super().added_up(what, num_bytes, begun_ns, ended_ns, asked_ns)
+        if self._is_cuda:
+            began, ended, asked = self._begun_sums.pop(what)
+            taken = _event()
+            assert began is not None, "it has begun"
+            self._marks_of_sums.append([began, ended or taken, asked or began, taken])
+
     def end_step(self, order: Order) -> None:
         """Add the step to the sums."""
-        if self._marks:
+        if self._marks or self._marks_of_sums:
             self._use_device_times()
         super().end_step(order)
 
@@ -104,26 +134,35 @@ class Recorder(Trace):
             "layers": [[*key, *sums] for key, sums in self._layers.items()],
         }
 
-    def _mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
     def _use_device_times(self) -> None:
-        """Put the device's times of tasks in the place of the host's.
+        """Put the device's times of tasks and sums in the place of the host's.
 
         The last event links both clocks: the device's times count back from it.
         """
-        last = self._marks[-1]
+        last = _event() if self._marks_of_sums else self._marks[-1]
         last.synchronize()
         now_ns = time.perf_counter_ns()
-        times_ns = [now_ns - round(mark.elapsed_time(last) * 1e6) for mark in self._marks]
+
+        def at_ns(mark: torch.cuda.Event) -> int:
+            return now_ns - round(float(mark.elapsed_time(last)) * 1e6)
+
+        times_ns = list(map(at_ns, self._marks))
         self._events = [
             (task, start_ns, end_ns)
             for (task, _, _), start_ns, end_ns in zip(
                 self._events, times_ns[::2], times_ns[1::2], strict=True
             )
         ]
+        for k, marks in enumerate(self._marks_of_sums):
+            began_ns, ended_ns, asked_ns, taken_ns = map(at_ns, marks)
+            ended_ns = min(ended_ns, taken_ns)  # the stream beside may come late to its mark
+            self._sums[k] = *self._sums[k][:2], began_ns, ended_ns, asked_ns, taken_ns
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _since(begun_ns: int, message: list[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
     stage 0   [F0][F1]  ·····wait·····  [──B1──][──B0──]      Ran: a task, when and where
                   └─ hop ─┐    ┌─ hop ─┘
     stage 1   ··wait··  [F0][F1][──B1──][──B0──]              Hop: a message, at both its ends
+                                          └ sum ─────         AllReduce: with other replicas
 
 All times are seconds on one clock, from the start of the first recorded step. A recording comes
 from the ranks (``merging.py``) or from a file (``chrome.py``).
@@ -19,9 +20,9 @@ from procpipe.plan.task import Task
 
 @dataclass(frozen=True)
 class Ran:
-    """A task that ran on a stage, from ``start_s`` to ``end_s``."""
+    """A task that ran on a rank, from ``start_s`` to ``end_s``."""
 
-    stage: int
+    rank: int
     task: Task
     start_s: float
     end_s: float
@@ -39,8 +40,8 @@ class Hop:
     Attributes:
         payload: what it carried: "activation", "gradient", …
         i: the micro-batch.
-        source: the stage that sent it.
-        destination: the stage that received it.
+        source: the rank that sent it.
+        destination: the rank that received it.
         num_bytes: of its tensors.
         posted_s: when the sender began to send it.
         sent_s: when the sender continued.
@@ -68,20 +69,52 @@ class Hop:
 
 
 @dataclass(frozen=True)
+class AllReduce:
+    """A sum over all replicas, of gradients or losses, as one rank took part in it.
+
+    Attributes:
+        rank: the rank.
+        what: "gradients 0" for the first bucket, "loss", …
+        num_bytes: of its tensor.
+        start_s: when the rank began it.
+        end_s: when the rank first saw that it was over: all others had begun it, too.
+        asked_s: when the rank began to wait for it.
+        taken_s: when the rank had it.
+    """
+
+    rank: int
+    what: str
+    num_bytes: int
+    start_s: float
+    end_s: float
+    asked_s: float
+    taken_s: float
+
+    @property
+    def waited_s(self) -> float:
+        """How long the rank waited for it."""
+        return self.taken_s - self.asked_s
+
+
+@dataclass(frozen=True)
 class Step:
-    """One run of a plan on all stages.
+    """One run of a plan on all stages, of all replicas if there are several.
+
+    A rank is the index of a stage, plus that of its replica times the number of stages.
 
     Attributes:
         number: counted from 0 over all runs of a plan, including evaluation.
         call: the method that ran it: "step", "forward" or "backward".
-        plan: the digest of its plan.
-        sizes: samples of each micro-batch.
-        begins_s: when each stage began.
-        ends_s: when each stage ended.
-        tasks: what ran; those of a stage in order.
+        plan: the digest of its plan; of replica 0, if there are several.
+        sizes: samples of each micro-batch; of replica 0, if there are several.
+        begins_s: when each rank began.
+        ends_s: when each rank ended.
+        tasks: what ran; those of a rank in order.
         hops: the messages, in the order in which they were sent.
         schedule: the schedule that was chosen for it, such as "zb-h1" or "trying zb-h1"; "" if the
             run has only one.
+        shares: the ``sizes`` of each replica, if there are several.
+        sums: what was added up over replicas; those of a rank in the order of the waits for them.
     """
 
     number: int
@@ -93,11 +126,28 @@ class Step:
     tasks: tuple[Ran, ...]
     hops: tuple[Hop, ...]
     schedule: str = ""
+    shares: tuple[tuple[int, ...], ...] = ()
+    sums: tuple[AllReduce, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks: stages times replicas."""
+        return len(self.begins_s)
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas."""
+        return max(1, len(self.shares))
 
     @property
     def num_stages(self) -> int:
-        """The number of stages."""
-        return len(self.begins_s)
+        """The number of stages of a replica."""
+        return self.num_ranks // self.num_replicas
+
+    def name_of(self, rank: int) -> str:
+        """Describe a rank: "stage 1", of several replicas "stage 1 of replica 0"."""
+        replica, stage = divmod(rank, self.num_stages)
+        return f"stage {stage}" + (f" of replica {replica}" if self.num_replicas > 1 else "")
 
     @property
     def start_s(self) -> float:
@@ -106,7 +156,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """The seconds from the first stage's start to the last one's end."""
+        """The seconds from the first rank's start to the last one's end."""
         return max(self.ends_s) - self.start_s
 
     @property
@@ -114,17 +164,23 @@ class Step:
         """Whether it has backward tasks."""
         return any(ran.task.kind in "BIW" for ran in self.tasks)
 
-    def row(self, stage: int) -> list[Ran]:
-        """List a stage's tasks in order."""
-        return [ran for ran in self.tasks if ran.stage == stage]
+    def row(self, rank: int) -> list[Ran]:
+        """List a rank's tasks in order."""
+        return [ran for ran in self.tasks if ran.rank == rank]
+
+    def replica(self, replica: int) -> list[list[Task]]:
+        """List the tasks of each stage of a replica, in order."""
+        first = replica * self.num_stages
+        ranks = range(first, first + self.num_stages)
+        return [[ran.task for ran in self.row(rank)] for rank in ranks]
 
 
 @dataclass(frozen=True)
 class Clock:
-    """A stage's clock, compared with that of stage 0.
+    """A rank's clock, compared with that of rank 0.
 
     Attributes:
-        stage: the stage.
+        stage: the rank, which is the index of the stage unless there are replicas.
         offset_s: how far it is ahead, as measured last; all times are corrected for it. 0 if it is
             less than its error.
         error_s: the possible error of the offset: half of the shortest round trip.
@@ -147,7 +203,7 @@ class Recording:
         plans: the plans' texts by digest.
         facts: the arguments of the ``Stage``: "balance", "chunks", "checkpoint", "schedule",
             "layers", versions.
-        clocks: one a stage.
+        clocks: one a rank.
         layer_s: mean forward seconds of each layer for one micro-batch; empty if unknown.
         is_closed: whether the run closed its stages, and did not fail.
     """
@@ -190,7 +246,8 @@ class Recording:
         same = [
             other
             for other in self.steps
-            if (other.plan, other.call, other.sizes) == (step.plan, step.call, step.sizes)
+            if (other.plan, other.call, other.sizes, other.shares)
+            == (step.plan, step.call, step.sizes, step.shares)
         ]
         return same[1:] if len(same) > 1 and same[0].number == 0 else same
 

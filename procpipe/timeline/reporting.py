@@ -41,10 +41,13 @@ def with_splits(
     """
     of_all = [dict(value["statistics"]) for value in values]
     records = [value["step"] for value in values]
-    if any(record["step"] != records[0]["step"] or not record["tasks"] for record in records):
+    num_replicas = 1 + max(int(statistics["replica"]) for statistics in of_all)
+    has_tasks = any(record["tasks"] for record in records)  # a replica may have no samples
+    if not has_tasks or any(record["step"] != records[0]["step"] for record in records):
         return of_all  # before the first step there is nothing to divide
     readings = [[clocks[rank]] if rank in clocks else [] for rank in range(len(values))]
-    for statistics, one in zip(of_all, split(merged_step(records, readings)), strict=True):
+    step = merged_step(records, readings, num_replicas=num_replicas)
+    for statistics, one in zip(of_all, split(step), strict=True):
         statistics["split"] = asdict(one)
     return of_all
 

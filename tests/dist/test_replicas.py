@@ -6,6 +6,8 @@ they may differ in their last digits; between replicas every bit is the same.
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch import nn
 from procpipe import BalanceError, NoChunk, RemoteStageError, Stage, state
 from procpipe.losses import masked_cross_entropy
 from procpipe.skip import pop, skippable, stash
+from procpipe.timeline.chrome import from_chrome
+from procpipe.timeline.idle import split
 from tests.dist.script import run_forked
 from tests.dist.stages import MODES, assert_same, stage_of, world_of
 from tests.dist.test_failures import Faulty, check_lost, kill
@@ -566,6 +570,70 @@ def test_a_failure_ends_all_replicas(ranks, failing):
     ranks(4).run(check_failure, failing, world=False).values()
 
 
+def check_trace(bare, folder):
+    plain = make_model()
+    options = {"replicas": 2, "chunks": 3, "trace": f"{folder}/run.json", "loss_fn": mean_loss}
+    with stage_of(bare, "trace", plain, [3, 3], **options) as stage:
+        stage.step(*make_batch(11, 0))
+        with stage.no_sync():
+            stage.step(*make_batch(5, 1))
+        stage.step(*make_batch(1, 2))  # none for replica 1
+        stage.eval()
+        stage.step(*make_batch(4, 3))
+        stage.train()
+        stage.step(*make_batch(8, 4))
+        report = stage.report()
+        found = stage.statistics()
+        own = sum(parameter.nbytes for parameter in stage.parameters())
+    return report, asdict(found), own
+
+
+def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
+    found = ranks(4).run(check_trace, str(tmp_path), world=False).values()
+    recording = from_chrome(json.loads((tmp_path / "run.json").read_text()))
+
+    assert recording.is_closed
+    assert [step.shares for step in recording.steps] == [
+        ((2, 2, 2), (2, 2, 1)),
+        ((1, 1, 1), (1, 1)),
+        ((1,), ()),
+        ((1, 1), (1, 1)),
+        ((2, 2), (2, 2)),
+    ]
+    last = recording.step()
+    assert (last.number, last.num_stages, last.num_replicas) == (4, 2, 2)
+    for step in recording.steps:
+        summed = {rank: [one.what for one in step.sums if one.rank == rank] for rank in range(4)}
+        trains, is_kept = step.number != 3, step.number == 1
+        for rank, names in summed.items():
+            gradients = ["gradients 0", "shared gradient"] * (trains and not is_kept)
+            assert names == [*gradients, "loss"], f"step {step.number} rank {rank}"
+        for one in step.sums:
+            times_s = one.start_s, one.end_s, one.asked_s, one.taken_s
+            start, end, asked, taken = (round(at_s * 1e9) for at_s in times_s)  # as in the file
+            assert start <= end <= taken, f"step {step.number}: {one}"
+            assert start <= asked <= taken, f"step {step.number}: {one}"
+        for hop in step.hops:
+            assert hop.source // 2 == hop.destination // 2, f"step {step.number}: {hop}"
+
+    (report, *_), *others = found
+    assert [other[0] for other in others] == [report] * 3
+    assert report.count("replica 1\n") == 2
+    for rank, (_, statistics, own) in enumerate(found):
+        assert (statistics["replica"], statistics["stage"]) == divmod(rank, 2)
+        # Behind the gradients of a bucket stands which of them there are; the loss is one of 7.
+        assert 3 * own < statistics["all_reduce_bytes"] < 3 * own + 3 * 8 * 16 + 5 * 7 * 8 + 1
+        assert 0 < statistics["exposed_s"] <= statistics["step_s"]
+        assert 0 < statistics["all_reduce_s"] <= statistics["step_s"]
+        expected = split(last)[rank]
+        assert statistics["split"]["all_reduce_s"] == pytest.approx(
+            expected.all_reduce_s, abs=4 * recording.clock_error_s
+        )
+        parts = ("busy_s", "bubble_s", "imbalance_s", "communication_s", "all_reduce_s")
+        of_step = statistics["split"]
+        assert sum(of_step[part] for part in parts) == pytest.approx(of_step["step_s"])
+
+
 def train_until_killed(world, origin, where):
     layers = [Faulty(where if world.rank == origin else "", kill) for _ in range(2)]
     balance = [1, 1] if world.num_ranks == 4 else [2]
@@ -584,7 +652,9 @@ def train_until_killed(world, origin, where):
 def test_a_rank_of_a_replica_is_killed(ranks, n, origin, where):
     outcomes = ranks(n).run(train_until_killed, origin, where)
 
-    check_lost(outcomes, origin, f"rank {origin} ended without a word")
+    replica, stage = divmod(origin, n // 2)
+    name = f"rank {origin} (stage {stage} of replica {replica})"
+    check_lost(outcomes, origin, f"{name} ended without a word")
 
 
 RESUMES = """
@@ -640,19 +710,25 @@ def test_a_job_of_two_replicas_goes_on_with_one(tmp_path):
 def check_counts(bare):
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     cases: list[tuple[Any, type[Exception], str]] = [
-        (3, BalanceError, "start a multiple of the replicas"),
+        (3, BalanceError, "but there are 4 processes.* start 6, for 2 stages .* give replicas=2"),
         (0, ValueError, "at least 1"),
         ("2", TypeError, "must be an int"),
     ]
     for replicas, kind, words in cases:
         with pytest.raises(kind, match=words):
             Stage(model, [2, 2], replicas=replicas, world=world_of(bare, str(replicas)))
-    asked: list[dict[str, Any]] = [{"trace": "trace.json"}]
-    for k, options in enumerate(asked):
-        with pytest.raises(NotImplementedError, match="not there yet: see docs/replicas"):
-            Stage(model, [2, 2], replicas=2, world=world_of(bare, f"asked {k}"), **options)
-    with pytest.raises(BalanceError, match="or give replicas=2, or a balance like"):
-        Stage(model, [2, 2], world=world_of(bare, "none"))
+    fitting: list[tuple[Any, dict[str, Any], str]] = [
+        ([2, 2], {}, "or give replicas=2, or a balance like"),
+        ([2, 2], {"schedule": "zb-v"}, "give replicas=4, or another balance"),
+        ([3, 1], {"schedule": "interleaved"}, "give replicas=2, or another balance"),
+    ]
+    for balance, options, words in fitting:
+        with pytest.raises(BalanceError, match=words):
+            Stage(model, balance, world=world_of(bare, words), **options)
+    with pytest.raises(
+        BalanceError, match="there are 4 processes: start fewer, or give replicas=2"
+    ):
+        Stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), world=world_of(bare, "few layers"))
 
 
 def test_numbers_that_do_not_fit(ranks):

@@ -32,11 +32,11 @@ pytestmark = pytest.mark.on_gpus
 
 def check_misfits(bare: Any) -> None:
     for balance, schedule, message in (
-        ([3, 6], "zb-v", "makes 2 partitions for 2 processes, but schedule='zb-v' needs two"),
+        ([3, 6], "zb-v", "makes 2 partitions for 2 stages, but schedule='zb-v' needs two"),
         (
             [3, 3, 3],
             "interleaved",
-            "makes 3 partitions for 2 processes, but sched",
+            "makes 3 partitions for 2 stages, but sched",
         ),
         ([1, 2, 3, 3], "gpipe", "balance .1, 2, 3, 3. makes 4 partitions, but there are 2"),
         ([1, 2, 3, 3], two_at_a_time, r"4 partitions, but the plan of schedule\(1, 2\) has 2"),

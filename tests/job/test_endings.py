@@ -32,6 +32,16 @@ def board(monkeypatch):
     return Board.create(2, 4)
 
 
+def test_a_victim_among_replicas_is_named_by_replica_and_stage(board):
+    board.divide(2)
+    error = RemoteStageError(1, "stage 1 of replica 0 (rank 1), in step(): KeyError: 'boom'")
+
+    assert endings.line_of(2, error, board.read()) == (
+        "procpipe: rank 2 (stage 0 of replica 1) ends, because rank 1 (stage 1 of replica 0) "
+        "failed in step(): KeyError: 'boom'"
+    )
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [

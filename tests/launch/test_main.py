@@ -108,3 +108,54 @@ def test_a_command_whose_folder_is_missing_is_not_offered(tmp_path, capsys, monk
     printed = capsys.readouterr().err
     assert "invalid choice: 'doctor'" in printed
     assert ("run" in printed, "plan" in printed, "timeline" in printed) == (True, True, False)
+
+
+DRAWN = """\
+            stage 0   stage 1
+replica 0   rank 0    rank 1
+replica 1   rank 2    rank 3
+
+4 processes on this host"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it draws GPUs, too")
+def test_a_dry_run_draws_stages_times_replicas(script, capsys, tmp_path):
+    run = ["run", "-n", "4", "--no-pin", "--dry-run"]
+    number = "import procpipe\nstage = procpipe.Stage(model, [2, 2], replicas={})\n"
+    for options, arguments, text in (
+        (["--replicas", "2"], [], number.format(4)),
+        ([], ["--replicas", "2"], number.format(4)),
+        ([], ["--lr", "1", "--replicas=2"], ""),
+        ([], [], number.format(2)),
+    ):
+        (tmp_path / "train.py").write_text(text)
+        assert main([*run, *options, script, *arguments]) == 0
+        assert capsys.readouterr().out.startswith(DRAWN), (options, arguments, text)
+
+    for text in (
+        "",
+        number.format(1),
+        number.format("args.replicas"),
+        "Stage(",
+        "Stage(**options)",
+    ):
+        (tmp_path / "train.py").write_text(text)
+        assert main([*run, script]) == 0
+        assert capsys.readouterr().out.startswith("4 processes"), text
+
+    hosts = ["--nnodes", "2", "--rdzv-endpoint", "first:29500", "--replicas", "4"]
+    assert main([*run, *hosts, script]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split("   ") == [
+        "replica 2", "rank 4, host 1", "rank 5, host 1",
+    ]  # fmt: skip
+
+
+def test_replicas_that_do_not_fit_are_refused_in_a_dry_run(script, capsys):
+    for words, expected in (
+        (["--dry-run", "--replicas", "3"], "--replicas is 3, but there are 4 processes"),
+        (["--replicas", "2"], "--replicas is for the drawing of --dry-run"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            main(["run", "-n", "4", *words, script])
+        assert error.value.code == 2
+        assert expected in capsys.readouterr().err

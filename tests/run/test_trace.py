@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -64,6 +65,23 @@ def test_a_failed_step_is_not_counted():
     assert trace.last_step() == []
 
 
+def test_sums_over_replicas_are_counted_once_where_they_overlap():
+    trace = Trace()
+    trace.begin_step(ORDER)
+    now_ns = time.perf_counter_ns()
+    trace.added_up("gradients 0", 100, now_ns - 900, now_ns - 500, now_ns - 600)
+    trace.added_up("gradients 1", 10, now_ns - 700, now_ns - 400, now_ns - 450)
+    trace.end_step(ORDER)
+
+    assert (trace.all_reduce_bytes, trace.all_reduce_ns) == (110, 500)
+    assert trace.exposed_ns >= 600 + 450
+    begun_ns = trace.last_record()["begin"]
+    assert [one[:5] for one in trace.last_record()["sums"]] == [
+        ["gradients 0", 100, *(now_ns - ago - begun_ns for ago in (900, 500, 600))],
+        ["gradients 1", 10, *(now_ns - ago - begun_ns for ago in (700, 400, 450))],
+    ]
+
+
 def test_the_bubble_is_the_share_of_time_without_a_task():
     assert statistics().bubble == 0.25
     assert statistics(busy_s=0.0, step_s=0.0).bubble == 0.0
@@ -80,6 +98,18 @@ def test_the_table_has_a_line_a_stage():
         "    1      2       0       0       0     3.00       0.50    0.0%      1.50        16  "
         "        0.002",
     ]
+
+
+def test_the_table_of_replicas_has_blocks_and_their_sums():
+    sums = {"all_reduce_bytes": 3 << 20, "all_reduce_s": 0.5, "exposed_s": 0.25}
+    header, *lines = table(
+        [statistics(stage=stage, replica=replica, **sums) for replica in (0, 1) for stage in (0, 1)]
+    ).splitlines()
+
+    assert header.endswith("  all-reduce MiB  all-reduce s  exposed s")
+    assert [line.split()[0] for line in lines] == ["replica", "0", "1", "replica", "0", "1"]
+    assert lines[1].split()[-3:] == ["3.00", "0.50", "0.25"]
+    assert len(header) == len(lines[1])
 
 
 def test_a_second_table_shows_the_last_step():
@@ -110,7 +140,7 @@ def test_a_report_divides_the_last_step_of_all_stages():
     assert second.split.stage == 1
     nanoseconds = [round(part_s * 1e9, 3) for part_s in asdict(second.split).values()]
     assert nanoseconds[0] == 1e9
-    assert nanoseconds[1:] == [22, 10, 10, 0, 2]
+    assert nanoseconds[1:] == [22, 10, 10, 0, 2, 0, 0]
 
 
 def test_statistics_before_the_first_step_have_no_split():

@@ -15,7 +15,14 @@ from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.timeline.advice import advise, basis
 from procpipe.timeline.recording import Hop, Ran, Step
-from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, recording_of
+from tests.timeline.recordings import (
+    EQUAL,
+    UNEQUAL,
+    read_step,
+    recording_of,
+    replicas_recording,
+    replicas_step,
+)
 
 
 def advice_on(step: Step, **fields: object) -> list[str]:
@@ -153,8 +160,8 @@ def test_communication_is_reported_with_its_longest_waits() -> None:
 
     assert advice[-1] == (
         "Communication and overhead are 10% of the step: 3 messages of 2.5 MiB in all. The longest "
-        "waits were stage 0's for the gradient of stage 1: 4 s. Fewer or larger micro-batches "
-        "make fewer messages."
+        "waits were those of stage 0 for the gradient of stage 1: 4 s. Fewer or larger "
+        "micro-batches make fewer messages."
     )
 
 
@@ -172,3 +179,18 @@ def test_tasks_that_took_far_longer_than_usual_are_reported() -> None:
         "took 6 s, not 2 s. Look for what else used its processor, or at another step."
     )
     assert not any("usual" in advice for advice in advise(recording, steps[2], blocks))
+
+
+def test_sums_over_replicas_are_reported_if_nothing_hides_them() -> None:
+    step = replicas_step()
+    advice = advise(replicas_recording(step), step, blocks)
+
+    assert (
+        "Waits for sums over replicas (all-reduce) are 12% of the step, after its last task. Stage "
+        "0 of replica 0 adds up most, 3.91 KiB. Larger mini-batches, or several steps in "
+        "stage.no_sync() before one outside of it, add up less often."
+    ) in advice
+    hidden = replace(step, sums=step.sums[1::2])
+    assert not any(
+        "all-reduce" in one for one in advise(replicas_recording(hidden), hidden, blocks)
+    )

@@ -8,7 +8,14 @@ import pytest
 
 from procpipe.timeline.chrome import from_chrome, to_chrome
 from procpipe.timeline.recording import Hop, Recording, picked
-from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, recording_of
+from tests.timeline.recordings import (
+    EQUAL,
+    SUMS,
+    UNEQUAL,
+    read_step,
+    recording_of,
+    replicas_recording,
+)
 
 HOPS = [
     Hop("activation", 0, 0, 1, 64, 1.0, 1.1, 0.0, 1.5),
@@ -136,3 +143,26 @@ def test_similar_steps_have_the_same_sizes_and_exclude_the_slow_first_one() -> N
     assert recording.like(steps[2]) == steps[1:]
     assert recording.like(different) == [different]
     assert recording_of(steps[0]).like(steps[0]) == steps[:1]
+
+
+def test_replicas_are_read_back_with_their_sums() -> None:
+    recording = replicas_recording()
+    data = json.loads(json.dumps(to_chrome(recording)))
+
+    assert from_chrome(data) == recording
+    assert data["otherData"]["format"] == "procpipe timeline 2"
+    events = data["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {
+        1000: "stage 0 of replica 0 (rank 0)",
+        1001: "stage 1 of replica 0 (rank 1)",
+        1002: "stage 0 of replica 1 (rank 2)",
+        1003: "stage 1 of replica 1 (rank 3)",
+    }
+    sums = [e for e in events if e.get("cat") == "all-reduce"]
+    assert [(e["pid"] - 1000, e["ph"], e["ts"] / 1e6) for e in sums] == [
+        (one.rank, phase, at_s)
+        for one in SUMS
+        for phase, at_s in zip("be", (one.start_s, one.end_s), strict=True)
+    ]
+    assert {e["name"] for e in sums} == {"all-reduce gradients 0"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Task
 from procpipe.run.statistics import Split, split_table
 from procpipe.timeline.idle import mean_seconds, replay, split
-from tests.timeline.recordings import EQUAL, UNEQUAL, read_step
+from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, replicas_step
 
 
 def test_equal_stages_lose_time_to_the_plan_and_to_messages() -> None:
@@ -131,3 +132,43 @@ def test_the_table_has_milliseconds_and_shares() -> None:
         ["1", "12000.00", "80.0%", "3000.00", "20.0%", "0.00", "0.0%", "0.00", "0.0%",
          "15000.00"],
     ]  # fmt: skip
+
+
+def test_replicas_lose_time_to_sums_after_the_last_task() -> None:
+    # The last task ends after 11 s. Each replica alone would need 9 s without messages.
+    alike = {"busy_s": 6, "bubble_s": 3, "imbalance_s": 0, "communication_s": 2}
+    assert split(replicas_step()) == [
+        Split(stage, 12.5, **alike, all_reduce_s=1.5, replica=replica)
+        for replica in range(2)
+        for stage in range(2)
+    ]
+
+
+def test_the_slower_replica_makes_the_other_idle() -> None:
+    slower = "F0 0-1 B0 2-4 \n F0 1-2 B0 2-4 \n F0 0-2 B0 6-8 \n F0 2-4 B0 4-6"
+    first, _, third, _ = split(read_step(slower, shares=((4,), (4,))))
+
+    # With equal tasks, F of 1.5 s and B of 2 s, a step would take 7 s.
+    assert (first.busy_s, first.bubble_s, first.imbalance_s) == (3, 3.5, 1.5)
+    assert (third.busy_s, third.bubble_s, third.imbalance_s) == (4, 3.5, 0.5)
+    assert {one.communication_s for one in (first, third)} == {0}
+
+
+def test_a_replica_without_samples_is_idle() -> None:
+    step = read_step("F0 0-1 B0 3-5 \n F0 1-2 B0 2-3", ends_s=(6, 6, 6, 6))
+    step = replace(step, begins_s=(0,) * 4, shares=((4,), ()))
+
+    assert [one.busy_s for one in split(step)] == [3, 2, 0, 0]
+    for one in split(step):
+        parts = one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s, one.all_reduce_s
+        assert sum(parts) == one.step_s == 6
+
+
+def test_the_table_of_replicas_has_blocks_and_the_share_of_sums() -> None:
+    lines = split_table(split(replicas_step())).splitlines()
+
+    assert lines[0].split()[-6:] == ["etc.", "ms", "all-reduce", "ms", "step", "ms"]
+    assert [line.split()[0] for line in lines[1:]] == ["replica", "0", "1", "replica", "0", "1"]
+    assert lines[1].strip() == "replica 0"
+    assert lines[4].strip() == "replica 1"
+    assert lines[2].split()[-3:] == ["1500.00", "12.0%", "12500.00"]

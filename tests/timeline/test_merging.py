@@ -7,7 +7,7 @@ from typing import Any
 from procpipe.plan.task import Task
 from procpipe.timeline.clocks import ClockReading
 from procpipe.timeline.merging import merged, merged_step
-from procpipe.timeline.recording import Clock, Hop, Ran
+from procpipe.timeline.recording import AllReduce, Clock, Hop, Ran
 
 S = 1_000_000_000
 
@@ -99,3 +99,19 @@ def test_layers_are_unknown_if_one_was_not_timed() -> None:
 
 def test_clocks_have_their_offsets_and_errors() -> None:
     assert recording([], []).clocks == (Clock(0, 0.0, 0.0, 0.0), Clock(1, 100.0, 2e-6, None))
+
+
+def test_replicas_keep_their_messages_and_sums_apart() -> None:
+    first = records()
+    second = [{**record, "sizes": [3]} for record in records()]
+    second[1] = {**second[1], "sums": [["gradients 0", 64, S, 3 * S, 2 * S, 3 * S]]}
+    step = merged_step([*first, *second], READINGS * 2, num_replicas=2)
+
+    assert (step.num_ranks, step.num_stages, step.shares) == (4, 2, ((4,), (3,)))
+    pairs = {(hop.payload, hop.source, hop.destination) for hop in step.hops}
+    assert pairs == {
+        *(("activation", 0, 1), ("target", 0, 1), ("loss", 1, 0)),
+        *(("activation", 2, 3), ("target", 2, 3), ("loss", 3, 2)),
+    }
+    assert step.sums == (AllReduce(3, "gradients 0", 64, 2, 4, 3, 4),)  # it began after 1 s
+    assert step.name_of(3) == "stage 1 of replica 1"

@@ -53,7 +53,7 @@ class Schedule:
                 self.partitions_per_stage or 0, "the same number of partitions, one or more,"
             )
             raise BalanceError(
-                f"the balance makes {num_partitions} partitions for {num_stages} processes, but "
+                f"the balance makes {num_partitions} partitions for {num_stages} stages, but "
                 f"schedule={self.name!r} needs {wanted} for each"
             )
         return self.placement(num_partitions, num_stages)

@@ -79,6 +79,29 @@ def test_a_killed_rank_is_reported_with_what_the_others_did():
     assert "\n  stage 2 (rank 2) was in F3\n" in failure.body
 
 
+def test_ranks_of_replicas_are_named_by_replica_and_stage():
+    def reading(rank):
+        board = Board.create(rank, 4)
+        board.divide(2)
+        board.start_call("step")
+        board.start_task("F", 3)
+        return board.read()
+
+    name = "rank 3 (stage 1 of replica 1)"
+    why = f"procpipe: rank 0 (stage 0 of replica 0) ends, because {name} failed\n"
+    ends = [end(0, 1, 10.1, why, reading=reading(0)), end(3, -9, 10.0, reading=reading(3))]
+    failure = explain(ends)
+    assert failure.headline == "stage 1 of replica 1 (rank 3) was killed by SIGKILL in F3"
+    assert "\n  stage 0 of replica 0 (rank 0) was in F3\n" in failure.body
+    assert explain(ends[:1]).headline.startswith(f"{name} failed (on another host")
+
+    noted = f"{TRACEBACK}procpipe: in stage 1 of replica 1 (rank 3), task F3 (micro-batch 3)\n"
+    headline = explain([end(3, 1, 10.0, noted, recorded=noted, reading=reading(3))]).headline
+    assert headline == (
+        "stage 1 of replica 1 (rank 3) failed in task F3 (micro-batch 3): ValueError: mine"
+    )
+
+
 @pytest.mark.parametrize("code", [-15, -9], ids=["terminated", "killed, as it did not end"])
 def test_a_rank_that_left_early_is_named_and_not_one_that_the_agent_killed(code):
     why = "rank 1 has left the pipeline while rank 2 waits for it"

@@ -135,6 +135,37 @@ def test_a_narrow_terminal_has_fewer_columns_and_none_is_cut(width):
     assert ("0-15,64-79" in shown) == (width == 120)
 
 
+def test_replicas_are_blocks():
+    boards = [Board.create(rank, 4) for rank in range(4)]
+    for board in boards[:3]:  # the last rank has no Stage yet
+        board.divide(2)
+        board.write_facts({"device": "cpu", "layers": []})
+        do_steps(board, 1, samples=8)
+    boards[2].start_wait("gradient from stage 1 of replica 1 (rank 3)", 1)
+    attempt = attempt_of(*boards)
+    attempt.ranks[3].board = None
+    rows = RowReader(attempt).rows()
+
+    assert [row.name for row in rows] == [
+        "stage 0 of replica 0",
+        "stage 1 of replica 0",
+        "stage 0 of replica 1",
+        "stage 1 of replica 1",
+    ]
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(live_table(rows[1:], 160))  # of a host with the last three
+    header, *lines = capture.get().splitlines()
+    assert header.split()[:2] == ["replica", "stage"]
+    assert [line[: header.index("device")].split() for line in lines] == [
+        ["0", "1"], ["1", "0"], ["1"],
+    ]  # fmt: skip
+    assert re.search(r"1 +0 +cpu .* s for gradient from stage 1 of replica 1$", lines[1].rstrip())
+    line = plain_line(rows, "0:30")
+    assert re.search(r"memory [\d.]+ MiB [\d.]+ MiB \| [\d.]+ MiB [\d.]+ MiB;", line), line
+    assert re.search(r"; stage 0 of replica 1 waits .* from stage 1 of replica 1$", line), line
+
+
 def test_a_summary_has_the_steps_and_their_rate():
     board = Board.create(0, 1)
     attempt = attempt_of(board)

@@ -45,9 +45,10 @@ def test_text_that_begins_like_a_traceback_is_passed_on():
 
 
 def test_the_line_of_a_victim_is_held_back():
-    line = b"procpipe: rank 0 ends, because rank 1 failed\n"
+    for name in (b"rank 0", b"rank 0 (stage 0 of replica 0)"):
+        line = b"procpipe: " + name + b" ends, because rank 1 failed\n"
 
-    assert fed(HeldBack(), b"procpipe: hello\n", line) == [b"procpipe: hello\n", b""]
+        assert fed(HeldBack(), b"procpipe: hello\n", line) == [b"procpipe: hello\n", b""]
 
 
 def test_a_traceback_is_passed_on_if_the_process_continues():
@@ -57,6 +58,7 @@ def test_a_traceback_is_passed_on_if_the_process_continues():
 def test_only_stall_reports_of_other_ranks_are_shown():
     report = b"procpipe: no progress for 3.0 s, says rank 1\n  stage 0 (rank 0): in B3\n"
     end = b"procpipe: stage 1 (rank 1) goes on after 3.4 s\n"
+    end += b"procpipe: stage 1 of replica 1 (rank 3) goes on after 3.4 s\n"
     text = b"hello\n  there\n" + report + b"other\n  thing\n" + end + b"  x"
     stalls = StallFilter()
 

@@ -18,7 +18,7 @@ from procpipe.plan.task import Task
 from procpipe.timeline.chrome import to_chrome
 from procpipe.timeline.idle import split
 from procpipe.timeline.recording import Clock, Hop, Ran
-from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, recording_of
+from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, recording_of, replicas_recording
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -184,7 +184,7 @@ def stretched(step, factor):
     """Return the step with the tasks of each stage repeated ``factor`` times."""
     length_s = step.seconds
     tasks = [
-        Ran(ran.stage, Task(ran.task.kind, ran.task.i + 2 * k, ran.task.j),
+        Ran(ran.rank, Task(ran.task.kind, ran.task.i + 2 * k, ran.task.j),
             ran.start_s + k * length_s, ran.end_s + k * length_s)
         for k in range(factor) for ran in step.tasks
     ]  # fmt: skip
@@ -240,6 +240,36 @@ def test_the_page_names_how_clocks_were_compared(drift_ppm, expected):
 
 
 # -- in a browser -------------------------------------------------------------------------------
+
+
+def test_replicas_are_blocks_with_their_sums(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recording = replicas_recording()
+    Path("run.json").write_text(json.dumps(to_chrome(recording)))
+    assert main(["timeline", "run.json"]) == 0
+
+    html = Path("run.html").read_text()
+    page = Page(html)
+    assert [row[0] for row in page.rows[1:-1]] == ["replica 0", "0", "1", "replica 1", "0", "1"]
+    assert page.rows[2][-3] == "1500.00 ms 12.0%"
+    assert "12.0% all-reduce" in html
+    assert "2 replicas of 2 stages" in html
+    assert "2 micro-batches each of 7 to 8 samples" in html
+    assert (
+        "all-reduce of gradients 0 on stage 0 of replica 1: 4,000 bytes, 1.25 s from begun to "
+        "over, of which the stage waited 1.25 s"
+    ) in page.titles
+    waited = "stage 1 of replica 1 waited 500 ms for the all-reduce of gradients 0 (1,000 bytes)"
+    assert waited in page.titles
+    assert html.count(">replica 0</text>") == html.count(">replica 1</text>") == 2
+    bars = re.findall(r"<rect class='all-reduce' x='([\d.]+)%' y='(\d+)' width='([\d.]+)%'", html)
+    assert [(float(x), float(width)) for x, _, width in bars] == [
+        pytest.approx((100 * one.start_s / 12.5, 100 * (one.end_s - one.start_s) / 12.5), abs=1e-3)
+        for one in recording.step().sums
+    ]
+    tops = [int(y) for _, y, _ in bars]
+    assert tops == sorted(set(tops))  # a strip of its own on each rank
+    assert "replica 1\n" in capsys.readouterr().out
 
 
 def chromium(folder, *options):
