@@ -162,9 +162,16 @@ class SlowGroup:
 class SlowSum:
     """One such sum."""
 
+    is_queued = False
+
     def __init__(self, sum: Any, is_over_at_s: float) -> None:
         self._sum = sum
         self._is_over_at_s = is_over_at_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether both are done."""
+        return bool(self._sum.is_over) and time.monotonic() >= self._is_over_at_s
 
     def wait(self) -> None:
         """Wait for the sum, and for the link."""

@@ -167,9 +167,8 @@ class _OnHosts:
 
     def wait(self) -> None:
         """Block until the result is there."""
-        mesh, others = self._mesh, sorted(set(self._ranks) - {self._mesh.rank})
-        what = f"an all-reduce with {', '.join(map(mesh.name_of, others))}"
-        mesh.wait(self._work.is_completed, lambda: what, every_s=_LOOK_EVERY_S)
+        mesh = self._mesh
+        mesh.wait(self._work.is_completed, self._described, every_s=_LOOK_EVERY_S)
         try:
             self._work.wait()
         except RuntimeError:  # a process of the group is gone; its own failure says why
@@ -177,3 +176,7 @@ class _OnHosts:
             raise
         self._work = None
         self._finish()
+
+    def _described(self) -> str:
+        others = sorted(set(self._ranks) - {self._mesh.rank})
+        return f"an all-reduce with {', '.join(map(self._mesh.name_of, others))}"
