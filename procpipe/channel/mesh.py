@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -67,6 +67,7 @@ _FAILURE_TIMEOUT_S = 2.0
 class Mesh:
     """The connections of one rank, made of a non-blocking socket to each other rank.
 
+    ``ranks`` holds each rank's number in the job, which messages name.
     A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``, which
     begins anew whenever a peer has been busy (``send_busy``).
     ``num_looks`` counts how often incoming data was looked for.
@@ -80,8 +81,10 @@ class Mesh:
         timeout_s: float,
         stall_timeout_s: float,
         reports: WaitReports,
+        ranks: Sequence[int] = range(1 << 31),
     ) -> None:
         self.rank = rank
+        self.ranks = ranks
         self.num_looks = 0
         self.peers = tuple(sorted(sockets))  # the other ranks, in order
         self.timeout_s = timeout_s
@@ -198,8 +201,8 @@ class Mesh:
                 report_s = math.inf
             if self._counted_s(started) >= timeout_s:
                 raise WaitTimeoutError(
-                    f"rank {self.rank} has waited {waited:.1f} s for {what()}; if that is not a "
-                    "fault, give Stage a larger timeout_s"
+                    f"rank {self.ranks[self.rank]} has waited {waited:.1f} s for {what()}; if "
+                    "that is not a fault, give Stage a larger timeout_s"
                 )
             if waited >= stall_s:
                 self._end_vanished()
@@ -384,7 +387,7 @@ class Mesh:
         self._reading = threading.RLock()  # a thread of the parent may hold the old one
         self._close_descriptors()
         self._failure = StageClosedError(
-            f"this process ({os.getpid()}) was forked from that of rank {self.rank} "
+            f"this process ({os.getpid()}) was forked from that of rank {self.ranks[self.rank]} "
             f"({os.getppid()}): only that one can use its stage"
         )
 
@@ -438,19 +441,20 @@ class Mesh:
         is_local = connection.sock.family == socket.AF_UNIX
         elsewhere = "" if is_local else ", or its host or network failed"
         story = (
-            f"rank {peer} ended without a word: it was killed (out of memory?) or crashed"
-            f"{elsewhere}; its own output and the launcher's exit code tell more"
+            f"rank {self.ranks[peer]} ended without a word: it was killed (out of memory?) or "
+            f"crashed{elsewhere}; its own output and the launcher's exit code tell more"
         )
         seen = self.reports.last_seen(peer)
-        return PeerLostError(peer, f"{story}; {seen}" if seen else story)
+        return PeerLostError(self.ranks[peer], f"{story}; {seen}" if seen else story)
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
         """Fail because a peer has left; send that to all, so that none names this rank instead."""
         if self._failure is None:
             self._failure = PeerLostError(
-                peer,
-                f"rank {peer} has left the pipeline (its script ended, or closed its stage) while "
-                f"rank {self.rank} {meanwhile}: every rank must make the same calls",
+                self.ranks[peer],
+                f"rank {self.ranks[peer]} has left the pipeline (its script ended, or closed its "
+                f"stage) while rank {self.ranks[self.rank]} {meanwhile}: every rank must make "
+                "the same calls",
             )
         self._raise_failure()
         raise AssertionError("there is a failure")

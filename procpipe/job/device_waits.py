@@ -110,9 +110,11 @@ class DeviceWaits:
 
     def _fault(self, peers: list[int], left: set[int], waited_s: float) -> ProcpipeError | None:
         """Return what is wrong although no peer has failed, if anything; report a stall."""
-        rank, what = self._mesh.rank, f"its device, in transfers with ranks {peers}"
+        number_of = self._mesh.ranks
+        rank = number_of[self._mesh.rank]
+        what = f"its device, in transfers with ranks {[number_of[peer] for peer in peers]}"
         if left and waited_s >= _LEFT_AFTER_S:
-            peer = min(left)
+            peer = number_of[min(left)]
             return PeerLostError(
                 peer,
                 f"rank {peer} has left the pipeline (its script ended, or closed its stage) while "
@@ -140,7 +142,7 @@ class DeviceWaits:
             _raise_in(ident, error)
         if abort_all(self._transports):
             return
-        rank = self._mesh.rank
+        rank = self._mesh.ranks[self._mesh.rank]
         write_note(line_of(rank, error) or f"procpipe: rank {rank} ends, because {error}")
         end_at_once(f"rank {rank}")
 

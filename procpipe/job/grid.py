@@ -6,12 +6,19 @@
 Neighbouring stages are neighbouring ranks, and so neighbouring GPUs: activations and gradients
 travel between them for each micro-batch, gradients of parameters between replicas once a step.
 
+In a ``DeviceMesh`` a pipeline has some of the job's ranks. Within it, they are numbered from 0;
+messages name them by their numbers in the job.
+
 PURE: no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+#: The numbers of ranks where the job is one pipeline and its replicas.
+IN_ORDER = range(1 << 31)
 
 
 @dataclass(frozen=True)
@@ -22,11 +29,13 @@ class Grid:
         rank: this process's rank.
         num_ranks: how many there are: stages times replicas.
         num_replicas: pipelines of the same model.
+        numbers: of each rank, its number in the job, by which messages name it.
     """
 
     rank: int
     num_ranks: int
     num_replicas: int = 1
+    numbers: Sequence[int] = IN_ORDER
 
     @property
     def num_stages(self) -> int:
@@ -60,4 +69,4 @@ class Grid:
         """Describe a rank for people."""
         replica, stage = divmod(rank, self.num_stages)
         of = f" of replica {replica}" if self.num_replicas > 1 else ""
-        return f"stage {stage}{of} (rank {rank})"
+        return f"stage {stage}{of} (rank {self.numbers[rank]})"

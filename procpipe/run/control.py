@@ -71,7 +71,9 @@ class Control:
             return bool(heard)
 
         every_s = math.inf if meanwhile is None else _LOOK_EVERY_S
-        self._mesh.wait_for(peer, is_here, lambda: f"{what} from rank {peer}", every_s=every_s)
+        self._mesh.wait_for(
+            peer, is_here, lambda: f"{what} from rank {self._mesh.ranks[peer]}", every_s=every_s
+        )
         return heard.popleft()
 
     def peek(self, peer: int) -> bytes | None:

@@ -172,21 +172,21 @@ class Coordinator:
         return replace(order, plan=plan.digest)
 
     def _check(self, ours: Order, order: Order) -> None:
-        rank = self._grid.rank
+        rank, first = (self._grid.numbers[rank] for rank in (self._grid.rank, 0))
         if ours.stage_number != order.stage_number:
             raise CallMismatchError(
                 f"rank {rank} calls {ours.call}() of its pipeline {ours.stage_number}, rank "
-                f"0 calls {order.call}() of pipeline {order.stage_number} (counted from 0 in the "
-                "order they are made): every rank must make the same calls in the same order"
+                f"{first} calls {order.call}() of pipeline {order.stage_number} (counted from 0 in "
+                "the order they are made): every rank must make the same calls in the same order"
             )
         if ours.call != order.call:
             raise CallMismatchError(
-                f"rank {rank} is in {ours.call}() while rank 0 is in {order.call}(): every "
-                "rank must make the same calls in the same order"
+                f"rank {rank} is in {ours.call}() while rank {first} is in {order.call}(): "
+                "every rank must make the same calls in the same order"
             )
         if ours.mode() != order.mode():
             raise CallMismatchError(
-                f"rank {rank} calls {ours.call}() in {ours.mode()}, rank 0 in "
+                f"rank {rank} calls {ours.call}() in {ours.mode()}, rank {first} in "
                 f"{order.mode()}: call train(), eval() and torch.no_grad() on every rank alike"
             )
 

@@ -72,15 +72,17 @@ class Leaving:
         if self._is_victim:
             self._world.let_others_end_first()
         if self._world.is_device_stuck:
-            end_at_once(f"rank {self._world.rank}")
+            end_at_once(f"rank {self._world.job_rank}")
 
     def _send_goodbye(self, *, is_new: bool) -> None:
         if is_new:
-            self._world.give_up(f"rank {self._world.rank} ended its script before its first call")
+            self._world.give_up(
+                f"rank {self._world.job_rank} ended its script before its first call"
+            )
         try:
             self.close()
         except ProcpipeError as unfinished:
-            write_note(f"procpipe: rank {self._world.rank} left early: {unfinished}")
+            write_note(f"procpipe: rank {self._world.job_rank} left early: {unfinished}")
 
     def _is_used_by_another_thread(self) -> bool:
         """Whether another thread than the main one and this one made the last call, and runs."""
