@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from torch.amp import GradScaler
 from procpipe import build
 from procpipe.about import About
 from procpipe.clipping import Agree, clip
-from procpipe.compute.wrappers import check_not_sharded
 from procpipe.data.loss import Loss
 from procpipe.data.minibatch import (
     UNSET,
@@ -45,7 +44,7 @@ from procpipe.data.minibatch import (
 )
 from procpipe.data.remote import Remote, holder_of
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
-from procpipe.model.arguments import checked_checkpoint, checked_chunks
+from procpipe.model.arguments import checked_checkpoint, checked_chunks, ranks_of
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
@@ -55,6 +54,9 @@ from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.scaling import share
 from procpipe.tree import map_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Stage(About):
@@ -88,6 +90,9 @@ class Stage(About):
         replicas: number of pipelines of this model, each of the world's size divided by it in
             processes: a mini-batch is divided among them, and gradients are added up once a step,
             over the processes of the same stage. See docs/replicas.md.
+        mesh: a ``DeviceMesh`` of one dimension, ``device_mesh["pp"]``: its ranks make this
+            pipeline, whose first reads data. Nothing is added up over other pipelines, but layers
+            may be sharded (FSDP2, tensor parallelism) over other dimensions. See docs/replicas.md.
         chunks: number of micro-batches a mini-batch, or a replica's share of it, is scattered into.
         devices: one device a rank; by default this host's GPUs in order, or CPUs. Several ranks may
             share a GPU: ``["cuda:0", "cuda:0"]``.
@@ -144,6 +149,7 @@ class Stage(About):
         chunks: see above; rank 0's counts.
         checkpoint: see above; rank 0's counts.
         rank: this process's rank; its stage's index, plus ``replica`` times the number of stages.
+            Within the pipeline: with a ``mesh``, messages name ranks of the whole job.
         replica: the replica that this process belongs to, from 0.
         replicas: see above.
         device: this stage's device.
@@ -167,6 +173,7 @@ class Stage(About):
         *,
         sample: Any = None,
         replicas: int = 1,
+        mesh: DeviceMesh | None = None,
         chunks: int = 1,
         devices: Sequence[torch.device | str | int] | None = None,
         checkpoint: str = "except_last",
@@ -185,7 +192,10 @@ class Stage(About):
     ) -> None:
         super().__init__()
         self._world = world or World.from_environment(
-            devices, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
+            devices,
+            numbers=ranks_of(mesh, replicas),
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
         )
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
@@ -533,8 +543,7 @@ class Stage(About):
     # -- building -------------------------------------------------------------------------------
 
     def _connect(self) -> Pipeline:
-        if self._world.num_ranks > 1:
-            check_not_sharded(self)
+        build.check_sharding(self, self._world)
         try:
             return build.connect(
                 self._world,

@@ -53,6 +53,11 @@ class Grid:
         return self.rank // self.num_stages
 
     @property
+    def is_part(self) -> bool:
+        """Whether other ranks of the job make pipelines of their own."""
+        return self.numbers is not IN_ORDER
+
+    @property
     def first_rank(self) -> int:
         """The first rank of this replica, which has its inputs."""
         return self.rank_of(0)

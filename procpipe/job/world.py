@@ -118,15 +118,15 @@ class World:
         cls,
         devices: Sequence[torch.device | str | int] | None = None,
         *,
-        numbers: Sequence[int] = IN_ORDER,
+        numbers: Sequence[int] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
     ) -> World:
         """Read torchrun's variables; without them the job is this process alone.
 
-        ``devices`` holds one device per rank; by default it is this host's GPUs in the order of
-        local ranks, or the CPU where there are none. ``numbers`` holds the ranks of the job that
-        make this pipeline, if not all do, among them this one; then there are torchrun's variables.
+        ``devices`` holds one device per rank of the job; by default it is this host's GPUs in the
+        order of local ranks, or the CPU where there are none. ``numbers`` holds the ranks of the
+        job that make this pipeline, among them this one, if not all do.
 
         Raises:
             IndexError: there are fewer devices than ranks.
@@ -137,7 +137,7 @@ class World:
         job_size = int(os.environ["WORLD_SIZE"]) if is_launched else 1
         all_devices = devices_of(job_rank, job_size, devices)
         device = all_devices[job_rank]
-        members = range(job_size) if numbers is IN_ORDER else tuple(numbers)
+        members = range(job_size) if numbers is None else numbers
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if is_launched:
@@ -149,10 +149,10 @@ class World:
             store=None,
             device=device,
             devices=[all_devices[member] for member in members],
-            number=next(_made[numbers]),
+            number=next(_made[numbers or ()]),
             is_launched=is_launched,
             may_share=devices is not None,
-            numbers=numbers,
+            numbers=IN_ORDER if numbers is None else numbers,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
         )
