@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from procpipe import Stage
+from procpipe import Stage, state
 from procpipe.job.world import World
 from procpipe.losses import masked_cross_entropy
 from tests.dist.stages import assert_same
@@ -300,3 +300,80 @@ def test_tensor_parallel_layers_give_the_plain_models_gradients(ranks):
 
 def test_fsdp_gives_the_plain_models_gradients_in_every_schedule(ranks):
     assert ranks(4).run(train_sharded, world=False).values() == [None] * 4
+
+
+def make_optimizer(module):
+    return torch.optim.Adam(module.parameters(), lr=0.01)
+
+
+def trained_plain():
+    """Train the plain model for two steps on the mini-batches of two pipelines."""
+    plain = make_model()
+    optimizer = make_optimizer(plain)
+    for step in range(2):
+        train_plain(plain, optimizer, step)
+    return plain, optimizer
+
+
+def train_plain(plain, optimizer, step):
+    parts = [make_batch(4, 10 * step + k) for k in range(2)]
+    torch.stack([mean_loss(plain(input), target) for input, target in parts]).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save_and_load(bare, folder):
+    """Save from FSDP and from plain PyTorch; load each in FSDP, go on, and compare."""
+    with mesh_of(bare, "dp", "pp") as mesh:
+        dp = mesh["dp"].get_local_rank()
+        found = []
+        for name in ("saves", "loads what FSDP saved", "loads what plain PyTorch saved"):
+            balance = [3, 3] if name == "saves" else [1, 5]
+            stage = stage_in(bare, mesh, name, make_model(), balance, loss_fn=mean_loss, chunks=2)
+            for layer in stage:
+                fully_shard(layer, mesh=mesh["dp"])
+            optimizer = make_optimizer(stage)
+            with failing_all(stage, name):
+                if name != "saves":
+                    kind = "sharded" if "FSDP" in name else "plain"
+                    found.append(state.load(f"{folder}/{kind}", stage, optimizer).step)
+                for step in (0, 1) if name == "saves" else (2,):
+                    stage.step(*make_batch(4, 10 * step + dp))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if name == "saves":
+                    saving = state.save(f"{folder}/sharded", stage, optimizer, step=2)
+                    found.append(saving.path.is_dir())
+                    later = state.save(
+                        f"{folder}/later", stage, optimizer, step=2, asynchronous=True
+                    )
+                    later.wait()
+                    found.append(later.path.is_dir())
+                    state.export(f"{folder}/exported", stage)
+                    state.load_weights(f"{folder}/exported", stage)
+                plain, of_plain = trained_plain()
+                if name != "saves":
+                    train_plain(plain, of_plain, 2)
+                expected = dict(plain.named_parameters())
+                for key, parameter in stage.named_parameters():
+                    own, truth = whole(parameter).detach(), expected[key].detach()
+                    assert_same(own, truth, f"{name}: {key}", TOLERANCE)
+        return found
+
+
+def test_saved_state_does_not_depend_on_sharding(ranks, tmp_path):
+    plain, optimizer = trained_plain()
+    state.save(tmp_path / "plain", plain, optimizer, step=2)
+
+    outcome = ranks(4).run(save_and_load, str(tmp_path), world=False)
+
+    assert outcome.values() == [[True, True, 2, 2]] * 4
+    for name in ("sharded", "later"):
+        loaded = make_model()
+        of_loaded = make_optimizer(loaded)
+        state.load(tmp_path / name, loaded, of_loaded)
+        train_plain(loaded, of_loaded, 2)
+        again, of_again = trained_plain()
+        train_plain(again, of_again, 2)
+        for one, other in zip(loaded.parameters(), again.parameters(), strict=True):
+            assert_same(one, other, name, TOLERANCE)
