@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +54,6 @@ from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.scaling import share
 from procpipe.tree import map_tensors
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Stage(About):
@@ -173,7 +170,7 @@ class Stage(About):
         *,
         sample: Any = None,
         replicas: int = 1,
-        mesh: DeviceMesh | None = None,
+        mesh: Any = None,
         chunks: int = 1,
         devices: Sequence[torch.device | str | int] | None = None,
         checkpoint: str = "except_last",

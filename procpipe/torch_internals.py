@@ -12,7 +12,7 @@
     _dynamo.OptimizedModule                         likewise
     nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP
     FSDPModule._get_fsdp_state, its _mp_policy      likewise
-    …, its _fsdp_param_groups                       likewise, where gradients are corrected
+    …, its _fsdp_param_groups, or _fsdp_param_group likewise, where gradients are corrected
     _dynamo.callback_handler                        compiling counts as computing
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
@@ -216,8 +216,9 @@ def reduces_in_other_dtype(module: nn.Module) -> bool:
 def scale_unreduced(module: nn.Module, factor: Tensor) -> None:
     """Multiply the gradients of a module that FSDP has not reduced yet; ``factor`` is 0-dim."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    for of_group in state._fsdp_param_groups:
-        for parameter in of_group.fsdp_params:
+    groups = getattr(state, "_fsdp_param_groups", None)  # one, in older releases
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        for parameter in group.fsdp_params:
             gathered = getattr(parameter, "_unsharded_param", None)
             if gathered is not None and gathered.grad is not None:
                 gathered.grad = gathered.grad * factor.to(gathered.grad.device, gathered.grad.dtype)

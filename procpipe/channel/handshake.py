@@ -67,7 +67,7 @@ class Joiner:
     key: bytes  # the job's
     deadline_s: float  # ``time.monotonic()`` at which waiting ends
     check: Callable[[], None]  # called while waiting; raises if the start has failed
-    ranks: Sequence[int] = range(1 << 31)  # each rank's number in the job, for messages
+    ranks: Sequence[int] = range(1 << 62)  # each rank's number in the job, for messages
 
 
 def connect_to(peer: int, address: Address, us: Joiner) -> socket.socket:

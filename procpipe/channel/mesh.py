@@ -81,7 +81,7 @@ class Mesh:
         timeout_s: float,
         stall_timeout_s: float,
         reports: WaitReports,
-        ranks: Sequence[int] = range(1 << 31),
+        ranks: Sequence[int] = range(1 << 62),
     ) -> None:
         self.rank = rank
         self.ranks = ranks

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: The numbers of ranks where the job is one pipeline and its replicas.
-IN_ORDER = range(1 << 31)
+IN_ORDER = range(1 << 62)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def agree_on_round(
     *,
     timeout_s: float,
     check: Callable[[], None],
-    numbers: Sequence[int] = range(1 << 31),
+    numbers: Sequence[int] = range(1 << 62),
 ) -> str:
     """Return a name of this round: equal on all ranks, different from the names of earlier rounds.
 

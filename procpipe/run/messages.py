@@ -170,7 +170,7 @@ def decode_order(data: bytes) -> Order:
 
 
 def compare_facts(
-    facts: list[dict[str, Any]], numbers: Sequence[int] = range(1 << 31)
+    facts: list[dict[str, Any]], numbers: Sequence[int] = range(1 << 62)
 ) -> list[str]:
     """Say where ranks differ from rank 0.
 
