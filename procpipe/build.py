@@ -176,8 +176,8 @@ def check(module: nn.Sequential, world: World) -> None:
 
 def check_sharding(module: nn.Module, world: World) -> None:
     """Check that no parameter is sharded over ranks that run other layers."""
-    if world.num_ranks > 1:
-        grid = world.grid
+    grid = world.grid
+    if world.num_ranks > 1 or grid.is_part:
         check_not_sharded(module, grid.numbers if grid.is_part else None)
 
 

@@ -87,9 +87,8 @@ class Stage(About):
         replicas: number of pipelines of this model, each of the world's size divided by it in
             processes: a mini-batch is divided among them, and gradients are added up once a step,
             over the processes of the same stage. See docs/replicas.md.
-        mesh: a ``DeviceMesh`` of one dimension, ``device_mesh["pp"]``: its ranks make this
-            pipeline, whose first reads data. Nothing is added up over other pipelines, but layers
-            may be sharded (FSDP2, tensor parallelism) over other dimensions. See docs/replicas.md.
+        mesh: a ``DeviceMesh`` of one dimension, ``device_mesh["pp"]``, whose ranks make this
+            pipeline; layers may be sharded over other dimensions. See docs/replicas.md.
         chunks: number of micro-batches a mini-batch, or a replica's share of it, is scattered into.
         devices: one device a rank; by default this host's GPUs in order, or CPUs. Several ranks may
             share a GPU: ``["cuda:0", "cuda:0"]``.
@@ -146,7 +145,6 @@ class Stage(About):
         chunks: see above; rank 0's counts.
         checkpoint: see above; rank 0's counts.
         rank: this process's rank; its stage's index, plus ``replica`` times the number of stages.
-            Within the pipeline: with a ``mesh``, messages name ranks of the whole job.
         replica: the replica that this process belongs to, from 0.
         replicas: see above.
         device: this stage's device.
@@ -189,10 +187,7 @@ class Stage(About):
     ) -> None:
         super().__init__()
         self._world = world or World.from_environment(
-            devices,
-            numbers=ranks_of(mesh, replicas),
-            timeout_s=timeout_s,
-            stall_timeout_s=stall_timeout_s,
+            devices, ranks_of(mesh, replicas), timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
@@ -442,7 +437,7 @@ class Stage(About):
         """Leave gradients of calls in this block to be added up over replicas by the next call.
 
         For accumulation over several steps: gradients then travel once. Every rank does it; does
-        not communicate. Without replicas it changes nothing.
+        not communicate. With FSDP likewise; without replicas or FSDP it changes nothing.
 
         Source: ``torch.nn.parallel.DistributedDataParallel.no_sync``.
         """

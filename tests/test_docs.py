@@ -34,6 +34,7 @@ ARCHITECTURE = TESTS.parent / "docs" / "architecture.md"
 PEER_TESTS = TESTS.parent / "docs" / "peer_tests.md"
 TIMELINE = TESTS.parent / "docs" / "timeline.md"
 PLANNING = TESTS.parent / "docs" / "planning.md"
+REPLICAS = TESTS.parent / "docs" / "replicas.md"
 MIXED_PRECISION = TESTS.parent / "docs" / "mixed_precision.md"
 
 
@@ -117,6 +118,66 @@ def test_replicas_whose_gradients_are_averaged_by_hand_train_as_one_model() -> N
             name, *values = line.split(",")
             whole = expected[name].flatten().tolist()
             assert [float(value) for value in values] == pytest.approx(whole, rel=1e-12)
+
+
+#: What the program of docs/replicas.md for a DeviceMesh finds in place.
+IN_A_MESH = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from procpipe import Stage
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+loss_fn, batch_size = nn.functional.mse_loss, 4
+dataset = TensorDataset(torch.randn(24, 3), torch.randn(24, 2))
+"""
+
+SHOW_PARAMETERS = """
+for name, parameter in stage.named_parameters():
+    whole = parameter.full_tensor().flatten().tolist()
+    if mesh["dp"].get_local_rank() == 0:
+        print(",".join(map(str, [name, *whole])) + "\\n", end="", flush=True)
+stage.close()
+dist.destroy_process_group()
+"""
+
+TRAIN_ON_ALL = """
+shares = [
+    iter(DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset, 2, dp)))
+    for dp in range(2)
+]
+optimizer = torch.optim.AdamW(model.parameters())
+for of_pipelines in zip(*shares, strict=True):
+    torch.stack([loss_fn(model(input), target) for input, target in of_pipelines]).mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.dist
+def test_the_program_for_a_device_mesh_trains_as_one_model() -> None:
+    (program,) = (block for block in python_blocks(REPLICAS) if "init_device_mesh" in block)
+    dtype = torch.get_default_dtype()
+    names: dict[str, object] = {}
+
+    done = run_forked(IN_A_MESH + program + SHOW_PARAMETERS, num_ranks=4).check()
+
+    try:
+        exec(IN_A_MESH + TRAIN_ON_ALL, names)
+    finally:
+        torch.set_default_dtype(dtype)
+    expected = dict(names["model"].named_parameters())  # type: ignore[attr-defined]
+    lines = done.stdout.split()
+    assert len(lines) == len(expected)
+    for line in lines:
+        name, *values = line.split(",")
+        assert [float(v) for v in values] == pytest.approx(expected[name].flatten().tolist())
 
 
 def set_environment(env: dict[str, str]) -> str:

@@ -97,8 +97,7 @@ class Partition:
         skips: SkipPorts | None = None,
     ) -> None:
         self.on_layer: Callable[[int], None] = lambda index: None
-        self.is_compiled = False
-        self.has_run_backward = False
+        self.is_compiled = self.has_run_backward = False
         self._layers = tuple(layers.items())
         self._current = -1
         self.device = device

@@ -117,8 +117,8 @@ class World:
     def from_environment(
         cls,
         devices: Sequence[torch.device | str | int] | None = None,
-        *,
         numbers: Sequence[int] | None = None,
+        *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
     ) -> World:

@@ -38,22 +38,8 @@ from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.job.grid import Grid
 from procpipe.plan.program import Program, Run, Send
-from procpipe.plan.routes import (
-    ACTIVATION,
-    LOSS,
-    ROOTS,
-    TARGET,
-    TIED_GRADIENT,
-    Channel,
-    Transfer,
-)
-from procpipe.plan.task import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    RECOMPUTE,
-    Task,
-)
+from procpipe.plan.routes import ACTIVATION, LOSS, ROOTS, TARGET, TIED_GRADIENT, Channel, Transfer
+from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Task
 from procpipe.run.faults import note_where
 from procpipe.run.observer import Observers
 from procpipe.run.replicas import Replicas

@@ -7,7 +7,9 @@ parallelism add up in another order than autograd, so gradients may differ in th
 from __future__ import annotations
 
 import copy
+import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from procpipe import Stage, state
 from procpipe.job.world import World
@@ -377,3 +380,125 @@ def test_saved_state_does_not_depend_on_sharding(ranks, tmp_path):
         train_plain(again, of_again, 2)
         for one, other in zip(loaded.parameters(), again.parameters(), strict=True):
             assert_same(one, other, name, TOLERANCE)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the collectives of torch.distributed."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.num_calls[str(func)] += 1
+        return func(*args, **kwargs or {})
+
+
+def count_collectives(bare):
+    """Count what FSDP sends in a step, by how a layer is sharded."""
+    found = {}
+    with mesh_of(bare, "dp", "pp") as mesh:
+        for reshards in (None, True):
+            options = {"chunks": 3, "loss_fn": mean_loss, "checkpoint": "never"}
+            name = f"counts {reshards}"
+            stage = stage_in(bare, mesh, name, make_model(), [2, 4], schedule="1f1b", **options)
+            for layer in stage:
+                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshards)
+            with failing_all(stage, name):
+                for k in range(2):
+                    with Counting() as counting:
+                        stage.step(*make_batch(6, k))
+            found[reshards] = dict(counting.num_calls)
+    return found
+
+
+def test_layers_are_gathered_and_reduced_once_a_step(ranks):
+    for rank, found in enumerate(ranks(4).run(count_collectives, world=False).values()):
+        num_layers = 2 if rank % 2 == 0 else 3  # with parameters
+        gathers, reductions = "c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default"
+        assert found[None] == {gathers: num_layers, reductions: num_layers}
+        assert found[True][reductions] == num_layers
+        assert found[True][gathers] >= 2 * 3 * num_layers  # F and B of each micro-batch
+
+
+def ask_for_what_cannot_be(bare):
+    found = {}
+    with mesh_of(bare, "dp", "pp") as mesh:
+        os.environ["RANK"] = str(bare.rank)  # as a launcher sets it
+        wrong = {
+            "two dimensions": {"mesh": mesh},
+            "no mesh": {"mesh": [0, 1]},
+            "replicas": {"mesh": mesh["pp"], "replicas": 2},
+            "another rank": {"mesh": DeviceMesh("cpu", [(bare.rank + 1) % 4])},
+        }
+        for name, options in wrong.items():
+            found[name] = error_of(lambda options=options: Stage(make_model(), **options))
+        del os.environ["RANK"]
+        found["environment"] = error_of(lambda: Stage(make_model(), mesh=mesh["pp"]))
+        found["balance"] = error_of(
+            lambda: stage_in(bare, mesh, "balance", make_model(), [1, 2, 3], loss_fn=mean_loss)
+        )
+        found["along the pipeline"] = error_of(lambda: shard(bare, mesh, "pp", "gpipe"))
+        found["auto"] = error_of(lambda: shard(bare, mesh, "dp", "auto"))
+        found["whole stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_whole=True))
+        found["tied"] = error_of(lambda: shard(bare, mesh, "dp", "zb-h1", is_tied=True))
+    return found
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False):
+    model = make_model()
+    if is_tied:
+        model[5].weight = model[0].weight
+    stage = stage_in(bare, mesh, f"{dimension} {schedule}", model, [2, 4], schedule=schedule)
+    for layer in [stage] if is_whole else stage:
+        fully_shard(layer, mesh=mesh[dimension])
+    with failing_all(stage, schedule):
+        stage(torch.zeros(2, 3, dtype=torch.long))
+
+
+def test_what_cannot_be_is_a_clear_error(ranks):
+    for rank, found in enumerate(ranks(4).run(ask_for_what_cannot_be, world=False).values()):
+        pipeline = [0, 1] if rank < 2 else [2, 3]
+        for name, words in {
+            "two dimensions": "ValueError: mesh has 2 dimensions, ('dp', 'pp')",
+            "no mesh": "TypeError: mesh is [0, 1]",
+            "replicas": "ValueError: replicas=2 and mesh are given",
+            "another rank": f"ValueError: rank {rank} is not in the mesh of ranks",
+            "environment": f"ValueError: torch.distributed says that this is rank {rank}",
+            "balance": f"IndexError: balance [1, 2, 3] makes 3 partitions, but the mesh of this "
+            f"pipeline has 2 ranks, {pipeline}",
+            "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
+            "auto": "ValueError: schedule='auto' with sharded layers",
+            "whole stage": "TypeError: the Stage was given to DistributedDataParallel, Data",
+            "tied": "TypeError: 0.weight is shared by layers 0.weight, 5.weight",
+        }.items():
+            assert words in found[name], (rank, name, found[name])
+
+
+def fail_on_one_rank(bare):
+    with mesh_of(bare, "dp", "pp") as mesh:
+        stage = stage_in(bare, mesh, "failure", make_model(), [2, 4], loss_fn=mean_loss)
+        if bare.rank == 3:
+            stage[0].register_forward_hook(raise_boom)
+        return error_of(lambda: stage.step(*make_batch(4, 1)))
+
+
+def raise_boom(module, input, output):
+    raise RuntimeError("boom")
+
+
+def test_messages_name_the_ranks_of_the_job_and_other_pipelines_go_on(ranks):
+    first, second, third, fourth = ranks(4).run(fail_on_one_rank, world=False).values()
+
+    assert (first, second) == ("", "")
+    assert third.startswith("RemoteStageError: rank 3 failed:\nstage 1 (rank 3), in step()")
+    assert fourth == "RuntimeError: boom"
