@@ -220,11 +220,12 @@ def scale_unreduced(module: nn.Module, factor: Tensor) -> None:
     for group in [state._fsdp_param_group] if groups is None else groups:
         for parameter in group.fsdp_params:
             gathered = getattr(parameter, "_unsharded_param", None)
-            if gathered is not None and gathered.grad is not None:
-                gathered.grad = gathered.grad * factor.to(gathered.grad.device, gathered.grad.dtype)
-            kept = getattr(parameter, "unsharded_accumulated_grad", None)  # before torch 2.15
-            if kept is not None:
+            gradient = None if gathered is None else gathered.grad
+            kept = getattr(parameter, "unsharded_accumulated_grad", None)
+            if kept is not None and kept is not gradient:  # the same one since torch 2.15
                 kept.mul_(factor.to(kept.device, kept.dtype))
+            if gathered is not None and gradient is not None:
+                gathered.grad = gradient * factor.to(gradient.device, gradient.dtype)
 
 
 # -- compiling -----------------------------------------------------------------------------------
