@@ -97,7 +97,7 @@ class Partition:
         skips: SkipPorts | None = None,
     ) -> None:
         self.on_layer: Callable[[int], None] = lambda index: None
-        self.is_compiled = self.has_run_backward = False
+        self.is_compiled = False
         self._layers = tuple(layers.items())
         self._current = -1
         self.device = device
@@ -124,7 +124,6 @@ class Partition:
         """Start a mini-batch; whatever an unfinished one left is dropped."""
         self._passes.clear()
         self._put_off.clear()
-        self.has_run_backward = False
         self._digests.begin()
         # Read again, since a user may replace modules and parameters.
         modules = check_not_data_parallel(self._layers)
@@ -266,7 +265,6 @@ class Partition:
         if pairs:
             roots, given = zip(*pairs, strict=True)
             check_shapes(i, roots, given)
-            self.has_run_backward = True
             with without_autocast(self.device):
                 run_backward(roots, given)
         num_wanted = sum(this.inputs.requires_grad)

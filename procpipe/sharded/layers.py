@@ -10,9 +10,8 @@ to a partition's gradients is followed by an empty pass through FSDP's hooks
 of the call, where gradients have to be corrected before.
 
 Every process that shares a layer reduces in the same order, whatever its pipeline has done: the
-partitions in the order of the plan, their layers from the last to the first; zeros where no
-micro-batch has run backward. Parallelism inside of layers (``parallelize_module``) needs none of
-this.
+partitions in the order of the plan, their layers from the last to the first. Parallelism inside of
+layers (``parallelize_module``) needs none of this.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from procpipe.compute.partition import Partition
@@ -35,7 +33,6 @@ from procpipe.run.replicas import Replicas
 from procpipe.torch_internals import (
     finish_backward,
     reduces_in_other_dtype,
-    run_backward,
     scale_unreduced,
 )
 
@@ -84,7 +81,6 @@ class Sharded(Replicas):
             unit for roots in self._roots.values() for root in roots for unit in _units_of(root)
         ]
         self._shards: list[Tensor | None] = []
-        self._partitions: Mapping[int, Partition] = {}
         self._last: dict[Task, int] = {}
         self._to_reduce: list[int] = []
         self._reduces = True
@@ -114,7 +110,6 @@ class Sharded(Replicas):
 
     def start(self, program: Program, partitions: Mapping[int, Partition]) -> None:
         """Find the last task that adds to the gradients of each partition."""
-        self._partitions = partitions
         found: dict[int, Task] = {}
         for step in reversed(program):
             if isinstance(step, Run) and step.task.kind in _ADDS:
@@ -161,22 +156,11 @@ class Sharded(Replicas):
             root.set_requires_gradient_sync(True)
             root.set_reshard_after_backward(True)
             root.set_is_last_backward(True)
-            if not self._partitions[j].has_run_backward:
-                _add_zeros(root)
             finish_backward(root)
 
 
 #: The tasks that add to gradients of parameters.
 _ADDS = (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
-
-
-def _add_zeros(root: nn.Module) -> None:
-    """Give parameters gradients of zeros, since other processes reduce theirs."""
-    for unit in _units_of(root):
-        unit.module.unshard()
-    for parameter in root.parameters():
-        if parameter.requires_grad:
-            run_backward((parameter,), (torch.zeros_like(parameter),))
 
 
 def _roots_of(module: nn.Module) -> Iterator[Any]:
