@@ -22,6 +22,7 @@ QUICK = [
     "schedules",
     "checkpoint",
     "overlap",
+    "replicas",
     "ties",
     "hf",
     "memory",

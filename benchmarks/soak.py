@@ -240,6 +240,7 @@ class Soak:
             shared_bytes=sum(new.values()),
             files=tuple(_files_left(folder / "tmp")),
             num_acts=outsider.num_acts,
+            copies={int(file.suffix[1:]): file.read_text() for file in folder.glob("copy.*")},
         )
 
     def _judge(self, round_: Round, ending: Ending) -> list[str]:
@@ -300,6 +301,8 @@ def main() -> int:
     parser.add_argument("--max-ranks", type=int, default=4)
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS)
     parser.add_argument("--acts", nargs="+", choices=sorted({act for act, _ in FAULTS}), default=[])
+    parser.add_argument("--steps", type=int, help="of each job (default: 2 to 4)")
+    parser.add_argument("--replicas", type=int, help="in each job (default: 1 or 2)")
     parser.add_argument("--repeat-correct", type=int, default=0, help="one job without a fault")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds a round")
     parser.add_argument("--verbose", action="store_true", help="print a line a round")
@@ -316,10 +319,15 @@ def main() -> int:
                 max_ranks=options.max_ranks,
                 launchers=tuple(options.launchers),
                 faults=faults,
+                replicas=options.replicas,
             )
+            if options.steps is not None:
+                round_ = dataclasses.replace(round_, num_steps=options.steps)
             soak.run(number, round_)
         correct = draw(options.seed, 0, max_ranks=3, launchers=(FORK,), faults=(FAULTS[0],))
-        correct = dataclasses.replace(correct, num_ranks=2, samples=2048, transport="gloo")
+        correct = dataclasses.replace(
+            correct, num_ranks=2, samples=2048, transport="gloo", replicas=1
+        )
         for number in range(options.repeat_correct):
             repeated.run(number, correct)
     finally:
@@ -343,6 +351,8 @@ def _command(options: argparse.Namespace) -> str:
     words = ["--seed", options.seed, "--max-ranks", options.max_ranks]
     words += ["--launchers", *options.launchers]
     words += ["--acts", *options.acts] if options.acts else []
+    words += ["--steps", options.steps] if options.steps else []
+    words += ["--replicas", options.replicas] if options.replicas else []
     return shlex.join(["python", "-m", "benchmarks.soak", *map(str, words)])
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import resource
@@ -188,14 +189,15 @@ class FaultyBackward(torch.autograd.Function):
         return gradient, None
 
 
-def model_of(round_: Round, fault: Fault) -> nn.Sequential:
-    """Build two layers a stage; either layer of the faulty stage may be the faulty one."""
+def model_of(round_: Round, fault: Fault, rank: int = -1) -> nn.Sequential:
+    """Build two layers a stage, for a rank; either layer of the faulty stage may be faulty."""
     torch.manual_seed(round_.seed)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    for k in range(2 * round_.num_ranks):
-        is_actors = k == 2 * round_.actor + round_.layer and round_.act == "kill the waiting"
-        is_faulty = k == 2 * round_.origin + round_.layer or is_actors
-        act = round_.act if k == 2 * round_.origin + round_.layer else ""
+    for k in range(2 * round_.num_stages):
+        kills = round_.act == "kill the waiting"
+        is_actors = k == 2 * round_.stage(round_.actor) + round_.layer and kills
+        is_faulty = k == 2 * round_.stage(round_.origin) + round_.layer or is_actors
+        act = round_.act if is_faulty and rank == round_.origin else ""
         layers[f"l{k}"] = FaultyLayer(fault, act) if is_faulty else nn.Linear(WIDTH, WIDTH)
     if has_ties(round_):
         layers[f"l{len(layers) - 1}"].weight = layers["l0"].weight
@@ -224,8 +226,8 @@ def run_rank(round_: Round, folder: Path) -> None:
     if round_.act in ("several stages", "kill while building"):
         run_stages_before(round_, rank, fault)
     stage = Stage(
-        model_of(round_, fault),
-        [2] * round_.num_ranks,
+        model_of(round_, fault, rank),
+        [2] * round_.num_stages,
         chunks=round_.chunks,
         checkpoint=round_.checkpoint,
         loss_fn=loss_of,
@@ -233,6 +235,7 @@ def run_rank(round_: Round, folder: Path) -> None:
         check_tied=has_ties(round_),
         stall_timeout_s=round_.stall_timeout_s,
         transport=round_.transport,
+        replicas=round_.replicas,
     )
     losses = []
     for step, (input, target) in enumerate(stage.batches(batches_of(round_, fault))):
@@ -244,6 +247,10 @@ def run_rank(round_: Round, folder: Path) -> None:
         fault.strike("optimizer")
         descend(stage)
     if round_.act != "leave":
+        copy = hashlib.sha256()
+        for parameter in stage.parameters():
+            copy.update(parameter.detach().numpy().tobytes())
+        (folder / f"copy.{rank}").write_text(copy.hexdigest())
         check_losses(round_, losses)
 
 
@@ -310,7 +317,8 @@ def batches_of(round_: Round, fault: Fault) -> Iterator[tuple[Tensor, Tensor]]:
     for step in range(round_.num_steps):
         fault.step = step
         fault.strike("loader")
-        num_samples = round_.samples * round_.chunks - step % round_.chunks  # also uneven ones
+        # Also uneven ones.
+        num_samples = round_.replicas * round_.samples * round_.chunks - step % round_.chunks
         pair = torch.randn(2, num_samples, WIDTH, generator=generator)
         yield pair[0], pair[1]
 
@@ -322,7 +330,8 @@ def check_losses(round_: Round, losses: list[float]) -> None:
     truth = []
     for input, target in batches_of(round_, no_fault):
         total = 0.0
-        for x, y in zip(input.chunk(round_.chunks), target.chunk(round_.chunks), strict=True):
+        num_parts = round_.replicas * round_.chunks
+        for x, y in zip(input.chunk(num_parts), target.chunk(num_parts), strict=True):
             part = F.mse_loss(model(x), y) * (len(x) / len(input))
             part.backward()
             total += part.item()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: What happens, and where: in a layer's task, or in the user's code around the step.
 FAULTS = (
@@ -101,6 +101,7 @@ class Round:
         method: "step", or "forward" and backward.
         stall_timeout_s: when a stall is reported.
         transport: what carries large tensors.
+        replicas: pipelines of the model, each of an equal share of the ranks.
     """
 
     seed: int
@@ -121,14 +122,30 @@ class Round:
     method: str
     stall_timeout_s: float
     transport: str
+    replicas: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """The stages of a pipeline."""
+        return self.num_ranks // self.replicas
+
+    def stage(self, rank: int) -> int:
+        """Return the stage of a rank."""
+        return rank % self.num_stages
+
+    def place_of(self, rank: int) -> str:
+        """Return what reports call a rank's place."""
+        of = f" of replica {rank // self.num_stages}" if self.replicas > 1 else ""
+        return f"stage {self.stage(rank)}{of}"
 
     def __str__(self) -> str:
         where = f" in {self.where}" if self.where else ""
         size = f"large ({self.transport})" if self.samples > 100 else "small"
         place = f" on rank {self.origin}, step {self.step}" if self.act != "none" else ""
         return (
-            f"{self.act}{where}{place}; {self.num_ranks} ranks by {self.launcher}, {self.method}, "
-            f"{self.chunks} {size} micro-batches, recompute {self.checkpoint}"
+            f"{self.act}{where}{place}; {self.num_ranks} ranks by {self.launcher}, "
+            f"{self.replicas} replicas, {self.method}, {self.chunks} {size} micro-batches, "
+            f"recompute {self.checkpoint}"
         )
 
 
@@ -139,6 +156,7 @@ def draw(
     max_ranks: int,
     launchers: tuple[str, ...] = LAUNCHERS,
     faults: tuple[tuple[str, str], ...] = FAULTS,
+    replicas: int | None = None,
 ) -> Round:
     """Draw a round.
 
@@ -148,18 +166,24 @@ def draw(
         max_ranks: at most so many processes.
         launchers: what may start them.
         faults: what may happen, and where.
+        replicas: how many; None for one or, in half of the jobs whose ranks can be divided, two.
     """
     chance = random.Random(f"{seed}/{number}")
     act, where = chance.choice(faults)
     num_ranks = chance.randint(2, max_ranks)
+    num_ranks -= num_ranks % (replicas or 1)
     num_steps = chance.randint(2, 4)
+    if replicas is None:  # drawn apart, so that all else is as it was without replicas
+        may_divide = num_ranks % 2 == 0 and act != "few files"
+        replicas = random.Random(f"{seed}/{number}/replicas").choice([1, 2]) if may_divide else 1
+    num_stages = num_ranks // replicas
     origin = chance.randrange(num_ranks)
     if where == "loader":
         origin = 0
     elif where == "loss":
         origin = num_ranks - 1
     layer = chance.randrange(2)
-    if act.startswith("other") and origin == num_ranks - 1:
+    if act.startswith("other") and origin % num_stages == num_stages - 1:
         layer = 0  # so that another layer gets its output
     if act in NEED_LAUNCHER:
         launchers = tuple(launcher for launcher in launchers if launcher != FORK) or (TORCHRUN,)
@@ -191,6 +215,7 @@ def draw(
         method="step" if needs_step else chance.choice(["step", "step", "forward"]),
         stall_timeout_s=0.5 if act in ("stop", "mute") else 60.0,
         transport=transport,
+        replicas=replicas,
     )
 
 
@@ -217,7 +242,8 @@ class Expected:
 
 def expected_of(round_: Round) -> Expected:
     """Return how a round must end."""
-    origin, last = round_.origin, round_.num_ranks - 1
+    origin = round_.origin
+    last = origin - round_.stage(origin) + round_.num_stages - 1  # of the same pipeline
     act = round_.act.removesuffix(" beside a thread")
     words: tuple[str, ...]
     if round_.act in HARMLESS:
@@ -239,18 +265,23 @@ def expected_of(round_: Round) -> Expected:
         return Expected(False, origin, origin, words, 1)
     if round_.act.startswith("other"):
         receiver = origin if round_.layer == 0 else origin + 1
-        layer = f"l{2 * origin + round_.layer + 1}"
+        layer = f"l{2 * round_.stage(origin) + round_.layer + 1}"
         given = "float32 (" if round_.act == "other dtype" else ", 7)"
-        words = (f"layer '{layer}'", "was given ", given, f"stage {receiver} (rank {receiver})")
+        words = (
+            f"layer '{layer}'",
+            "was given ",
+            given,
+            f"{round_.place_of(receiver)} (rank {receiver})",
+        )
         return Expected(False, receiver, receiver, words, 1)
     if round_.act == "nan":
         return Expected(False, last, last, ("NonFiniteLossError", "the loss is nan"), 1)
     words = {
-        "allocate": ("out of memory on cpu", f"stage {origin} held "),
+        "allocate": ("out of memory on cpu", f"{round_.place_of(origin)} held "),
         "catch": ("StageClosedError", f"FaultError: fault in {round_.where}"),
     }.get(round_.act, (f"FaultError: fault in {round_.where}",))
     if act == "raise" and round_.where in ("forward", "recompute", "backward", "loss"):
-        words += (f"in stage {origin} (rank {origin}), task ",)
+        words += (f"in {round_.place_of(origin)} (rank {origin}), task ",)
     return Expected(False, origin, origin, words, 1)
 
 
@@ -269,6 +300,7 @@ class Ending:
         shared_bytes: bytes in /dev/shm left.
         files: temporary files left.
         num_acts: how often something came from outside: signals sent, strangers that sent garbage.
+        copies: what each rank that got to the end had then, by rank: a digest of its parameters.
     """
 
     codes: tuple[int, ...]
@@ -280,6 +312,7 @@ class Ending:
     shared_bytes: int
     files: tuple[str, ...]
     num_acts: int
+    copies: dict[int, str] = field(default_factory=dict)
 
 
 def faults_of(round_: Round, ending: Ending) -> list[str]:
@@ -313,6 +346,10 @@ def faults_of(round_: Round, ending: Ending) -> list[str]:
         faults.append(f"the last script ended {ending.fault_s:.1f} s after the fault")
     if round_.act == "strangers" and not ending.num_acts:
         faults.append("no stranger came")
+    of_stage: dict[int, set[str]] = {}
+    for rank, copy in ending.copies.items():
+        of_stage.setdefault(round_.stage(rank), set()).add(copy)
+    faults += [f"replicas of stage {s} differ" for s, of in of_stage.items() if len(of) > 1]
     if expected.is_well and "procpipe: rank" in output:
         faults.append("a rank of a job that ended well reports a failure")
     return faults
@@ -338,7 +375,11 @@ def _faults_of_report(launcher: str, named: int, text: str) -> list[str]:
         _, _, text = text.partition("Root Cause (first observed failure):")
         found = re.findall(r"rank      : (\d+)", text)[:1]
     else:
-        found = re.findall(r"^procpipe: (?:stage \d+ \()?rank (\d+)(?! ends, because)", text, re.M)
+        found = re.findall(
+            r"^procpipe: (?:stage \d+ (?:of replica \d+ )?\()?rank (\d+)(?! ends, because)",
+            text,
+            re.M,
+        )
     if not found:
         return [f"{launcher} names no rank"]
     return [f"{launcher} names rank {rank}" for rank in found if int(rank) != named]

@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                             one stage
     torchrun --nproc_per_node=2 examples/train_lm.py        two; or three, four, …
+    torchrun --nproc_per_node=4 examples/train_lm.py --replicas 2       two pipelines of two
 
 It reads bytes and predicts the next one; in the end it writes some Python of its own. Every
 process runs this same file, and any number of them gives the same losses.
@@ -43,6 +44,7 @@ def main() -> None:
         balance=args.balance,  # by default divided by parameters and estimated work
         chunks=args.chunks,
         checkpoint=args.checkpoint,
+        replicas=args.replicas,
         loss_fn=next_byte_loss,
     )
     optimizer = torch.optim.AdamW(parameter_groups(stage), lr=args.learning_rate)
@@ -198,6 +200,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
+    parser.add_argument("--replicas", type=int, default=1, help="pipelines of this model")
     parser.add_argument("--checkpoint", default="never", choices=["always", "except_last", "never"])
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--evaluate-every", type=int, default=100, metavar="STEPS")

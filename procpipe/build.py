@@ -95,7 +95,7 @@ class Settings:
         """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
         grid = grid_of(replicas, world)
         chosen = schedule_of(schedule)
-        refuse_beside_replicas(grid, chosen, trace, world)
+        refuse_beside_replicas(grid, chosen, trace)
         limits = checked_limits(
             memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
@@ -341,11 +341,10 @@ def grid_of(replicas: int, world: World) -> Grid:
 
 
 def refuse_beside_replicas(
-    grid: Grid, schedule: Schedule, trace: str | os.PathLike[str] | None, world: World
+    grid: Grid, schedule: Schedule, trace: str | os.PathLike[str] | None
 ) -> None:
     """Check that nothing is asked for that does not know of replicas yet."""
     for is_given, what in (
-        (world.device.type != "cpu", f"devices like {world.device}"),
         (schedule.is_measured, f"schedule={schedule.name!r}"),
         (trace is not None, "trace"),
     ):
@@ -367,10 +366,9 @@ def connect_replicas(
     if grid.num_replicas == 1:
         return Replicas()
     with needed("procpipe.replicas", "replicas"):
-        from procpipe.replicas.group import Group
+        from procpipe.replicas.group import group_of
         from procpipe.replicas.several import Several
-    store, host = world.store_for_group(f"stage-{grid.stage}")
-    group = Group(store, grid.replica, grid.num_replicas, wires.mesh, host)
+    group = group_of(world, grid, wires.choice, wires.mesh)
     return Several(grid, cut.placement[-1], group, world.device, wires.send_value, wires.take_value)
 
 

@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -398,8 +399,7 @@ class Stage(About):
 
         Source: ``torch.nn.utils.clip_grad_norm_``.
         """
-        with self._agreement("clip_grad_norm_") as agree:
-            self._connected("nothing is clipped").replicas.check_added_up("clip_grad_norm_")
+        with self._agreement("clip_grad_norm_", of_gradients=True) as agree:
             by_partition, copies = self._tied.gradients(self._by_partition())
             if self.replica > 0:  # replica 0 counts them
                 copies = [*chain(*by_partition.values()), *copies]
@@ -428,7 +428,8 @@ class Stage(About):
             DisagreementError: options or states differ between ranks.
         """
         with self._agreement("scaler") as agree:
-            share(scaler, lambda: self._agreement("scaler.unscale_"), agree, self.device)
+            unscale = partial(self._agreement, "scaler.unscale_", of_gradients=True)
+            share(scaler, unscale, agree, self.device)
             self._loss.scale = scaler.scale
         return scaler
 
@@ -464,9 +465,11 @@ class Stage(About):
         return self._calls.issue_or_follow(call, is_training=self.training, **decided)
 
     @contextmanager
-    def _agreement(self, call: str) -> Iterator[Agree]:
+    def _agreement(self, call: str, *, of_gradients: bool = False) -> Iterator[Agree]:
         with self._calls.together(call) as pipeline:
             self._issue_or_follow(call)
+            if of_gradients:
+                pipeline.replicas.check_added_up(call)
             yield pipeline.control.agree
 
     def _modes(self) -> dict[str, Any]:
@@ -537,7 +540,7 @@ class Stage(About):
     def _connect(self) -> Pipeline:
         build.check_sharding(self, self._world)
         try:
-            return build.connect(
+            pipeline = build.connect(
                 self._world,
                 self._settings,
                 self._cut,
@@ -547,6 +550,9 @@ class Stage(About):
                 chunks=self.chunks,
                 checkpoint=self.checkpoint,
             )
+            if self._grid.stage == self._output_rank:
+                pipeline.replicas.make_equal(self._loss.modules())
         except RuntimeError as error:
             note_full_device(error, self.rank, self.device)
             raise
+        return pipeline

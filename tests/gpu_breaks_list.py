@@ -3,6 +3,7 @@
 from tests.gpu_breaks import Break, Tests
 
 NCCL = "procpipe/channel/nccl.py"
+REPLICAS = "procpipe/replicas/nccl.py"
 IPC = "procpipe/channel/cuda_ipc.py"
 GPU = "procpipe/channel/gpu.py"
 LINK = "procpipe/channel/link.py"
@@ -19,6 +20,8 @@ NCCL_ENDS = Tests("tests/dist/test_gpu_failures.py -k 'killed_while_the_device a
 SLOTS = Tests("tests/channel/test_cuda_ipc.py", 0)
 #: A host that waits for its device as a peer dies.
 WAITS = Tests("tests/dist/test_gpu_failures.py -k killed_when_a_host", 1)
+#: Replicas of a pipeline.
+ADDED_UP = Tests("tests/dist/test_replicas.py -k 'stages_times or once'", 4)
 #: Both transports in one job.
 TOGETHER = Tests("tests/job/test_device_waits.py -k ended_together", 0)
 STEADY = Tests("tests/dist/test_gpu_steady.py -k 'no_host_waits and 2-1f1b'", 2)
@@ -56,8 +59,8 @@ BREAKS = [
         "nccl-over",
         "the event of a transfer's end does not wait for it",
         NCCL,
-        "            work.block_current_stream()\n            over =",
-        "            over =",
+        "            work.block_current_stream()\n            over: ",
+        "            over: ",
         NCCL_ORDER,
     ),
     Break(
@@ -72,8 +75,8 @@ BREAKS = [
         "nccl-busy",
         "no transfer is seen to be under way",
         NCCL,
-        "            if not over.query()\n",
-        "            if False\n",
+        "            if not over.query():\n",
+        "            if False:\n",
         NCCL_ORDER,
     ),
     Break(
@@ -113,18 +116,18 @@ BREAKS = [
         "communicators are connected by their first message",
         NCCL,
         "        group.eager_connect_single_device(self._device)\n"
-        "        self._groups[channel] = group\n"
+        "        self._groups[key] = group\n"
         "        self._is_initializing = False\n"
-        "        _transfer(group, [token], is_sender=is_sender).block_current_stream()\n",
-        "        self._groups[channel] = group\n        self._is_initializing = False\n",
+        "        begin(group, token).block_current_stream()\n",
+        "        self._groups[key] = group\n        self._is_initializing = False\n",
         NCCL_LINK,
     ),
     Break(
         "nccl-streams",
         "sends and receives share torch's streams",
         NCCL,
-        "is_high_priority_stream=is_sender\n",
-        "is_high_priority_stream=False\n",
+        "is_high_priority=is_sender,\n",
+        "is_high_priority=False,\n",
         Tests("tests/channel/test_gpu_order.py -k share_a_stream", 2),
     ),
     Break(
@@ -471,6 +474,31 @@ BREAKS = [
         "        pass\n",
         TIMES,
     ),
+    # -- replicas ----------------------------------------------------------------------------
+    Break(
+        "group-wait",
+        "gradients are used before they are added up",
+        REPLICAS,
+        "        self._work.block_current_stream()\n",
+        "        pass\n",
+        ADDED_UP,
+    ),
+    Break(
+        "group-over",
+        "a sum over replicas is not seen to be under way",
+        REPLICAS,
+        "        self._note(self._key, work)\n",
+        "",
+        Tests("tests/dist/test_gpu_failures.py -k 'killed_when_a_host and 4-3'", 4),
+    ),
+    Break(
+        "group-flags",
+        "the host waits for which buffers have changed",
+        "procpipe/replicas/buffers.py",
+        "torch.tensor(changed, dtype=torch.int32)",
+        "torch.tensor(changed, dtype=torch.int32).to(others[0].device)",
+        Tests("tests/dist/test_gpu_steady.py -k 'add_up and 1f1b'", 4),
+    ),
     # -- ends, uploads, watches --------------------------------------------------------------
     Break(
         "ipc-abort-fill",
@@ -534,6 +562,14 @@ BREAKS = [
         "procpipe/data/upload.py",
         "    return pinned.copy_(tensor).to(device, non_blocking=True)",
         "    return tensor.to(device)",
+        STEADY,
+    ),
+    Break(
+        "loss-zero",
+        "the loss of a micro-batch that counts nothing is copied from the host",
+        "procpipe/data/loss.py",
+        "return zero.to(loss) if zero.requires_grad else torch.zeros_like(loss)",
+        "return zero.to(loss)",
         STEADY,
     ),
     Break(

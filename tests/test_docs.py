@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
-import os
 import re
 import shlex
-import socket
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,64 +57,7 @@ def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
     assert len(list(tmp_path.glob("00000*-step-1"))) == 2
 
 
-# -- docs/launching.md ---------------------------------------------------------------------------
-
-REPLICA = """
-import os
-import torch
-from torch import nn
-
-from procpipe import Stage
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-
-generator = torch.Generator().manual_seed(1)
-mini_batches = torch.randn(3, 2, 8, 4, dtype=torch.float64, generator=generator)
-"""
-
-TRAIN_REPLICA = """
-stage = Stage(build(), balance=[2, 1], chunks=2, loss_fn=nn.functional.mse_loss)
-optimizer = torch.optim.SGD(stage.parameters(), lr=0.5)
-half = slice(0, 4) if os.environ["REPLICA"] == "0" else slice(4, 8)
-loader = [(input[half], target[half]) for input, target in mini_batches]
-{loop}
-for name, parameter in stage.named_parameters():
-    print(",".join(map(str, [name, *parameter.flatten().tolist()])) + "\\n", end="", flush=True)
-"""
-
-TRAIN_WHOLE = """
-model = build()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-for input, target in mini_batches:
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(input), target).backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.dist
-def test_replicas_whose_gradients_are_averaged_by_hand_train_as_one_model() -> None:
-    (loop,) = python_blocks(LAUNCHING)
-    env = {"REPLICAS": "2", "REPLICA_HOST": "127.0.0.1", "REPLICA_PORT": str(two_free_ports())}
-    code = REPLICA + TRAIN_REPLICA.format(loop=loop)
-    with ThreadPoolExecutor() as pool:
-        jobs = [
-            pool.submit(run_forked, set_environment(env | {"REPLICA": replica}) + code, num_ranks=2)
-            for replica in ("0", "1")
-        ]
-        lines = [job.result().check().stdout.split() for job in jobs]
-    names: dict[str, object] = {}
-    exec(REPLICA + TRAIN_WHOLE, names)
-    expected = dict(names["model"].named_parameters())  # type: ignore[attr-defined]
-    for of_job in lines:
-        assert len(of_job) == len(expected)
-        for line in of_job:
-            name, *values = line.split(",")
-            whole = expected[name].flatten().tolist()
-            assert [float(value) for value in values] == pytest.approx(whole, rel=1e-12)
-
+# -- docs/replicas.md ------------------------------------------------------------------------------
 
 #: What the program of docs/replicas.md for a DeviceMesh finds in place.
 IN_A_MESH = """
@@ -178,20 +117,6 @@ def test_the_program_for_a_device_mesh_trains_as_one_model() -> None:
     for line in lines:
         name, *values = line.split(",")
         assert [float(v) for v in values] == pytest.approx(expected[name].flatten().tolist())
-
-
-def set_environment(env: dict[str, str]) -> str:
-    return f"import os\nos.environ |= {env}\n"
-
-
-def two_free_ports() -> int:
-    """Return the first of two free ports in a row."""
-    for port in range(20000 + os.getpid() % 5000 * 2, 32000, 2):
-        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", port))
-            second.bind(("127.0.0.1", port + 1))
-            return port
-    raise AssertionError("no two ports are free")
 
 
 # -- docs/coming_from.md -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The emulated GPU's all-reduces: each operator, disagreeing ranks, and calls that are refused.
+"""The emulated GPU's collective operations: results, disagreeing ranks, calls that are refused.
 
 Run on emulated GPUs only, like ``test_emulated_nccl.py``, which has the helpers.
 """
@@ -91,6 +91,26 @@ def test_all_ranks_get_the_reduced_numbers(tmp_path, op, dtype, expected):
     assert [process.result() for process in processes] == [expected] * 3
 
 
+def broadcast_and_gather(rank, name):
+    """Copy rank 1's numbers to all, and gather these and each rank's number."""
+    communicator, stream = connect(name, rank, 3), new_stream()
+    memory, target = new_memory(), new_memory()
+    ctypes.memmove(memory, bytes([rank] * 4), 4)
+    count = ctypes.c_size_t(3)
+    assert call("ncclBcast", memory, count, UINT8, 1, communicator, stream) == 0, last_error()
+    count = ctypes.c_size_t(4)
+    assert call("ncclAllGather", memory, target, count, UINT8, communicator, stream) == 0
+    check("cudaStreamSynchronize", stream)
+    return list(at(target, 12))
+
+
+@pytest.mark.gpu(3)
+def test_a_broadcast_and_what_is_gathered(tmp_path):
+    name = new_id()
+    processes = [Process(broadcast_and_gather, r, name, folder=tmp_path, count=3) for r in range(3)]
+    assert [each.result() for each in processes] == [[1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 2]] * 3
+
+
 def reduce_by_different_operators(rank, name, ops):
     communicator, stream, target = connect(name, rank), new_stream(), new_memory()
     assert all_reduce(communicator, new_memory(), target, stream, ops[rank]) == 0, last_error()
@@ -100,6 +120,7 @@ def reduce_by_different_operators(rank, name, ops):
 
 
 def test_ranks_must_agree_on_the_operator(tmp_path):
+    """Or on the operation: ranks may not gather in one and reduce in the other."""
     operators = SUM, MAXIMUM
     for process in start(reduce_by_different_operators, new_id(), operators, folder=tmp_path):
         error, value, text = process.result()

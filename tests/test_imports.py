@@ -147,6 +147,7 @@ MAY_IMPORT_DISTRIBUTED = (
     "procpipe.job.world",
     "procpipe.state",
     "procpipe.replicas.group",
+    "procpipe.replicas.nccl",
     "procpipe.launch.run.engine",
     "procpipe.launch.doctor.facts",
     "benchmarks",

@@ -27,7 +27,17 @@ class Pending(Protocol):
         """Return, without waiting, whether a send is surely over; False when in doubt."""
 
 
-class Transport(Protocol):
+class Opened(Protocol):
+    """What a rank has open until it leaves."""
+
+    def drain(self) -> None:
+        """Wait until no transfer is under way on this rank's device; called before ``close``."""
+
+    def close(self) -> None:
+        """Release everything that is shared with other processes."""
+
+
+class Transport(Opened, Protocol):
     """Moves tensors between two processes; both ends call in the same order for each channel."""
 
     needs_acknowledgement: bool
@@ -56,12 +66,6 @@ class Transport(Protocol):
         ``note`` is what the sender's ``post_send`` returned.
         """
 
-    def drain(self) -> None:
-        """Wait until no transfer is under way on this rank's device; called before ``close``."""
-
-    def close(self) -> None:
-        """Release everything that is shared with other processes."""
-
 
 class DeviceTransfers(Protocol):
     """Transfers that a device performs, so that a dead peer blocks the device."""
@@ -75,6 +79,10 @@ class DeviceTransfers(Protocol):
         Returns whether the device is free of them, once it has run the compute that was queued, or
         after half a minute.
         """
+
+
+class OpenedDevice(Opened, DeviceTransfers, Protocol):
+    """What a rank has open on its device."""
 
 
 class DeviceTransport(Transport, DeviceTransfers, Protocol):

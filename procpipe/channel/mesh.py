@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -241,11 +241,19 @@ class Mesh:
         if not ready():
             self._blame_for_leaving(peer, f"waits for {what()}")
 
-    def wait_failure(self) -> None:
-        """Wait a moment for the failure behind an error, and raise it; return if none comes."""
+    def wait_failure(self, peers: Iterable[int] = (), meanwhile: str = "") -> None:
+        """Wait a moment for the failure behind an error, and raise it; return if none comes.
+
+        Of some peers it is a failure to have left; ``meanwhile`` says what this rank does.
+        """
         deadline = time.monotonic() + _FAILURE_TIMEOUT_S
-        while self._connections and (left_s := deadline - time.monotonic()) > 0:
+        self._raise_failure()
+        while not (gone := self._left.intersection(peers)):
+            left_s = deadline - time.monotonic()
+            if not self._connections or left_s <= 0:
+                return
             self.poll(left_s)
+        self._blame_for_leaving(min(gone), meanwhile)
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Read and send what is possible within ``timeout_s``; raises errors like ``wait``."""

@@ -56,7 +56,7 @@ from procpipe.forks import keep_for_ever
 from procpipe.torch_internals import in_a_batch, nccl_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.distributed import Store, Work
 
@@ -75,85 +75,31 @@ _OUT_OF_REACH_S = 30 * 86400.0
 _ABORT_TIMEOUT_S = 30.0
 
 
-class NcclTransport:
-    """One two-rank communicator per directed channel."""
+class Communicators:
+    """The communicators of one rank, each a process group of torch's, by their ranks and a number.
 
-    needs_acknowledgement = False
-    blocks = False  # only the stream waits
-    copies_at_once = False
-    inline_bytes = 0
-    max_posted = 1  # a receive that waits for its sender occupies part of the GPU
+    Subclasses fill ``_groups``, and note in ``_newest`` the end of what each does last.
+    """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._device = device
         self._rank = rank
         # Any: torch's stubs leave out a group's send and recv.
-        self._groups: dict[tuple[int, int, int], Any] = {}
-        self._newest: dict[tuple[int, int, int], torch.cuda.Event] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._newest: dict[tuple[int, ...], torch.cuda.Event] = {}
         self._over_stream = torch.cuda.Stream(device, priority=-1)  # waits for transfers' ends
         self._aborting: list[threading.Thread] | None = None
         self._lock = threading.Lock()
-        self._receive_stream = torch.cuda.Stream(device)
-        self._connecting_to: int | None = None
+        self._connecting_to: tuple[int, ...] = ()
         self._is_initializing = False
-
-    def connect(self, store: Store, channels: Iterable[tuple[int, int, int]]) -> None:
-        """Connect this rank's communicators; waits for the peers.
-
-        ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of the
-        job. All ranks connect theirs in this order, since each blocks the host until its other end
-        does the same. Raises ``ValueError`` if a rank would have more channels than there are
-        streams.
-        """
-        channels = list(channels)
-        num_blocks = _num_blocks(channels)
-        try:
-            for channel in channels:
-                if self._rank in channel[:2]:
-                    self._connect(store, channel, num_blocks)
-        finally:
-            self._connecting_to, self._is_initializing = None, False
-
-    def _connect(self, store: Store, channel: tuple[int, int, int], num_blocks: int) -> None:
-        """Connect one channel's communicator, first transfer included.
-
-        NCCL connects two ranks in their first transfer, which blocks both hosts.
-        """
-        is_sender = self._rank == channel[0]
-        self._connecting_to = channel[0] + channel[1] - self._rank
-        self._is_initializing = True
-        group = _new_group(store, channel, num_blocks, is_sender=is_sender)
-        token = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        group.eager_connect_single_device(self._device)
-        self._groups[channel] = group
-        self._is_initializing = False
-        _transfer(group, [token], is_sender=is_sender).block_current_stream()
-        torch.cuda.synchronize(self._device)
-
-    def post_send(
-        self, tensors: list[Tensor], peer: int, channel_id: int
-    ) -> tuple[NcclPending, bytes]:
-        """Begin to send contiguous tensors after the current stream has made them."""
-        return self._begin((self._rank, peer, channel_id), tensors, None), b""
-
-    def post_receive(
-        self, meta: Meta, peer: int, channel_id: int, note: bytes
-    ) -> tuple[list[Tensor], NcclPending]:
-        """Allocate the tensors of a message and begin to fill them; returns at once."""
-        with torch.cuda.stream(self._receive_stream):
-            tensors = allocate(meta, self._device)
-            return tensors, self._begin((peer, self._rank, channel_id), tensors, self._device)
 
     def busy_with(self) -> list[int]:
         """Return the ranks with which transfers are not over; safe in any thread."""
-        peers = {
-            source + destination - self._rank
-            for (source, destination, _), over in tuple(self._newest.items())
-            if not over.query()
-        }
-        if self._connecting_to is not None:
-            peers.add(self._connecting_to)
-        return sorted(peers)
+        peers = set(self._connecting_to)
+        for (*ranks, _), over in tuple(self._newest.items()):
+            if not over.query():
+                peers.update(ranks)
+        return sorted(peers - {self._rank})
 
     def drain(self) -> None:
         """Wait until the device has done all transfers, those of this rank's receives too."""
@@ -186,6 +132,96 @@ class NcclTransport:
         self._newest.clear()
         self._groups.clear()
 
+    def _connect(
+        self, key: tuple[int, ...], make: Callable[[], Any], begin: Callable[[Any, Tensor], Work]
+    ) -> None:
+        """Make and connect a communicator, first operation included, which ``begin`` begins.
+
+        NCCL connects ranks in that; it blocks the hosts of all of them.
+        """
+        self._connecting_to = key[:-1]
+        self._is_initializing = True
+        group = make()
+        token = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        group.eager_connect_single_device(self._device)
+        self._groups[key] = group
+        self._is_initializing = False
+        begin(group, token).block_current_stream()
+        torch.cuda.synchronize(self._device)
+
+    def _end_connecting(self) -> None:
+        self._connecting_to, self._is_initializing = (), False
+
+    def _note(self, key: tuple[int, ...], work: Work) -> torch.cuda.Event:
+        """Return what is recorded at the end of an operation."""
+        with torch.cuda.stream(self._over_stream):
+            work.block_current_stream()
+            over: torch.cuda.Event = self._over_stream.record_event()
+        self._newest[key] = over
+        return over
+
+
+class NcclTransport(Communicators):
+    """One two-rank communicator per directed channel."""
+
+    needs_acknowledgement = False
+    blocks = False  # only the stream waits
+    copies_at_once = False
+    inline_bytes = 0
+    max_posted = 1  # a receive that waits for its sender occupies part of the GPU
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__(rank, device)
+        self._receive_stream = torch.cuda.Stream(device)
+
+    def connect(self, store: Store, channels: Iterable[tuple[int, int, int]]) -> None:
+        """Connect this rank's communicators; waits for the peers.
+
+        ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of the
+        job. All ranks connect theirs in this order, since each blocks the host until its other end
+        does the same. Raises ``ValueError`` if a rank would have more channels than there are
+        streams.
+        """
+        channels = list(channels)
+        num_blocks = _num_blocks(channels)
+        try:
+            for channel in channels:
+                if self._rank in channel[:2]:
+                    self._connect_channel(store, channel, num_blocks)
+        finally:
+            self._end_connecting()
+
+    def _connect_channel(
+        self, store: Store, channel: tuple[int, int, int], num_blocks: int
+    ) -> None:
+        source, destination, number = channel
+        is_sender = self._rank == source
+        self._connect(
+            channel,
+            lambda: new_group(
+                store,
+                f"{source}-{destination}/{number}",
+                (0 if is_sender else 1, 2),
+                num_blocks,
+                is_high_priority=is_sender,
+            ),
+            lambda group, token: _transfer(group, [token], is_sender=is_sender),
+        )
+
+    def post_send(
+        self, tensors: list[Tensor], peer: int, channel_id: int
+    ) -> tuple[NcclPending, bytes]:
+        """Begin to send contiguous tensors after the current stream has made them."""
+        return self._begin((self._rank, peer, channel_id), tensors, None), b""
+
+    def post_receive(
+        self, meta: Meta, peer: int, channel_id: int, note: bytes
+    ) -> tuple[list[Tensor], NcclPending]:
+        """Allocate the tensors of a message and begin to fill them; returns at once."""
+        with torch.cuda.stream(self._receive_stream):
+            tensors = allocate(meta, self._device)
+            return tensors, self._begin((peer, self._rank, channel_id), tensors, self._device)
+
     def _begin(
         self,
         channel: tuple[int, int, int],
@@ -196,10 +232,7 @@ class NcclTransport:
         if not parts:
             return NcclPending(None, None, tensors, receiving)
         work = _transfer(self._groups[channel], parts, is_sender=channel[0] == self._rank)
-        with torch.cuda.stream(self._over_stream):
-            work.block_current_stream()
-            over = self._newest[channel] = self._over_stream.record_event()
-        return NcclPending(work, over, tensors, receiving)
+        return NcclPending(work, self._note(channel, work), tensors, receiving)
 
 
 class NcclPending:
@@ -263,19 +296,25 @@ def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
     return work
 
 
-def _new_group(
-    store: Store, channel: tuple[int, int, int], num_blocks: int, *, is_sender: bool
+def new_group(
+    store: Store, name: str, place: tuple[int, int], num_blocks: int, *, is_high_priority: bool
 ) -> Any:
-    """Make the group of one channel (rank 0 sends, rank 1 receives); it is not connected."""
+    """Make a process group that is not connected.
+
+    Args:
+        store: of the job.
+        name: the group's own, for keys of the store.
+        place: this process's number in the group, and how many there are.
+        num_blocks: thread blocks that an operation may take.
+        is_high_priority: of its stream.
+    """
     from torch.distributed import PrefixStore, ProcessGroupNCCL
 
-    source, destination, channel_id = channel
     options = nccl_options(
-        ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=is_sender
+        ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=is_high_priority
     )
-    prefix = f"nccl/{source}-{destination}/{channel_id}"
     with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
-        return ProcessGroupNCCL(PrefixStore(prefix, store), 0 if is_sender else 1, 2, options)
+        return ProcessGroupNCCL(PrefixStore(f"nccl/{name}", store), *place, options)
 
 
 @contextlib.contextmanager

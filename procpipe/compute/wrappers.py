@@ -45,8 +45,7 @@ def refuse_data_parallel(what: str) -> NoReturn:
         "backward() give the gradients of the whole mini-batch on every rank. To train several "
         "replicas, give Stage(…, replicas=2), or Stage(…, mesh=mesh['pp']) and FSDP2 "
         "(fully_shard(layer, mesh=mesh['dp']) for each layer of the stage), as docs/replicas.md "
-        "shows; or start one job for each and average the .grad of stage.parameters() over their "
-        "equal stages before optimizer.step(), as docs/launching.md shows"
+        "shows"
     )
 
 

@@ -82,7 +82,8 @@ class Loss:
             )
         self._check_kind(is_sum=weight is not None)
         if zero is not None and weight is None:
-            return zero.to(loss)
+            # Without gradients it is made anew: a copy from the host would wait for the device.
+            return zero.to(loss) if zero.requires_grad else torch.zeros_like(loss)
         if self.must_be_finite and not loss.isfinite():
             raise NonFiniteLossError(
                 f"the loss is {loss.item()}; the output is {in_words(output)}, "
@@ -90,6 +91,10 @@ class Loss:
                 "gradients, or look for the layer with torch.autograd.detect_anomaly()"
             )
         return loss if weight is None else (loss, _weight_of(weight, loss))
+
+    def modules(self) -> list[nn.Module]:
+        """Return the user's function, if it is a module."""
+        return [self.function] if isinstance(self.function, nn.Module) else []
 
     def _check_kind(self, *, is_sum: bool) -> None:
         if is_sum and self.weight is not None:
@@ -205,8 +210,8 @@ class MeanLoss:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the user's function, if it is a module."""
-        function = self._loss.function
-        return function.parameters() if isinstance(function, nn.Module) else iter(())
+        for module in self._loss.modules():
+            yield from module.parameters()
 
     def is_left_out(self, i: int) -> bool:
         """Whether micro-batch ``i`` counts nothing, so that its loss is 0 whatever its output."""

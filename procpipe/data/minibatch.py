@@ -54,7 +54,8 @@ def inputs_and_target(
         values: what ``step`` was given by position; if there is no other target, the second of two
             is it.
         named: what it was given by name; if there is no other target, ``labels`` is it.
-        target: the target, or the name of a named value; ``UNSET`` where none was given.
+        target: the target, or the name of a named value, or of one of the only value, a mapping;
+            ``UNSET`` where none was given.
         is_read: whether this rank's inputs count; others may give any values.
 
     Raises:
@@ -70,6 +71,9 @@ def inputs_and_target(
                 f"{', '.join(named)}: give the name of one, or the target itself"
             )
         target = named.pop(target, None)
+    elif isinstance(target, str) and len(values) == 1 and isinstance(values[0], Mapping):
+        others = dict(values[0])
+        values, target = (others,), others.pop(target, target)
     if target is not UNSET:
         return inputs_of(values, named), target
     if len(values) > 2:

@@ -7,6 +7,7 @@ next tokens ── fetch ──> all ranks        chooses, and all ranks get wha
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,11 +42,13 @@ def generate(
         max_new_tokens: the most tokens to add to each sequence.
         do_sample: draw tokens by their probabilities; otherwise take the most probable one. Rank
             0's default generator (``torch.manual_seed``) determines the samples, for any number of
-            stages.
+            stages. Penalties of repetitions, tokens that are left out, ``top_k``, ``top_p`` and so
+            on are those that the model's ``generation_config`` names, and of no other default.
         temperature: divides the logits before tokens are drawn; above 0.
         eos_token_id: the token, or tokens, after which a sequence ends; by default that of the
             model's ``generation_config``. The rest of its row is filled with the padding token.
-        attention_mask: ``(batch, length)``, 0 where a prompt is padded, 1 elsewhere.
+        attention_mask: ``(batch, length)``, 0 where a prompt is padded, 1 elsewhere; by default 0
+            at tokens that are the model's padding token, unless that also ends sequences.
 
     Returns:
         Prompts and new tokens ``(batch, length + new)``, int64, on every rank, on its device; it
@@ -70,10 +73,14 @@ def generate(
     if stage.rank == 0:
         try:
             ends = _ends(model, eos_token_id)
+            padding = getattr(getattr(model, "generation_config", None), "pad_token_id", None)
+            if attention_mask is None and isinstance(input_ids, Tensor) and padding is not None:
+                attention_mask = None if padding in ends else input_ids != padding
             job = _job(
                 input_ids, attention_mask, max_new_tokens, temperature if do_sample else None
             )
-            job |= {"ends": ends, "padding": _padding(model, ends)}
+            padding = padding if padding is not None else ends[0] if ends else 0
+            job |= {"ends": ends, "padding": padding}
         except (TypeError, ValueError) as error:
             job = {"fault": str(error)}
     job = stage.fetch(job)
@@ -96,7 +103,7 @@ def _continued(
     generator = torch.Generator(stage.device).manual_seed(seed)
     is_open = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    inputs = tokens
+    inputs, processors = tokens, _processors(stage, mask, ends, temperature)
     with _caching(stage) as caches:
         for _ in range(max_new_tokens):
             for cache in caches:
@@ -104,7 +111,8 @@ def _continued(
             output = stage(input_ids=inputs, attention_mask=mask, position_ids=positions)
             if stage.rank == stage.placement[-1]:
                 logits = output[0] if isinstance(output, tuple) else output
-                output = _chosen(logits[:, -1].float(), temperature, generator)
+                logits = processors(tokens, logits[:, -1].float())
+                output = _chosen(logits, None if temperature is None else generator)
             chosen = stage.fetch(output)
             if (is_open & (chosen < 0)).any():
                 raise ValueError(
@@ -124,15 +132,31 @@ def _continued(
     return tokens
 
 
-def _chosen(logits: Tensor, temperature: float | None, generator: torch.Generator) -> Tensor:
-    """Return the next token of each sequence; -1 if there is none, as logits are NaN."""
+def _processors(stage: Stage, mask: Tensor, ends: list[int], temperature: float | None) -> Any:
+    """Return what changes logits: the temperature, and the model's ``generation_config``."""
+    model = model_of(stage)
+    config = copy.deepcopy(model.generation_config)
+    config.update(
+        eos_token_id=ends or None, do_sample=temperature is not None, temperature=temperature
+    )
+    model._prepare_special_tokens(config, True, mask.device)
+    given = {"attention_mask": mask}
+    return model._get_logits_processor(
+        config, mask.shape[1], device=mask.device, model_kwargs=given
+    )
+
+
+def _chosen(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return the next token of each sequence, drawn by a generator if there is one.
+
+    -1 if there is none, as logits are NaN.
+    """
     has_none = logits.isnan().any(-1)
-    if temperature is None:
+    if generator is None:
         chosen = logits.argmax(-1)
     else:
         logits = logits.masked_fill(has_none[:, None], 0.0)
-        probabilities = torch.softmax(logits / temperature, -1)
-        chosen = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+        chosen = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)[:, 0]
     return chosen.masked_fill(has_none, -1)
 
 
@@ -161,7 +185,7 @@ def _job(tokens: Any, mask: Any, max_new_tokens: Any, temperature: float | None)
         "tokens": tokens,
         "mask": mask,
         "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
+        "temperature": None if temperature is None else float(temperature),
         "seed": 0 if temperature is None else int(torch.randint(2**62, ())),
     }
 
@@ -175,11 +199,6 @@ def _ends(model: Any, eos: int | Sequence[int] | Tensor | None) -> list[int]:
     if wrong := [end for end in ends if not isinstance(end, int)]:
         raise TypeError(f"eos_token_id must be an int, or several, not {wrong[0]!r}")
     return ends
-
-
-def _padding(model: Any, ends: list[int]) -> int:
-    padding = getattr(getattr(model, "generation_config", None), "pad_token_id", None)
-    return padding if isinstance(padding, int) else ends[0] if ends else 0
 
 
 class _Caches:

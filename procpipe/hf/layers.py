@@ -147,7 +147,8 @@ class Block(ShellLayer):
 
     def forward(self, state: State) -> State:
         """Return the state with the block's hidden states."""
-        if self.caches is not None or torch.compiler.is_compiling():
+        routes = getattr(self.shell.config, "output_router_logits", False)  # collected by the shell
+        if self.caches is not None or routes or torch.compiler.is_compiling():
             return self._by_shell(state)
         states = state["hidden_states"]
         all_given = getattr(states, _GIVEN, {})
@@ -157,7 +158,7 @@ class Block(ShellLayer):
             state = {**state, "hidden_states": block(states, *given[0], **given[1])}
         else:
             state = self._by_shell(state)
-            if blocks.given is None or "router_logits" in state:
+            if blocks.given is None:
                 return state
             all_given = {**all_given, self._kind: blocks.given}
             blocks.given = None
@@ -198,7 +199,7 @@ class Head(Layer):
     def forward(self, state: State) -> Any:
         """Return the logits, with the auxiliary loss if there is one."""
         states = state["hidden_states"]
-        named = self.inputs_of(states)
+        named = {**self.inputs_of(states), "return_dict": True}
         if self.num_logits:
             named["logits_to_keep"] = self.num_logits
         self._router_logits = state.get("router_logits", ())
@@ -268,12 +269,16 @@ def no_mask(like: Tensor) -> Tensor:
 
 
 def _initialise(module: Any, model: Any) -> None:
-    """Initialise what is in a module as transformers does, inner modules first."""
+    """Initialise what is in a module as transformers does, inner modules first.
+
+    By the model, as a shell's configuration has another number of blocks, on which values depend.
+    """
     for child in module.children():
-        _initialise(child, child if hasattr(child, "_init_weights") else model)
+        _initialise(child, model)
         if hasattr(child, "reset_lora_parameters"):
             for adapter in child.r:
-                child.reset_lora_parameters(adapter, True)
+                init = model.peft_config[adapter].init_lora_weights
+                child.reset_lora_parameters(adapter, init if init in (False, "gaussian") else True)
             set_magnitudes(child)
         elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            (child if hasattr(child, "_init_weights") else model)._init_weights(child)
+            model._init_weights(child)

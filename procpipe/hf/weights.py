@@ -41,12 +41,14 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
 
     Raises:
         FileNotFoundError: there is no such file, on some rank.
-        ValueError: lists every fault on every rank: missing and unexpected keys, other shapes.
+        ValueError: lists every fault on every rank: missing and unexpected keys, other shapes. Or
+            ``init_lora_weights`` of LoRA computes matrices from weights, as "pissa" does.
         RemoteStageError: another rank failed.
 
     Source: ``transformers.PreTrainedModel.from_pretrained``.
     """
     model = model_of(stage)
+    _check_adapters(model)
     with Member.of(stage).call("hf.load_pretrained") as agree:
         source = open_source(Path(folder))
         to_file = _without_prefix(stage, source, f"{model.base_model_prefix}.")
@@ -85,13 +87,12 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     model, member = model_of(stage), Member.of(stage)
     path = Path(folder).absolute()
     with member.call("hf.save_pretrained") as agree:
-        merged = _merged(stage)
         faults = agree(
-            _shared(stage, model, merged),
+            _shared(stage, model),
             lambda lists: sorted({key for keys in lists for key in keys}),
         )
         if not faults:
-            _write(stage, model, path, merged, agree)
+            _write(stage, model, path, _merged(stage), agree)
     raise_faults(
         "adapters change one name of a matrix that has several, which one folder cannot hold "
         "(save the adapter alone with hf.save_adapter)",
@@ -178,6 +179,18 @@ def make_folder(path: Path, patterns: list[str]) -> None:
         raise FileExistsError(f"{path} holds {there[0]} already: save to a new folder")
 
 
+def _check_adapters(model: Any) -> None:
+    """Check that adapters do not start from weights that are not there yet."""
+    for config in getattr(model, "peft_config", {}).values():
+        if (init := config.init_lora_weights) not in (True, False, "gaussian"):
+            raise ValueError(
+                f"LoRA with init_lora_weights={init!r} was computed from the weights that the "
+                "model had, and may have changed them: give hf.sequential a model by "
+                "from_pretrained and get_peft_model, without hf.load_pretrained; or choose True or "
+                "'gaussian'"
+            )
+
+
 @torch.no_grad()
 def _start_adapters(stage: Stage) -> None:
     """Set what adapters derive from the weights: copies of modules, and the magnitudes of DoRA."""
@@ -251,29 +264,40 @@ def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str]
     return lambda key: to_file(key).removeprefix(prefix)
 
 
-@torch.no_grad()
-def _merged(stage: Stage) -> dict[str, Tensor]:
-    """Return, by key, the weights that adapters change or replace, as they are with them."""
-    found: dict[str, Tensor] = {}
+def _adapted(stage: Stage) -> Iterator[tuple[str, Any]]:
+    """Yield each module of peft that changes or replaces weights, with what their keys begin with.
+
+    They are in ``base_layer`` or ``original_module``.
+    """
     modules: Iterable[tuple[str, Any]] = stage.named_modules()
     for name, module in modules:
         if getattr(module, "disable_adapters", True):
             continue  # also of what is no layer of peft
         if hasattr(module, "original_module"):
-            trained = module.modules_to_save[module.active_adapters[0]]
-            prefix, values = f"{name}.original_module.", trained.state_dict()
+            yield f"{name}.original_module.", module
         elif hasattr(module, "get_delta_weight") and not module.merged:
+            yield f"{name}.base_layer.", module
+
+
+@torch.no_grad()
+def _merged(stage: Stage) -> dict[str, Tensor]:
+    """Return, by key, the weights that adapters change or replace, as they are with them."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in _adapted(stage):
+        if hasattr(module, "original_module"):
+            values = module.modules_to_save[module.active_adapters[0]].state_dict()
+        else:
             of_peft = copy.deepcopy(module)
             of_peft.merge()
-            prefix, values = f"{name}.base_layer.", of_peft.get_base_layer().state_dict()
-        else:
-            continue
+            values = of_peft.get_base_layer().state_dict()
         found |= {f"{prefix}{key}": value for key, value in values.items()}
     return found
 
 
-def _shared(stage: Stage, model: Any, merged: dict[str, Tensor]) -> list[str]:
+def _shared(stage: Stage, model: Any) -> list[str]:
     """Return the files' keys of what adapters change and transformers ties to others."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
+    prefixes = tuple(prefix for prefix, _ in _adapted(stage))
     to_file = FileKeys.of(stage, None).to_file
-    return [to_file(key) for key in merged if to_file(key) in {*tied, *tied.values()}]
+    files = [to_file(key) for key in stage.state_dict() if key.startswith(prefixes)]
+    return [key for key in files if key in {*tied, *tied.values()}]

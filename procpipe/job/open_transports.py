@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from procpipe.channel.base import DeviceTransport, Transport
+from procpipe.channel.base import Opened, OpenedDevice, Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.forks import keep_for_ever
 from procpipe.job.device_waits import DeviceWaits, abort_all
@@ -43,8 +43,8 @@ class OpenTransports:
         self._device = device
         self._pids = pids
         self._caller = caller
-        self.transports: list[Transport] = []
-        self._device_transports: list[DeviceTransport] = []
+        self.transports: list[Opened] = []
+        self._device_transports: list[OpenedDevice] = []
         self._device_waits: DeviceWaits | None = None
         self.is_device_stuck = False
 
@@ -74,14 +74,16 @@ class OpenTransports:
                 from procpipe.channel.cuda_ipc import CudaIpcTransport
             from procpipe.channel.gpu import Gpu
 
-            return self._added_of_device(CudaIpcTransport(Gpu(self._device), self._pids))
+            cuda_ipc = CudaIpcTransport(Gpu(self._device), self._pids)
+            self.add_of_device(cuda_ipc)
+            return cuda_ipc
         store = start.shared_store().under("transport/", check=mesh.poll)
         if name == "nccl":
             with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
                 from procpipe.channel.nccl import NcclTransport
 
             nccl = NcclTransport(mesh.rank, self._device)
-            self._added_of_device(nccl)
+            self.add_of_device(nccl)
             nccl.connect(store.bare(), channels)
             return nccl
         with needed("procpipe.channel.gloo", "exchanging tensors between hosts"):
@@ -94,12 +96,12 @@ class OpenTransports:
         self.transports.append(transport)
         return transport
 
-    def _added_of_device(self, transport: DeviceTransport) -> Transport:
-        """Add a transport whose transfers a dead peer would leave on the device."""
+    def add_of_device(self, transport: OpenedDevice) -> None:
+        """Add what a rank exchanges by its device, where a dead peer would leave transfers."""
         self._device_transports.append(transport)
         if self._device_waits is None:
             self._device_waits = DeviceWaits(self._mesh, self._device_transports, self._caller)
-        return self._added(transport)
+        self.transports.append(transport)
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from procpipe.channel.base import Transport
+from procpipe.channel.base import Opened, OpenedDevice, Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.board import Board
@@ -219,7 +219,15 @@ class World:
         assert self._opened is not None, "the ranks are connected first"
         return self._opened.open(choice, channels)
 
-    def store_for_group(self, name: str) -> tuple[Store, str]:
+    def add_of_device(self, group: OpenedDevice) -> None:
+        """End waits for what the device exchanges with a group of ranks, as those for transports.
+
+        It is closed with the transports.
+        """
+        assert self._opened is not None, "the ranks are connected first"
+        self._opened.add_of_device(group)
+
+    def store_for_group(self, name: str) -> tuple[JobStore, str]:
         """Return a store for a group of some ranks, and the address on which this one listens.
 
         The ranks are connected first. Raises in waits of the store if another rank has failed.
@@ -321,7 +329,7 @@ class World:
             _closed_boards.append(self.board)
 
     @property
-    def _transports(self) -> list[Transport]:
+    def _transports(self) -> list[Opened]:
         return [] if self._opened is None else self._opened.transports
 
     def _shared_store(self) -> JobStore:

@@ -20,12 +20,10 @@ class Buffers:
 
     Args:
         group: the processes that run this stage.
-        device: this stage's device.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._device = device
         self._seen: dict[int, int] = {}
 
     def note(self, layer: nn.Module) -> None:
@@ -48,7 +46,7 @@ class Buffers:
                     changed.append(is_always or self._seen.get(id(buffer)) != buffer._version)
         if not others:
             return
-        flags = torch.tensor(changed, dtype=torch.int32).to(self._device)
+        flags = torch.tensor(changed, dtype=torch.int32)  # on the hosts, which wait for no device
         self._group.begin_sum(flags).wait()
         for buffer, is_changed in zip(others, flags.tolist(), strict=True):
             if is_changed:

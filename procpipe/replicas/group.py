@@ -1,15 +1,19 @@
 """The processes that run the same stage, one of each replica, and their collective operations.
 
-A process group of torch's own kind, made here: neither the script's default group nor its names
+Process groups of torch's own kind, made here: neither the script's default group nor its names
 are touched. Operations of a group run in the order in which they are begun, which must be the same
 on all of its processes.
 
-Up to now by gloo.
+    CPUs                              gloo
+    GPUs, each of one process         NCCL; what is on the hosts, gloo
+    GPUs that some of them share      gloo, by way of the hosts' memory: the hosts wait
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +21,26 @@ from torch.distributed import Store
 
 from procpipe.channel.gloo import GlooGroup
 from procpipe.channel.mesh import Mesh
+from procpipe.job.grid import Grid
+
+if TYPE_CHECKING:
+    from procpipe.job.transports import TransportChoice
+    from procpipe.job.world import World
+    from procpipe.replicas.nccl import NcclGroup
 
 #: How often a wait looks whether an operation is over.
 _LOOK_EVERY_S = 0.0005
+
+
+class Operation(Protocol):
+    """An operation of a group that is under way."""
+
+    def wait(self) -> None:
+        """Return once the result may be used: by what is queued on the current stream, on a GPU.
+
+        Raises:
+            RemoteStageError: another rank failed.
+        """
 
 
 class Group:
@@ -27,28 +48,36 @@ class Group:
 
     Args:
         store: one that these processes share, for this group alone.
-        replica: this process's number in the group.
-        num_replicas: how many processes there are.
+        ranks: those of the group, by replica.
         mesh: the connections to all ranks, from which failures are learned.
         host: the local address to listen on.
+        nccl: their communicator, if each has a GPU of its own.
     """
 
     def __init__(
-        self, store: Store, replica: int, num_replicas: int, mesh: Mesh, host: str
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        mesh: Mesh,
+        host: str,
+        nccl: NcclGroup | None = None,
     ) -> None:
         self._mesh = mesh
-        self._gloo = GlooGroup(store, replica, num_replicas, mesh.timeout_s, host)
-        self.num_replicas = num_replicas
+        self._ranks = ranks
+        self._gloo = GlooGroup(store, ranks.index(mesh.rank), len(ranks), mesh.timeout_s, host)
+        self._nccl = nccl
+        self.num_replicas = len(ranks)
 
-    def begin_sum(self, tensor: Tensor) -> Sum:
+    def begin_sum(self, tensor: Tensor) -> Operation:
         """Begin to replace a contiguous tensor by its sum over all replicas, in place."""
-        return Sum(self, self._gloo.torchs.allreduce([tensor]))
+        return self._begin(tensor, tensor, lambda group, _, out: group.allreduce([out]))
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all replicas, of the same shape and dtype, by replica."""
-        found = [torch.empty_like(tensor) for _ in range(self.num_replicas)]
-        Sum(self, self._gloo.torchs.allgather([found], [tensor])).wait()
-        return found
+        flat = tensor.contiguous().view(-1)
+        found = flat.new_empty(self.num_replicas * flat.numel())
+        self._begin(flat, found, lambda group, one, out: group._allgather_base(out, one)).wait()
+        return [part.view(tensor.shape) for part in found.view(self.num_replicas, -1).unbind()]
 
     @torch.no_grad()
     def copy_first(self, tensor: Tensor) -> None:
@@ -56,33 +85,76 @@ class Group:
         if not tensor.numel() or tensor.layout != torch.strided:
             return
         data = tensor.detach().contiguous()
-        Sum(self, self._gloo.torchs.broadcast([data.view(-1).view(torch.uint8)])).wait()
+        bits = data.view(-1).view(torch.uint8)
+        self._begin(bits, bits, lambda group, _, out: group.broadcast([out])).wait()
         if data.data_ptr() != tensor.data_ptr() and not torch.equal(data, tensor):
             tensor.copy_(data)
 
     def close(self) -> None:
-        """Drop the group; nothing may be under way."""
+        """Drop the group; nothing may be under way. Who opened the communicator closes that."""
         self._gloo.close()
 
+    def _begin(
+        self, given: Tensor, out: Tensor, operate: Callable[[Any, Tensor, Tensor], Any]
+    ) -> Operation:
+        """Begin an operation of torch's that reads one tensor and writes another, or the same."""
+        if given.device.type == "cpu":
+            return _OnHosts(self._mesh, self._ranks, operate(self._gloo.torchs, given, out))
+        if self._nccl is not None:
+            from procpipe.replicas.nccl import Queued
 
-class Sum:
-    """An operation of a group that is under way."""
+            return Queued(self._nccl.begin(lambda group: operate(group, given, out)), given, out)
+        on_host = given.cpu()
+        found = on_host if out is given else torch.empty_like(out, device="cpu")
+        work = operate(self._gloo.torchs, on_host, found)
+        return _OnHosts(self._mesh, self._ranks, work, lambda: out.copy_(found))
 
-    def __init__(self, group: Group, work: Any) -> None:
-        self._group = group
+
+def group_of(world: World, grid: Grid, choice: TransportChoice, mesh: Mesh) -> Group:
+    """Connect the processes that run this rank's stage; waits for them.
+
+    Args:
+        world: this process's place in the job.
+        grid: its place among stages and replicas.
+        choice: which transport is between which ranks.
+        mesh: the connections to all ranks.
+    """
+    ranks = grid.same_stage()
+    store, host = world.store_for_group(f"stage-{grid.stage}")
+    nccl = None
+    if all(choice.between(a, b) == "nccl" for a, b in combinations(ranks, 2)):
+        from procpipe.replicas.nccl import NcclGroup
+
+        nccl = NcclGroup(ranks, grid.rank, world.device)
+        world.add_of_device(nccl)
+        nccl.connect(store.bare())
+    return Group(store, ranks, mesh, host, nccl)
+
+
+class _OnHosts:
+    """An operation of gloo."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        ranks: Sequence[int],
+        work: Any,
+        finish: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._mesh = mesh
+        self._ranks = ranks
         self._work = work
+        self._finish = finish
 
     def wait(self) -> None:
-        """Block until the result is there.
-
-        Raises:
-            RemoteStageError: another rank failed.
-        """
-        mesh = self._group._mesh
-        mesh.wait(self._work.is_completed, lambda: "the other replicas", every_s=_LOOK_EVERY_S)
+        """Block until the result is there."""
+        mesh, others = self._mesh, sorted(set(self._ranks) - {self._mesh.rank})
+        what = f"the same stage of the other replicas (ranks {others})"
+        mesh.wait(self._work.is_completed, lambda: what, every_s=_LOOK_EVERY_S)
         try:
             self._work.wait()
         except RuntimeError:  # a process of the group is gone; its own failure says why
-            mesh.wait_failure()
+            mesh.wait_failure(self._ranks, "adds up with it over replicas")
             raise
         self._work = None
+        self._finish()

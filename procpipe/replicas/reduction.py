@@ -19,13 +19,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from procpipe.data.loss import LossPart
-from procpipe.replicas.group import Group, Sum
+from procpipe.replicas.group import Group, Operation
 from procpipe.torch_internals import has_accumulation_hooks
 
 if TYPE_CHECKING:
@@ -93,8 +94,11 @@ class Reduction:
             else:
                 self._own[parameter] = None
         self._apart = [p for p in dict.fromkeys(apart) if p in set(free)]
-        others = [p for p in free if p not in set(self._apart)]
-        self._buckets = list(_bucketed(others)) if batch.reduces else []
+        # Those of a loss come last, as their gradients are final at the call's end only.
+        rest = set() if batch.loss is None else {*batch.loss.parameters()}
+        buckets = _bucketed([p for p in free if p not in rest.union(self._apart)])
+        of_loss = _bucketed([p for p in free if p in rest.difference(self._apart)])
+        self._buckets = [*buckets, *of_loss] if batch.reduces else []
         self._num_begun = 0
 
     @contextmanager
@@ -222,7 +226,7 @@ class _Bucket:
         self.missing = set(parameters)
         self._parameters = parameters
         self._flat: Tensor | None = None
-        self._sum: Sum | None = None
+        self._sum: Operation | None = None
 
     def begin(self, group: Group) -> None:
         """Copy the gradients, and begin their sum; behind them stands which of them there are."""
@@ -241,7 +245,8 @@ class _Bucket:
                 if gradient is None
                 else gradient.detach().reshape(-1)
             )
-        parts.append(torch.tensor(present, dtype=first.dtype).to(first.device, non_blocking=True))
+        for is_there, run in groupby(present):  # no copy from the host, which would wait
+            parts.append(first.new_full((len([*run]),), float(is_there)))
         self._flat = torch.cat(parts)
         self._sum = group.begin_sum(self._flat)
 

@@ -59,7 +59,7 @@ class Several(Replicas):
         self._output_stage = output_stage
         self._group = group
         self._reduction = Reduction(group, device)
-        self._buffers = Buffers(group, device)
+        self._buffers = Buffers(group)
         self._final: dict[Task, set[nn.Parameter]] = {}
         self._send = send
         self._take = take

@@ -48,6 +48,7 @@ class Wires:
         mesh: the sockets.
         control: small messages between rank 0 and the others.
         channels: of the plan.
+        choice: which transport is between which ranks.
         values_to: channels beside the plan, by destination.
         values_from: the same by source.
     """
@@ -56,6 +57,7 @@ class Wires:
     mesh: Mesh
     control: Control
     channels: Channels
+    choice: TransportChoice
     values_to: dict[int, Sender]
     values_from: dict[int, Receiver]
 
@@ -105,13 +107,15 @@ def connect(
     differences = control.agree(facts, lambda of_all: compare_facts(of_all, numbers))
     if differences:
         raise DisagreementError(differences)
-    channels = _open_channels(world, grid, mesh, control, routes, transport)
+    choice = agree_on_transports(control, world.offer(), transport)
+    channels = _open_channels(world, grid, mesh, routes, choice)
     cpu = torch.device("cpu")  # values are inside tokens
     return Wires(
         world.device,
         mesh,
         control,
         channels,
+        choice,
         {peer: Sender(mesh, peer, _VALUE_NUMBER, None, cpu) for peer in mesh.peers},
         {
             peer: Receiver(mesh, peer, _VALUE_NUMBER, None, _described(VALUE, peer, grid))
@@ -149,12 +153,11 @@ def _check_numbers(pipelines: list[int], numbers: Sequence[int]) -> None:
 
 
 def _open_channels(
-    world: World, grid: Grid, mesh: Mesh, control: Control, routes: Routes, wanted: str | None
+    world: World, grid: Grid, mesh: Mesh, routes: Routes, choice: TransportChoice
 ) -> Channels:
     """Open this rank's ends of every channel a plan may use."""
     of_replicas = [_numbered(routes, grid, replica) for replica in range(grid.num_replicas)]
     numbers = of_replicas[grid.replica]
-    choice = agree_on_transports(control, world.offer(), wanted)
     transports = world.open_transports(choice, chain(*map(dict.values, of_replicas)))
     channels = Channels()
     if not transports:

@@ -27,6 +27,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from statistics import fmean, median
 from typing import TypeVar
 
@@ -55,12 +57,17 @@ def split(step: Step) -> list[Split]:
     free_s = min(replay(rows, measured.__getitem__).total_s, step.seconds)  # clocks may be off
     found = []
     for stage, row in enumerate(rows):
-        busy_s = sum(measured[task] for task in row)
+        busy_s = _added(measured[task] for task in row)
         idle_s = max(0.0, free_s - busy_s)
-        bubble_s = min(idle_s, max(0.0, equal_s - sum(means[task.kind] for task in row)))
+        bubble_s = min(idle_s, max(0.0, equal_s - _added(means[task.kind] for task in row)))
         rest_s = step.seconds - busy_s - idle_s
         found.append(Split(stage, step.seconds, busy_s, bubble_s, idle_s - bubble_s, rest_s))
     return found
+
+
+def _added(seconds: Iterable[float]) -> float:
+    """Add up in turn, as a replay does: ``sum`` rounds otherwise from Python 3.12 on."""
+    return reduce(add, seconds, 0.0)
 
 
 def mean_seconds(step: Step, key: Callable[[Task], K]) -> dict[K, float]:

@@ -441,6 +441,22 @@ def test_a_condition_may_become_true_after_a_goodbye(net):
         b.wait_for(0, lambda: False, nothing, every_s=0.001, grace_s=0.01)
 
 
+def test_a_failure_behind_an_error_may_be_known_already(wired):
+    """The only peer is gone: its end was read before the error that is looked into."""
+    mesh, peer = wired
+    peer.close()
+    mesh.wait(lambda: not mesh._connections, lambda: "its end")
+    with pytest.raises(PeerLostError, match="rank 0 ended without a word"):
+        mesh.wait_failure()
+
+
+def test_the_failure_behind_an_error_may_be_that_a_peer_has_left(net):
+    one, other = net(2)
+    other.close()
+    with pytest.raises(PeerLostError, match=r"rank 1 has left .* while rank 0 adds up"):
+        one.wait_failure([1], "adds up")
+
+
 def test_sending_to_a_peer_that_has_left_is_a_fault(net):
     a, b = net(2)
     received = received_by(b, 0, 7)

@@ -141,9 +141,12 @@ class NeverEnds(nn.Linear):
             kill()
 
 
-def waits_for_what_never_ends(world: Any, origin: int, is_waited_for: Path) -> None:
-    """Wait for the device inside a loss function or, on rank 0, for a step's loss."""
-    model = nn.Sequential(*(NeverEnds(is_waited_for if j == origin else None) for j in range(2)))
+def waits_for_what_never_ends(
+    world: Any, origin: int, waiting: int, replicas: int, is_waited_for: Path
+) -> None:
+    """Wait for the device on one rank: for a step's loss or, if 0 is killed, in ``loss_fn``."""
+    acts = is_waited_for if world.rank == origin else None
+    model = nn.Sequential(NeverEnds(acts), NeverEnds(acts))
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         loss = F.mse_loss(output, target)
@@ -152,19 +155,36 @@ def waits_for_what_never_ends(world: Any, origin: int, is_waited_for: Path) -> N
             loss.item()
         return loss
 
-    stage = Stage(model, [1, 1], chunks=CHUNKS, loss_fn=loss_fn, checkpoint="never", world=world)
-    loss = stage.step(torch.ones(CHUNKS, WIDTH), torch.zeros(CHUNKS, WIDTH))
-    if world.rank == 0:
+    stage = Stage(
+        model,
+        [1, 1],
+        chunks=CHUNKS,
+        loss_fn=loss_fn,
+        checkpoint="never",
+        replicas=replicas,
+        world=world,
+    )
+    size = CHUNKS * replicas
+    loss = stage.step(torch.ones(size, WIDTH), torch.zeros(size, WIDTH))
+    if world.rank == waiting:
         is_waited_for.touch()
     loss.item()
 
 
-@pytest.mark.parametrize("origin", [0, 1])
+@pytest.mark.parametrize(
+    ("n", "origin", "waiting", "replicas"),
+    [(2, 0, 1, 1), (2, 1, 0, 1), pytest.param(4, 3, 1, 2, marks=pytest.mark.gpu(4))],
+)
 def test_a_rank_is_killed_when_a_host_waits_for_its_device(
-    ranks: Any, origin: int, tmp_path: Path
+    ranks: Any, n: int, origin: int, waiting: int, replicas: int, tmp_path: Path
 ) -> None:
-    """No host is elsewhere by chance: the transfer cannot begin, and the signal is given last."""
-    outcomes = ranks(2).run(waits_for_what_never_ends, origin, tmp_path / "waits")
+    """No host is elsewhere by chance: the transfer cannot begin, and the signal is given last.
+
+    With replicas it is a sum over the last stage's two processes that never ends.
+    """
+    outcomes = ranks(n).run(
+        waits_for_what_never_ends, origin, waiting, replicas, tmp_path / "waits"
+    )
 
     check_killed(outcomes, origin)
 

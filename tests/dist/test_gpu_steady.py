@@ -58,8 +58,10 @@ def synchronizations() -> Iterator[list[int]]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def data(place: str, device: torch.device) -> tuple[Any, Any]:
-    input, target = torch.randn(11, 8), torch.randint(-1, 4, (11,))
+def data(place: str, device: torch.device, replicas: int = 1) -> tuple[Any, Any]:
+    size = 11 * replicas
+    input, target = torch.randn(size, 8), torch.randint(-1, 4, (size,))
+    target[:3] = -1  # the first micro-batch counts nothing
     if place == "pinned":
         return input.pin_memory(), target.pin_memory()
     if place == "gpu":  # no loss weight is used there, so all samples are valid
@@ -80,7 +82,7 @@ def num_valid(target: Any) -> float:
 
 
 def count_in_steps(
-    world: Any, schedule: str, checkpoint: str, place: str, is_whole: bool
+    world: Any, schedule: str, checkpoint: str, place: str, is_whole: bool, replicas: int = 1
 ) -> tuple[list[int], list[int], list[list[int]]]:
     """Count how often this rank's host waits for the device in some training.
 
@@ -89,7 +91,7 @@ def count_in_steps(
         often each slot was used.
     """
     torch.manual_seed(world.rank)
-    n = world.num_ranks
+    n = world.num_ranks // replicas
     num_partitions = 2 * n if schedule in ("interleaved", "zb-v") else n
     layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1))]
     layers += [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(num_partitions - 1)]
@@ -106,10 +108,11 @@ def count_in_steps(
         checkpoint=checkpoint,
         loss_fn=loss_fn,
         loss_weight=num_valid if is_weighted else None,
+        replicas=replicas,
         world=world,
     )
     optimizer = torch.optim.AdamW(stage.parameters())
-    input, target = data(place, stage.device)
+    input, target = data(place, stage.device, replicas)
     counts, num_slots = [], [0]
     for _ in range(NUM_STEPS):
         with synchronizations() as found:
@@ -155,6 +158,20 @@ def test_no_host_waits_for_its_device(
         assert counts[NUM_CHECKED:] == allowed[NUM_CHECKED:], message
         for uses in slots:
             assert len(uses) <= NUM_STEPS_IN_SLOTS * sum(uses) / NUM_STEPS, f"rank {rank}: {slots}"
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint", "place"),
+    [("1f1b", "always", "pageable"), ("zb-v", "never", "pinned")],
+)
+def test_no_host_waits_for_its_device_to_add_up_over_replicas(
+    ranks: Any, schedule: str, checkpoint: str, place: str
+) -> None:
+    outcomes = ranks(4).run(count_in_steps, schedule, checkpoint, place, is_whole=True, replicas=2)
+
+    for rank, (counts, _, _) in enumerate(outcomes.values()):
+        assert not any(counts[NUM_CHECKED:]), f"rank {rank} waited {counts} times"
 
 
 def count_in_scaled_steps(world: Any) -> tuple[list[int], list[int]]:

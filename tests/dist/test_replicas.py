@@ -19,6 +19,9 @@ from procpipe.losses import masked_cross_entropy
 from procpipe.skip import pop, skippable, stash
 from tests.dist.script import run_forked
 from tests.dist.stages import MODES, assert_same, stage_of, world_of
+from tests.dist.test_failures import Faulty, check_lost, kill
+
+pytestmark = pytest.mark.on_gpus
 
 TOLERANCE = 1e-12
 
@@ -226,6 +229,7 @@ def check_own_loss(bare):
             scores = plain(input)
             (scores.square().max() + mean_loss(scores, target)).backward()  # no mean over samples
             output = stage(input)
+            target = target.to(stage.device)
             loss = (output * output).max() + F.cross_entropy(output.flatten(0, 1), target.flatten())
             loss.backward()
             assert_same_gradients(stage, plain, f"step {step}")
@@ -336,8 +340,22 @@ def check_shards_kept(bare):
     assert "used outside of the body of that loop" in str(caught.value)
 
 
+def check_unscale(bare):
+    world = world_of(bare, "unscale")
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    stage = Stage(model, [1, 1], replicas=2, loss_fn=F.mse_loss, world=world)
+    scaler = stage.scaler(torch.amp.GradScaler(bare.device.type))
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    with stage.no_sync():
+        stage.step(torch.ones(4, 3), torch.zeros(4, 2))
+    with pytest.raises((RuntimeError, RemoteStageError)) as caught:
+        scaler.unscale_(optimizer)
+    assert "scaler.unscale_ after calls in no_sync()" in str(caught.value)
+
+
 @pytest.mark.parametrize(
-    "check", [check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept]
+    "check",
+    [check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept, check_unscale],
 )
 def test_cases_that_once_failed(ranks, check):
     ranks(4).run(check, world=False).values()
@@ -458,6 +476,42 @@ def check_different_start(bare):
             assert torch.equal(*of_replicas), name
 
 
+class Scaled(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, output, target):
+        return F.mse_loss(output * self.scale, target)
+
+
+def check_loss_with_parameters(bare):
+    torch.manual_seed(bare.rank)
+    loss_fn = Scaled()
+    torch.manual_seed(1)
+    own_loss = Scaled()  # as on rank 1, the last stage of replica 0
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)).double()
+    with stage_of(bare, "loss", plain, [1, 1], replicas=2, chunks=2, loss_fn=loss_fn) as stage:
+        for size in (5, 1, 4):
+            input = torch.randn(size, 3, dtype=torch.float64, generator=torch.Generator())
+            target = torch.ones(size, 4, dtype=torch.float64)
+            for module in (plain, own_loss, stage, loss_fn):
+                module.zero_grad()
+            expected = own_loss(plain(input), target)
+            expected.backward()
+            found = stage.step(input, target)
+            assert_same(found, expected.detach(), f"loss of {size}", TOLERANCE)
+            assert_same_gradients(stage, plain, f"{size}")
+            if bare.rank % 2 == 1:
+                assert_same(loss_fn.scale.grad, own_loss.scale.grad, "of the loss", TOLERANCE)
+
+
+def test_a_loss_with_parameters_is_the_same_on_all_replicas(ranks):
+    ranks(4).run(check_loss_with_parameters, world=False).values()
+
+
 def test_replicas_start_with_the_values_of_the_first(ranks):
     ranks(4).run(check_different_start, world=False).values()
 
@@ -471,10 +525,12 @@ def check_failure(bare, failing):
 
     layers = nn.Sequential(nn.Linear(3, 4), Fails(), nn.Linear(4, 4), Fails())
     where = f"stage {failing % 2} of replica {failing // 2}"
-    world = world_of(bare, f"failing {failing}")
-    stage = Stage(layers, [2, 2], replicas=2, loss_fn=F.mse_loss, world=world)
-    with pytest.raises((ArithmeticError, RemoteStageError)) as caught:
-        stage.step(torch.ones(4, 3), torch.zeros(4, 4))
+    options = {"replicas": 2, "loss_fn": F.mse_loss}
+    with (
+        pytest.raises((ArithmeticError, RemoteStageError)) as caught,
+        stage_of(bare, f"failing {failing}", layers, [2, 2], **options) as stage,
+    ):
+        stage.step(torch.ones(4, 3), torch.zeros(4, 4)).item()  # a GPU's host may be ahead
     notes = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "this layer fails" in notes
     assert where in notes, notes
@@ -483,6 +539,77 @@ def check_failure(bare, failing):
 @pytest.mark.parametrize("failing", range(4))
 def test_a_failure_ends_all_replicas(ranks, failing):
     ranks(4).run(check_failure, failing, world=False).values()
+
+
+def train_until_killed(world, origin, where):
+    layers = [Faulty(where if world.rank == origin else "", kill) for _ in range(2)]
+    balance = [1, 1] if world.num_ranks == 4 else [2]
+    stage = Stage(nn.Sequential(*layers), balance, replicas=2, loss_fn=F.mse_loss, world=world)
+    for _ in range(2):
+        stage.step(torch.ones(8, 4), torch.zeros(8, 4)).item()
+
+
+@pytest.mark.parametrize(
+    ("n", "origin", "where"),
+    [
+        *((4, 0, "backward"), (4, 1, "forward"), (4, 2, "forward"), (4, 3, "backward")),
+        *((2, 0, "forward"), (2, 1, "backward")),
+    ],
+)
+def test_a_rank_of_a_replica_is_killed(ranks, n, origin, where):
+    outcomes = ranks(n).run(train_until_killed, origin, where)
+
+    check_lost(outcomes, origin, f"rank {origin} ended without a word")
+
+
+RESUMES = """
+import os, signal, sys
+import torch
+from torch import nn
+from procpipe import Stage, state
+
+torch.manual_seed(0)
+replicas, folder = int(sys.argv[1]), sys.argv[2]
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+stage = Stage(model, [1, 1], replicas=replicas, chunks=2, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.Adam(stage.parameters(), lr=0.1)
+progress = {"step": 0}
+state.load(folder, stage, optimizer, extra=progress, missing_ok=True)
+generator = torch.Generator().manual_seed(1)
+data = torch.randn(6, 2, 8, 4, dtype=torch.float64, generator=generator)
+for step in range(progress["step"], 6):
+    if step == 3 and replicas == 2 and stage.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    loss = stage.step(*data[step]).item()
+    optimizer.step()
+    progress["step"] = step + 1
+    state.save(folder, stage, optimizer, extra=progress, step=step + 1)
+    stage.print(step, repr(loss))
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.only_on_cpus
+def test_a_job_of_two_replicas_goes_on_with_one(tmp_path):
+    """After a rank was killed, on two processes instead of four."""
+    folder = str(tmp_path / "saved")
+    killed = run_forked(RESUMES, num_ranks=4, args=["2", folder])
+    assert killed.returncode != 0
+    resumed = run_forked(RESUMES, num_ranks=2, args=["1", folder]).check()
+    lines = (killed.stdout + resumed.stdout).splitlines()
+    assert [int(line.split()[0]) for line in lines] == list(range(6))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(6, 2, 8, 4, dtype=torch.float64, generator=generator)
+    for line, (input, target) in zip(lines, data, strict=True):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(input), target)
+        loss.backward()
+        optimizer.step()
+        assert float(line.split()[1]) == pytest.approx(loss.item(), rel=1e-12)
 
 
 def check_counts(bare):

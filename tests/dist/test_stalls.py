@@ -58,7 +58,7 @@ def model_of(num_stages, origin, act):
     return model
 
 
-def train(world, origin, where, num_samples, act):
+def train(world, origin, where, num_samples, act, replicas=1):
     """Train; one rank stops or is slow in the second step, in a layer or before the step."""
     store = world._shared_store()
     store.set(f"pid/{world.rank}", str(os.getpid()))
@@ -77,14 +77,16 @@ def train(world, origin, where, num_samples, act):
     if world.rank != origin and act == "stop":
         helper = threading.Thread(target=continue_when_reported, args=(pids[origin], pids))
         helper.start()
-    model = model_of(world.num_ranks, origin, run_act if where == "layer" else lambda: None)
+    num_stages = world.num_ranks // replicas
+    acts = where == "layer" and world.rank == origin
     stage = Stage(
-        model,
-        [2] * world.num_ranks,
+        model_of(num_stages, origin % num_stages, run_act if acts else lambda: None),
+        [2] * num_stages,
         chunks=2,
         checkpoint="never",
         loss_fn=F.mse_loss,
         transport="gloo" if world.num_ranks == 2 and not is_on_gpus() else None,
+        replicas=replicas,
         world=world,
     )
     losses = []
@@ -156,20 +158,34 @@ def reports_of(outcomes):
 
 
 @pytest.mark.parametrize(
-    ("n", "origin", "where", "num_samples"),
+    ("n", "origin", "where", "num_samples", "replicas"),
     [
-        (2, 0, "between", 6),
-        (2, 1, "layer", INLINE_BYTES),
-        (3, 0, "layer", 6),
-        (3, 1, "layer", INLINE_BYTES),
-        (4, 2, "between", 6),
+        (2, 0, "between", 6, 1),
+        (2, 1, "layer", INLINE_BYTES, 1),
+        (3, 0, "layer", 6, 1),
+        (3, 1, "layer", INLINE_BYTES, 1),
+        (4, 2, "between", 6, 1),
+        (4, 0, "layer", 8, 2),
+        (4, 1, "between", 8, 2),
+        (4, 2, "between", 8, 2),
+        (4, 3, "layer", 8, 2),
     ],
 )
-def test_a_stopped_rank_is_reported_and_continues(ranks, n, origin, where, num_samples):
-    outcomes = ranks(n).run(train, origin, where, num_samples, "stop")
+def test_a_stopped_rank_is_reported_and_continues(ranks, n, origin, where, num_samples, replicas):
+    outcomes = ranks(n).run(train, origin, where, num_samples, "stop", replicas)
+    num_stages = n // replicas
 
+    def name_of(rank):
+        replica, stage = divmod(rank, num_stages)
+        return rf"stage {stage} of replica {replica} \(rank {rank}\)"
+
+    def name_of_one(rank):
+        return rf"stage {rank} \(rank {rank}\)"
+
+    name = name_of if replicas > 1 else name_of_one
     for losses in outcomes.values():
-        assert losses == pytest.approx(plain_losses(n, origin, num_samples))
+        truth = plain_losses(num_stages, origin % num_stages, num_samples)
+        assert losses == pytest.approx(truth)
     reports = [report for report in reports_of(outcomes) if "is stopped" in report[1]]
     assert reports, str(outcomes)
     for stalled_s, _ in reports:
@@ -178,14 +194,14 @@ def test_a_stopped_rank_is_reported_and_continues(ranks, n, origin, where, num_s
     stalled_s, lines = reports[0]
     assert stalled_s >= STALL_S
     for rank in set(range(n)) - {origin}:
-        assert re.search(rf"^  stage {rank} \(rank {rank}\): in ", lines, re.MULTILINE), lines
-    assert re.search(r"waiting \d+\.\d s for .+ from (stage \d \()?rank \d", lines), lines
+        assert re.search(rf"^  {name(rank)}: in ", lines, re.MULTILINE), lines
+    assert re.search(r"waiting \d+\.\d s for .+ from (stage \d.* \()?rank \d", lines), lines
     place = {
-        "layer": rf"in F1, layer '{2 * origin + 1}' \(Acting\), for \d+\.\d s",
+        "layer": rf"in F1, layer '{2 * (origin % num_stages) + 1}' \(Acting\), for \d+\.\d s",
         "between": r"between calls, in the user's code, for \d+\.\d s",
     }[where]
     stopped = r"; its process (\d+) is stopped \(kill -CONT \1 lets it go on\)"
-    assert re.search(rf"stage {origin} \(rank {origin}\): {place}{stopped}", lines), lines
+    assert re.search(rf"{name(origin)}: {place}{stopped}", lines), lines
     assert "goes on after" in lines
 
 

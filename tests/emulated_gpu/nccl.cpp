@@ -43,20 +43,28 @@ const char* const kTypes[] = {"int8",    "uint8",    "int32",      "uint32",
 const size_t kSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 const char* const kOperators[] = {"sum", "product", "maximum", "minimum", "average"};
 
+// Collective operations that have no operator.
+constexpr int kBroadcast = ncclNumOps, kAllGather = ncclNumOps + 1;
+
 // One side of a transfer.
 struct Offer {
   bool sends;
   int type;
   uint64_t count;
-  int op = -1;  // of an all-reduce
+  int op = -1;  // of a collective operation
 
   bool fits(const Offer& other) const {
     return type == other.type && count == other.count && op == other.op;
   }
   std::string text(int rank) const {
-    const std::string verb = op >= 0 ? " reduces " : sends ? " sends " : " receives ";
+    const std::string verb = op == kBroadcast   ? " broadcasts "
+                             : op == kAllGather ? " gathers "
+                             : op >= 0          ? " reduces "
+                             : sends            ? " sends "
+                                                : " receives ";
     const std::string what = std::to_string(count) + " of " + kTypes[type];
-    const std::string how = op >= 0 ? std::string(" by ") + kOperators[op] : "";
+    const bool reduces = op >= 0 && op < ncclNumOps;
+    const std::string how = reduces ? std::string(" by ") + kOperators[op] : "";
     return "rank " + std::to_string(rank) + verb + what + how;
   }
 };
@@ -440,6 +448,28 @@ CALL ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type,
   });
 }
 
+CALL ncclBcast(void* data, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+               cudaStream_t stream) {
+  const bool sends = comm->rank == root;
+  const Offer offer{sends, type, count, kBroadcast};
+  return issue(comm, stream, data, offer, [&](Kernel& kernel, size_t bytes) {
+    for (int r = 0; r < comm->size; ++r)
+      if (sends ? r != root : r == root)
+        kernel.transfers.push_back({r, (char*)data, bytes, offer});
+  });
+}
+
+CALL ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type, ncclComm_t comm,
+                   cudaStream_t stream) {
+  const Offer offer{true, type, count, kAllGather}, theirs{false, type, count, kAllGather};
+  return issue(comm, stream, in, offer, [&](Kernel& kernel, size_t bytes) {
+    for (int r = 0; r < comm->size; ++r) {
+      kernel.transfers.push_back({r, (char*)in, bytes, offer});
+      kernel.transfers.push_back({r, (char*)out + r * bytes, bytes, theirs});
+    }
+  });
+}
+
 // Registered memory is sent like any other; torch's ProcessGroupNCCL2 registers its memory.
 CALL ncclCommRegister(const ncclComm_t, void* memory, size_t, void** handle) {
   return *handle = memory, ncclSuccess;
@@ -453,8 +483,7 @@ CALL ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
   extern "C" ncclResult_t no_##name() {                                   \
     return refuse({ncclInvalidUsage, "the emulated NCCL has no " #name}); \
   }
-UNSUPPORTED(ncclAllGather) UNSUPPORTED(ncclAlltoAll) UNSUPPORTED(ncclBcast)
-UNSUPPORTED(ncclBroadcast) UNSUPPORTED(ncclCommGetUniqueId) UNSUPPORTED(ncclCommGrow)
+UNSUPPORTED(ncclAlltoAll) UNSUPPORTED(ncclBroadcast) UNSUPPORTED(ncclCommGetUniqueId) UNSUPPORTED(ncclCommGrow)
 UNSUPPORTED(ncclCommInitAll) UNSUPPORTED(ncclCommMemStats) UNSUPPORTED(ncclCommResume)
 UNSUPPORTED(ncclCommRevoke) UNSUPPORTED(ncclCommShrink) UNSUPPORTED(ncclCommSplit)
 UNSUPPORTED(ncclCommSuspend) UNSUPPORTED(ncclCommWindowDeregister)

@@ -67,7 +67,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen3-MoE": (
         *("Qwen3Moe", "ForCausalLM"),
         {**_GROUPED, **_EXPERTS, "num_experts": 4, "num_experts_per_tok": 2}
-        | {"moe_intermediate_size": 8},
+        | {"moe_intermediate_size": 8, "mlp_only_layers": [0]},
     ),
     "BERT": ("Bert", "ForSequenceClassification", {**_PLAIN, "num_labels": 3}),
     "BERT, tokens": ("Bert", "ForTokenClassification", {**_PLAIN, "num_labels": 3}),

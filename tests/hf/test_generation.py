@@ -83,6 +83,28 @@ def test_sequences_end_at_their_own_ends():
     assert found.tolist() == expected.tolist()
 
 
+def test_the_generation_config_of_the_model_counts():
+    tokens, mask = prompts_of("Llama")
+    assert not mask.all(), "there are padding tokens, and no mask is given"
+    plain = model_of("Llama").eval()
+    free = hf.generate(stage_in_one("Llama"), tokens, max_new_tokens=8)
+    for values in ({}, {"repetition_penalty": 1.8}, {"suppress_tokens": [int(free[0, 7])]}):
+        model = model_of("Llama")
+        for each in (plain, model):
+            each.generation_config.update(**values)
+        expected = plain.generate(tokens, max_new_tokens=8, do_sample=False)
+
+        found = hf.generate(Stage(hf.sequential(model), [5], chunks=2), tokens, max_new_tokens=8)
+
+        assert found.tolist() == expected.tolist(), values
+        assert torch.equal(found, free) == (not values), values
+        plain = model_of("Llama").eval()
+    model.generation_config.top_k = 1
+    stage = Stage(hf.sequential(model), [5])
+    sampled = hf.generate(stage, tokens, max_new_tokens=8, do_sample=True, temperature=3)
+    assert sampled.tolist() == expected.tolist()
+
+
 def test_samples_follow_the_probabilities():
     stage = stage_in_one("GPT-2")
     prompt = torch.full((2000, 2), 5)

@@ -188,6 +188,7 @@ def test_an_adapter_of_a_shared_matrix_is_not_merged(tmp_path):
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
         {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
     ):
         layers = hf.sequential(adapted("Llama, tied", **options))
         stage = Stage(layers, [len(layers)])
@@ -196,6 +197,30 @@ def test_an_adapter_of_a_shared_matrix_is_not_merged(tmp_path):
             hf.save_pretrained(stage, tmp_path / "out")
 
         assert not (tmp_path / "out").exists()
+
+
+def test_adapters_start_as_their_configuration_says(tmp_path):
+    model_of("Llama").float().save_pretrained(tmp_path)
+    for init in (True, False, "gaussian", "pissa"):
+        with torch.device("meta"):
+            base = class_of("Llama")(config_of("Llama"))
+            options: dict[str, Any] = {"target_modules": ["q_proj"], "init_lora_weights": init}
+            layers = hf.sequential(get_peft_model(base, LoraConfig(r=2, **options)))
+        torch.manual_seed(0)
+        stage = Stage(layers, [len(layers)])
+        if init == "pissa":  # of the weights, which are not there before
+            with pytest.raises(ValueError, match="init_lora_weights='pissa' was computed from"):
+                hf.load_pretrained(stage, tmp_path)
+            continue
+        hf.load_pretrained(stage, tmp_path)
+        a, b = (
+            torch.cat([value for key, value in stage.state_dict().items() if part in key])
+            for part in ("lora_A", "lora_B")
+        )
+        if init is not False:  # normal, by the rank; or uniform, by the 16 inputs
+            expected = 1 / 2 if init == "gaussian" else 1 / 4 / 3**0.5
+            assert 0.8 < a.std() / expected < 1.2, init
+        assert b.any() == (init is False), init
 
 
 def test_forms_that_cannot_be_saved_are_refused():

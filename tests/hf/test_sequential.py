@@ -101,6 +101,27 @@ def test_masks_are_made_for_the_attention_that_the_blocks_have():
     assert torch.equal(layers(batch), model(**batch).logits)
 
 
+def test_models_that_return_tuples():
+    model = model_of("BERT")
+    batch, _ = batch_of("BERT")
+    expected = model(**batch).logits
+    model.config.return_dict = False
+
+    assert torch.equal(hf.sequential(model)(batch), expected)
+
+
+def test_texts_in_one_row_are_independent():
+    tokens = batch_of("Llama")[0]["input_ids"][:1]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    for name in ("GPT-2", "Mistral", "Gemma 3"):
+        model = model_of(name)
+        alone = [model(part).logits for part in (tokens[:, :4], tokens[:, 4:])]
+
+        found = hf.sequential(model)(tokens, position_ids=positions)
+
+        assert (found - torch.cat(alone, 1)).abs().max() <= 1e-12, name
+
+
 def test_what_is_not_supported_is_one_error():
     llama = transformers.LlamaConfig(**TINY)
     cases = [
@@ -144,6 +165,16 @@ def test_labels_that_are_missing_are_asked_for():
             TypeError, match=r"argument: 'labels'.*named values.* step\(\*\*batch\)"
         ):
             stage.step(batch_given)
+
+
+def test_the_target_is_named_among_the_keys_of_one_value():
+    batch, labels = batch_of("GPT-2")
+    layers = hf.sequential(model_of("GPT-2"))
+    stage = Stage(layers, [len(layers)], loss_fn=hf.causal_lm_loss)
+
+    found = stage.step({**batch, "labels": labels}, target="labels")
+
+    assert found == stage.step(**batch, labels=labels)
 
 
 def test_one_row_of_position_ids_is_for_all():

@@ -59,6 +59,7 @@ def test_models_on_the_meta_device_load_and_save(tmp_path):
 
 def test_a_model_on_the_meta_device_is_initialised_as_transformers_does():
     layers = on_meta("GPT-2")
+    torch.manual_seed(0)
     Stage(layers, [len(layers)])
 
     for key, value in layers.named_parameters():
@@ -66,7 +67,8 @@ def test_a_model_on_the_meta_device_is_initialised_as_transformers_does():
         if "ln_" in key:
             assert value.unique().tolist() == [1.0 if kind == "weight" else 0.0], key
         elif kind == "weight":
-            assert 0 < value.std() < 0.03, key
+            expected = 0.02 / 6**0.5 if "c_proj" in key else 0.02  # by the number of blocks
+            assert 0.75 < value.std() / expected < 1.25, key
 
 
 def test_weights_of_the_base_model_alone_load(tmp_path):

@@ -200,7 +200,7 @@ def test_a_stuck_device_is_waited_for_once(environment):
     world.connect()
     transport: Any = Stuck()
     opened: Any = world._opened
-    opened._added_of_device(transport)
+    opened.add_of_device(transport)
 
     world.close()
     world.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from procpipe.plan.costs import Costs
@@ -44,6 +46,16 @@ def test_a_micro_batch_that_takes_longer_is_imbalance() -> None:
     first, second = split(read_step("F0 0-2 F1 2-4 B1 8-9 B0 9-10 \n F0 2-3 F1 4-7 B1 7-8 B0 8-9"))
     assert first == Split(0, 10, busy_s=6, bubble_s=3, imbalance_s=1, communication_s=0)
     assert second == Split(1, 10, busy_s=6, bubble_s=3, imbalance_s=1, communication_s=0)
+
+
+def test_a_single_stage_is_never_idle_by_rounding() -> None:
+    """``sum`` rounds less from Python 3.12 on than a replay's additions do."""
+    numbers = random.Random(0)
+    for _ in range(100):
+        text = " ".join(f"F{i} {i}-{i + numbers.random()}" for i in range(10))
+        (alone,) = split(read_step(text))
+
+        assert (alone.bubble_s, alone.imbalance_s) == (0, 0), text
 
 
 def test_wrong_clocks_make_no_share_negative() -> None:
