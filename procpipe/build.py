@@ -95,7 +95,7 @@ class Settings:
         """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
         grid = grid_of(replicas, world)
         chosen = schedule_of(schedule)
-        refuse_beside_replicas(grid, chosen, trace)
+        refuse_beside_replicas(grid, trace)
         limits = checked_limits(
             memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
@@ -340,14 +340,9 @@ def grid_of(replicas: int, world: World) -> Grid:
     return world.divide(replicas)
 
 
-def refuse_beside_replicas(
-    grid: Grid, schedule: Schedule, trace: str | os.PathLike[str] | None
-) -> None:
+def refuse_beside_replicas(grid: Grid, trace: str | os.PathLike[str] | None) -> None:
     """Check that nothing is asked for that does not know of replicas yet."""
-    for is_given, what in (
-        (schedule.is_measured, f"schedule={schedule.name!r}"),
-        (trace is not None, "trace"),
-    ):
+    for is_given, what in ((trace is not None, "trace"),):
         if grid.num_replicas > 1 and is_given:
             raise NotImplementedError(
                 f"{what} with replicas={grid.num_replicas} is not there yet: see docs/replicas.md"

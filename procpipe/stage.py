@@ -22,17 +22,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
 from procpipe import build
-from procpipe.about import About
-from procpipe.clipping import Agree, clip
+from procpipe.clipping import Agree
 from procpipe.data.loss import Loss
 from procpipe.data.minibatch import (
     UNSET,
@@ -44,6 +40,7 @@ from procpipe.data.minibatch import (
     join_outputs,
 )
 from procpipe.data.remote import Remote, holder_of
+from procpipe.gradients import Gradients
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.model.arguments import checked_checkpoint, checked_chunks, ranks_of
 from procpipe.plan.task import Plan
@@ -53,11 +50,10 @@ from procpipe.run.faults import note_full_device
 from procpipe.run.intake import Intake
 from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
-from procpipe.scaling import share
 from procpipe.tree import map_tensors
 
 
-class Stage(About):
+class Stage(Gradients):
     """This process's part of a model that is trained as a pipeline, one process a stage.
 
     Every rank builds it from the same full model and the same arguments, and then makes the same
@@ -376,77 +372,6 @@ class Stage(About):
                 if peer != holder:
                     pipeline.send_value(peer, value)
             return map_tensors(lambda tensor: tensor.detach(), value)
-
-    # -- training -------------------------------------------------------------------------------
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip the gradients of all stages by their common norm, as for the plain model.
-
-        Every rank calls it, and it waits for all of them (and, on GPUs, for the device).
-
-        Args:
-            max_norm: the largest norm that is not clipped.
-            norm_type: the p of the p-norm; ``inf`` is allowed.
-            error_if_nonfinite: raise if the norm is not finite.
-
-        Returns:
-            The norm before clipping, 0-dim, on every rank.
-
-        Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
-
-        Source: ``torch.nn.utils.clip_grad_norm_``.
-        """
-        with self._agreement("clip_grad_norm_", of_gradients=True) as agree:
-            by_partition, copies = self._tied.gradients(self._by_partition())
-            if self.replica > 0:  # replica 0 counts them
-                copies = [*chain(*by_partition.values()), *copies]
-                by_partition = {}
-            return clip(
-                by_partition,
-                copies,
-                max_norm,
-                norm_type,
-                agree,
-                self.device,
-                error_if_nonfinite=error_if_nonfinite,
-            )
-
-    def scaler(self, scaler: GradScaler) -> GradScaler:
-        """Connect a scaler to this stage, to be used as in one process; return the scaler itself.
-
-        ``step`` then scales gradients, and an inf or NaN on one rank skips the optimizer's step on
-        all. Every rank calls it, and waits for all of them; also in the scaler's ``unscale_``, or
-        its ``step`` where that comes first. See docs/mixed_precision.md.
-
-        Args:
-            scaler: with the same options and state on each rank; the newest one given counts.
-
-        Raises:
-            DisagreementError: options or states differ between ranks.
-        """
-        with self._agreement("scaler") as agree:
-            unscale = partial(self._agreement, "scaler.unscale_", of_gradients=True)
-            share(scaler, unscale, agree, self.device)
-            self._loss.scale = scaler.scale
-        return scaler
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave gradients of calls in this block to be added up over replicas by the next call.
-
-        For accumulation over several steps: gradients then travel once. Every rank does it; does
-        not communicate. With FSDP likewise; without replicas or FSDP it changes nothing.
-
-        Source: ``torch.nn.parallel.DistributedDataParallel.no_sync``.
-        """
-        before, self._keeps_own = self._keeps_own, True
-        try:
-            yield
-        finally:
-            self._keeps_own = before
 
     # -- the end ---------------------------------------------------------------------------------
 

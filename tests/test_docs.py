@@ -29,8 +29,8 @@ LAUNCHING = TESTS.parent / "docs" / "launching.md"
 ARCHITECTURE = TESTS.parent / "docs" / "architecture.md"
 PEER_TESTS = TESTS.parent / "docs" / "peer_tests.md"
 TIMELINE = TESTS.parent / "docs" / "timeline.md"
-PLANNING = TESTS.parent / "docs" / "planning.md"
 REPLICAS = TESTS.parent / "docs" / "replicas.md"
+PLANNING = TESTS.parent / "docs" / "planning.md"
 MIXED_PRECISION = TESTS.parent / "docs" / "mixed_precision.md"
 
 
@@ -243,6 +243,18 @@ def test_the_grids_of_the_page_are_those_of_the_schedules() -> None:
 def test_the_search_prints_what_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = python_blocks(SCHEDULES_AUTO)
     (printed,) = re.findall(r"```text\n(.*?)```", SCHEDULES_AUTO.read_text(), re.DOTALL)
+    exec(program, {})
+    assert capsys.readouterr().out == printed
+
+
+# -- docs/replicas.md ----------------------------------------------------------------------------
+
+
+def test_the_simulation_of_all_reduces_prints_what_the_page_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (program,) = (block for block in python_blocks(REPLICAS) if "simulate" in block)
+    (printed,) = re.findall(r"```text\n(.*?)```", REPLICAS.read_text(), re.DOTALL)
     exec(program, {})
     assert capsys.readouterr().out == printed
 

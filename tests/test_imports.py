@@ -150,6 +150,7 @@ MAY_IMPORT_DISTRIBUTED = (
     "procpipe.replicas.nccl",
     "procpipe.launch.run.engine",
     "procpipe.launch.doctor.facts",
+    "procpipe.launch.plan.measure",
     "benchmarks",
 )
 

@@ -45,11 +45,12 @@ class Rehearsal:
 
     Attributes:
         step_s: seconds of a mini-batch, the median.
-        idle: the share of it that stages are idle, the mean over stages.
+        idle: the share of it that stages are idle, the mean over stages and replicas.
         task_s: seconds of a task, by kind and partition: "F0".
-        held_bytes: the most that each stage held between tasks, in the steps that count.
+        held_bytes: the most that each stage held between tasks, in the steps that count, on any
+            replica.
         schedule: ``Stage.schedule`` after the last step.
-        tasks: the tasks of each stage in the last step, in order: "F0@0".
+        tasks: the tasks of each stage in the last step, in order, of the first replica: "F0@0".
     """
 
     step_s: float
@@ -63,7 +64,7 @@ class Rehearsal:
 def rehearse(
     proposal: Proposal, arguments: Mapping[str, Any], named: Named, device_type: str
 ) -> Rehearsal:
-    """Run a proposal on as many processes as it has stages, on this host.
+    """Run a proposal on as many processes as it has stages and replicas of them, on this host.
 
     The ``arguments`` are those of ``Stage``, but for the model, the loss and the devices.
 
@@ -71,9 +72,10 @@ def rehearse(
         RuntimeError: it could not be run.
     """
     num_stages = proposal.plan.num_stages
+    num_ranks = num_stages * proposal.num_replicas
     num_steps = max(_MIN_STEPS, min(_MAX_STEPS, int(_BUDGET_S / proposal.total_s)))
     num_warm_up = _NUM_WARM_UP_OF_AUTO if arguments["schedule"] == "auto" else _NUM_WARM_UP
-    devices = ["cpu"] * num_stages if device_type == "cpu" else None
+    devices = ["cpu"] * num_ranks if device_type == "cpu" else None
     settings = {
         "named": asdict(named),
         "stage": {**arguments, "devices": devices},
@@ -85,19 +87,26 @@ def rehearse(
         file = Path(folder, "settings.json")
         file.write_text(json.dumps(settings))
         program = ("-m", "procpipe.launch.plan.check", "--settings", str(file))
-        result = start_ranks(num_stages, program, _START_TIMEOUT_S + run_s)
+        result = start_ranks(num_ranks, program, _START_TIMEOUT_S + run_s)
     if result.value is None:
         raise RuntimeError(result.reason)
-    of_ranks = [result.value[str(rank)] for rank in range(num_stages)]
+    of_ranks = [result.value[str(rank)] for rank in range(num_ranks)]
     step_s = max(statistics.median(one["steps_s"]) for one in of_ranks)
     busy_s = sum(statistics.median(one["busy_s"]) for one in of_ranks)
     return Rehearsal(
         step_s=step_s,
-        idle=1 - busy_s / (num_stages * step_s),
-        task_s={name: seconds for one in of_ranks for name, seconds in one["task_s"].items()},
-        held_bytes=tuple(one["held_bytes"] for one in of_ranks),
+        idle=1 - busy_s / (num_ranks * step_s),
+        task_s={
+            name: statistics.median(one["task_s"][name] for one in of_ranks[stage::num_stages])
+            for stage in range(num_stages)
+            for name in of_ranks[stage]["task_s"]
+        },
+        held_bytes=tuple(
+            max(one["held_bytes"] for one in of_ranks[stage::num_stages])
+            for stage in range(num_stages)
+        ),
         schedule=of_ranks[0]["schedule"],
-        tasks=tuple(tuple(one["tasks"]) for one in of_ranks),
+        tasks=tuple(tuple(one["tasks"]) for one in of_ranks[:num_stages]),
     )
 
 

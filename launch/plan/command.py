@@ -4,7 +4,8 @@
 
 1  measure the layers of the model here, one by one (measure.py), or read saved costs;
    estimate those of a folder of Hugging Face (folder.py)
-2  simulate every schedule, checkpoint mode, number of chunks and some balances (procpipe.tuning)
+2  simulate every number of replicas, schedule, checkpoint mode, number of chunks and some balances
+   (procpipe.tuning)
 3  print the best of each, and of the chosen one its stages, timeline and the line to paste
 4  with --check, run it and compare (check.py)
 """
@@ -31,9 +32,10 @@ from procpipe.launch.plan.measure import (
     measure_link,
     measure_model,
     measure_rate,
+    measure_replica_link,
     sizes_to_measure,
 )
-from procpipe.launch.plan.options import STATES, check_options, device_type, parser
+from procpipe.launch.plan.options import STATES, check_options, device_type, divisors, parser
 from procpipe.launch.plan.report import (
     arguments_of,
     best_of_each,
@@ -41,19 +43,19 @@ from procpipe.launch.plan.report import (
     has_run,
     line_to_paste,
     overview_table,
+    splits_table,
     stages_table,
     ties_table,
 )
 from procpipe.launch.plan.subject import MistakeError, Named, SizeError, Subject, load
 from procpipe.timeline.pictures import render_timeline_text
 from procpipe.tuning.costs_file import Measured, from_text, to_text
-from procpipe.tuning.model import Model
+from procpipe.tuning.model import Link, Model
 from procpipe.tuning.propose import (
     Proposal,
     Question,
     alone_s,
     choose,
-    default_chunks,
     leanest,
     propose,
 )
@@ -90,7 +92,8 @@ class _Planning:
         self._named = Named(options.model or "", options.sample, options.loss, options.batch)
         check_options(options, self._device)
         self._loss, self._model = options.loss.rpartition(":")[2] or "loss_fn", "model"
-        self._chunks: tuple[int, ...] = tuple(options.chunks or ())
+        self._replicas = [options.replicas] if options.replicas else divisors(options.n)
+        self._least_samples = 1  # of a micro-batch
         self._memory_bytes: int | None = options.memory
         if options.memory is None and self._device.type == "cuda":
             self._memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
@@ -104,42 +107,63 @@ class _Planning:
             measured = self._measure() if options.hf is None else self._estimate()
         if options.save:
             self._save(measured)
-        question = self._question(measured)
-        try:
-            proposals = propose(measured.model, question, divide)
-        except ValueError as error:
-            raise MistakeError(str(error)) from error
-        chosen = choose(proposals, question.memory_bytes)
-        self._print(measured, question, proposals, chosen)
+        link, between = measured.link, measured.replica_link
+        if options.bandwidth:
+            link, between = replace(link, bytes_per_s=options.bandwidth), None
+        if options.replica_bandwidth:
+            between = replace(between or link, bytes_per_s=options.replica_bandwidth)
+        questions = self._questions(options.batch or measured.batch, link, between)
+        proposals = self._propose(measured.model, questions)
+        chosen = choose([*map(self._best, proposals)], self._memory_bytes)
+        self._print(measured, questions[0], proposals, chosen)
         if chosen is None:
             return 1
         return self._check(chosen) if options.check else 0
+
+    def _propose(self, model: Model, questions: Sequence[Question]) -> list[list[Proposal]]:
+        """Return the proposals for each number of replicas that is possible."""
+        found, left_out = [], []
+        for question in questions:
+            try:
+                found.append(propose(model, question, divide))
+            except ValueError as error:
+                left_out.append((question, str(error)))
+        if not found:
+            raise MistakeError(left_out[0][1])
+        for question, reason in left_out:
+            name = f"{question.num_stages} stages x {question.num_replicas}"
+            _print(f"left out: {name} replicas, as {reason.partition(':')[0]}")
+        return found
+
+    def _best(self, proposals: Sequence[Proposal]) -> Proposal:
+        return choose(proposals, self._memory_bytes) or leanest(proposals)
 
     def _measure(self) -> Measured:
         options = self._options
         if self._device.type == "cpu":
             torch.set_num_threads(1)  # as in a process that shares the host with others
         subject = load(self._named)
-        chunks = self._chunks_of(subject)
+        splits = self._splits_of(subject)
         name = "one CPU thread"
         if self._device.type == "cuda":
             name = torch.cuda.get_device_name(self._device)
-        model = self._measure_layers(subject, chunks, name)
+        model = self._measure_layers(subject, splits, name)
         link, source = measure_link(self._device)
         _print(f"transfers: {link.bytes_per_s / 1e9:.1f} GB/s ({source})")
+        between = self._replica_link(self._device)
         if not options.loss:
             _print(
                 "no --loss is given: the mean of squares of the output stands in for it, which "
                 "may be cheaper"
             )
-        return Measured(model, subject.batch, link, name)
+        return Measured(model, subject.batch, link, name, between)
 
     def _estimate(self) -> Measured:
         """Estimate the layers of a folder of Hugging Face."""
         options, device = self._options, self._device
         subject = load_folder(options.hf, options.batch or 8, options.length, options.loss)
         self._loss, self._model = subject.loss, "hf.sequential(model)"
-        chunks = self._chunks_of(subject)
+        splits = self._splits_of(subject)
         rate, source = options.flops, "--flops"
         if device.type == "cpu":
             torch.set_num_threads(1)
@@ -150,7 +174,7 @@ class _Planning:
             link, link_source = assumed_link(), "assumed: --bandwidth"
         else:
             link, link_source = measure_link(device)
-        found = sizes_to_measure(subject.batch, chunks)
+        found = sizes_to_measure(size for _, size in splits)
         sizes = (found[0], found[-1]) if len(found) > 1 else found  # between, all is in proportion
         _print(
             f"{subject.words}\ncounting bytes and FLOPs of {counted(len(subject.model), 'layer')}, "
@@ -165,29 +189,53 @@ class _Planning:
             f"backward as twice its forward\ntransfers: {link.bytes_per_s / 1e9:.1f} GB/s "
             f"({link_source})"
         )
-        return Measured(model, subject.batch, link, f"estimated at {rate:.3g} FLOP/s")
+        between = self._replica_link(device) if is_cpu else None
+        return Measured(model, subject.batch, link, f"estimated at {rate:.3g} FLOP/s", between)
 
-    def _chunks_of(self, subject: Subject) -> Sequence[int]:
-        """Return the numbers of chunks to try; check that the model can be divided."""
+    def _replica_link(self, device: torch.device) -> Link | None:
+        """Measure what adds up gradients, where that is not what carries messages."""
+        if device.type != "cpu" or self._replicas == [1]:
+            return None
+        found: tuple[Link, str] = measure_replica_link()
+        link, source = found
+        _print(f"all-reduces: {link.bytes_per_s / 1e9:.1f} GB/s ({source})")
+        return link
+
+    def _splits_of(self, subject: Subject) -> list[tuple[int, int]]:
+        """Return the numbers of chunks to try, each with the samples of a micro-batch.
+
+        Raises:
+            MistakeError: the model or the mini-batch cannot be divided so.
+        """
         options = self._options
-        chunks: Sequence[int] = options.chunks or default_chunks(subject.batch, options.n)
-        if most := [count for count in chunks if count > subject.batch]:
+        if most := [count for count in options.chunks or () if count > subject.batch]:
             raise MistakeError(
                 f"--chunks {most[0]}: the mini-batch has {subject.batch} samples, so it cannot be "
                 "split into more; ask for fewer, or give a larger --batch"
             )
-        if options.n > len(subject.model):
+        questions = self._questions(subject.batch)
+        if all(question.num_stages > len(subject.model) for question in questions):
             raise MistakeError(
                 f"-n {options.n}: the model has {counted(len(subject.model), 'layer')}, and each "
-                "device needs at least one"
+                f"{'device' if options.replicas == 1 else 'stage'} needs at least one"
             )
-        return chunks
+        fitting = [q for q in questions if q.num_stages <= len(subject.model)]
+        splits = [split for q in fitting if q.num_replicas <= subject.batch for split in q.splits()]
+        if not splits:
+            raise MistakeError(
+                f"the mini-batch has {counted(subject.batch, 'sample')}, too few for "
+                f"{counted(fitting[0].num_replicas, 'replica')} of as many chunks; ask for fewer, "
+                "or give a larger --batch"
+            )
+        return splits
 
-    def _measure_layers(self, subject: Subject, chunks: Sequence[int], name: str) -> Model:
+    def _measure_layers(
+        self, subject: Subject, splits: Sequence[tuple[int, int]], name: str
+    ) -> Model:
         """Measure on all sizes; leave out small ones that fail, unless --chunks asks for them."""
-        batch, left_out = subject.batch, ""
+        left_out = ""
         while True:
-            sizes = sizes_to_measure(batch, chunks)
+            sizes = sizes_to_measure(size for _, size in splits)
             _print(
                 f"measuring {counted(len(subject.model), 'layer')} on {name}, micro-batches of "
                 f"{', '.join(map(str, sizes))} {'sample' if sizes == (1,) else 'samples'} …"
@@ -196,20 +244,21 @@ class _Planning:
                 model: Model = measure_model(subject, sizes, self._device)
             except SizeError as error:
                 size = error.num_samples
-                larger = [count for count in chunks if -(-batch // count) > size]
-                if larger and not self._options.chunks:
+                larger = [split for split in splits if split[1] > size]
+                lost = {count for count, _ in splits} - {count for count, _ in larger}
+                if larger and not (self._options.chunks and lost):
                     left_out = left_out or f"{counted(size, 'sample')}{error}"
-                    chunks = larger
+                    splits = larger
                     continue
-                if size == batch:
+                if size == subject.batch:
                     raise MistakeError(f"the model cannot be run on the sample{error}") from error
-                count = next(count for count in chunks if -(-batch // count) == size)
+                asked = f"--chunks {min(lost)}: " if self._options.chunks else ""
                 raise MistakeError(
-                    f"--chunks {count}: the model cannot be run on micro-batches of "
+                    f"{asked}the model cannot be run on micro-batches of "
                     f"{counted(size, 'sample')}{error}"
                 ) from error
             if left_out:
-                self._chunks = tuple(chunks)
+                self._least_samples = sizes[0]
                 _print(
                     f"left out: micro-batches of less than {sizes[0]}, since the model cannot be "
                     f"run on {left_out}"
@@ -233,20 +282,26 @@ class _Planning:
             raise MistakeError(f"--save {path} cannot be written: {error}") from error
         _print(f"saved the layers' costs: --costs {path}")
 
-    def _question(self, measured: Measured) -> Question:
+    def _questions(
+        self, batch: int, link: Link | None = None, between: Link | None = None
+    ) -> list[Question]:
+        """Return what to plan for, by the number of replicas."""
         options = self._options
-        link = measured.link
-        if options.bandwidth:
-            link = replace(link, bytes_per_s=options.bandwidth)
         try:
-            return Question(
-                options.n,
-                options.batch or measured.batch,
-                self._memory_bytes,
-                STATES[options.optimizer],
-                self._chunks,
-                link,
-            )
+            return [
+                Question(
+                    options.n,
+                    batch,
+                    self._memory_bytes,
+                    STATES[options.optimizer],
+                    tuple(options.chunks or ()),
+                    link or Link(),
+                    num_replicas,
+                    between,
+                    self._least_samples,
+                )
+                for num_replicas in self._replicas
+            ]
         except ValueError as error:
             raise MistakeError(str(error)) from error
 
@@ -254,7 +309,7 @@ class _Planning:
         self,
         measured: Measured,
         question: Question,
-        proposals: Sequence[Proposal],
+        proposals: Sequence[Sequence[Proposal]],
         chosen: Proposal | None,
     ) -> None:
         memory_bytes, one_s = question.memory_bytes, alone_s(measured.model, question)
@@ -263,14 +318,18 @@ class _Planning:
             f"{counted(question.num_devices, 'device')}; one alone, if it had the memory, would "
             f"take {seconds_text(one_s)}\n"
         )
-        best = best_of_each(proposals, memory_bytes)
+        bests = [*map(self._best, proposals)]
+        if len(bests) > 1:
+            splits_table(bests, chosen, one_s, memory_bytes).print(self._console)
+            print()
+        least = chosen or leanest(bests)
+        best = best_of_each(proposals[bests.index(least)], memory_bytes)
         if chosen is not None:
             kind = chosen.schedule, chosen.checkpoint
             best = [chosen if (p.schedule, p.checkpoint) == kind else p for p in best]
         overview_table(best, chosen, one_s, memory_bytes).print(self._console)
         print()
         if chosen is None:
-            least = leanest(proposals)
             assert memory_bytes is not None, "without a limit everything fits"
             needed_bytes = max(least.needed_bytes)
             _print(
@@ -289,7 +348,8 @@ class _Planning:
         print(f"{self._line(chosen, memory_bytes)}\n", flush=True)
 
     def _check(self, chosen: Proposal) -> int:
-        num_processes, num_cores = chosen.plan.num_stages, len(os.sched_getaffinity(0))
+        num_processes = chosen.plan.num_stages * chosen.num_replicas
+        num_cores = len(os.sched_getaffinity(0))
         is_cpu = self._device.type == "cpu"
         if is_cpu and num_cores < num_processes:
             _print(

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 from procpipe.balance import LayerProfile, Profile, profile_layers
+from procpipe.channel.gloo import GlooGroup
 from procpipe.data.loss import Loss
 from procpipe.launch.plan.subject import MistakeError, SizeError, Subject
 from procpipe.model.cut import check_model
@@ -28,6 +31,8 @@ _BUDGET_S = 0.5
 
 _COPY_BYTES = 16 << 20
 _NUM_ROUNDS = 9
+_GLOO_TIMEOUT_S = 60.0
+_CPU = torch.device("cpu")
 
 #: Of the matrices that are multiplied to measure FLOPs per second.
 _CPU_WIDTH, _GPU_WIDTH = 1024, 8192
@@ -39,9 +44,9 @@ _CPU_LATENCY_S, _GPU_LATENCY_S = 50e-6, 20e-6
 _GPU_BYTES_PER_S = 20e9
 
 
-def sizes_to_measure(batch: int, chunks: Sequence[int]) -> tuple[int, ...]:
+def sizes_to_measure(all_sizes: Iterable[int]) -> tuple[int, ...]:
     """Choose sizes of micro-batches, at most three, in ascending order."""
-    sizes = sorted({-(-batch // count) for count in chunks})
+    sizes = sorted(set(all_sizes))
     return tuple(sizes) if len(sizes) <= 3 else (sizes[0], sizes[len(sizes) // 2], sizes[-1])
 
 
@@ -144,6 +149,22 @@ def measure_link(device: torch.device) -> tuple[Link, str]:
         copy_s = _seconds(lambda: destination.copy_(source), destination.device)
         return Link(_GPU_LATENCY_S, _COPY_BYTES / copy_s), "a copy from GPU 0 to GPU 1, measured"
     return assumed_link(), "assumed, as there is one GPU: --bandwidth"
+
+
+def measure_replica_link() -> tuple[Link, str]:
+    """Measure the link between replicas on CPUs: what gloo adds up; also return how, in words."""
+    store, found_s = HashStore(), []
+
+    def add_up(rank: int) -> None:
+        group = GlooGroup(store, rank, 2, _GLOO_TIMEOUT_S, "127.0.0.1")
+        tensor = torch.ones(_COPY_BYTES // 4)
+        found_s.append(_seconds(lambda: group.torchs.allreduce([tensor]).wait(), _CPU))
+        group.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(add_up, range(2)))
+    # As much is sent by each of two as is added up.
+    return Link(_CPU_LATENCY_S, _COPY_BYTES / max(found_s)), "gloo between two threads, measured"
 
 
 def assumed_link() -> Link:

@@ -12,6 +12,7 @@ import torch
 
 from procpipe.launch.console import positive
 from procpipe.launch.plan.subject import MistakeError
+from procpipe.words import counted
 
 #: Bytes that an optimizer keeps for each byte of the parameters that it trains.
 STATES = {"adam": 2.0, "momentum": 1.0, "sgd": 0.0, "none": 0.0}
@@ -74,10 +75,21 @@ def check_options(options: argparse.Namespace, device: torch.device) -> None:
             "a sample is needed to measure the model on: --sample mymodel:sample, which gives a "
             "mini-batch, (input, target) or the input alone"
         )
+    if options.replicas and options.n % options.replicas:
+        fitting = ", ".join(map(str, divisors(options.n)))
+        raise MistakeError(
+            f"--replicas {options.replicas}: all replicas have equally many stages, so of "
+            f"{counted(options.n, 'device')} there can be {fitting} replicas"
+        )
     if options.check and device.type == "cuda" and torch.cuda.device_count() < options.n:
         raise MistakeError(
             f"--check: {options.n} GPUs are needed, and there are {torch.cuda.device_count()} here"
         )
+
+
+def divisors(count: int) -> list[int]:
+    """List the numbers that divide a number, in ascending order."""
+    return [divisor for divisor in range(1, count + 1) if count % divisor == 0]
 
 
 def _check_left_out(options: argparse.Namespace, reason: str, *names: str) -> None:
@@ -110,17 +122,22 @@ def parser() -> argparse.ArgumentParser:
     add("--flops", type=_flops, metavar="FLOPS",
         help="with --hf, a device's per second, as in 300e12; by default measured")  # fmt: skip
     add("-n", type=positive, required=True, metavar="N", help="how many devices there are")
+    add("--replicas", type=positive, metavar="R",
+        help="pipelines of N/R stages each; by default all that N can be divided into")  # fmt: skip
     add("--memory", type=_memory, metavar="BYTES",
         help="of each device, as in 24GiB; by default a GPU's own, no limit on CPUs")  # fmt: skip
     add("--batch", type=positive, metavar="B",
         help="samples in a mini-batch; by default those of the sample, with --hf 8")  # fmt: skip
     add("--chunks", type=_chunks, metavar="M,M,…",
-        help="numbers of chunks to try; by default powers of two up to 8 a device")  # fmt: skip
+        help="numbers of chunks of a replica to try; by default powers of two up to 8 a "
+        "stage")  # fmt: skip
     add("--optimizer", choices=tuple(STATES), default="adam",
         help="what it keeps for each parameter counts as memory; default: %(default)s")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), help="where to measure; by default a GPU, if any")
     add("--bandwidth", type=_bandwidth, metavar="BYTES/s",
         help="between devices, as in 20GB/s; by default measured here")  # fmt: skip
+    add("--replica-bandwidth", type=_bandwidth, metavar="BYTES/s",
+        help="between replicas; by default as between devices")  # fmt: skip
     add("--check", action="store_true", help="run what was proposed, and compare")
     add("--save", metavar="FILE", help="write the layers' costs, as JSON")
     add("--costs", metavar="FILE", help="read the layers' costs instead of measuring a model")

@@ -52,6 +52,33 @@ def overview_table(
     return Table("the best of each (* chosen)", [heading, *rows], num_left=2)
 
 
+def splits_table(
+    proposals: Sequence[Proposal], chosen: Proposal | None, alone_s: float, memory_bytes: int | None
+) -> Table:
+    """Lay out the best of each number of replicas; the chosen one first, then by seconds."""
+    heading = ("stages x replicas", "schedule", "checkpoint", "chunks", "step", "speed-up",
+               "bubble", "all-reduce", "hidden", "memory", "fits")  # fmt: skip
+    rows = [
+        (
+            f"{p.plan.num_stages} x {p.num_replicas}{' *' if p is chosen else ''}",
+            schedule_name(p),
+            p.checkpoint,
+            str(p.chunks),
+            seconds_text(p.total_s),
+            f"{alone_s / p.total_s:.2f}x",
+            f"{max(0.0, p.timeline.bubble - p.timeline.exposed):.1%}",
+            f"{p.timeline.exposed:.1%}" if p.num_replicas > 1 else "",
+            f"{p.timeline.hidden:.0%}" if p.num_replicas > 1 else "",
+            bytes_text(max(p.needed_bytes)),
+            "yes" if p.fits(memory_bytes) else "no",
+        )
+        for p in sorted(
+            proposals, key=lambda p: (p is not chosen, not p.fits(memory_bytes), p.total_s)
+        )
+    ]
+    return Table("stages and replicas (* chosen)", [heading, *rows], num_left=3)
+
+
 def stages_table(model: Model, proposal: Proposal, memory_bytes: int | None) -> Table:
     """Lay out what each stage of a proposal does and holds."""
     whole = f" of {bytes_text(memory_bytes)}" if memory_bytes else ""
@@ -167,6 +194,7 @@ def arguments_of(proposal: Proposal, memory_bytes: int | None) -> dict[str, Any]
     """Return the arguments of ``Stage`` for a proposal, but for model and loss."""
     arguments: dict[str, Any] = {
         "balance": list(proposal.balance),
+        **({"replicas": proposal.num_replicas} if proposal.num_replicas > 1 else {}),
         "chunks": proposal.chunks,
         "checkpoint": proposal.checkpoint,
         "schedule": schedule_name(proposal),

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from procpipe.plan.all_reduce import Bucket
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -31,6 +33,8 @@ class Costs:
         tied_bytes: the gradients of the parameters that each set of partitions has in common.
         tied_s: for each such set, seconds from the last task that adds to these gradients on a
             stage until another stage has what this one adds; 0 if left out.
+        buckets: for each stage, the gradients that it adds up over replicas, in the order in which
+            their all-reduces begin; empty without replicas.
 
     Raises:
         ValueError: the numbers are not for the same number of partitions.
@@ -50,6 +54,7 @@ class Costs:
     put_off_bytes: tuple[int, ...] = ()
     tied_bytes: Mapping[tuple[int, ...], int] = field(default_factory=dict)
     tied_s: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+    buckets: tuple[tuple[Bucket, ...], ...] = ()
 
     def __post_init__(self) -> None:
         p = self.num_partitions

@@ -7,7 +7,8 @@ when a task ends:
     receive t    + the message: an activation, which the partition keeps as its input (not counted
                    again when the task runs), a gradient of its output, a skip, a skip gradient
                    or a target. The loss, one number, counts as nothing. Gradients of tied
-                   parameters count to the end of the program
+                   parameters count to the end of the program; so do the copies of gradients that
+                   are added up over replicas, from the task that begins their all-reduce
     run F(i,j)   + in partition 0, its input
                  + the output and what it stashes, kept as roots of the backward pass, and what
                    its layers save; not if the micro-batch will be recomputed, or the plan has no
@@ -42,8 +43,9 @@ outputs ``y`` of 4, and no target:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from procpipe.plan.all_reduce import Bucket, last_additions
 from procpipe.plan.costs import Costs
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.program import Receive, Run, Send, program
@@ -104,7 +106,9 @@ def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator
                 held += size
                 yield held
             case Run(task):
-                held += ledger.taken(task)
+                copies = ledger.copied(task)
+                at_end += copies
+                held += ledger.taken(task) + copies
                 yield held
                 held -= ledger.given_back(task)
                 yield held
@@ -128,6 +132,9 @@ class Holdings:
         }
         self._tasks = plan.tasks_of(stage)
         self._recomputed = {(i, j) for kind, i, j in self._tasks if kind == RECOMPUTE}
+        self._copied: dict[Task, int] = {}
+        if costs.buckets:
+            self._note_copies(costs.buckets[stage])
 
     def before(self) -> int:
         """Return the bytes that a forward plan left, if this plan has only backward tasks."""
@@ -164,6 +171,20 @@ class Holdings:
         if kind == FORWARD and not self._plan.has_backward:
             return self._inputs(forward)
         return 0
+
+    def copied(self, task: Task) -> int:
+        """Return the bytes of the buckets whose all-reduce begins in a task."""
+        return self._copied.get(task, 0)
+
+    def _note_copies(self, buckets: Sequence[Bucket]) -> None:
+        last = list(last_additions(self._tasks).values())  # the last of all first
+        begun = len(last) - 1
+        for bucket in buckets if last else ():
+            # Of parameters that other stages have, too: at the end.
+            makers = {j for j, _ in bucket.final} or {last[0].j}
+            begun = min(begun, next(k for k, task in enumerate(last) if task.j in makers))
+            task = last[begun]
+            self._copied[task] = self._copied.get(task, 0) + bucket.num_bytes
 
     def _is_kept(self, i: int, j: int) -> bool:
         return self._plan.has_backward and (i, j) not in self._recomputed

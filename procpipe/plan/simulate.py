@@ -13,6 +13,13 @@ Simplifications: links are never busy; a send takes its stage no time; skips and
 straight, never arrive after the activation, so tasks wait for activations and gradients only. The
 gradients of tied parameters arrive after all tasks; the step ends with the last of them.
 
+With replicas, gradients are added up over them (``all_reduce.py``), each bucket once it is final
+and the one before it is done. The step ends with the last of these all-reduces. All replicas are
+assumed to be as fast as this one:
+
+    stage 0   [F0][F1]          [──B1──][──B0──]A0 A1
+    stage 1       [F0][F1][──B1──][──B0──]A0 A1         hidden: stage 0 is still at work
+
 Simulating a task takes a microsecond or two, so thousands of stages are possible. ``memory.py``
 counts bytes.
 """
@@ -21,10 +28,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from procpipe.plan.all_reduce import AllReduce, last_additions
 from procpipe.plan.costs import Costs
 from procpipe.plan.memory import peak_bytes
 from procpipe.plan.routes import Routes
@@ -64,12 +72,20 @@ class _Rule(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each task of a plan starts and ends, from 0 to ``total_s``."""
+    """When each task of a plan starts and ends, from 0 to ``total_s``.
+
+    Attributes:
+        total_s: seconds of the step.
+        exposed_s: the part of it in which only gradients are added up over replicas.
+        all_reduces: when each stage does that, by stage and in order.
+    """
 
     plan: Plan
     costs: Costs
     routes: Routes
     total_s: float
+    exposed_s: float
+    all_reduces: tuple[AllReduce, ...]
     _tracks: Mapping[str, _Track] = field(repr=False)
     _busy_s: tuple[float, ...] = field(repr=False)
 
@@ -97,9 +113,25 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle share of the time, the mean over all stages, from 0 to 1."""
+        """The idle share of the time, the mean over all stages, from 0 to 1.
+
+        Includes the time of ``exposed_s``.
+        """
         whole_s = self.total_s * self.plan.num_stages
         return 1.0 - math.fsum(self._busy_s) / whole_s if whole_s else 0.0
+
+    @property
+    def exposed(self) -> float:
+        """The share of the time in which only gradients are added up over replicas."""
+        return self.exposed_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def hidden(self) -> float:
+        """The share of all stages' all-reduce that does not make the step longer, from 0 to 1."""
+        computed_s = self.total_s - self.exposed_s
+        all_s = math.fsum(one.end_s - one.start_s for one in self.all_reduces)
+        late_s = (max(0.0, one.end_s - max(one.start_s, computed_s)) for one in self.all_reduces)
+        return 1.0 - math.fsum(late_s) / all_s if all_s else 1.0
 
     def peak_bytes(self, stage: int) -> int:
         """Return the most bytes that a stage holds, as ``memory.py`` counts them."""
@@ -128,8 +160,8 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
         routes: where its tensors go, for ``peak_bytes``; by default only across boundaries.
 
     Raises:
-        ValueError: costs or routes are for another number of partitions, or a task uses what no
-            task before it makes.
+        ValueError: costs or routes are for another number of partitions, a task uses what no task
+            before it makes, or a stage adds up gradients of a partition that it does not have.
     """
     routes = routes or Routes(plan.num_stages, placement=plan.placement)
     for name, count in (("costs", costs.num_partitions), ("routes", len(routes.placement))):
@@ -140,13 +172,43 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
     total_s = max(free_s)
     if math.isinf(total_s):
         raise ValueError("a task uses what no task before it makes; verify() lists which")
-    tied_s = [
-        tracks[task.kind].ends_s[_place_of(task, plan)]
-        + costs.tied_between(routes.stages_of(transfer), plan.placement)[1]
-        for stage in range(plan.num_stages)
-        for _, task, transfer in routes.tied_gradients(plan, stage)
-    ]
-    return Timeline(plan, costs, routes, max(total_s, *tied_s, 0.0), tracks, tuple(busy_s))
+    ends_s = free_s.copy()  # of each stage, with the gradients of tied parameters
+    for stage in range(plan.num_stages):
+        for _, task, transfer in routes.tied_gradients(plan, stage):
+            to = routes.stages_of(transfer)
+            made_s = tracks[task.kind].ends_s[_place_of(task, plan)]
+            ends_s[to[1]] = max(ends_s[to[1]], made_s + costs.tied_between(to, plan.placement)[1])
+    computed_s = max(ends_s)
+    all_reduces = tuple(_all_reduces(plan, costs, tracks, ends_s)) if costs.buckets else ()
+    total_s = max([computed_s, *(one.end_s for one in all_reduces)])
+    exposed_s = total_s - computed_s
+    return Timeline(plan, costs, routes, total_s, exposed_s, all_reduces, tracks, tuple(busy_s))
+
+
+def _all_reduces(
+    plan: Plan, costs: Costs, tracks: Mapping[str, _Track], ends_s: Sequence[float]
+) -> Iterator[AllReduce]:
+    """Yield when each stage adds up its buckets, given the end of everything else it does."""
+    if len(costs.buckets) != plan.num_stages:
+        raise ValueError(
+            f"the plan has {plan.num_stages} stages, but the costs' buckets are of "
+            f"{len(costs.buckets)}"
+        )
+    for stage, buckets in enumerate(costs.buckets) if plan.has_backward else ():
+        last = last_additions(plan.tasks_of(stage))
+        free_s = 0.0
+        for num_bytes, seconds, final in buckets:
+            ready_s = 0.0 if final else ends_s[stage]
+            for j, share in final:
+                if j not in last:
+                    raise ValueError(f"stage {stage} adds up gradients of partition {j}, of others")
+                place = _place_of(last[j], plan)
+                track = tracks[last[j].kind]
+                start_s, end_s = track.starts_s[place], track.ends_s[place]
+                ready_s = max(ready_s, start_s + share * (end_s - start_s))
+            start_s = max(free_s, ready_s)
+            free_s = start_s + seconds
+            yield AllReduce(stage, num_bytes, start_s, free_s)
 
 
 def _walk(plan: Plan, costs: Costs) -> tuple[Mapping[str, _Track], list[float], list[float]]:

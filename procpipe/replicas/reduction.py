@@ -26,14 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.data.loss import LossPart
+from procpipe.plan.all_reduce import bucketed
 from procpipe.replicas.group import Group, Operation
 from procpipe.torch_internals import has_accumulation_hooks
 
 if TYPE_CHECKING:
     from procpipe.data.minibatch import MiniBatch
-
-#: Gradients of so many bytes are added up at a time; larger ones alone.
-BUCKET_BYTES = 25 * 2**20
 
 #: The dtypes that a loss can have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -275,17 +273,6 @@ class _Bucket:
 
 def _bucketed(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
     """Divide parameters into buckets, the last layers first, as their gradients come."""
-    open_ones: dict[torch.dtype, list[nn.Parameter]] = {}
-    num_bytes: dict[torch.dtype, int] = {}
-    for parameter in reversed(parameters):
-        dtype = parameter.dtype
-        held = open_ones.setdefault(dtype, [])
-        if held and num_bytes[dtype] + parameter.nbytes > BUCKET_BYTES:
-            yield _Bucket(held)
-            held = open_ones[dtype] = []
-            num_bytes[dtype] = 0
-        held.append(parameter)
-        num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
-    for held in open_ones.values():
-        if held:
-            yield _Bucket(held)
+    ordered = [*reversed(parameters)]
+    for places in bucketed((parameter.dtype, parameter.nbytes) for parameter in ordered):
+        yield _Bucket([ordered[place] for place in places])

@@ -24,8 +24,9 @@ from procpipe.data.loss import LossPart
 from procpipe.data.microbatch import scatter_twice
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch
 from procpipe.job.grid import Grid
+from procpipe.plan.all_reduce import last_additions
 from procpipe.plan.program import Program, Run
-from procpipe.plan.task import BACKWARD, WEIGHT_GRADIENT, Task
+from procpipe.plan.task import Task
 from procpipe.replicas.buffers import Buffers
 from procpipe.replicas.group import Group
 from procpipe.replicas.reduction import Reduction
@@ -198,10 +199,7 @@ class Several(Replicas):
 
     def start(self, program: Program, partitions: Mapping[int, Partition]) -> None:
         """Find the last task that adds to the gradients of each partition."""
-        found: dict[int, Task] = {}
-        for step in reversed(program):
-            if isinstance(step, Run) and step.task.kind in (BACKWARD, WEIGHT_GRADIENT):
-                found.setdefault(step.task.j, step.task)
+        found = last_additions([step.task for step in program if isinstance(step, Run)])
         later: set[nn.Parameter] = set()
         self._final = {}
         for j, task in found.items():  # from the last: two partitions may share a parameter

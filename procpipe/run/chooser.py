@@ -5,7 +5,7 @@ PURE: no sockets, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,11 +22,13 @@ class Choice:
         plan: the plan.
         schedule: the plan's name, for people; "" where the schedule has only one.
         measure: what every rank measures in the step (see ``tuning.auto``); "" for nothing.
+        name: the plan's name among those that were considered.
     """
 
     plan: Plan
     schedule: str = ""
     measure: str = ""
+    name: str = ""
 
 
 class Chooser(Protocol):
@@ -47,6 +49,32 @@ class Chooser(Protocol):
             MemoryLimitError: no plan keeps to the memory allowed.
         """
 
+    def like(self, choice: Choice, m: int, recompute: Collection[int], routes: Routes) -> Plan:
+        """Return the plan of a replica whose micro-batches are others, like one just chosen."""
+
+
+def choose_for_all(
+    chooser: Chooser, cases: Sequence[tuple[int, Collection[int]]], input_bytes: int, routes: Routes
+) -> tuple[Choice, list[Plan | None]]:
+    """Choose one plan for all replicas, by the one with the most micro-batches.
+
+    Args:
+        chooser: what chooses.
+        cases: the number of micro-batches of each replica, and which of them are recomputed.
+        input_bytes: the model's input of the largest micro-batch.
+        routes: where tensors go in this step.
+
+    Returns:
+        The choice, and the plan of each replica: the same, one like it where its micro-batches are
+        others, or None where it has none.
+    """
+    case = max(cases, key=lambda each: each[0])
+    choice = chooser.choose(case[0], input_bytes, case[1], routes)
+    return choice, [
+        choice.plan if each == case else chooser.like(choice, *each, routes) if each[0] else None
+        for each in cases
+    ]
+
 
 class FixedSchedule:
     """Chooses a schedule's plan, which depends on the number of micro-batches only."""
@@ -63,3 +91,7 @@ class FixedSchedule:
         if key not in self._choices:
             self._choices[key] = Choice(self._schedule.plan(m, routes.placement, recompute))
         return self._choices[key]
+
+    def like(self, choice: Choice, m: int, recompute: Collection[int], routes: Routes) -> Plan:
+        """Return the schedule's plan."""
+        return self.choose(m, 0, recompute, routes).plan

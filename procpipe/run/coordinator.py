@@ -21,7 +21,7 @@ from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.run.chooser import Chooser, FixedSchedule
+from procpipe.run.chooser import Chooser, FixedSchedule, choose_for_all
 from procpipe.run.control import Control
 from procpipe.run.messages import ROUTED, Order, StepDetail, decode_order, encode
 
@@ -68,6 +68,8 @@ class Coordinator:
             MemoryLimitError: no plan keeps to the memory allowed; the other ranks find it too.
         """
         orders = [order.of_replica(replica) for replica in range(self._grid.num_replicas)]
+        if order.call == "step" and order.keeps_graph and any(own.sizes for own in orders):
+            orders = self._choose_whole(orders)
         orders = [self._planned(own, replica) for replica, own in enumerate(orders)]
         messages = [encode(own) for own in orders]
         for rank in range(1, self._grid.num_ranks):
@@ -77,7 +79,7 @@ class Coordinator:
     def _planned(self, order: Order, replica: int) -> Order:
         """Return a replica's order with its plan; a replica without micro-batches needs none."""
         if order.sizes:
-            order = self._choose(order)
+            order = order if order.plan else self._choose(order)
             self.program(order)  # verifies, before any rank starts
             if (replica, order.plan) not in self._sent:
                 self._sent.add((replica, order.plan))
@@ -139,27 +141,24 @@ class Coordinator:
         return replace(self._routes, target=target, loss=loss)
 
     def _choose(self, order: Order) -> Order:
-        """Choose an order's plan; return the order with the plan's digest."""
-        if order.call == "step" and order.keeps_graph:
-            return self._choose_whole(order)
         key = order.call, len(order.sizes), frozenset(order.recompute)
         if key not in self._in_part:
             self._in_part[key] = self._plan_in_part(*key)
         return self._with_plan(order, self._in_part[key])
 
-    def _choose_whole(self, order: Order) -> Order:
-        routes = self._routes_of(order)
+    def _choose_whole(self, orders: list[Order]) -> list[Order]:
+        order, routes = orders[0], self._routes_of(orders[0])
+        cases = [(len(own.sizes), own.recompute) for own in orders]
         try:
-            choice = self._chooser.choose(
-                len(order.sizes), order.input_bytes, order.recompute, routes
-            )
+            choice, plans = choose_for_all(self._chooser, cases, order.input_bytes, routes)
         except MemoryLimitError as error:
             self._control.send_to_all(encode(replace(order, detail=StepDetail(lacks=error.lacks))))
             raise
         if choice.schedule:
             self.schedule = choice.schedule
-            order = replace(order, detail=StepDetail(choice.schedule, choice.measure))
-        return self._with_plan(order, choice.plan)
+            detail = StepDetail(choice.schedule, choice.measure)
+            orders = [replace(own, detail=detail) for own in orders]
+        return list(map(self._with_plan, orders, plans))
 
     def _plan_in_part(self, call: str, m: int, recompute: Collection[int]) -> Plan:
         n, placement = self._routes.num_stages, self._routes.placement
@@ -167,9 +166,10 @@ class Coordinator:
             return backward_plan(m, n, recompute, placement)
         return forward_plan(m, n, placement)  # also of a step without gradients
 
-    def _with_plan(self, order: Order, plan: Plan) -> Order:
-        self._plans[plan.digest] = plan
-        return replace(order, plan=plan.digest)
+    def _with_plan(self, order: Order, plan: Plan | None) -> Order:
+        if plan is not None:
+            self._plans[plan.digest] = plan
+        return order if plan is None else replace(order, plan=plan.digest)
 
     def _check(self, ours: Order, order: Order) -> None:
         rank, first = (self._grid.numbers[rank] for rank in (self._grid.rank, 0))

@@ -34,6 +34,9 @@ LOOKS = {
     "W": Look("weight gradient", "#009e73", "#000000"),
 }
 
+#: Gradients that are added up over replicas, which is no task.
+ALL_REDUCE = Look("all-reduce", "#cc79a7", "#000000")
+
 
 def tick_distance(least: float) -> float:
     """Return the first of …, 0.1, 0.2, 0.5, 1, 2, 5, 10, … that is not less."""

@@ -10,7 +10,10 @@
     4   B1        B0
     5   B0
 
-``render_svg`` draws either with stages as rows; each box has its task as a tooltip.
+With replicas, ``=`` is where a stage has no task but adds up gradients over them.
+
+``render_svg`` draws either with stages as rows; each box has its task as a tooltip. All-reduces are
+narrow boxes at the lower edge of a row, below the tasks that they run beside.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from dataclasses import dataclass
 
 from procpipe.plan.simulate import Timeline
 from procpipe.plan.task import Plan, Task
-from procpipe.timeline.palette import LOOKS, tick_distance
-from procpipe.words import counted
+from procpipe.timeline.palette import ALL_REDUCE, LOOKS, tick_distance
+from procpipe.words import bytes_text, counted
 
 # Text ---------------------------------------------------------------------------------------
 
@@ -54,6 +57,10 @@ def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
     lines = []
     for j, name in enumerate(names):
         cells = ["·"] * columns
+        for one in timeline.all_reduces:
+            if one.stage == j:
+                first, last = round(one.start_s * scale), round(one.end_s * scale)
+                cells[first:last] = "=" * (last - first)
         short_kind, short_last = "", -1  # of the last task that was too short for its number
         for task in timeline.plan.tasks_of(j):
             first = round(timeline.start_s(task) * scale)
@@ -70,6 +77,9 @@ def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
     end = f"{timeline.total_s:.4g} s"
     lines.append(" " * margin + "0 s" + end.rjust(columns - len("0 s")))
     lines.append(" " * margin + f"idle {timeline.bubble:.1%}")
+    if timeline.all_reduces:
+        words = f"= {ALL_REDUCE.name}, {timeline.hidden:.0%} hidden"
+        lines.append(" " * margin + f"{words}; {timeline.exposed:.1%} of the step is that alone")
     return "\n".join(lines) + "\n"
 
 
@@ -82,12 +92,16 @@ def _label(task: Task, plan: Plan) -> str:
 # SVG ----------------------------------------------------------------------------------------
 
 LEFT, TOP, ROW, GAP = 76, 52, 30, 4  # pixels: margins, height of a stage's row, space between rows
+STRIP = 8  # pixels: height of an all-reduce
 FONT = "font-family='system-ui, sans-serif' font-size='12'"
 
 
 @dataclass(frozen=True)
 class _Picture:
-    """What to draw: boxes are tasks with start, end and words; ``scale`` is pixels per ``unit``."""
+    """What to draw: boxes are tasks with start, end and words; ``scale`` is pixels per ``unit``.
+
+    Strips are stages that add up gradients over replicas, with start, end and words.
+    """
 
     plan: Plan
     boxes: Sequence[tuple[Task, float, float, str]]
@@ -95,6 +109,7 @@ class _Picture:
     idle: float
     unit: str
     scale: float
+    strips: Sequence[tuple[int, float, float, str]] = ()
 
     @property
     def bottom(self) -> int:
@@ -117,6 +132,7 @@ def render_svg(what: Plan | Timeline) -> str:
             f"<text x='{LEFT}' y='30' font-size='16' font-weight='600'>{title}</text>",
             *_rows(picture),
             *_boxes(picture),
+            *_strips(picture),
             *_axis(picture),
             *_legend(picture),
             "</svg>\n",
@@ -141,7 +157,11 @@ def _of_timeline(timeline: Timeline) -> _Picture:
     shortest = min((end - start for _, start, end, _ in boxes if end > start), default=1.0)
     # Wide enough for the number in the shortest box, but not too wide to scroll.
     scale = min(28 / shortest, 4000 / timeline.total_s) if timeline.total_s else 1.0
-    return _Picture(plan, boxes, timeline.total_s, timeline.bubble, unit="s", scale=scale)
+    strips = [
+        (stage, start_s, end_s, f"{bytes_text(size)}, {start_s:.4g} to {end_s:.4g} s")
+        for stage, size, start_s, end_s in timeline.all_reduces
+    ]
+    return _Picture(plan, boxes, timeline.total_s, timeline.bubble, "s", scale, strips)
 
 
 def _rows(picture: _Picture) -> Iterator[str]:
@@ -173,6 +193,16 @@ def _boxes(picture: _Picture) -> Iterator[str]:
         yield "</g>"
 
 
+def _strips(picture: _Picture) -> Iterator[str]:
+    for stage, start, end, what in picture.strips:
+        x, y = LEFT + start * picture.scale, TOP + stage * (ROW + GAP) + ROW - STRIP
+        yield f"<g><title>{ALL_REDUCE.name} of {what}</title>"
+        yield (
+            f"<rect x='{x:.2f}' y='{y}' width='{(end - start) * picture.scale:.2f}'"
+            f" height='{STRIP}' fill='{ALL_REDUCE.fill}' stroke='#ffffff'/></g>"
+        )
+
+
 def _axis(picture: _Picture) -> Iterator[str]:
     step = tick_distance(90 / picture.scale)
     if picture.unit == "cycle":
@@ -188,10 +218,10 @@ def _axis(picture: _Picture) -> Iterator[str]:
 def _legend(picture: _Picture) -> Iterator[str]:
     x, y = LEFT, picture.bottom + 34
     drawn = {task.kind for task, *_ in picture.boxes}
-    for kind, look in LOOKS.items():
-        if kind in drawn:
-            yield f"<rect x='{x}' y='{y}' width='14' height='14' rx='2' fill='{look.fill}'/>"
-            yield f"<text x='{x + 20}' y='{y + 11}'>{look.name}</text>"
-            x += 104
+    looks = [look for kind, look in LOOKS.items() if kind in drawn]
+    for look in [*looks, ALL_REDUCE] if picture.strips else looks:
+        yield f"<rect x='{x}' y='{y}' width='14' height='14' rx='2' fill='{look.fill}'/>"
+        yield f"<text x='{x + 20}' y='{y + 11}'>{look.name}</text>"
+        x += 104
     yield f"<rect x='{x}' y='{y}' width='14' height='14' fill='#f1f1f1' stroke='#d0d0d0'/>"
     yield f"<text x='{x + 20}' y='{y + 11}'>idle {picture.idle:.1%}</text>"

@@ -13,6 +13,9 @@ stays has been measured to be no slower than the first plan, nor than the fixed 
 best as simulated; a fixed schedule that the simulation misjudges is not tried. Another number of
 micro-batches, later, is searched for with the same costs.
 
+With replicas one choice is for all of them: of the one with the most micro-batches. Their reports
+come together, and the slowest counts.
+
 Under a limit of memory the first plans take one micro-batch at a time and recompute all: less is
 not possible. Then those micro-batches that the user wants are recomputed, or all but the last, or
 all, whichever is fastest: recomputing can cost less than waiting for free memory.
@@ -144,7 +147,7 @@ class AutoSchedule:
         """Take what all ranks measured in the step that has just ended.
 
         Args:
-            reports: by rank.
+            reports: by rank, of all replicas.
 
         Raises:
             MemoryLimitError: all is measured now, and no plan keeps the limits.
@@ -160,6 +163,20 @@ class AutoSchedule:
         if self._num_measured == len(_MEASURED):
             self.costs = costs_of(self._reports[BYTES], self._reports[SECONDS], case.routes)
             self._contest = _Contest(case, self._finalists(case), [])
+
+    def like(self, choice: Choice, m: int, recompute: Collection[int], routes: Routes) -> Plan:
+        """Return the plan of a replica whose micro-batches are others, like one just chosen.
+
+        Of the same name, if there is one for so many.
+        """
+        assert self._asked is not None, "a choice comes first"
+        case = _Case(m, self._asked[0].input_bytes, frozenset(recompute), routes)
+        if self.costs is None:
+            in_two, _ = _MEASURED[self._num_measured]
+            return self._first(case, in_two=in_two)[1]
+        found = self._searched(case)
+        same = [candidate for candidate in found if candidate.name == choice.name]
+        return (*same, *found)[0].plan
 
     @property
     def _num_measured(self) -> int:
@@ -180,12 +197,12 @@ class AutoSchedule:
         if contest.case == case:
             if best is None:
                 tried = contest.next
-                return Choice(tried.plan, f"trying {_described(tried, case)}", WHOLE)
-            return Choice(best.plan, _described(best, case))
+                return Choice(tried.plan, f"trying {_described(tried, case)}", WHOLE, tried.name)
+            return Choice(best.plan, _described(best, case), name=best.name)
         found = self._searched(case)
         same = [candidate for candidate in found if best and candidate.name == best.name]
         chosen = (*same, *found)[0]
-        return Choice(chosen.plan, _described(chosen, case))
+        return Choice(chosen.plan, _described(chosen, case), name=chosen.name)
 
     def _first(self, case: _Case, *, in_two: bool) -> tuple[str, Plan]:
         """Make a plan to measure with."""

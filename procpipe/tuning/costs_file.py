@@ -6,6 +6,7 @@
       "batch": 64,                                   samples in a mini-batch
       "samples": [2, 16],                            sizes of the measured micro-batches
       "link": {"latency_s": 2e-05, "bytes_per_s": 2e10},
+      "replica_link": {"bytes_per_s": 1e9},          between replicas; if left out, as link
       "input_bytes": [8192, 65536],                  a number for each size, here and below
       "target_bytes": [16, 128],
       "start_s": [1e-05, 5e-05],                     of any forward and any backward task
@@ -66,12 +67,14 @@ class Measured:
         batch: samples in a mini-batch.
         link: what carries messages.
         device: where it was measured.
+        replica_link: what carries gradients between replicas, if not the link.
     """
 
     model: Model
     batch: int
     link: Link
     device: str = ""
+    replica_link: Link | None = None
 
 
 def to_text(measured: Measured) -> str:
@@ -82,6 +85,7 @@ def to_text(measured: Measured) -> str:
         "device": measured.device,
         "batch": measured.batch,
         "link": asdict(measured.link),
+        "replica_link": asdict(measured.replica_link) if measured.replica_link else None,
         **{name: model[name] for name in _ORDER},
     }
     return json.dumps(_without_empty(whole), indent=1) + "\n"
@@ -133,10 +137,11 @@ def from_text(text: str) -> Measured:
         found.take("ties", _list_of(partial(_tie, layers=layers)), ()),
     )
     link = found.take("link", _link, Link())
+    replica_link = found.take("replica_link", _link, None)
     batch = found.take("batch", _count, samples[-1])
     device = found.take("device", _text, "")
     found.close()
-    return Measured(model, batch, link, device)
+    return Measured(model, batch, link, device, replica_link)
 
 
 class _Object:

@@ -204,6 +204,8 @@ class _Room:
             for other in others:
                 self._limits[stage] -= costs.tied_between((stage, other), routes.placement)[0]
         routes = replace(routes, ties=())
+        # Copies for the all-reduce are held when little else is.
+        costs = replace(costs, buckets=())
         self._effects: dict[tuple[bool, str, int], _Effect] = {}
         self._apart = [0] * n
         for again in (False, True):

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from procpipe.plan.all_reduce import BUCKET_BYTES, Bucket, bucketed
 from procpipe.plan.costs import Costs
 
 
@@ -85,6 +86,20 @@ class Link:
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds of a message."""
         return self.latency_s + num_bytes / self.bytes_per_s
+
+    def all_reduce_s(self, num_bytes: float, num_replicas: int) -> float:
+        """Return the seconds in which replicas add up a tensor, in a ring.
+
+        Each of them sends every other one's part of it once to be added to, and once as the sum.
+
+        Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations" (2009), https://doi.org/10.1016/j.jpdc.2008.09.002
+        """
+        return 2 * (num_replicas - 1) * self.seconds(num_bytes / num_replicas)
+
+    def all_gather_s(self, num_bytes: float, num_replicas: int) -> float:
+        """Return the seconds in which each replica gets all others' tensors, in a ring."""
+        return (num_replicas - 1) * self.seconds(num_bytes)
 
 
 @dataclass(frozen=True)
@@ -150,6 +165,47 @@ class Model:
             tied_bytes=tied_bytes,
             tied_s={tie: link.seconds(size) for tie, size in tied_bytes.items()},
         )
+
+    def buckets(
+        self,
+        balance: Sequence[int],
+        placement: Sequence[int],
+        num_samples: int,
+        link: Link,
+        num_replicas: int,
+    ) -> tuple[tuple[Bucket, ...], ...]:
+        """Return what each stage adds up over replicas, for ``Costs.buckets``.
+
+        A layer's gradients are taken to be final at the end of its backward, all at once.
+
+        Args:
+            balance: the number of layers in each partition.
+            placement: the stage of each partition.
+            num_samples: of a micro-batch.
+            link: between the replicas.
+            num_replicas: their number.
+        """
+        partition_of, shares = _partition_of(balance), self._backward_shares(balance, num_samples)
+        stage_of = [placement[j] for j in partition_of]
+        layer_bytes, tied_bytes = self._gradient_bytes(stage_of)
+        found = []
+        for stage, of_ties in enumerate(tied_bytes):
+            pieces = [
+                (k, min(BUCKET_BYTES, layer_bytes[k] - first))
+                for k in reversed(range(len(self.layers)))
+                if stage_of[k] == stage
+                for first in range(0, layer_bytes[k], BUCKET_BYTES)
+            ]
+            of_stage = []
+            for places in bucketed(("", size) for _, size in pieces):
+                num_bytes = sum(pieces[place][1] for place in places)
+                final = {partition_of[k]: shares[k] for k, _ in (pieces[p] for p in places)}
+                seconds = link.all_reduce_s(num_bytes, num_replicas)
+                of_stage.append(Bucket(num_bytes, seconds, tuple(final.items())))
+            if of_ties:
+                of_stage.append(Bucket(of_ties, link.all_gather_s(of_ties, num_replicas), ()))
+            found.append(tuple(of_stage))
+        return tuple(found)
 
     def skip_routes(self, balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """List the pairs of partitions that exchange skip tensors."""
@@ -245,6 +301,33 @@ class Model:
             if tie.is_trained and len(users) > 1:
                 found[users] = found.get(users, 0) + tie.num_bytes
         return found
+
+    def _gradient_bytes(self, stage_of: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the bytes of each layer's gradients, and of those that stages have in common.
+
+        Each parameter counts once on a stage, and in the latter for each stage.
+        """
+        layer_bytes = [layer.trained_bytes for layer in self.layers]
+        tied_bytes = [0] * (max(stage_of) + 1)
+        for tie in (tie for tie in self.ties if tie.is_trained):
+            stages = {stage_of[k] for k in tie.layers}
+            for stage in stages:
+                users = [k for k in tie.layers if stage_of[k] == stage]
+                # The first layer is the last to add to the gradient.
+                for k in users[1:] if len(stages) == 1 else users:
+                    layer_bytes[k] -= tie.num_bytes
+                tied_bytes[stage] += tie.num_bytes if len(stages) > 1 else 0
+        return layer_bytes, tied_bytes
+
+    def _backward_shares(self, balance: Sequence[int], num_samples: int) -> list[float]:
+        """Return the share of its partition's backward after which each layer's is done."""
+        at = _Line(self.samples, num_samples)
+        shares: list[float] = []
+        for count, part in zip(balance, self._parts(balance), strict=True):
+            done_s = list(accumulate(at(layer.backward_s) for layer in reversed(part)))
+            whole_s = done_s[-1] or 1.0
+            shares += [seconds / whole_s for seconds in done_s[len(part) - count :][::-1]]
+        return shares
 
     def _placed_skips(self, balance: Sequence[int]) -> Iterator[tuple[Skip, int, set[int]]]:
         partition_of = _partition_of(balance)

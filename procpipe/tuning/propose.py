@@ -1,6 +1,7 @@
 """Proposes how to run a model whose layers' costs are known, by simulating every way.
 
-    for each number of chunks          the number and the size of micro-batches
+    for each number of replicas        what each of them gets of a mini-batch, see ``splits``
+    for each number of chunks          the number and the size of its micro-batches
     for each checkpoint mode           which of them are recomputed
     for each placement                 one partition a device; two, looped or folded
     for each balance                   by seconds; if memory is short, increasingly by bytes
@@ -59,12 +60,15 @@ class Question:
     """What to plan for.
 
     Attributes:
-        num_devices: the number of devices, one stage each.
-        batch: samples in a mini-batch.
+        num_devices: the number of devices, one stage of one replica each.
+        batch: samples in a mini-batch, of all replicas.
         memory_bytes: of each device; None for no limit.
         states: bytes of optimizer states for each byte of trained parameters.
-        chunks: the numbers of chunks to try; by default powers of two.
+        chunks: the numbers of chunks of a replica to try; by default powers of two.
         link: between devices.
+        num_replicas: pipelines of the same model.
+        replica_link: between replicas; by default as between devices.
+        least_samples: of a micro-batch.
     """
 
     num_devices: int
@@ -73,6 +77,9 @@ class Question:
     states: float = 2.0
     chunks: tuple[int, ...] = ()
     link: Link = field(default_factory=Link)
+    num_replicas: int = 1
+    replica_link: Link | None = None
+    least_samples: int = 1
 
     def __post_init__(self) -> None:
         for name, count in (("devices", self.num_devices), ("samples", self.batch)):
@@ -84,6 +91,28 @@ class Question:
                     f"{chunks} chunks are asked for, but a mini-batch of {self.batch} samples can "
                     f"be split into 1 to {self.batch}"
                 )
+        if not 1 <= self.num_replicas or self.num_devices % self.num_replicas:
+            raise ValueError(
+                f"{counted(self.num_replicas, 'replica')} are asked for on {self.num_devices} "
+                "devices, but each has the same number of stages: give a divisor"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a replica."""
+        return self.num_devices // self.num_replicas
+
+    @property
+    def share(self) -> int:
+        """Samples of a mini-batch that a replica gets; the last replicas may get fewer."""
+        return -(-self.batch // self.num_replicas)
+
+    def splits(self) -> Iterator[tuple[int, int]]:
+        """Yield each number of chunks to try, with the samples of a micro-batch."""
+        for chunks in self.chunks or default_chunks(self.share, self.num_stages):
+            micro_batch = -(-self.share // chunks)
+            if chunks <= self.share and micro_batch >= self.least_samples:
+                yield chunks, micro_batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +137,7 @@ class Proposal:
     total_s: float
     held_bytes: tuple[int, ...]
     static_bytes: tuple[int, ...]
+    num_replicas: int = 1
 
     @property
     def needed_bytes(self) -> tuple[int, ...]:
@@ -127,7 +157,7 @@ class Proposal:
     def between_tasks_bytes(self) -> tuple[int, ...]:
         """The peak that each stage itself counts: ``held_bytes`` without what is inside layers."""
         nothing = (0,) * self.costs.num_partitions
-        outside = replace(self.costs, saved_bytes=nothing, put_off_bytes=nothing)
+        outside = replace(self.costs, saved_bytes=nothing, put_off_bytes=nothing, buckets=())
         stages = range(self.plan.num_stages)
         return tuple(peak_bytes(self.plan, outside, self.routes, stage) for stage in stages)
 
@@ -141,23 +171,34 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
         divide: divides costs of layers into contiguous parts, as evenly as possible.
 
     Raises:
-        ValueError: there are more devices than layers, or than groups of layers that must be in one
-            partition.
+        ValueError: there are more stages than layers, or than groups of layers that must be in one
+            partition; or there are more replicas than samples, or chunks than samples of each.
     """
-    n = question.num_devices
+    n = question.num_stages
+    what = "devices" if question.num_replicas == 1 else "stages"
     if n > len(model.layers):
         raise ValueError(
-            f"{n} devices are asked for, but the model has {counted(len(model.layers), 'layer')}: "
+            f"{n} {what} are asked for, but the model has {counted(len(model.layers), 'layer')}: "
             "ask for at most that many, or divide the model into more layers"
         )
     if n > len(model.groups):
         (first, last), *_ = model.shared
         names = [model.layers[k].name for k in (first, last)]
         raise ValueError(
-            f'{n} devices are asked for, but in the costs "shared" has layers that must be in one '
+            f'{n} {what} are asked for, but in the costs "shared" has layers that must be in one '
             f"partition, {names[0]!r} and {names[1]!r} for instance, with all between: that makes "
             f"{counted(len(model.groups), 'partition')} at most; ask for no more, or measure the "
             'model again, which lists what layers share in "ties"'
+        )
+    if question.num_replicas > question.batch:
+        raise ValueError(
+            f"{question.num_replicas} replicas are asked for, but a mini-batch has "
+            f"{counted(question.batch, 'sample')}, and each replica needs one"
+        )
+    if not any(question.splits()):
+        raise ValueError(
+            f"a replica has {counted(question.share, 'sample')} of a mini-batch, which cannot be "
+            "split into any number of chunks that is asked for"
         )
     found = [
         proposal
@@ -175,8 +216,7 @@ def default_chunks(batch: int, num_devices: int) -> tuple[int, ...]:
 
 def alone_s(model: Model, question: Question) -> float:
     """Return the seconds of a mini-batch on one device with enough memory."""
-    chunks = question.chunks or default_chunks(question.batch, question.num_devices)
-    sizes = {-(-question.batch // count) for count in chunks}
+    sizes = {size for _, size in replace(question, num_replicas=1).splits()}
     return min(
         -(-question.batch // size) * (sum(model.layer_seconds(size)) + sum(model.start_s))
         for size in sizes
@@ -214,14 +254,13 @@ class _Setting:
 
 
 def _settings(model: Model, question: Question) -> Iterator[_Setting]:
-    n, batch = question.num_devices, question.batch
+    n = question.num_stages
     placements = [looped(n, n)]
     if 1 < n and 2 * n <= len(model.groups):
         placements += [looped(2 * n, n), folded(2 * n, n)]
     seen = set()
-    for chunks in question.chunks or default_chunks(batch, n):
-        micro_batch = -(-batch // chunks)
-        m = -(-batch // micro_batch)
+    for chunks, micro_batch in question.splits():
+        m = -(-question.share // micro_batch)
         if m in seen:
             continue
         seen.add(m)
@@ -265,7 +304,7 @@ def _weights(
     """Weight each layer by its share of all seconds and of all bytes."""
     is_recomputed = setting.checkpoint != "never"
     seconds = model.layer_seconds(setting.micro_batch, is_recomputed=is_recomputed)
-    num_held = 1 if is_recomputed else min(setting.num_micro_batches, question.num_devices)
+    num_held = 1 if is_recomputed else min(setting.num_micro_batches, question.num_stages)
     num_bytes = model.layer_bytes(setting.micro_batch, question.states, num_held)
     all_s, all_bytes = sum(seconds) or 1.0, sum(num_bytes) or 1.0
     return [
@@ -278,8 +317,12 @@ def _of_balance(
     model: Model, question: Question, setting: _Setting, balance: tuple[int, ...]
 ) -> Iterator[Proposal]:
     """Simulate every schedule for a balance."""
-    n, placement = question.num_devices, setting.placement
+    n, placement = question.num_stages, setting.placement
     costs = model.costs(balance, setting.micro_batch, question.link)
+    if (num_replicas := question.num_replicas) > 1:
+        link = question.replica_link or question.link
+        buckets = model.buckets(balance, placement, setting.micro_batch, link, num_replicas)
+        costs = replace(costs, buckets=buckets)
     routes = Routes(
         n,
         model.skip_routes(balance),
@@ -296,13 +339,13 @@ def _of_balance(
         held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
         yield Proposal(
             schedule, balance, setting.chunks, setting.micro_batch, setting.checkpoint,
-            plan, costs, routes, simulate(plan, costs, routes).total_s, held, static,
+            plan, costs, routes, simulate(plan, costs, routes).total_s, held, static, num_replicas,
         )  # fmt: skip
 
 
 def _searched(question: Question, found: Sequence[Proposal]) -> Iterator[Proposal]:
     """Search plans for the best settings, on placements that ``"auto"`` supports."""
-    n = question.num_devices
+    n = question.num_stages
 
     def key(proposal: Proposal) -> tuple[bool, float]:
         fits = proposal.fits(question.memory_bytes)

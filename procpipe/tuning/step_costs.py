@@ -79,21 +79,28 @@ def costs_of(
     """Make costs of what all ranks have reported.
 
     Args:
-        of_bytes: for each step whose bytes were measured, the reports of all ranks.
+        of_bytes: for each step whose bytes were measured, the reports of all ranks. Several
+            replicas come one after the other; of a stage's seconds, those of the slowest count.
         of_seconds: the same of the steps that were timed.
-        routes: of those steps.
+        routes: of those steps, within a replica.
     """
-    p = len(routes.placement)
-    sized, timed = list(chain(*of_bytes)), list(chain(*of_seconds))
+    p, n = len(routes.placement), routes.num_stages
+    sized = list(chain(*of_bytes))
+    timed = [  # of each replica of each step
+        (first, reports[first : first + n])
+        for reports in of_seconds
+        for first in range(0, len(reports), n)
+    ]
     sizes = _largest((key[:-1], key[-1]) for report in sized for key in report.sizes)
     skips = {(a, b): sizes.get((SKIP, a, b), 0) for a, b in routes.skips}
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for report in timed:
-        for kind, j, of_task_s in report.seconds:
-            seconds.setdefault((kind, j), []).append(of_task_s)
+    seconds: dict[tuple[str, int], dict[int, list[float]]] = {}  # by the replica
+    for replica, reports in timed:
+        for kind, j, of_task_s in chain(*(report.seconds for report in reports)):
+            seconds.setdefault((kind, j), {}).setdefault(replica, []).append(of_task_s)
 
     def all_seconds(kind: str) -> tuple[float, ...]:
-        return tuple(median(seconds.get((kind, j), [0.0])) for j in range(p))
+        of_kind = (seconds.get((kind, j), {}).values() for j in range(p))
+        return tuple(max(map(median, of_replicas), default=0.0) for of_replicas in of_kind)
 
     def output_bytes(j: int) -> int:
         stashed = sum(skips[a, b] for a, b in routes.skips if a == j)
@@ -101,7 +108,7 @@ def costs_of(
         return max(roots, sizes.get((ACTIVATION, j, j + 1), 0))
 
     outputs = tuple(map(output_bytes, range(p)))
-    hops_s = tuple(_hops_s(of_seconds, routes))
+    hops_s = tuple(_hops_s([reports for _, reports in timed], routes))
     tied_bytes: dict[tuple[int, ...], int] = {
         (int(a), int(b)): size
         for (payload, a, b), size in sizes.items()

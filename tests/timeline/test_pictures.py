@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from procpipe.plan.all_reduce import Bucket
 from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import forward_plan, gpipe, recomputed
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
+from procpipe.timeline.palette import ALL_REDUCE, LOOKS
 from procpipe.timeline.pictures import render_svg, render_text, render_timeline_text
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -46,6 +49,25 @@ def test_a_timeline_is_a_row_a_stage_with_dots_for_idle_time() -> None:
                   0 s                     9 s
                   idle 33.3%
     """)
+
+
+def test_all_reduces_are_drawn_beside_the_tasks() -> None:
+    half, last = Bucket(2**20, 1.0, ((0, 0.5),)), Bucket(2**21, 4.0, ((1, 1.0),))
+    timeline = simulate(gpipe(2, 2), replace(Costs.uniform(2), buckets=((half,), (last,))))
+
+    assert render_timeline_text(timeline, width=43) == drawn("""
+        stage 0   F0─F1─·········B1────B0────······
+        stage 1   ···F0─F1─B1────B0────============
+                  0 s                          11 s
+                  idle 45.5%
+                  = all-reduce, 60% hidden; 18.2% of the step is that alone
+    """)
+    svg = render_svg(timeline)
+    titles = [title.text for title in ET.fromstring(svg).iter(f"{SVG}title")]
+    assert titles[-2:] == ["all-reduce of 1 MiB, 8 to 9 s", "all-reduce of 2 MiB, 7 to 11 s"]
+    assert "all-reduce" in texts(svg)
+    assert svg.count(ALL_REDUCE.fill) == 3  # and in the legend
+    assert ALL_REDUCE.fill not in {look.fill for look in LOOKS.values()}
 
 
 @pytest.mark.parametrize("width", [1, 40, 80, 200])

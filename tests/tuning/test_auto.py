@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -16,6 +16,7 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import AUTO, SCHEDULES
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
+from procpipe.plan.verify import verify
 from procpipe.run.chooser import Choice
 from procpipe.tuning.auto import (
     BYTES,
@@ -135,6 +136,36 @@ def test_costs_of_partitions_that_share_a_stage(routes: Routes) -> None:
     assert auto.costs == Costs(**{**asdict(true), "transfer_s": (0.5,) * 3})
     assert "interleaved" in choices[0].schedule
     assert "searched" in choices[1].schedule, "no fixed schedule with backward in two is looped"
+
+
+def test_of_several_replicas_the_slowest_counts_on_each_stage() -> None:
+    # Replica 0 is slower on stage 0, replica 1 on stage 1; replica 2 has no samples.
+    slow = [replace(TRUE, forward_s=forward_s) for forward_s in ((4.0, 1.5), (1.0, 6.0))]
+    auto = AutoSchedule()
+    for _ in range(6):
+        choice = auto.choose(4, 2, (), ROUTES)
+        of_replicas = [reports_of(choice, costs, ROUTES) for costs in slow]
+        auto.add_reports([*of_replicas[0], *of_replicas[1], Report(), Report()])
+
+    assert auto.costs == replace(TRUE, forward_s=(4.0, 6.0), recompute_s=(4.0, 6.0))
+
+
+def test_replicas_with_fewer_micro_batches_get_the_plan_of_the_same_name() -> None:
+    auto = AutoSchedule()
+    names = set()
+    for _ in range(20):
+        choice = auto.choose(4, 2, (), ROUTES)
+        asked = auto.like(choice, 3, {0}, ROUTES), auto.like(choice, 4, (), ROUTES)
+        for plan, m in zip(asked, (3, 4), strict=True):
+            verify(plan, ROUTES)
+            assert (plan.num_micro_batches, plan.has_backward) == (m, True)
+        assert asked[1] == choice.plan
+        if choice.name and choice.name != "searched":
+            names.add(choice.name)
+            assert asked[0] == SCHEDULES[choice.name].plan(3, ROUTES.placement, {0})
+        if choice.measure:
+            auto.add_reports(reports_of(choice, TRUE, ROUTES))
+    assert names, "no fixed schedule was tried"
 
 
 def test_two_partitions_a_stage_are_folded() -> None:

@@ -27,9 +27,10 @@ MODEL = Model(
 
 @pytest.mark.parametrize("link", [Link(), Link(1e-5, 2e10)])
 def test_written_costs_are_read_back(link: Link) -> None:
-    measured = Measured(MODEL, 64, link, "a device")
+    for replica_link in (None, Link(1e-4, 1e9)):
+        measured = Measured(MODEL, 64, link, "a device", replica_link)
 
-    assert from_text(to_text(measured)) == measured
+        assert from_text(to_text(measured)) == measured
 
 
 def test_optional_entries_may_be_left_out() -> None:

@@ -138,6 +138,41 @@ def test_what_layers_share_counts_once_on_each_stage() -> None:
     assert (costs.tied_bytes, costs.tied_s) == ({(0, 1): 50}, {(0, 1): 1.0})
 
 
+def test_links_in_a_ring() -> None:
+    link = Link(0.5, 100.0)
+
+    assert link.all_reduce_s(400, 4) == 6 * (0.5 + 1.0)  # 2(R-1) messages of an R-th
+    assert link.all_gather_s(400, 4) == 3 * (0.5 + 4.0)
+    assert link.all_reduce_s(400, 1) == link.all_gather_s(400, 1) == 0
+
+
+def test_gradients_that_replicas_add_up() -> None:
+    mib = 2**20
+    layers = tuple(layer(backward_s=(s,), trained_bytes=15 * mib) for s in (1.0, 1.0, 3.0, 1.0))
+    loss, link = layer(backward_s=(1.0,)), Link(0.0, mib)
+    ties = (TiedLayers("0.w", (0, 3), 5 * mib),)
+    model = Model((1,), layers, loss, ties=ties)
+
+    def buckets(balance: list[int], placement: list[int]) -> list[list[tuple[Any, ...]]]:
+        found = model.buckets(balance, placement, 1, link, 2)
+        return [[(size / mib, s, final) for size, s, final in of_stage] for of_stage in found]
+
+    # 15 and 10 MiB fit into a bucket of 25. The loss's backward comes first; the tie is apart.
+    assert buckets([2, 2], [0, 1]) == [
+        [(25, 25, ((0, 1.0),)), (5, 5, ())],
+        [(25, 25, ((1, 1.0),)), (5, 5, ())],
+    ]
+    # On one stage it counts once, in its first layer.
+    assert buckets([2, 2], [0, 0]) == [
+        [(25, 25, ((1, 1.0),)), (15, 15, ((0, 0.5),)), (15, 15, ((0, 1.0),))]
+    ]
+    assert buckets([4], [0]) == [
+        [(25, 25, ((0, 5 / 7),)), (15, 15, ((0, 6 / 7),)), (15, 15, ((0, 1.0),))]
+    ]
+    (large,) = Model((1,), (layer(trained_bytes=60 * mib),)).buckets([1], [0], 1, link, 2)
+    assert [bucket.num_bytes / mib for bucket in large] == [25, 25, 10]
+
+
 @pytest.mark.parametrize("balance", [[1, 1], [4, 0], [1, 3]])
 def test_a_balance_of_other_layers_is_refused(balance: list[int]) -> None:
     with pytest.raises(ValueError, match="is not one of 3 layers"):

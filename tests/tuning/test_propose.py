@@ -223,6 +223,39 @@ def test_a_batch_in_chunks_that_do_not_divide_it() -> None:
     assert (proposal.micro_batch, proposal.plan.num_micro_batches) == (3, 4)
 
 
+def test_literal_times_of_two_replicas() -> None:
+    # Each replica gets 4 of 8 samples in 2 micro-batches, of 2 s forward and 4 s backward on each
+    # of 2 stages, 18 s in all. Then a stage's 600 bytes: 2 messages of 300.
+    question = Question(4, 8, chunks=(2,), num_replicas=2, replica_link=Link(1.0, 300.0))
+    of_model = model(0.5, 0.5, 0.5, 0.5, parameters=300)
+
+    gpipe = of(propose(of_model, question, divide), "gpipe")
+    alone = of(propose(of_model, Question(2, 4, chunks=(2,)), divide), "gpipe")
+
+    assert (gpipe.plan.num_stages, gpipe.num_replicas, gpipe.micro_batch) == (2, 2, 2)
+    assert (alone.total_s, gpipe.total_s) == (18, 18 + 4)
+    assert gpipe.timeline.exposed_s == 4
+    assert gpipe.static_bytes == alone.static_bytes == (4 * 600,) * 2
+    assert gpipe.between_tasks_bytes == alone.between_tasks_bytes
+    uneven = replace(question, batch=9, chunks=(3,))
+    assert of(propose(of_model, uneven, divide), "gpipe").micro_batch == 2  # 5 samples: 2, 2, 1
+
+
+def test_numbers_of_replicas_that_do_not_fit_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"num_devices": 4, "batch": 8, "num_replicas": 3}, "3 replicas are asked for on 4 dev"),
+        ({"num_devices": 4, "batch": 3, "num_replicas": 4}, "mini-batch has 3 samples, and each"),
+        ({"num_devices": 6, "batch": 8, "num_replicas": 2}, "3 stages are asked for, but the mo"),
+        (
+            {"num_devices": 2, "batch": 8, "num_replicas": 2, "chunks": (8,)},
+            "a replica has 4 samples of a mini-batch, which cannot be split",
+        ),
+    ]
+    for asked, message in cases:
+        with pytest.raises(ValueError, match=message):
+            propose(model(1, 1), Question(**asked), divide)
+
+
 def test_default_chunks_are_powers_of_two() -> None:
     assert default_chunks(64, 2) == (1, 2, 4, 8, 16)
     assert default_chunks(5, 2) == (1, 2, 4)

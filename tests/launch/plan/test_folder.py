@@ -119,7 +119,8 @@ def test_a_folder_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
         assert match, printed
         assert (match[1], match[3]) == ("hf.sequential(model)", loss)
         assert sum(map(int, match[2].split(","))) == len(costs["layers"])
-        assert (costs["batch"], costs["samples"]) == (8, [2])
+        assert (costs["batch"], costs["samples"]) == (8, [1, 2])  # of two replicas, and of one
+        assert {"2 x 1", "1 x 2"} == set(re.findall(r"\n  (\d x \d)", printed))
         assert "times are estimated, not measured" in printed
         assert "a product of two float32 matrices on one CPU thread" in printed
 
@@ -167,7 +168,7 @@ def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
         ((*here, "--loss", "nowhere:x"), "the loss, nowhere:x, cannot be imported"),
         ((*here, "--loss", "torch.nn.functional:relu"), "without values (while layer '(loss)'"),
         ((*here, "--chunks", "16"), "--chunks 16: the mini-batch has 8 samples"),
-        (("--hf", "llama", "-n", "6"), "-n 6: the model has 5 layers"),
+        (("--hf", "llama", "-n", "6", "--replicas", "1"), "-n 6: the model has 5 layers"),
         (("--length", "9", "-n", "2"), "--length is for a folder of Hugging Face, --hf FOLDER"),
         (("m:b", "--flops", "1e9", "-n", "2"), "--flops is for a folder of Hugging Face"),
     ]

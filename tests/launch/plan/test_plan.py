@@ -23,6 +23,7 @@ from procpipe.launch.plan.measure import measure_model
 from procpipe.launch.plan.options import parse_bytes
 from procpipe.launch.plan.report import check_table, has_run
 from procpipe.launch.plan.subject import Subject, stand_in_loss
+from procpipe.replicas.reduction import _bucketed
 from procpipe.tuning.costs_file import from_text
 from procpipe.tuning.model import Link
 from procpipe.tuning.propose import Proposal, Question, propose
@@ -90,8 +91,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(*words: str) -> int:
-    code: int = main(["plan", "--device", "cpu", *words])
+def plan(*words: str, replicas: int | None = 1) -> int:
+    """Plan one pipeline, another number of replicas, or all numbers of them (None)."""
+    of_replicas = [] if replicas is None else ["--replicas", str(replicas)]
+    code: int = main(["plan", "--device", "cpu", *of_replicas, *words])
     return code
 
 
@@ -126,6 +129,47 @@ def test_little_memory_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
         'checkpoint="except_last", schedule="auto", memory_limit_bytes=[3500000, 3500000], '
         "loss_fn=loss_fn)"
     )
+
+
+#: A row of the table of stages and replicas, from the step on.
+TIMES = r"+[\d.]+ m?s +[\d.]+x +[\d.]+%"
+
+
+def test_stages_and_replicas_are_proposed_together(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--costs", "costs.json", "-n", "2", "--optimizer", "sgd", "--chunks", "2")
+
+    assert plan(*words, "--replica-bandwidth", "1GB/s", replicas=None) == 0
+
+    printed = capsys.readouterr().out
+    # A replica has 4 of 8 samples: 4 * (3 + 3) ms. Half of its gradients, 2 MB, are sent, and half
+    # of the sums: 2 ms, which nothing hides, as both layers are in one bucket.
+    assert re.search(r"\n  1 x 2 \* +\S+ +never +2 +26 ms .* 0\.0% +7\.7% +0% .* yes\n", printed)
+    assert re.search(rf"\n  2 x 1 +\S+ +never +2 {TIMES} +[\d.]+ MiB +yes\n", printed), printed
+    assert "= all-reduce, 0% hidden; 7.7% of the step is that alone" in printed
+    assert printed.rstrip().endswith(
+        'stage = Stage(model, balance=[2], replicas=2, chunks=2, checkpoint="never", '
+        'schedule="1f1b", loss_fn=loss_fn)'
+    )
+    assert plan(*words, "--replica-bandwidth", "10MB/s", replicas=None) == 0
+    assert "\n  2 x 1 * " in capsys.readouterr().out, "replicas take 200 ms to add up gradients"
+    assert plan(*words, "--memory", "15.5MB", replicas=None) == 0
+    printed = capsys.readouterr().out
+    assert "\n  2 x 1 * " in printed, "a replica does not fit"
+    assert re.search(r"\n  1 x 2 .* no\n", printed), printed
+
+
+def test_the_number_of_replicas_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--costs", "costs.json", "-n", "4")
+
+    assert plan(*words, replicas=2) == 0
+    given = capsys.readouterr().out
+    assert plan(*words, replicas=None) == 0
+
+    printed = capsys.readouterr().out
+    assert "balance=[1, 1], replicas=2, " in given
+    assert "stages x replicas" not in given
+    assert "left out: 4 stages x 1 replicas, as 4 devices are asked for, but the mo" in printed
+    assert {"2 x 2", "1 x 4"} == set(re.findall(r"\n  (\d x \d)", printed))
 
 
 def test_if_nothing_fits_the_least_memory_is_printed_and_fits(
@@ -191,6 +235,31 @@ def test_measured_layers_predict_what_autograd_keeps_in_partitions() -> None:
             num_bytes, x = kept_bytes(nn.Sequential(*list(model)[last - count : last]), x)
             truth.append(num_bytes)
         assert list(measured.costs(balance, 6, Link()).saved_bytes) == truth, balance
+
+
+def test_planned_buckets_are_those_that_replicas_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("procpipe.plan.all_reduce", "procpipe.tuning.model"):
+        monkeypatch.setattr(f"{module}.BUCKET_BYTES", 300)
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)), nn.Linear(6, 2))
+    model.append(nn.Linear(2, 2, bias=False))  # a layer has one tensor of at most 300 bytes, or two
+    model[3].weight = model[0].weight
+    subject = Subject(model, (torch.rand(4, 6),), None, stand_in_loss, batch=4)
+    measured = measure_model(subject, [4], torch.device("cpu"))
+
+    for balance, placement in (([3, 3], [0, 1]), ([2, 1, 3], [0, 1, 0]), ([6], [0])):
+        planned = measured.buckets(balance, placement, 4, Link(), 2)
+        cuts = [0, *accumulate(balance)]
+        for stage in range(max(placement) + 1):
+            parts = [j for j, its_stage in enumerate(placement) if its_stage == stage]
+            layers = [layer for j in parts for layer in list(model)[cuts[j] : cuts[j + 1]]]
+            own = dict.fromkeys(p for layer in layers for p in layer.parameters())
+            tied = [p for p in own if p is model[0].weight and len(balance) == 2]
+            real = [
+                sum(p.nbytes for p in bucket.missing)
+                for bucket in _bucketed([p for p in own if not any(p is t for t in tied)])
+            ]
+            found = [bucket.num_bytes for bucket in planned[stage]]
+            assert found == [*real, *(p.nbytes for p in tied)], (balance, stage)
 
 
 def kept_bytes(layers: nn.Sequential, x: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -362,6 +431,9 @@ MISTAKES = [
     (("mymodel:build", "--sample", "mymodel:wide", "-n", "2"), "while layer '0' (Linear) was"),
     ((*MODEL, "--loss", "mymodel:number"), "but the loss must be a function"),
     ((*MODEL[:-1], "4"), "-n 4: the model has 3 layers"),
+    ((*MODEL[:-1], "4", "--replicas", "3"), "3: all replicas have equally many stages, so of 4 d"),
+    ((*MODEL[:-1], "8", "--replicas", "2"), "-n 8: the model has 3 layers, and each stage needs"),
+    ((*MODEL, "--replicas", "2", "--batch", "1"), "has 1 sample, too few for 2 replicas of as"),
     ((*MODEL, "--memory", "24Gigs"), "'24Gigs' is not an amount of bytes; one reads like 24GiB"),
     ((*MODEL, "--bandwidth", "fast"), "'fast' is not a bandwidth; one reads like 20GB/s"),
     ((*MODEL, "--chunks", "4,16"), "--chunks 16: the mini-batch has 8 samples"),

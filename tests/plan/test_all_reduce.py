@@ -1,0 +1,126 @@
+"""All-reduces over replicas in a simulated step: literal times, and every schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from procpipe.plan.all_reduce import BUCKET_BYTES, AllReduce, Bucket, bucketed, last_additions
+from procpipe.plan.costs import Costs
+from procpipe.plan.memory import held_bytes
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.gpipe import forward_plan, gpipe
+from procpipe.plan.schedules.named import SCHEDULES
+from procpipe.plan.simulate import simulate
+from procpipe.plan.task import Plan, Task
+
+
+def spans(plan: Plan, costs: Costs, routes: Routes | None = None) -> list[tuple[int, float, float]]:
+    return [(a.stage, a.start_s, a.end_s) for a in simulate(plan, costs, routes).all_reduces]
+
+
+def test_a_step_drawn_by_hand() -> None:
+    # stage 0   [F0][F1]          [──B1──][──B0──]        B0 from 7 to 9
+    # stage 1       [F0][F1][──B1──][──B0──]              B0 from 5 to 7
+    half, whole = Bucket(10, 3.0, ((0, 0.5),)), Bucket(20, 1.0, ((0, 1.0),))
+    other = Bucket(30, 2.5, ((1, 1.0),))
+    costs = replace(Costs.uniform(2), buckets=((half, whole), (other,)))
+
+    timeline = simulate(gpipe(2, 2), costs)
+
+    assert timeline.all_reduces == (
+        AllReduce(0, 10, 8.0, 11.0),  # half of B0 is done
+        AllReduce(0, 20, 11.0, 12.0),  # final at 9, after the one before it
+        AllReduce(1, 30, 7.0, 9.5),
+    )
+    assert (timeline.total_s, timeline.exposed_s) == (12, 3)
+    assert timeline.exposed == 3 / 12
+    assert timeline.hidden == pytest.approx(1 - (2 + 1 + 0.5) / 6.5)
+    assert timeline.bubble == 1 - 12 / 24  # 6 s of work on each stage
+    short = replace(costs, buckets=((), (Bucket(1, 2.0, ((1, 1.0),)),)))
+    assert simulate(gpipe(2, 2), short).exposed_s == 0  # ends with stage 0's B0
+    assert simulate(gpipe(2, 2), short).hidden == 1
+    assert simulate(gpipe(2, 2), Costs.uniform(2)).all_reduces == ()
+
+
+def test_a_bucket_of_two_partitions_waits_for_both() -> None:
+    # One stage with two partitions: [F0@0][F0@1][──B0@1──][──B0@0──]
+    plan = Plan.from_text("plan m=1 n=1 placement=0,0\nF0@0\nF0@1\nB0@1\nB0@0")
+    both = Bucket(10, 1.0, ((1, 1.0), (0, 0.25)))
+    costs = replace(Costs.uniform(2), buckets=((both,),))
+
+    assert spans(plan, costs) == [(0, 4.5, 5.5)]
+
+
+def test_gradients_of_tied_parameters_come_last() -> None:
+    # What stage 1 adds (final at 7) is with stage 0 at 17; what stage 0 adds at 9, with 1 at 19.
+    own, tied = Bucket(10, 1.0, ((0, 1.0),)), Bucket(20, 2.0, ())
+    costs = replace(
+        Costs.uniform(2),
+        tied_bytes={(0, 1): 20},
+        tied_s={(0, 1): 10.0},
+        buckets=((own, tied), (tied,)),
+    )
+    routes = Routes(2, ties=((0, 1),))
+
+    assert spans(gpipe(2, 2), costs, routes) == [(0, 9, 10), (0, 17, 19), (1, 19, 21)]
+    assert simulate(gpipe(2, 2), costs, routes).exposed_s == 2
+
+
+def test_the_last_task_that_adds_to_gradients_is_found_for_every_schedule() -> None:
+    for name, schedule in SCHEDULES.items():
+        for n, m in ((n, m) for n in range(1, 5) for m in range(1, 6)):
+            p = schedule.count(n)
+            plan = schedule.plan(m, schedule.place(p, n), ())
+            for stage in range(n):
+                tasks = plan.tasks_of(stage)
+                last = last_additions(tasks)
+                where = f"{name}, stage {stage} of {n}, {m} micro-batches"
+                assert sorted(last) == [j for j in range(p) if plan.placement[j] == stage], where
+                places = [tasks.index(task) for task in last.values()]
+                assert places == sorted(places, reverse=True), where
+                for j, task in last.items():
+                    later = tasks[tasks.index(task) + 1 :]
+                    assert not [t for t in later if t.j == j and t.kind in "BW"], where
+                    assert task.kind in "BW", where
+
+
+def test_a_call_without_backward_adds_up_nothing() -> None:
+    costs = replace(Costs.uniform(2), buckets=((Bucket(1, 9.0, ((0, 1.0),)),), ()))
+
+    assert simulate(forward_plan(2, 2), costs).all_reduces == ()
+    assert last_additions([Task("F", 0, 0)]) == {}
+
+
+def test_buckets_must_fit_the_plan() -> None:
+    strange = Bucket(1, 1.0, ((1, 1.0),))
+    for buckets, words in (
+        (((strange,),), "2 stages, but the costs' buckets are of 1"),
+        (((strange,), ()), "stage 0 adds up gradients of partition 1, of others"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            simulate(gpipe(1, 2), replace(Costs.uniform(2), buckets=buckets))
+
+
+def test_gradients_fill_buckets_in_their_order() -> None:
+    half = BUCKET_BYTES // 2
+    sizes = [("a", half), ("b", 1), ("a", half), ("a", 1), ("b", 2), ("a", 2 * BUCKET_BYTES)]
+
+    assert bucketed(sizes) == [[0, 2], [3], [5], [1, 4]]
+    assert bucketed([]) == []
+
+
+def test_copies_are_held_from_the_task_that_begins_their_all_reduce() -> None:
+    # Stage 0 of 2 holds the inputs of 2 micro-batches of 100 bytes, and copies of 30 and 5.
+    first, second = Bucket(30, 1.0, ((0, 0.5),)), Bucket(5, 1.0, ())
+    costs = replace(Costs.uniform(2, input_bytes=100), buckets=((first, second), ()))
+    routes = Routes(2)
+
+    held = list(held_bytes(gpipe(2, 2), costs, routes, 0))
+
+    without = list(held_bytes(gpipe(2, 2), replace(costs, buckets=()), routes, 0))
+    assert max(held) == max(without) == 200  # both micro-batches, before there is any copy
+    assert held[-1] == without[-1] == 0
+    assert 135 in held, "B0 holds one micro-batch and the copies"
+    assert 135 not in without
