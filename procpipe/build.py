@@ -22,7 +22,7 @@ from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.partition import Partition
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tied import Copy, Tied
-from procpipe.compute.wrappers import check_not_sharded
+from procpipe.compute.wrappers import check_not_sharded, is_sharded
 from procpipe.errors import BalanceError
 from procpipe.job.grid import Grid
 from procpipe.job.transports import NAMES
@@ -149,6 +149,7 @@ class Cut:
             is_launched=world.is_launched,
             num_replicas=grid.num_replicas,
             partitions_per_stage=schedule.partitions_per_stage,
+            of_mesh=grid.numbers if grid.is_part else None,
         )
         try:
             placement = schedule.place(len(entries), grid.num_stages)
@@ -177,9 +178,15 @@ class Cut:
 def check(module: nn.Sequential, world: World) -> None:
     """Check that a model can be cut, and its skip tensors match."""
     check_model(module)
-    if world.num_ranks > 1:
-        check_not_sharded(module)
+    check_sharding(module, world)
     verify_skippables(module)
+
+
+def check_sharding(module: nn.Module, world: World) -> None:
+    """Check that no parameter is sharded over ranks that run other layers."""
+    grid = world.grid
+    if world.num_ranks > 1 or grid.is_part:
+        check_not_sharded(module, grid.numbers if grid.is_part else None)
 
 
 def found_balance(
@@ -294,7 +301,7 @@ def connect(
     wires = connect_wires(world, grid, routes, facts, settings.transport)
     chooser = chooser_of(settings.schedule, settings.limits_bytes)
     coordinator = Coordinator(wires.control, grid, routes, chooser)
-    replicas = connect_replicas(world, grid, cut, wires)
+    replicas = connect_replicas(world, settings, cut, wires, layers)
     executor = Executor(grid, cut.placement, partitions, wires.channels, tied, replicas)
     trace: Trace = Trace()
     observers: list[Observer] = []
@@ -337,8 +344,15 @@ def grid_of(
     return world.divide(replicas) if world.is_launched else world.grid
 
 
-def connect_replicas(world: World, grid: Grid, cut: Cut, wires: Wires) -> Replicas:
+def connect_replicas(
+    world: World, settings: Settings, cut: Cut, wires: Wires, layers: Mapping[str, nn.Module]
+) -> Replicas:
     """Connect this stage to that of the other replicas; waits for them."""
+    grid = settings.grid
+    if grid.is_part and any(map(is_sharded, layers.values())):
+        with needed("procpipe.sharded", "sharding layers (fully_shard, parallelize_module)"):
+            from procpipe.sharded.layers import Sharded
+        return Sharded(cut.layers, layers, cut.ties, settings.schedule)
     if grid.num_replicas == 1:
         return Replicas()
     with needed("procpipe.replicas", "replicas"):

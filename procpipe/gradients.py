@@ -82,7 +82,7 @@ class Gradients(About):
         """Leave gradients of calls in this block to be added up over replicas by the next call.
 
         For accumulation over several steps: gradients then travel once. Every rank does it; does
-        not communicate. Without replicas it changes nothing.
+        not communicate. With FSDP likewise; without replicas or FSDP it changes nothing.
 
         Source: ``torch.nn.parallel.DistributedDataParallel.no_sync``.
         """

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from procpipe import build
 from procpipe.clipping import Agree
-from procpipe.compute.wrappers import check_not_sharded
 from procpipe.data.loss import Loss
 from procpipe.data.minibatch import (
     UNSET,
@@ -43,7 +42,7 @@ from procpipe.data.minibatch import (
 from procpipe.data.remote import Remote, holder_of
 from procpipe.gradients import Gradients
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
-from procpipe.model.arguments import checked_checkpoint, checked_chunks
+from procpipe.model.arguments import checked_checkpoint, checked_chunks, ranks_of
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
@@ -85,6 +84,8 @@ class Stage(Gradients):
         replicas: number of pipelines of this model, each of the world's size divided by it in
             processes: a mini-batch is divided among them, and gradients are added up once a step,
             over the processes of the same stage. See docs/replicas.md.
+        mesh: a ``DeviceMesh`` of one dimension, ``device_mesh["pp"]``, whose ranks make this
+            pipeline; layers may be sharded over other dimensions. See docs/replicas.md.
         chunks: number of micro-batches a mini-batch, or a replica's share of it, is scattered into.
         devices: one device a rank; by default this host's GPUs in order, or CPUs. Several ranks may
             share a GPU: ``["cuda:0", "cuda:0"]``.
@@ -164,6 +165,7 @@ class Stage(Gradients):
         *,
         sample: Any = None,
         replicas: int = 1,
+        mesh: Any = None,
         chunks: int = 1,
         devices: Sequence[torch.device | str | int] | None = None,
         checkpoint: str = "except_last",
@@ -182,7 +184,7 @@ class Stage(Gradients):
     ) -> None:
         super().__init__()
         self._world = world or World.from_environment(
-            devices, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
+            devices, ranks_of(mesh, replicas), timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
@@ -462,8 +464,7 @@ class Stage(Gradients):
     # -- building -------------------------------------------------------------------------------
 
     def _connect(self) -> Pipeline:
-        if self._world.num_ranks > 1:
-            check_not_sharded(self)
+        build.check_sharding(self, self._world)
         try:
             pipeline = build.connect(
                 self._world,

@@ -10,6 +10,9 @@
     Tensor._backward_hooks, _post_accumulate_…      hooks of gradients are not found
     nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
     _dynamo.OptimizedModule                         likewise
+    nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP
+    FSDPModule._get_fsdp_state, its _mp_policy      likewise
+    …, its _fsdp_param_groups, or _fsdp_param_group likewise, where gradients are corrected
     _dynamo.callback_handler                        compiling counts as computing
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
@@ -170,6 +173,59 @@ def check_scaler() -> None:
             f"torch {torch.__version__} has another GradScaler than those known here: use a "
             "release of torch that procpipe was tested with"
         )
+
+
+# -- sharded layers ------------------------------------------------------------------------------
+
+_FSDP = "torch.distributed.fsdp."
+
+
+def finish_backward(module: nn.Module) -> None:
+    """Have FSDP finish the backward passes of a module as it does in the last one.
+
+    By an empty pass through FSDP's own hooks of the module, forward and backward: so FSDP reduces
+    the gradients that earlier passes have left, with what its setters say, in any release.
+    """
+    own = dict(module.__dict__)
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    for name in names:
+        hooks = own[name].items()
+        module.__dict__[name] = type(own[name])((k, f) for k, f in hooks if _is_of_fsdp(f))
+    module.__dict__["forward"] = torch.clone
+    device = next(module.parameters()).device
+    start = torch.zeros(1, device=device, requires_grad=True)
+    try:
+        with torch.enable_grad():
+            end = module._call_impl(start)
+        torch.autograd.backward(end, torch.zeros_like(end))
+    finally:
+        del module.__dict__["forward"]
+        module.__dict__.update((name, own[name]) for name in (*names, "forward") if name in own)
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return f"{type(getattr(hook, '__self__', None)).__module__}.".startswith(_FSDP)
+
+
+def reduces_in_other_dtype(module: nn.Module) -> bool:
+    """Return whether FSDP adds up a module's gradients in another dtype than they are made in."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    return state._mp_policy.reduce_dtype not in (None, state._mp_policy.param_dtype)
+
+
+def scale_unreduced(module: nn.Module, factor: Tensor) -> None:
+    """Multiply the gradients of a module that FSDP has not reduced yet; ``factor`` is 0-dim."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)  # one, in older releases
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            gradient = None if gathered is None else gathered.grad
+            kept = getattr(parameter, "unsharded_accumulated_grad", None)
+            if kept is not None and kept is not gradient:  # the same one since torch 2.15
+                kept.mul_(factor.to(kept.device, kept.dtype))
+            if gathered is not None and gradient is not None:
+                gathered.grad = gradient * factor.to(gradient.device, gradient.dtype)
 
 
 # -- compiling -----------------------------------------------------------------------------------

@@ -57,6 +57,68 @@ def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
     assert len(list(tmp_path.glob("00000*-step-1"))) == 2
 
 
+# -- docs/replicas.md ------------------------------------------------------------------------------
+
+#: What the program of docs/replicas.md for a DeviceMesh finds in place.
+IN_A_MESH = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from procpipe import Stage
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+loss_fn, batch_size = nn.functional.mse_loss, 4
+dataset = TensorDataset(torch.randn(24, 3), torch.randn(24, 2))
+"""
+
+SHOW_PARAMETERS = """
+for name, parameter in stage.named_parameters():
+    whole = parameter.full_tensor().flatten().tolist()
+    if mesh["dp"].get_local_rank() == 0:
+        print(",".join(map(str, [name, *whole])) + "\\n", end="", flush=True)
+stage.close()
+dist.destroy_process_group()
+"""
+
+TRAIN_ON_ALL = """
+shares = [
+    iter(DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset, 2, dp)))
+    for dp in range(2)
+]
+optimizer = torch.optim.AdamW(model.parameters())
+for of_pipelines in zip(*shares, strict=True):
+    torch.stack([loss_fn(model(input), target) for input, target in of_pipelines]).mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.dist
+def test_the_program_for_a_device_mesh_trains_as_one_model() -> None:
+    (program,) = (block for block in python_blocks(REPLICAS) if "init_device_mesh" in block)
+    dtype = torch.get_default_dtype()
+    names: dict[str, object] = {}
+
+    done = run_forked(IN_A_MESH + program + SHOW_PARAMETERS, num_ranks=4).check()
+
+    try:
+        exec(IN_A_MESH + TRAIN_ON_ALL, names)
+    finally:
+        torch.set_default_dtype(dtype)
+    expected = dict(names["model"].named_parameters())  # type: ignore[attr-defined]
+    lines = done.stdout.split()
+    assert len(lines) == len(expected)
+    for line in lines:
+        name, *values = line.split(",")
+        assert [float(v) for v in values] == pytest.approx(expected[name].flatten().tolist())
+
+
 # -- docs/coming_from.md -------------------------------------------------------------------------
 
 #: The programs that use procpipe; they need nothing of the peers.
@@ -191,7 +253,7 @@ def test_the_search_prints_what_is_on_the_page(capsys: pytest.CaptureFixture[str
 def test_the_simulation_of_all_reduces_prints_what_the_page_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    *_, program = python_blocks(REPLICAS)
+    (program,) = (block for block in python_blocks(REPLICAS) if "simulate" in block)
     (printed,) = re.findall(r"```text\n(.*?)```", REPLICAS.read_text(), re.DOTALL)
     exec(program, {})
     assert capsys.readouterr().out == printed

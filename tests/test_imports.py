@@ -7,7 +7,7 @@
         build.py                         anything; the optional only where a user selects it
                  |
     balance  tuning  timeline  state     optional: nothing above loads them, see OPTIONAL; hf uses
-       hf    replicas                    state, and stands on public names of procpipe
+    hf  replicas  sharded                state, and stands on public names of procpipe
                  |
                 run                      one step: plan, compute, channel, job, data
               /  |  \\
@@ -71,6 +71,7 @@ MAY_IMPORT = {
         *("channel", "compute", "data", "job", "plan", "run"),
         *("batchnorm", "torch_internals", "tree"),
     },
+    "sharded": {"compute", "data", "model", "plan", "run", "torch_internals"},
     "state": {"run", "stage", "errors", "forks", "notes", "version"},
     "hf": {"data", "losses", "skip", "stage", "state"},
 }
@@ -78,7 +79,7 @@ MAY_IMPORT = {
 #: Loaded only where a user selects them; deleted in turn in tests/test_rooms.py.
 OPTIONAL = tuple(
     f"procpipe.{name}"
-    for name in ("balance", "tuning", "timeline", "replicas", "state", "hf", "launch")
+    for name in ("balance", "tuning", "timeline", "replicas", "sharded", "state", "hf", "launch")
 )
 
 #: Built on public names; the folders beside procpipe/, and the launcher.

@@ -48,6 +48,11 @@ NAMES = {
     "multi_head_attention_forward": (lambda: F, TESTED),
     "_call_impl": (lambda: nn.Module, TESTED),
     "_compiled_call_impl": (lambda: nn.Module, TESTED),
+    "_forward_hooks": (lambda: nn.Module(), TESTED),
+    "_forward_pre_hooks": (lambda: nn.Module(), TESTED),
+    "_get_fsdp_state": (lambda: fsdp_module(), TESTED),
+    "_mp_policy": (lambda: state_of_fsdp(), TESTED),
+    "_fsdp_param_group": (lambda: state_of_fsdp(), TESTED),
     "_BatchNorm": (lambda: nn.modules.batchnorm, TESTED),
     "_Options": (lambda: GLOO, TESTED),
     "_timeout of gloo": (lambda: GLOO._Options(), TESTED),
@@ -70,6 +75,25 @@ NAMES = {
     "_rebuild_tensor_v2": (lambda: torch._utils, TESTED),
     "_rebuild_parameter": (lambda: torch._utils, TESTED),
 }
+
+
+def fsdp_module() -> Any:
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule
+
+
+def state_of_fsdp() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
+    try:
+        layer = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+        assert isinstance(layer, FSDPModule)
+        return layer._get_fsdp_state()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def launch_config() -> Any:

@@ -194,8 +194,9 @@ def _headline(first: Rank, trace: str) -> str:
 
 
 def _name(end: Rank) -> str:
-    rank = end.number
-    return f"rank {rank}" if end.reading is None else Grid.of(end.reading).name_of(rank)
+    if (reading := end.reading) is None:
+        return f"rank {end.number}"
+    return f"{Grid.of(reading).stage_name(reading.place)} (rank {end.number})"
 
 
 def _where(end: Rank) -> str:

@@ -112,6 +112,8 @@ class RowReader:
         rss_bytes, cores = self._memory_and_cores(rank)
         now, is_stuck = _now(rank, reading)
         grid = Grid(rank.number, self._attempt.num_ranks, num_replicas)
+        if reading is not None and reading.num_ranks < grid.num_ranks:  # one of several pipelines
+            grid = Grid.of(reading)
         row = Row(
             rank.number,
             rss_bytes=rss_bytes,

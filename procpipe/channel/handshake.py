@@ -25,7 +25,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from procpipe.channel.sockets import Address, host_identity, is_of_this_user, prepared
@@ -67,6 +67,7 @@ class Joiner:
     key: bytes  # the job's
     deadline_s: float  # ``time.monotonic()`` at which waiting ends
     check: Callable[[], None]  # called while waiting; raises if the start has failed
+    ranks: Sequence[int] = range(1 << 62)  # each rank's number in the job, for messages
 
 
 def connect_to(peer: int, address: Address, us: Joiner) -> socket.socket:
@@ -85,7 +86,7 @@ def connect_to(peer: int, address: Address, us: Joiner) -> socket.socket:
             us.check()
             if time.monotonic() + pause_s > us.deadline_s:
                 raise WaitTimeoutError(
-                    f"rank {us.rank} could not connect to rank {peer} in time; the last attempt "
+                    f"{_names(us, peer, 'could not connect to')} in time; the last attempt "
                     f"failed with: {error}"
                 ) from None
         except ConnectionError:
@@ -110,8 +111,8 @@ def _connected(peer: int, address: Address, us: Joiner) -> socket.socket:
         _reach(link, target, peer, us)
         if not is_of_this_user(link):
             raise ConnectionRefusedError(
-                f"what listens for rank {peer} on this host belongs to another user than rank "
-                f"{us.rank}: run all ranks of a host as one user"
+                f"what listens for rank {us.ranks[peer]} on this host belongs to another user than "
+                f"rank {us.ranks[us.rank]}: run all ranks of a host as one user"
             )
         _introduce(link, peer, us)
     except BaseException:
@@ -136,7 +137,7 @@ def _reach(link: socket.socket, target: str | tuple[str, int], peer: int, us: Jo
                 "has its process ended, is a firewall between the hosts (ranks use ports that the "
                 "system picks), or is that not the address to use (PROCPIPE_ADDRESS)?"
             )
-        text = f"rank {us.rank} cannot reach rank {peer} {where} ({error}): {advice}"
+        text = f"{_names(us, peer, 'cannot reach')} {where} ({error}): {advice}"
         error_type = WaitTimeoutError if isinstance(error, TimeoutError) else ConnectionError
         raise error_type(text) from None
 
@@ -150,7 +151,7 @@ def _introduce(link: socket.socket, peer: int, us: Joiner) -> None:
             while not _readable([link], _CHECK_EVERY_S):
                 if time.monotonic() > us.deadline_s:
                     raise WaitTimeoutError(
-                        f"rank {us.rank} connected to rank {peer}, which did not answer"
+                        f"{_names(us, peer, 'connected to')}, which did not answer"
                     )
                 us.check()
             part = link.recv(size - len(data))
@@ -163,7 +164,9 @@ def _introduce(link: socket.socket, peer: int, us: Joiner) -> None:
     link.sendall(_HELLO.pack(_MAGIC, us.rank, challenge))
     theirs, proof = read(_PROOF_BYTES), read(_PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(us.key, b"acceptor", challenge, us.rank, peer)):
-        raise ConnectionRefusedError(f"what listens for rank {peer} does not know the job's key")
+        raise ConnectionRefusedError(
+            f"what listens for rank {us.ranks[peer]} does not know the job's key"
+        )
     link.sendall(_proof(us.key, b"connector", theirs, us.rank, peer))
     read(len(_WELCOME))
 
@@ -187,8 +190,8 @@ def accept_peers(
         while missing := expected - peers.keys():
             if time.monotonic() > us.deadline_s:
                 raise WaitTimeoutError(
-                    f"rank {us.rank} waited in vain for {_ranks(missing)} to connect: did every "
-                    "process reach its first step?"
+                    f"rank {us.ranks[us.rank]} waited in vain for {_ranks(us, missing)} to "
+                    "connect: did every process reach its first step?"
                 )
             if time.monotonic() > checked_s + _CHECK_EVERY_S / 2:  # however many callers there are
                 us.check()
@@ -298,6 +301,10 @@ def _readable(sockets: list[socket.socket], timeout_s: float) -> list[socket.soc
     return [sock for sock in sockets if sock.fileno() in ready]
 
 
-def _ranks(ranks: set[int]) -> str:
-    listed = ", ".join(str(rank) for rank in sorted(ranks))
+def _names(us: Joiner, peer: int, verb: str) -> str:
+    return f"rank {us.ranks[us.rank]} {verb} rank {us.ranks[peer]}"
+
+
+def _ranks(us: Joiner, ranks: set[int]) -> str:
+    listed = ", ".join(str(us.ranks[rank]) for rank in sorted(ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -119,13 +119,13 @@ class Sender:
         self.num_bytes += self._size_bytes
 
     def _send_pieces(self, tensors: list[Tensor]) -> None:
-        mesh, peer = self._mesh, self._peer
+        mesh, peer, name = self._mesh, self._peer, self._mesh.ranks[self._peer]
         for data in map(_view_of, tensors):
             for start in range(0, len(data), PIECE_BYTES):
                 piece = data[start : start + PIECE_BYTES]
                 mesh.send(peer, self._channel_id, _IS_PIECE, 0, piece)
                 mesh.wait_for(
-                    peer, lambda: not mesh.has_unsent(peer), lambda: f"rank {peer} to read a value"
+                    peer, lambda: not mesh.has_unsent(peer), lambda: f"rank {name} to read a value"
                 )
 
     def _post(self, transport: Transport, tensors: list[Tensor]) -> bytes:
@@ -149,7 +149,7 @@ class Sender:
         mesh.wait_for(
             peer,
             lambda: self.reap() == 0 and not mesh.has_unsent(peer),
-            lambda: f"rank {peer} to take over {len(self._in_flight)} messages",
+            lambda: f"rank {mesh.ranks[peer]} to take over {len(self._in_flight)} messages",
             every_s=math.inf if self._is_acknowledged else _LOOK_EVERY_S,
             grace_s=0.0 if self._is_acknowledged else _GRACE_S,
         )

@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -67,6 +67,7 @@ _FAILURE_TIMEOUT_S = 2.0
 class Mesh:
     """The connections of one rank, made of a non-blocking socket to each other rank.
 
+    ``ranks`` holds each rank's number in the job, which messages name.
     A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``, which
     begins anew whenever a peer has been busy (``send_busy``).
     ``num_looks`` counts how often incoming data was looked for.
@@ -80,10 +81,12 @@ class Mesh:
         timeout_s: float,
         stall_timeout_s: float,
         reports: WaitReports,
+        ranks: Sequence[int] = range(1 << 62),
     ) -> None:
         self.rank = rank
+        self.ranks = ranks
         #: Describes a rank in errors.
-        self.name_of: Callable[[int], str] = lambda rank: f"rank {rank}"
+        self.name_of: Callable[[int], str] = lambda rank: f"rank {ranks[rank]}"
         self.num_looks = 0
         self.peers = tuple(sorted(sockets))  # the other ranks, in order
         self.timeout_s = timeout_s
@@ -394,7 +397,7 @@ class Mesh:
         self._reading = threading.RLock()  # a thread of the parent may hold the old one
         self._close_descriptors()
         self._failure = StageClosedError(
-            f"this process ({os.getpid()}) was forked from that of rank {self.rank} "
+            f"this process ({os.getpid()}) was forked from that of rank {self.ranks[self.rank]} "
             f"({os.getppid()}): only that one can use its stage"
         )
 
@@ -452,13 +455,13 @@ class Mesh:
             f"{elsewhere}; its own output and the launcher's exit code tell more"
         )
         seen = self.reports.last_seen(peer)
-        return PeerLostError(peer, f"{story}; {seen}" if seen else story)
+        return PeerLostError(self.ranks[peer], f"{story}; {seen}" if seen else story)
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
         """Fail because a peer has left; send that to all, so that none names this rank instead."""
         if self._failure is None:
             self._failure = PeerLostError(
-                peer,
+                self.ranks[peer],
                 f"{self.name_of(peer)} has left the pipeline (its script ended, or closed its "
                 f"stage) while {self.name_of(self.rank)} {meanwhile}: every rank must make the "
                 "same calls",

@@ -49,7 +49,10 @@ class OutsideChanges:
         if not self._is_searched:  # once a mini-batch, as it takes much longer than the rest
             self._is_searched = True
             there = _parameters_of(m for _, layer in self._layers for m in layer.modules())
-            if list(map(id, there)) != list(map(id, self._parameters)):
+            if len(there) != len(self._parameters) or any(
+                now is not before and not hasattr(before, "device_mesh")  # FSDP gathers a DTensor
+                for now, before in zip(there, self._parameters, strict=True)
+            ):
                 return "a parameter was replaced by another"
         now = self._now()
         if now == self._noted:

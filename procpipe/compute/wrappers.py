@@ -7,7 +7,7 @@ averages are of unrelated or unfinished gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from torch import nn
@@ -43,7 +43,9 @@ def refuse_data_parallel(what: str) -> NoReturn:
         f"{what}, which averages gradients over ranks or copies layers to other devices, but "
         "each rank of a pipeline holds other layers: remove the wrapper, since step() and "
         "backward() give the gradients of the whole mini-batch on every rank. To train several "
-        "replicas, give Stage(…, replicas=2), as docs/replicas.md shows"
+        "replicas, give Stage(…, replicas=2), or Stage(…, mesh=mesh['pp']) and FSDP2 "
+        "(fully_shard(layer, mesh=mesh['dp']) for each layer of the stage), as docs/replicas.md "
+        "shows"
     )
 
 
@@ -54,20 +56,40 @@ def is_data_parallel(of: type) -> bool:
     return any((base.__module__, base.__name__) in _BY_NAME for base in of.__mro__)
 
 
-def check_not_sharded(module: nn.Module) -> None:
+def is_sharded(layer: nn.Module) -> bool:
+    """Return whether any parameter of a layer is a DTensor of several processes."""
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in layer.parameters())
+    return any(mesh is not None and mesh.size() > 1 for mesh in meshes)
+
+
+def check_not_sharded(module: nn.Module, pipeline: Collection[int] | None = None) -> None:
     """Check that no parameter is sharded over processes, each of which is another stage.
+
+    Args:
+        module: what a stage runs.
+        pipeline: the ranks of the stages, if other ranks of the job may share their layers.
 
     Raises:
         TypeError: one is.
     """
     for name, parameter in module.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and mesh.size() > 1:
+        if mesh is None or mesh.size() == 1:
+            continue
+        if pipeline is None:
             raise TypeError(
                 f"parameter {name!r} is a DTensor, sharded over {mesh.size()} processes "
                 "(fully_shard, distribute_tensor), but in a pipeline of several stages only one "
                 "process runs a layer: leave the layers as they are, since each stage holds no "
-                "others than its own"
+                "others than its own; or give the pipeline one dimension of a DeviceMesh, as "
+                "Stage(…, mesh=mesh['pp']), and shard over another one, see docs/replicas.md"
+            )
+        stages = sorted(set(mesh.mesh.flatten().tolist()).intersection(pipeline))
+        if len(stages) > 1:
+            raise TypeError(
+                f"parameter {name!r} is a DTensor, sharded over ranks {stages} of this pipeline, "
+                "each of which runs other layers: shard over another dimension of the DeviceMesh "
+                "than that of the pipeline, see docs/replicas.md"
             )
 
 

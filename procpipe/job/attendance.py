@@ -18,7 +18,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from procpipe.errors import PeerLostError
 from procpipe.job.rollcall import KeyValues
@@ -73,10 +73,10 @@ class Announcement:
 class Attendance:
     """The processes of the other ranks on this host, polled for their end."""
 
-    def __init__(self, store: KeyValues, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: KeyValues, others: Iterable[int]) -> None:
         self._store = store
         self._ours = _own_process()
-        self._unknown = set(range(num_ranks)) - {rank}
+        self._unknown = set(others)
         self._ranks: dict[int, int] = {}
         self._poller = select.poll()
         self._looked_s = 0.0

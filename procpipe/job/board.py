@@ -53,7 +53,8 @@ _MAGIC = 0x3165706970636F72
     _HAS_FAILED,
     _COMPILING_SINCE_NS,
     _NUM_REPLICAS,
-) = range(21)
+    _PLACE,
+) = range(22)
 
 #: The texts: where each begins, and how many bytes it may take, its word included.
 _CALL = (256, 128)
@@ -84,8 +85,8 @@ class BoardReading:
     """What a board shows."""
 
     pid: int
-    rank: int
-    num_ranks: int
+    rank: int  # in the job
+    num_ranks: int  # of the pipeline and its replicas
     facts: dict[str, Any]  # "device", "layers" (name and class of each), …
     heard_s: float  # since it last wrote
     call: str  # "step"; "" between calls
@@ -105,6 +106,7 @@ class BoardReading:
     reported_s: float | None  # since it reported a stall; None if it never did
     has_failed: bool  # whether a call has failed
     num_replicas: int = 1
+    place: int = 0  # the rank among those
 
     def where(self) -> str:
         """Describe where the process is: "in F3, layer 'conv2' (Conv2d), for 2.1 s"."""
@@ -130,8 +132,11 @@ class Board:
         self._words = memoryview(page).cast("q")
 
     @classmethod
-    def create(cls, rank: int, num_ranks: int) -> Board:
-        """Create this process's board; it lasts as long as the object or its process."""
+    def create(cls, rank: int, num_ranks: int, place: int | None = None) -> Board:
+        """Create this process's board; it lasts as long as the object or its process.
+
+        ``place`` is the rank within the pipeline, if that has not all ranks of the job.
+        """
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, _SIZE_BYTES)
@@ -143,6 +148,7 @@ class Board:
         words = board._words
         words[_PID], words[_RANK], words[_NUM_RANKS] = os.getpid(), rank, num_ranks
         words[_LAYER], words[_NUM_REPLICAS] = -1, 1
+        words[_PLACE] = rank if place is None else place
         words[_WRITTEN_NS] = time.monotonic_ns()
         words[_MAGIC_AT] = _MAGIC
         return board
@@ -324,6 +330,7 @@ class Board:
             reported_s=(now_ns - reported_ns) / 1e9 if reported_ns else None,
             has_failed=bool(words[_HAS_FAILED]),
             num_replicas=words[_NUM_REPLICAS],
+            place=words[_PLACE],
         )
 
     def _facts(self) -> dict[str, Any]:

@@ -110,12 +110,12 @@ class DeviceWaits:
 
     def _fault(self, peers: list[int], left: set[int], waited_s: float) -> ProcpipeError | None:
         """Return what is wrong although no peer has failed, if anything; report a stall."""
-        name_of, rank = self._mesh.name_of, self._mesh.rank
-        what = f"its device, in transfers with ranks {peers}"
+        name_of, number_of, rank = self._mesh.name_of, self._mesh.ranks, self._mesh.rank
+        what = f"its device, in transfers with ranks {[number_of[peer] for peer in peers]}"
         if left and waited_s >= _LEFT_AFTER_S:
             peer = min(left)
             return PeerLostError(
-                peer,
+                number_of[peer],
                 f"{name_of(peer)} has left the pipeline (its script ended, or closed its stage) "
                 f"while {name_of(rank)} waits for {what}: every rank must make the same calls",
             )
@@ -141,7 +141,7 @@ class DeviceWaits:
             _raise_in(ident, error)
         if abort_all(self._transports):
             return
-        rank = self._mesh.rank
+        rank = self._mesh.ranks[self._mesh.rank]
         write_note(line_of(rank, error) or f"procpipe: rank {rank} ends, because {error}")
         end_at_once(f"rank {rank}")
 

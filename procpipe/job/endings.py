@@ -93,27 +93,28 @@ def _check_launcher() -> None:
         pass  # perhaps a slow network; the first use of the store waits for it
 
 
-def print_victims_briefly(rank: int, board: Board) -> None:
+def print_victims_briefly(rank: int, board: Board, first: int = 0) -> None:
     """Print one line, and no traceback, for an uncaught error that began on another rank.
 
-    The board says where this rank was when the error came; the newest one counts.
+    The board says where this rank was when the error came; the newest one counts. ``first`` is the
+    rank that prints what all have found.
     """
     victims = _victims()
-    victims.rank, victims.board, victims.pid = rank, board, os.getpid()
+    victims.rank, victims.first, victims.board, victims.pid = rank, first, board, os.getpid()
 
 
 class _Victims:
     """Replaces the hooks that print tracebacks."""
 
     def __init__(self) -> None:
-        self.rank, self.pid = 0, 0
+        self.rank = self.first = self.pid = 0
         self.board: Board | None = None
         _replace_hooks(self._handle, self._handle)
 
     def _handle(self, error: BaseException | None, print_traceback: Callable[[], object]) -> None:
         line = ""
         if error is not None and self.board is not None and os.getpid() == self.pid:
-            line = line_of(self.rank, error, self.board.read())
+            line = line_of(self.rank, error, self.board.read(), self.first)
         if line:
             write_note(line)
         else:
@@ -272,17 +273,21 @@ def _waited_for() -> str:
     return ", ".join(alive)
 
 
-def line_of(rank: int, error: BaseException, reading: BoardReading | None = None) -> str:
+def line_of(
+    rank: int, error: BaseException, reading: BoardReading | None = None, first: int = 0
+) -> str:
     """Return the line to print instead of a traceback; "" to print the traceback.
 
-    ``reading`` says where the rank was; None leaves that out.
+    ``reading`` says where the rank was; None leaves that out. ``first`` is the rank that prints
+    what all have found.
     """
     grid = Grid(rank, rank + 1) if reading is None else Grid.of(reading)
     ours = grid.rank_name(rank)
     if isinstance(error, KeyboardInterrupt) and reading is not None:
         return f"procpipe: {ours} was interrupted {reading.where()}"
-    if isinstance(error, FOUND_BY_EACH) and rank != 0:
-        return f"procpipe: {ours} ends, because the ranks do not agree (rank 0 prints on what)"
+    if isinstance(error, FOUND_BY_EACH) and rank != first:
+        why = f"the ranks do not agree (rank {first} prints on what)"
+        return f"procpipe: {ours} ends, because {why}"
     if not isinstance(error, RemoteStageError):
         return ""
     meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""

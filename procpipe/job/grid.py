@@ -6,16 +6,23 @@
 Neighbouring stages are neighbouring ranks, and so neighbouring GPUs: activations and gradients
 travel between them for each micro-batch, gradients of parameters between replicas once a step.
 
+In a ``DeviceMesh`` a pipeline has some of the job's ranks. Within it, they are numbered from 0;
+messages name them by their numbers in the job.
+
 PURE: no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from procpipe.job.board import BoardReading
+
+#: The numbers of ranks where the job is one pipeline and its replicas.
+IN_ORDER = range(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -26,16 +33,18 @@ class Grid:
         rank: this process's rank.
         num_ranks: how many there are: stages times replicas.
         num_replicas: pipelines of the same model.
+        numbers: of each rank, its number in the job, by which messages name it.
     """
 
     rank: int
     num_ranks: int
     num_replicas: int = 1
+    numbers: Sequence[int] = IN_ORDER
 
     @classmethod
     def of(cls, reading: BoardReading) -> Grid:
         """Return the place of a board's process."""
-        return cls(reading.rank, reading.num_ranks, reading.num_replicas)
+        return cls(reading.place, reading.num_ranks, reading.num_replicas)
 
     @property
     def num_stages(self) -> int:
@@ -51,6 +60,11 @@ class Grid:
     def replica(self) -> int:
         """The replica that this rank belongs to."""
         return self.rank // self.num_stages
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks of the job make pipelines of their own."""
+        return self.numbers is not IN_ORDER
 
     @property
     def first_rank(self) -> int:
@@ -72,8 +86,9 @@ class Grid:
 
     def name_of(self, rank: int) -> str:
         """Describe a rank for people, by its stage: "stage 1 (rank 1)"."""
-        return f"{self.stage_name(rank)} (rank {rank})"
+        return f"{self.stage_name(rank)} (rank {self.numbers[rank]})"
 
     def rank_name(self, rank: int) -> str:
         """Describe a rank: "rank 1", of several replicas "rank 1 (stage 1 of replica 0)"."""
-        return f"rank {rank}" + (f" ({self.stage_name(rank)})" if self.num_replicas > 1 else "")
+        of = f" ({self.stage_name(rank)})" if self.num_replicas > 1 else ""
+        return f"rank {self.numbers[rank]}{of}"

@@ -19,7 +19,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from procpipe.channel.handshake import Joiner, accept_peers, connect_to
 from procpipe.channel.sockets import Address, address_towards, host_identity, listen, own_address
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.job.attendance import Announcement, Attendance
+from procpipe.job.grid import IN_ORDER
 from procpipe.job.keys import given_key
 from procpipe.job.rollcall import Notes, agree_on_round, has_launchers_store, wait_until
 from procpipe.limits import check_file_limit
@@ -50,21 +52,30 @@ _HOLD_STORE_S = 0.7
 #: store, and files that are open only for a moment.
 _FILES_PER_PEER, _MORE_FILES = 5, 12
 
-#: Numbers the pipelines; all ranks first call them in the same order, so the numbers agree.
-_connected = itertools.count()
+#: Numbers the pipelines of the same ranks, which first call them in the same order.
+_connected: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class Start:
     """One pipeline's start on one rank.
 
     ``store`` is one that all ranks share, or None to open the launcher's when it is needed.
+    ``numbers`` holds each rank's number in the job, if the pipeline has some of its ranks.
     ``network_address`` is where this rank listens for ranks on other hosts, once that is known;
     None if there are none.
     """
 
-    def __init__(self, rank: int, num_ranks: int, store: Store | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        store: Store | None,
+        timeout_s: float,
+        numbers: Sequence[int] = IN_ORDER,
+    ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
+        self.numbers = numbers
         self.network_address: str | None = None
         self._store = store
         self._timeout_s = timeout_s
@@ -94,7 +105,7 @@ class Start:
             except ValueError:  # perhaps why it failed; the others show the note as unproven
                 key = None
             self._opened = self._newly_opened(key, _NOTE_TIMEOUT_S)
-        self._opened.notes.leave(self.rank, story)
+        self._opened.notes.leave(self.numbers[self.rank], story)
         self._hold_store()
 
     def close(self) -> None:
@@ -118,6 +129,7 @@ class Start:
                     self.num_ranks,
                     timeout_s=self._timeout_s,
                     check=self._check_for_failure,
+                    numbers=self.numbers,
                 )
             except DistError as error:
                 raise self._lost_store(error) from error
@@ -134,16 +146,16 @@ class Start:
         announced = [
             json.loads(self._wait_for_key(f"host/{rank}", rank, deadline_s)) for rank in ranks
         ]
-        _check_purpose(self.rank, [theirs for _, _, theirs in announced])
+        _check_purpose(self.rank, [theirs for _, _, theirs in announced], self.numbers)
         hosts = [(host, address) for host, address, _ in announced]
-        _check_hosts([host for host, _ in hosts])
+        _check_hosts([host for host, _ in hosts], self.numbers)
         self.network_address = address_towards(self.rank, hosts)
         listeners, ours = listen(self.network_address)  # 2
         store.set(f"address/{self.rank}", json.dumps([ours.host, ours.unix, *ours.tcp]))
         key = store.key_for("sockets")
         if key is None:
             key = bytes.fromhex(self._wait_for_key("key", 0, deadline_s))
-        us = Joiner(self.rank, key, deadline_s, self._check_for_failure)
+        us = Joiner(self.rank, key, deadline_s, self._check_for_failure, self.numbers)
         sockets: dict[int, socket.socket] = {}
         try:
             for peer in range(self.rank):  # 3
@@ -174,15 +186,18 @@ class Start:
 
         if self._store is not None:
             ours = part_of(self._store, "")
-            return _OpenedStore(ours, Notes(ours, outlives_rounds=False), Attendance(ours, 0, 1))
+            return _OpenedStore(ours, Notes(ours, outlives_rounds=False), Attendance(ours, ()))
         launchers, is_older = launchers_store(timeout_s), has_launchers_store()
-        self._serves_store = self.rank == 0 and not is_older
-        ours = part_of(launchers, f"procpipe/{next(_connected)}/")
-        num_ranks = 1 if is_older else self.num_ranks  # the launcher monitors its processes
+        in_job = [self.numbers[rank] for rank in range(self.num_ranks)]
+        others = set(in_job) - {in_job[self.rank]}
+        self._serves_store = in_job[self.rank] == 0 and not is_older
+        name = "" if self.numbers is IN_ORDER else f"ranks-{'-'.join(map(str, in_job))}/"
+        ours = part_of(launchers, f"procpipe/{name}{next(_connected[name])}/")
         return _OpenedStore(
             ours,
             Notes(ours, outlives_rounds=is_older),
-            Attendance(part_of(launchers, "procpipe/"), self.rank, num_ranks),
+            # A launcher monitors its processes.
+            Attendance(part_of(launchers, "procpipe/"), () if is_older else others),
         )
 
     def _hold_store(self) -> None:
@@ -200,8 +215,8 @@ class Start:
                 check=self._check_for_failure,
                 deadline_s=deadline_s,
                 timed_out=lambda: WaitTimeoutError(
-                    f"rank {self.rank} waited {self._timeout_s:.1f} s in vain for rank {peer} "
-                    "to start: did every process reach its first step?"
+                    f"rank {self.numbers[self.rank]} waited {self._timeout_s:.1f} s in vain for "
+                    f"rank {self.numbers[peer]} to start: did every process reach its first step?"
                 ),
             )
             return str(store.get(key).decode())
@@ -230,8 +245,8 @@ class Start:
         reason = str(error).partition("\n")[0]
         return PeerLostError(
             0,
-            f"{holder}, which holds the job's store at {where}, ended while rank {self.rank} "
-            f"waited for the others to start ({reason})",
+            f"{holder}, which holds the job's store at {where}, ended while rank "
+            f"{self.numbers[self.rank]} waited for the others to start ({reason})",
         )
 
 
@@ -256,30 +271,31 @@ def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
     return Announcement(rank, open_store)
 
 
-def _check_purpose(rank: int, purposes: list[str]) -> None:
+def _check_purpose(rank: int, purposes: list[str], numbers: Sequence[int]) -> None:
     """Check that this rank connects for the same purpose as rank 0."""
     ours, first = purposes[rank], purposes[0]
     if ours != first:
         finding, found, other = (0, first, rank) if ours == FIRST_CALL else (rank, ours, 0)
         raise ValueError(
-            f"rank {finding} was told that rank 0 finds the {found}, but rank {other} was not: "
-            "give every rank the same arguments"
+            f"rank {numbers[finding]} was told that rank {numbers[0]} finds the {found}, but rank "
+            f"{numbers[other]} was not: give every rank the same arguments"
         )
 
 
-def _check_hosts(hosts: list[str]) -> None:
+def _check_hosts(hosts: list[str], numbers: Sequence[int]) -> None:
     """Check that ranks which one launcher has started on one host are all there.
 
     Otherwise whoever can write into the store could make them use the network.
     """
     local, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
-    if local != size or size != str(len(hosts)) or len(set(hosts)) == 1:
+    is_whole = numbers is IN_ORDER
+    if local != size or (is_whole and size != str(len(hosts))) or len(set(hosts)) == 1:
         return
     other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
     raise ValueError(
-        f"LOCAL_WORLD_SIZE={local} says that all ranks are on one host, but rank {other} is not "
-        "where rank 0 is (another network namespace, or PROCPIPE_ADDRESS): set LOCAL_WORLD_SIZE "
-        "to the number of ranks on each host"
+        f"LOCAL_WORLD_SIZE={local} says that all ranks are on one host, but rank "
+        f"{numbers[other]} is not where rank {numbers[0]} is (another network "
+        "namespace, or PROCPIPE_ADDRESS): set LOCAL_WORLD_SIZE to the number of ranks on each host"
     )
 
 

@@ -27,7 +27,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -82,12 +82,19 @@ def wait_until(
 
 
 def agree_on_round(
-    store: KeyValues, rank: int, num_ranks: int, *, timeout_s: float, check: Callable[[], None]
+    store: KeyValues,
+    rank: int,
+    num_ranks: int,
+    *,
+    timeout_s: float,
+    check: Callable[[], None],
+    numbers: Sequence[int] = range(1 << 62),
 ) -> str:
     """Return a name of this round: equal on all ranks, different from the names of earlier rounds.
 
     Every rank calls it, and it waits for all of them. The store lives as long as the job, or as
-    this round. ``check`` is called while waiting; it raises if the start has failed.
+    this round. ``check`` is called while waiting; it raises if the start has failed. ``numbers``
+    holds each rank's number in the job, for messages.
 
     Raises:
         PeerLostError: this process was replaced.
@@ -117,33 +124,36 @@ def agree_on_round(
         return store.check(awaited)  # 4
 
     def check_all() -> None:
-        _check_seat(store, rank, ours)
+        if store.get(seats[rank]).decode() != ours:
+            raise _lost_seat(numbers[rank])
         check()
 
     wait_until(
         is_agreed,
         check=check_all,
         deadline_s=time.monotonic() + timeout_s,
-        timed_out=lambda: WaitTimeoutError(_missing_text(store, rank, awaited, timeout_s)),
+        timed_out=lambda: WaitTimeoutError(_missing_text(store, rank, awaited, timeout_s, numbers)),
     )
     return confirmed
 
 
-def _check_seat(store: KeyValues, rank: int, ours: str) -> None:
-    if store.get(f"seat/{rank}").decode() != ours:
-        raise PeerLostError(
-            rank,
-            f"another process has started as rank {rank} while this one waited for the others: "
-            "the launcher has started the job again without ending this process",
-        )
+def _lost_seat(rank: int) -> PeerLostError:
+    return PeerLostError(
+        rank,
+        f"another process has started as rank {rank} while this one waited for the others: "
+        "the launcher has started the job again without ending this process",
+    )
 
 
-def _missing_text(store: KeyValues, rank: int, keys: list[str], timeout_s: float) -> str:
-    missing = [other for other, key in enumerate(keys) if not store.check([key])]
+def _missing_text(
+    store: KeyValues, rank: int, keys: list[str], timeout_s: float, numbers: Sequence[int]
+) -> str:
+    missing = [numbers[other] for other, key in enumerate(keys) if not store.check([key])]
+    missing = missing or [numbers[0]]
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     return (
-        f"rank {rank} waited {timeout_s:.1f} s in vain for {who if missing else 'rank 0'} to "
-        "start: did every process reach its first step?"
+        f"rank {numbers[rank]} waited {timeout_s:.1f} s in vain for {who} to start: did every "
+        "process reach its first step?"
     )
 
 

@@ -86,7 +86,8 @@ class StallReports(WaitReports):
             return
         self._has_reported = True
         self._board.note_report()
-        lines = [f"procpipe: no progress for {waited_s:.1f} s, says rank {self._rank}"]
+        says = self.name_of(self._rank).rpartition("(")[2].rstrip(")")
+        lines = [f"procpipe: no progress for {waited_s:.1f} s, says {says}"]
         for rank in sorted({self._rank, *self._peers}):
             who = f"  {self.name_of(rank)}:"
             if rank in readings:

@@ -15,7 +15,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.board import Board
 from procpipe.job.devices import devices_of, nccl_shares_gpus, of_this_host, pci_addresses
 from procpipe.job.endings import end_with_launcher, print_victims_briefly
-from procpipe.job.grid import Grid
+from procpipe.job.grid import IN_ORDER, Grid
 from procpipe.job.joining import FIRST_CALL, Start, announce
 from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pinning import pin_this_process
@@ -49,8 +50,8 @@ _HEAD_START_S = 1.5
 #: The frame type of values of ``agreed``: no channel's, and not the control plane's.
 _AGREED = 200
 
-#: Numbers the pipelines; all ranks make them in the same order, so the numbers agree.
-_made = itertools.count()
+#: Numbers the pipelines of the same ranks, which make them in the same order.
+_made: defaultdict[Sequence[int], Iterator[int]] = defaultdict(itertools.count)
 
 #: Boards of closed stages: a launcher may read them until there is a newer one.
 _closed_boards: list[Board] = []
@@ -62,9 +63,11 @@ class World:
     ``store`` is one that all ranks share, or None to open the launcher's when it is needed.
     ``devices`` holds what each rank computes on, as far as this one knows; by default that is its
     own. ``number`` says which of the script's pipelines this is. ``may_share`` says whether the
-    rank may share its GPU with others.
+    rank may share its GPU with others. ``numbers`` holds each rank's number in the job, if the
+    pipeline has some of its ranks.
 
     Attributes:
+        job_rank: this process's number in the job, for messages.
         grid: this rank's place among stages and replicas.
         caller: the thread that makes the calls of the pipeline.
         is_device_stuck: whether some transfers on the device could not be ended, so that waiting
@@ -82,10 +85,12 @@ class World:
         number: int = 0,
         is_launched: bool = True,
         may_share: bool = True,
+        numbers: Sequence[int] = IN_ORDER,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
     ) -> None:
         self.rank = rank
+        self.job_rank = numbers[rank]
         self.num_ranks = num_ranks
         self.device = device
         self.devices = tuple(devices) if devices is not None else (device,) * num_ranks
@@ -95,10 +100,11 @@ class World:
         while _closed_boards:
             _closed_boards.pop().close()
         with naming_file_limit("the board of a stage", 2):
-            self.board = Board.create(rank, num_ranks)
+            self.board = Board.create(self.job_rank, num_ranks, rank)
         self._stalls = StallReports(self.board, rank)
-        self.grid = Grid(rank, num_ranks)
-        self._start = Start(rank, num_ranks, store, timeout_s)
+        self.grid = Grid(rank, num_ranks, numbers=numbers)
+        self._stalls.name_of = self.grid.name_of
+        self._start = Start(rank, num_ranks, store, timeout_s, numbers)
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
@@ -111,51 +117,56 @@ class World:
     def from_environment(
         cls,
         devices: Sequence[torch.device | str | int] | None = None,
+        numbers: Sequence[int] | None = None,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
     ) -> World:
         """Read torchrun's variables; without them the job is this process alone.
 
-        ``devices`` holds one device per rank; by default it is this host's GPUs in the order of
-        local ranks, or the CPU where there are none.
+        ``devices`` holds one device per rank of the job; by default it is this host's GPUs in the
+        order of local ranks, or the CPU where there are none. ``numbers`` holds the ranks of the
+        job that make this pipeline, among them this one, if not all do.
 
         Raises:
             IndexError: there are fewer devices than ranks.
             ValueError: the devices are of several types, or cannot be used.
         """
         is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-        rank = int(os.environ["RANK"]) if is_launched else 0
-        num_ranks = int(os.environ["WORLD_SIZE"]) if is_launched else 1
-        all_devices = devices_of(rank, num_ranks, devices)
-        device = all_devices[rank]
+        job_rank = int(os.environ["RANK"]) if is_launched else 0
+        job_size = int(os.environ["WORLD_SIZE"]) if is_launched else 1
+        all_devices = devices_of(job_rank, job_size, devices)
+        device = all_devices[job_rank]
+        members = range(job_size) if numbers is None else numbers
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if is_launched:
             raise_file_limit()
+        is_first = not _made
         world = cls(
-            rank=rank,
-            num_ranks=num_ranks,
+            rank=members.index(job_rank),
+            num_ranks=len(members),
             store=None,
             device=device,
-            devices=all_devices,
-            number=next(_made),
+            devices=[all_devices[member] for member in members],
+            number=next(_made[numbers or ()]),
             is_launched=is_launched,
             may_share=devices is not None,
+            numbers=IN_ORDER if numbers is None else numbers,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
         )
-        if is_launched and world.number == 0:
+        if is_launched and is_first:
             end_with_launcher()
-            pin_this_process(pci_addresses(of_this_host(all_devices, rank)))
-        if num_ranks > 1:
-            print_victims_briefly(rank, world.board)
-            announce(rank, timeout_s)
+            pin_this_process(pci_addresses(of_this_host(all_devices, job_rank)))
+        if len(members) > 1:
+            print_victims_briefly(job_rank, world.board, members[0])
+            announce(job_rank, timeout_s)
         return world
 
     def divide(self, num_replicas: int) -> Grid:
         """Divide the ranks into replicas; return this rank's place."""
-        self.grid = Grid(self.rank, self.num_ranks, num_replicas)
+        self.grid = Grid(self.rank, self.num_ranks, num_replicas, self.grid.numbers)
         self._stalls.name_of = self.grid.name_of
         self.board.divide(num_replicas)
         return self.grid
@@ -180,6 +191,7 @@ class World:
             timeout_s=self._timeout_s,
             stall_timeout_s=self._stall_timeout_s,
             reports=self._stalls,
+            ranks=self.grid.numbers,
         )
         self._mesh.name_of = self.grid.rank_name
         self._opened = OpenTransports(
@@ -258,7 +270,7 @@ class World:
         if self.num_ranks == 1:
             return
         if self._mesh is not None:
-            self._mesh.send_failure(self.rank, story)
+            self._mesh.send_failure(self.job_rank, story)
             return
         try:
             self._start.leave_note(story)

@@ -96,11 +96,13 @@ def fit_balance(
     is_launched: bool,
     num_replicas: int = 1,
     partitions_per_stage: int | None = 1,
+    of_mesh: Sequence[int] | None = None,
 ) -> list[int]:
     """Check that a balance fits the model and the processes, and return it.
 
     A script that no launcher started (``is_launched=False``) gets one stage, whatever the balance.
-    ``partitions_per_stage`` is None where the schedule decides that.
+    ``partitions_per_stage`` is None where the schedule decides that. ``of_mesh`` holds the ranks of
+    a pipeline that has others beside it.
 
     Raises:
         BalanceError: it does not fit the model, or it leaves processes without work.
@@ -120,6 +122,12 @@ def fit_balance(
         f"each runs one: start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas}), "
         f"or give {others}a balance like {_even(num_layers, num_ranks)}"
     )
+    if of_mesh is not None:
+        told = (
+            f"balance {parts} makes {n} partitions, but the mesh of this pipeline has {num_ranks} "
+            f"ranks, {list(of_mesh)}, and each runs one: give a dimension of size {n}, or a "
+            f"balance like {_even(num_layers, num_ranks)}"
+        )
     raise IndexError(told) if len(parts) > num_ranks else BalanceError(told)
 
 

@@ -196,9 +196,11 @@ class Several(Replicas):
 
     def begin(
         self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
-    ) -> None:
+    ) -> Iterable[nn.Parameter]:
         """Begin a call with a backward pass."""
-        self._reduction.begin(batch, parameters, tied)
+        found = list(parameters)
+        self._reduction.begin(batch, found, tied)
+        return found
 
     def start(self, program: Program, partitions: Mapping[int, Partition]) -> None:
         """Find the last task that adds to the gradients of each partition."""
@@ -215,7 +217,7 @@ class Several(Replicas):
         self._reduction.look()
         return nullcontext() if parameters is None else self._reduction.during(parameters)
 
-    def end(self) -> None:
+    def end(self, factor: Tensor | None = None) -> None:
         """Wait until all gradients are added up."""
         self._reduction.end()
 

@@ -115,11 +115,12 @@ class Calls(Leaving):
                     self._pipeline.pass_on(error)
                 raise
             if order is not None:
+                first = self._world.grid.numbers[0]
                 raise CallMismatchError(
                     f"{self._world.grid.rank_name(self._world.rank)} is in {call}() of its "
-                    f"pipeline {self._world.number} while rank 0 is in {order.call}() of pipeline "
-                    f"{order.stage_number} (counted from 0 in the order they are made): every rank "
-                    "must make the same calls in the same order"
+                    f"pipeline {self._world.number} while rank {first} is in {order.call}() of "
+                    f"pipeline {order.stage_number} (counted from 0 in the order they are made): "
+                    "every rank must make the same calls in the same order"
                 )
 
     def fail(self, name: str, error: BaseException) -> None:
@@ -170,7 +171,7 @@ class Calls(Leaving):
         keep_for_ever(self._pipeline)  # transfers may be under way
         self._pipeline = None
         self._ended = self._ended or (
-            f"this process ({os.getpid()}) was forked from that of rank {self._world.rank} "
+            f"this process ({os.getpid()}) was forked from that of rank {self._world.job_rank} "
             f"({os.getppid()}): only that one can use its stage"
         )
 

@@ -172,21 +172,22 @@ class Coordinator:
         return order if plan is None else replace(order, plan=plan.digest)
 
     def _check(self, ours: Order, order: Order) -> None:
-        ours_name = self._grid.rank_name(self._grid.rank)
+        grid = self._grid
+        ours_name, first = grid.rank_name(grid.rank), grid.numbers[0]
         if ours.stage_number != order.stage_number:
             raise CallMismatchError(
                 f"{ours_name} calls {ours.call}() of its pipeline {ours.stage_number}, rank "
-                f"0 calls {order.call}() of pipeline {order.stage_number} (counted from 0 in the "
-                "order they are made): every rank must make the same calls in the same order"
+                f"{first} calls {order.call}() of pipeline {order.stage_number} (counted from 0 in "
+                "the order they are made): every rank must make the same calls in the same order"
             )
         if ours.call != order.call:
             raise CallMismatchError(
-                f"{ours_name} is in {ours.call}() while rank 0 is in {order.call}(): every "
+                f"{ours_name} is in {ours.call}() while rank {first} is in {order.call}(): every "
                 "rank must make the same calls in the same order"
             )
         if ours.mode() != order.mode():
             raise CallMismatchError(
-                f"{ours_name} calls {ours.call}() in {ours.mode()}, rank 0 in "
+                f"{ours_name} calls {ours.call}() in {ours.mode()}, rank {first} in "
                 f"{order.mode()}: call train(), eval() and torch.no_grad() on every rank alike"
             )
 

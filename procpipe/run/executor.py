@@ -38,22 +38,8 @@ from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.job.grid import Grid
 from procpipe.plan.program import Program, Run, Send
-from procpipe.plan.routes import (
-    ACTIVATION,
-    LOSS,
-    ROOTS,
-    TARGET,
-    TIED_GRADIENT,
-    Channel,
-    Transfer,
-)
-from procpipe.plan.task import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    RECOMPUTE,
-    Task,
-)
+from procpipe.plan.routes import ACTIVATION, LOSS, ROOTS, TARGET, TIED_GRADIENT, Channel, Transfer
+from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Task
 from procpipe.run.faults import note_where
 from procpipe.run.observer import Observers
 from procpipe.run.replicas import Replicas
@@ -134,6 +120,7 @@ class Executor:
 
     def begin(self) -> None:
         """Start a mini-batch; whatever an unfinished one left is dropped."""
+        self.replicas.settle()
         for partition in self.partitions.values():
             partition.begin()
         self.ledger.clear()
@@ -175,6 +162,8 @@ class Executor:
                 where = self._grid.name_of(self._grid.rank)
                 note_where(error, self.current_task, where, self.partitions, self.ledger)
             raise
+        if batch.is_backward or not batch.keep:
+            self.replicas.settle()
         for hook in self._observers.held:
             hook(self.ledger.sizes)
         self.ledger.settle()
@@ -212,7 +201,7 @@ class Executor:
             outcome.weight = part.weight
         self._correction.end(correction, outcome.input_gradients)
         if batch.is_backward and not self.replicas.overlaps:
-            self.replicas.end()
+            self.replicas.end(correction)
         for transfer in transfers:
             if transfer.payload == TIED_GRADIENT:
                 self.ledger.release(transfer)
@@ -338,9 +327,9 @@ class Executor:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
         self._has_begun = True
         tied = (copy.tensor for copy in self.tied.parameters)
-        self.replicas.begin(batch, self._parameters(batch), tied)
+        correctable = self.replicas.begin(batch, self._parameters(batch), tied)
         if batch.may_correct:
-            self._correction.begin(self._parameters(batch))
+            self._correction.begin(correctable)
         self.tied.begin()
 
     def _parameters(self, batch: MiniBatch) -> Iterator[nn.Parameter]:

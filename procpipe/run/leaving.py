@@ -72,7 +72,7 @@ class Leaving:
         if self._is_victim:
             self._world.let_others_end_first()
         if self._world.is_device_stuck:
-            end_at_once(f"rank {self._world.rank}")
+            end_at_once(f"rank {self._world.job_rank}")
 
     def _send_goodbye(self, *, is_new: bool) -> None:
         if is_new:

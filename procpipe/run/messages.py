@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,11 +169,14 @@ def decode_order(data: bytes) -> Order:
     return Order(**fields)
 
 
-def compare_facts(facts: list[dict[str, Any]]) -> list[str]:
+def compare_facts(
+    facts: list[dict[str, Any]], numbers: Sequence[int] = range(1 << 62)
+) -> list[str]:
     """Say where ranks differ from rank 0.
 
     Args:
         facts: for each rank, values by name; lists are compared entry by entry.
+        numbers: each rank's number in the job, for the sentences.
 
     Returns:
         One sentence a difference; empty if all agree.
@@ -181,15 +185,17 @@ def compare_facts(facts: list[dict[str, Any]]) -> list[str]:
     for rank, theirs in enumerate(facts):
         for name, ours in facts[0].items():
             if theirs.get(name) != ours:
-                differences.append(_difference(name, ours, theirs.get(name), rank))
+                ranks = numbers[0], numbers[rank]
+                differences.append(_difference(name, ours, theirs.get(name), *ranks))
     return differences
 
 
-def _difference(name: str, ours: Any, theirs: Any, rank: int) -> str:
+def _difference(name: str, ours: Any, theirs: Any, first: int, rank: int) -> str:
     if isinstance(ours, list) and isinstance(theirs, list) and name == "layers":
         if len(ours) != len(theirs):
-            return f"the model has {len(ours)} layers on rank 0 and {len(theirs)} on rank {rank}"
+            on_first = f"{len(ours)} layers on rank {first}"
+            return f"the model has {on_first} and {len(theirs)} on rank {rank}"
         for a, b in zip(ours, theirs, strict=True):
             if a != b:
-                return f"a layer of the model is ({a}) on rank 0 and ({b}) on rank {rank}"
-    return f"{name} is {ours!r} on rank 0 and {theirs!r} on rank {rank}"
+                return f"a layer of the model is ({a}) on rank {first} and ({b}) on rank {rank}"
+    return f"{name} is {ours!r} on rank {first} and {theirs!r} on rank {rank}"

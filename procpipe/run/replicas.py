@@ -105,16 +105,22 @@ class Replicas:
 
     # -- what is added up -----------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Bring the layers to the state that they have between calls."""
+
     def begin(
         self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
-    ) -> None:
+    ) -> Iterable[nn.Parameter]:
         """Begin a call with a backward pass, before the first backward task.
+
+        Returns the parameters whose gradients may be corrected before :meth:`end`.
 
         Args:
             batch: the call's mini-batch.
             parameters: of this stage's layers, in the order of the model.
             tied: those of them that other stages have, too.
         """
+        return parameters
 
     def start(self, program: Program, partitions: Mapping[int, Partition]) -> None:
         """Start a program of this stage."""
@@ -123,8 +129,11 @@ class Replicas:
         """Surround a task; after the last that adds to a gradient, that can be added up."""
         return _NOTHING
 
-    def end(self) -> None:
-        """Wait until all gradients are added up."""
+    def end(self, factor: Tensor | None = None) -> None:
+        """Wait until all gradients are added up.
+
+        ``factor`` is what those must still be multiplied by that ``begin`` did not return; 0-dim.
+        """
 
     def total(self, part: LossPart | None, batch: MiniBatch) -> LossPart | None:
         """Return what all replicas know of the loss."""

@@ -11,6 +11,7 @@ Every rank does the same in this order, and waits for all of them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -101,8 +102,9 @@ def connect(
     """
     mesh = world.connect()
     control = Control(mesh)
-    control.agree(world.number, _check_numbers)
-    differences = control.agree(facts, compare_facts)
+    numbers = grid.numbers
+    control.agree(world.number, lambda of_all: _check_numbers(of_all, numbers))
+    differences = control.agree(facts, lambda of_all: compare_facts(of_all, numbers))
     if differences:
         raise DisagreementError(differences)
     choice = agree_on_transports(control, world.offer(), transport)
@@ -139,14 +141,14 @@ def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> Tr
     return TransportChoice(*chosen)
 
 
-def _check_numbers(numbers: list[int]) -> None:
+def _check_numbers(pipelines: list[int], numbers: Sequence[int]) -> None:
     """Check that every rank is in the first call of the same pipeline."""
-    for rank, number in enumerate(numbers):
-        if number != numbers[0]:
+    for rank, pipeline in zip(numbers, pipelines, strict=False):
+        if pipeline != pipelines[0]:
             raise CallMismatchError(
-                f"rank {rank} makes the first call of its pipeline {number} while rank 0 makes "
-                f"that of pipeline {numbers[0]} (counted from 0 in the order they are made): "
-                "every rank must make the same calls in the same order"
+                f"rank {rank} makes the first call of its pipeline {pipeline} while rank "
+                f"{numbers[0]} makes that of pipeline {pipelines[0]} (counted from 0 in the order "
+                "they are made): every rank must make the same calls in the same order"
             )
 
 

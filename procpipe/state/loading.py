@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from procpipe.errors import SavedStateError
-from procpipe.state import extras, generators, optimizers
+from procpipe.state import extras, generators, optimizers, sharded
 from procpipe.state.files import METADATA, read_index
 from procpipe.state.folders import find, saved_in
 from procpipe.state.keys import FileKeys
@@ -117,6 +117,7 @@ def load(
     listed = optimizers.listed(optimizer)
     member = Member.of(module)
     with member.call("state.load") as agree:
+        member = member.among(agree)
         where = agree(None, lambda _: _find(Path(folder), step))  # 1
         if where["path"] is not None:
             loading = _Loading(member, listed, extra, where, strict=strict)
@@ -288,10 +289,14 @@ class _Loading:
         ours = self._module.state_dict()
         # Straight into the parameters' memory, which a state dict shares.
         names = self._keys.to_read(self._weight_shapes())
-        into = {f"model.{names[key]}": ours[key] for key in names if isinstance(ours[key], Tensor)}
+        into = {
+            f"model.{names[key]}": ours[key]
+            for key in names
+            if isinstance(ours[key], Tensor) and not sharded.is_sharded(ours[key])
+        }
         read = self._index.read([f"model.{name}" for name in dict.fromkeys(names.values())], into)
         for key, name in names.items():
-            ours[key] = read[f"model.{name}"]
+            ours[key] = sharded.like(read[f"model.{name}"], ours[key])
         self._module.load_state_dict(ours)
 
     def _read_optimizers(self) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from procpipe.run.calls import Calls
 from procpipe.stage import Stage
+from procpipe.state import sharded
 
 #: ``agree(ours, combine)`` brings every rank's value, plain JSON, to rank 0, calls ``combine`` with
 #: the list of them there, and returns its result, again plain JSON, on every rank.
@@ -29,6 +30,8 @@ class Member:
         calls: the calls of a stage's pipeline.
         timeout_s: how long to wait for another rank.
         replica, num_replicas: which of several processes with the same layers this is.
+        shares: whether its layers may be sharded over other pipelines.
+        pipeline, num_pipelines: which of those this is in; see :meth:`among`.
     """
 
     module: nn.Module
@@ -40,21 +43,53 @@ class Member:
     timeout_s: float = math.inf
     replica: int = 0
     num_replicas: int = 1
+    shares: bool = False
+    pipeline: int = 0
+    num_pipelines: int = 1
 
     @classmethod
     def of(cls, module: nn.Module) -> Member:
         """Return the member that a module is."""
         if not isinstance(module, Stage):
             on = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-            return cls(module, on)
+            return cls(module, on, shares=any(map(sharded.is_sharded, module.parameters())))
         cut = {"balance": module.balance, "placement": module.placement}
         place = module.device, module.rank, len(module.devices)
         timeout_s = module._world._timeout_s
         replicas = module.replica, module.replicas
-        return cls(module, *place, cut, module._calls, timeout_s, *replicas)
+        shares = module._grid.is_part
+        return cls(module, *place, cut, module._calls, timeout_s, *replicas, shares=shares)
+
+    def among(self, agree: Agree) -> Member:
+        """Return this member with its number among the ranks of all pipelines that share layers.
+
+        Every rank calls it.
+        """
+        if not self.shares:
+            return self
+        places = agree(sharded.place_of(self.module), lambda of_all: max(of_all, key=_size_of))
+        pipeline, num_pipelines = places
+        return replace(
+            self,
+            rank=pipeline * self.num_ranks + self.rank,
+            num_ranks=num_pipelines * self.num_ranks,
+            pipeline=pipeline,
+            num_pipelines=num_pipelines,
+        )
+
+    def from_first(self, text: str, agree: Agree) -> str:
+        """Return the text of the first of the pipelines that share layers, on every rank."""
+        if self.num_pipelines == 1:
+            return text
+        own = sharded.from_first(self.module, text)
+        return str(agree(own, lambda of_all: next(filter(None, of_all))))
 
     def own_share(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return what this one writes of values that all replicas have: each is written once."""
+        if self.shares:
+            values = sharded.whole(values, keeps=self.pipeline == 0)
+        if self.pipeline > 0:
+            return {}
         return dict(islice(values.items(), self.replica, None, self.num_replicas))
 
     @contextmanager
@@ -66,6 +101,10 @@ class Member:
         with self.module._calls.together(name) as pipeline:
             self.module._issue_or_follow(name)
             yield pipeline.control.agree
+
+
+def _size_of(place: Sequence[int]) -> int:
+    return place[1]
 
 
 def raise_faults(headline: str, faults: list[str]) -> None:

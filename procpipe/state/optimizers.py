@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from procpipe.errors import SavedStateError
 from procpipe.stage import Stage
+from procpipe.state import sharded
 from procpipe.state.sources import Shapes
 
 _STATE, _GROUPS = "optimizer.state", "optimizer.param_groups"
@@ -263,10 +264,13 @@ def load_into(
             zip(optimizer.param_groups, packed["param_groups"], strict=True)
         ):
             members = names.in_group(group)
-            for number, name in zip(numbered["params"], members, strict=True):
+            numbers = zip(numbered["params"], members, group["params"], strict=True)
+            for number, name, parameter in numbers:
                 found = _nested(f"{_STATE}.{name}.", ordered, read) if name else {}
                 if found:
-                    state[number] = found
+                    state[number] = {
+                        part: sharded.like(value, parameter) for part, value in found.items()
+                    }
             named = [name for name in members if name is not None]
             options = _options_of(named[0], ordered, read) if named else {}
             numbered |= options or of_empty_groups.get(f"{k}.{g}", {})

@@ -75,6 +75,7 @@ def save(
     listed = optimizers.listed(optimizer)
     with member.call("state.save") as agree:
         wait_unfinished(module)  # 1
+        member = member.among(agree)
         made: list[Draft] = []
 
         def make_draft(of_ranks: list[Any]) -> list[str]:
@@ -85,29 +86,33 @@ def save(
             # It becomes part of a name, by which load() must find it again.
             if step is not None and (type(step) is not int or step < 0):
                 raise ValueError(f"step is {step!r}, but must be an int of 0 or more")
+            if member.pipeline > 0:
+                return ["", ""]
             draft = Draft(Path(folder).absolute(), step)
             made.append(draft)
             return [str(draft.path), str(draft.final_path)]
 
         asked_for = [sorted(extra or ()), len(listed), bool(asynchronous)]
         shared = optimizers.shared_options(optimizers.Names(module, listed), listed)
-        path, final_path = map(Path, agree([asked_for, shared], make_draft))  # 2
+        paths = agree([asked_for, shared], make_draft)  # 2
+        path, final_path = map(Path, json.loads(member.from_first(json.dumps(paths), agree)))
         draft = made[0] if made else None
         target = Target(draft, path, final_path, member.rank, member.num_ranks, keep)
         saving = Saving(member, target)
         try:
             values = _gather(member, listed, extra, step)  # 3
-            if asynchronous:
-                values = _copied(values)
-                saving.start(values)  # 4
-                return saving
-            target.write(values)  # 4
-            agree(None, lambda _: target.publish())
+            if asynchronous or member.num_pipelines > 1:  # only a folder is common to pipelines
+                saving.start(_copied(values) if asynchronous else values)  # 4
+            else:
+                target.write(values)  # 4
+                agree(None, lambda _: target.publish())
+                target.let_go()
         except BaseException:
             target.let_go()
             raise
-        target.let_go()
-        return saving
+    if not asynchronous:
+        saving.wait()
+    return saving
 
 
 def _check_alike(asked_for: list[Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from procpipe.state import sharded
 from procpipe.state.keys import FileKeys, Keys, advice, collisions, few
 from procpipe.state.member import Member, raise_faults
 from procpipe.state.pieces import write_safetensors
@@ -80,8 +81,9 @@ def load_weights(
             ours = module.state_dict()
             with torch.no_grad():
                 for key, name in file_keys.to_read(source.shapes).items():
-                    is_tensor = isinstance(ours[key], Tensor)  # read into the model's memory
-                    ours[key] = source.read(name, ours[key] if is_tensor else None)
+                    own = ours[key]  # read into the model's memory, unless that is a shard
+                    is_whole = isinstance(own, Tensor) and not sharded.is_sharded(own)
+                    ours[key] = sharded.like(source.read(name, own if is_whole else None), own)
             module.load_state_dict(ours)
             agree(None, lambda _: None)  # no rank goes on before all have read
     raise_faults(f"the weights in {path} do not fit", faults)
@@ -109,14 +111,15 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
     Source: the package ``safetensors``; ``huggingface_hub.save_torch_state_dict``.
     """
     member = Member.of(module)
-    rank, num_ranks = member.rank, member.num_ranks
+    rank, num_ranks = member.rank, member.num_ranks  # of this pipeline
     file_keys = FileKeys.of(module, keys)  # before the call, which a mistake would end
     with member.call("state.export") as agree:
+        member = member.among(agree)
 
         def make_folder(facts: list[Any]) -> dict[str, Any]:
             faults = collisions(chain.from_iterable(facts))
             folder = Path(path).absolute()
-            if not faults:
+            if not faults and member.pipeline == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 if any(folder.iterdir()):
                     raise FileExistsError(f"{folder} is not empty: export to a new folder")
@@ -136,8 +139,10 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
             tensors = member.own_share(_tensors(module, file_keys))
             one_of_several = f"model-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
             name = SINGLE if num_ranks == 1 else one_of_several
-            num_bytes = write_safetensors(folder / name, tensors)
-            agree([name, list(tensors), num_bytes], write_index)
+            if member.pipeline == 0:
+                num_bytes = write_safetensors(folder / name, tensors)
+                agree([name, list(tensors), num_bytes], write_index)
+            member.from_first("written", agree)
     raise_faults(f"nothing was written to {path}", agreed["faults"])
 
 

@@ -121,7 +121,7 @@ class Clocks:
             mesh.send(peer, CLOCK, 0, sequence)
             mesh.wait(
                 lambda: peer in answers or not mesh.is_connected(peer),
-                lambda: f"the time of rank {peer}",
+                lambda: f"the time of rank {mesh.ranks[peer]}",
             )
             if peer in answers:
                 at_ns, answered_ns = answers[peer]

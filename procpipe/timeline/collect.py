@@ -229,7 +229,7 @@ class Tracing(Observer):
         with suppress(WaitTimeoutError):  # then its clock was read only once
             mesh.wait(
                 lambda: peer in self._closing or not mesh.is_connected(peer),
-                lambda: f"rank {peer} to close its stage, too",
+                lambda: f"rank {mesh.ranks[peer]} to close its stage, too",
             )
         reading = self.clocks.read(peer) if peer in self._closing else None
         if reading is not None:

@@ -1,0 +1,504 @@
+"""Pipelines in a DeviceMesh, with FSDP2 or tensor parallelism along another dimension.
+
+Truth is the plain model in float64, on the mini-batches of all pipelines together. FSDP and tensor
+parallelism add up in another order than autograd, so gradients may differ in their last digits.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from procpipe import Stage, state
+from procpipe.job.world import World
+from procpipe.losses import masked_cross_entropy
+from tests.dist.stages import assert_same
+
+TOLERANCE = 1e-12
+
+#: By the number of partitions a stage.
+BALANCES = {1: [2, 4], 2: [1, 1, 2, 2]}
+
+
+class Block(nn.Module):
+    """Two linear layers beside a residual connection."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.up = nn.Linear(size, 2 * size)
+        self.down = nn.Linear(2 * size, size)
+
+    def forward(self, input):
+        return input + self.down(torch.tanh(self.up(input)))
+
+
+class Head(nn.Linear):
+    """Classifies all tokens of all samples."""
+
+    def forward(self, input):
+        return super().forward(input.flatten(0, 1))
+
+
+def make_model():
+    """Make six layers: token numbers to the classes of all tokens."""
+    torch.manual_seed(1)
+    layers = nn.Embedding(7, 6), Block(6), nn.Tanh(), Block(6), nn.LayerNorm(6), Head(6, 7)
+    return nn.Sequential(*layers).double()
+
+
+def make_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 7, (2, size, 3), generator=generator)
+
+
+def mean_loss(output, target):
+    return F.cross_entropy(output, target.flatten())
+
+
+def sum_loss(output, target):
+    return masked_cross_entropy(output, target.flatten(), ignore_index=0)
+
+
+def weighted_loss(output, target):
+    return F.cross_entropy(output, target.flatten(), ignore_index=0)
+
+
+@contextmanager
+def mesh_of(bare: Any, *names: str) -> Iterator[DeviceMesh]:
+    """Make torch's default process group, with all ranks of the run, and a mesh of 2 x 2."""
+    store = dist.PrefixStore("default group", bare.store)
+    dist.init_process_group("gloo", store=store, rank=bare.rank, world_size=bare.num_ranks)
+    try:
+        yield init_device_mesh("cpu", (2, bare.num_ranks // 2), mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+
+
+def stage_in(bare, mesh, name, model, balance, **options):
+    """Return a stage of the pipeline that this rank is in."""
+    ranks = tuple(mesh["pp"].mesh.tolist())
+    world = World(
+        rank=ranks.index(bare.rank),
+        num_ranks=len(ranks),
+        store=dist.PrefixStore(f"{name} {ranks}", bare.store),
+        device=bare.device,
+        numbers=ranks,
+        timeout_s=bare.timeout_s,
+    )
+    return Stage(copy.deepcopy(model), balance, world=world, **options)
+
+
+def whole(tensor):
+    """Return all of a tensor that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same_gradients(stage, plain, what, tolerance=TOLERANCE):
+    expected = dict(plain.named_parameters())
+    for name, parameter in stage.named_parameters():
+        assert isinstance(parameter, DTensor), f"{what}: {name} is not sharded"
+        found = None if parameter.grad is None else whole(parameter.grad)
+        assert_same(found, expected[name].grad, f"{what} gradient of {name}", tolerance)
+
+
+FSDP_CASES = [
+    *(
+        (schedule, mode, "mean", None)
+        for schedule, mode in (
+            ("gpipe", "except_last"),
+            ("1f1b", "never"),
+            ("interleaved", "always"),
+            ("zb-h1", "never"),
+            ("zb-v", "except_last"),
+        )
+    ),
+    ("gpipe", "never", "sum", None),
+    ("1f1b", "except_last", "sum", None),
+    ("zb-h1", "always", "sum", True),
+    ("1f1b", "always", "mean", True),
+]
+
+
+def train_sharded(bare):
+    with mesh_of(bare, "dp", "pp") as mesh:
+        for schedule, mode, loss, reshards in FSDP_CASES:
+            check_fsdp(bare, mesh, schedule, mode, loss, reshards)
+
+
+def check_fsdp(bare, mesh, schedule, mode, loss, reshards):
+    """Train over mini-batches; the gradients of the second and third add up."""
+    plain = make_model()
+    name = f"{schedule} {mode} {loss} {reshards}"
+    balance = BALANCES[2 if schedule in ("interleaved", "zb-v") else 1]
+    loss_fn = mean_loss if loss == "mean" else sum_loss
+    plain_loss = mean_loss if loss == "mean" else weighted_loss
+    options = {"chunks": 3, "checkpoint": mode, "schedule": schedule, "loss_fn": loss_fn}
+    stage = stage_in(bare, mesh, name, plain, balance, **options)
+    for layer in stage:
+        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshards)
+    dp = mesh["dp"].get_local_rank()
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (stage, plain)]
+    with failing_all(stage, name):
+        for step, size in enumerate((4, 3, 5, 1)):
+            parts = [make_batch(size, 2 * step + k) for k in range(2)]
+            losses = [plain_loss(plain(input), target) for input, target in parts]
+            torch.stack(losses).mean().backward()
+            found = stage.step(*parts[dp])
+            assert_same(found, losses[dp].detach(), f"{name} loss {step}", TOLERANCE)
+            assert_same_gradients(stage, plain, f"{name} step {step}")
+            if step == 1:
+                continue
+            norm = stage.clip_grad_norm_(0.3)
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+            assert_same(norm, expected, f"{name} norm {step}", TOLERANCE)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            stage.eval()
+            evaluated = stage.step(*parts[dp])
+            assert_same(evaluated, plain_loss(plain(parts[dp][0]), parts[dp][1]), name, TOLERANCE)
+        assert all(isinstance(parameter, DTensor) for parameter in stage.parameters())
+
+
+@contextmanager
+def failing_all(stage, name):
+    """Close a stage; a failure names the case, and no peer waits for this rank."""
+    try:
+        yield
+        stage.close()
+    except BaseException as error:
+        error.add_note(f"in the case {name!r} on rank {stage._world.job_rank}")
+        stage._calls.fail("the test", error)
+        raise
+
+
+def check_own_losses(bare, mesh):
+    """Accumulate in ``no_sync()``, by losses of the user's own, with blocks sharded inside."""
+    plain = make_model()
+    plain[1].up.weight.requires_grad_(False)
+    stage = stage_in(bare, mesh, "own loss", plain, [2, 4], chunks=2, schedule="1f1b")
+    for layer in stage:
+        if isinstance(layer, Block):
+            fully_shard(layer.up, mesh=mesh["dp"])
+        fully_shard(layer, mesh=mesh["dp"])
+    dp = mesh["dp"].get_local_rank()
+    with failing_all(stage, "own loss"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of torch, about views
+        for k in range(3):
+            parts = [make_batch(4, 10 * k + d) for d in range(2)]
+            losses = [mean_loss(plain(input), target) for input, target in parts]
+            torch.stack(losses).mean().backward()
+            with stage.no_sync() if k < 2 else nullcontext():
+                mean_loss(stage(parts[dp][0]), parts[dp][1]).backward()
+        assert_same_gradients(stage, plain, "own loss")
+
+
+def check_nothing_counts(bare, mesh):
+    """Train where the mini-batch of one pipeline counts nothing, so that it runs no backward."""
+    plain = make_model()
+    options = {"loss_fn": weighted_loss, "loss_weight": lambda target: float((target > 0).sum())}
+    stage = stage_in(bare, mesh, "nothing", plain, [1, 5], chunks=2, schedule="zb-h1", **options)
+    for layer in stage:
+        fully_shard(layer, mesh=mesh["dp"])
+    dp = mesh["dp"].get_local_rank()
+    with failing_all(stage, "nothing counts"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that one pipeline's mini-batch counts 0
+        input, target = make_batch(4, 1)
+        (weighted_loss(plain(input), target) / 2).backward()
+        stage.step(input, target if dp == 0 else torch.zeros_like(target))
+        assert_same_gradients(stage, plain, "nothing counts")
+
+
+def check_mixed_precision(bare, mesh, schedule):
+    """Compute in bfloat16, and add up in float32."""
+    plain = make_model().float()
+    options = {"chunks": 4, "schedule": schedule, "loss_fn": mean_loss, "checkpoint": "never"}
+    stage = stage_in(bare, mesh, f"mixed {schedule}", plain, [3, 3], **options)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in stage:
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    dp = mesh["dp"].get_local_rank()
+    parts = [make_batch(4, k) for k in range(2)]
+    with failing_all(stage, f"mixed precision {schedule}"):
+        for input, target in parts:
+            for i in range(4):
+                low = {name: p.bfloat16() for name, p in plain.named_parameters()}
+                output = torch.func.functional_call(plain, low, (input[i : i + 1],))
+                (mean_loss(output, target[i : i + 1]) / 8).backward()
+        loss = stage.step(*parts[dp])
+        assert loss.dtype == torch.bfloat16
+        # Each micro-batch's gradients are rounded alike, but for the factor of 2.
+        assert_same_gradients(stage, plain, f"mixed {schedule}", tolerance=1e-6)
+        assert {p.dtype for p in stage.parameters()} == {torch.float32}
+
+
+def train_in_other_ways(bare):
+    with mesh_of(bare, "dp", "pp") as mesh:
+        check_own_losses(bare, mesh)
+        check_nothing_counts(bare, mesh)
+        for schedule in ("gpipe", "zb-h1"):
+            check_mixed_precision(bare, mesh, schedule)
+
+
+def test_fsdp_with_own_losses_without_samples_and_with_mixed_precision(ranks):
+    assert ranks(4).run(train_in_other_ways, world=False).values() == [None] * 4
+
+
+def train_parallel(bare):
+    with mesh_of(bare, "tp", "pp") as mesh:
+        for schedule, mode in (("1f1b", "except_last"), ("zb-v", "never")):
+            plain = make_model()
+            name = f"tensor parallel {schedule}"
+            balance = BALANCES[2 if schedule == "zb-v" else 1]
+            options = {"chunks": 3, "schedule": schedule, "checkpoint": mode}
+            options["loss_fn"] = mean_loss
+            stage = stage_in(bare, mesh, name, plain, balance, **options)
+            for layer in stage:
+                if isinstance(layer, Block):
+                    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                    parallelize_module(layer, mesh["tp"], styles)
+            optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (stage, plain)]
+            with failing_all(stage, name):
+                for step, size in enumerate((4, 5)):
+                    input, target = make_batch(size, step)
+                    loss = mean_loss(plain(input), target)
+                    loss.backward()
+                    found = stage.step(input, target)
+                    assert_same(found, loss.detach(), f"{name} loss {step}", TOLERANCE)
+                    expected = dict(plain.named_parameters())
+                    for key, parameter in stage.named_parameters():
+                        what = f"{name} gradient of {key}"
+                        assert_same(whole(parameter.grad), expected[key].grad, what, TOLERANCE)
+                    norm = stage.clip_grad_norm_(0.3)
+                    of_plain = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+                    assert_same(norm, of_plain, f"{name} norm", TOLERANCE)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+
+def test_tensor_parallel_layers_give_the_plain_models_gradients(ranks):
+    assert ranks(4).run(train_parallel, world=False).values() == [None] * 4
+
+
+def test_fsdp_gives_the_plain_models_gradients_in_every_schedule(ranks):
+    assert ranks(4).run(train_sharded, world=False).values() == [None] * 4
+
+
+def make_optimizer(module):
+    return torch.optim.Adam(module.parameters(), lr=0.01)
+
+
+def trained_plain():
+    """Train the plain model for two steps on the mini-batches of two pipelines."""
+    plain = make_model()
+    optimizer = make_optimizer(plain)
+    for step in range(2):
+        train_plain(plain, optimizer, step)
+    return plain, optimizer
+
+
+def train_plain(plain, optimizer, step):
+    parts = [make_batch(4, 10 * step + k) for k in range(2)]
+    torch.stack([mean_loss(plain(input), target) for input, target in parts]).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save_and_load(bare, folder):
+    """Save from FSDP and from plain PyTorch; load each in FSDP, go on, and compare."""
+    with mesh_of(bare, "dp", "pp") as mesh:
+        dp = mesh["dp"].get_local_rank()
+        found = []
+        for name in ("saves", "loads what FSDP saved", "loads what plain PyTorch saved"):
+            balance = [3, 3] if name == "saves" else [1, 5]
+            stage = stage_in(bare, mesh, name, make_model(), balance, loss_fn=mean_loss, chunks=2)
+            for layer in stage:
+                fully_shard(layer, mesh=mesh["dp"])
+            optimizer = make_optimizer(stage)
+            with failing_all(stage, name):
+                if name != "saves":
+                    kind = "sharded" if "FSDP" in name else "plain"
+                    found.append(state.load(f"{folder}/{kind}", stage, optimizer).step)
+                for step in (0, 1) if name == "saves" else (2,):
+                    stage.step(*make_batch(4, 10 * step + dp))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if name == "saves":
+                    saving = state.save(f"{folder}/sharded", stage, optimizer, step=2)
+                    found.append(saving.path.is_dir())
+                    later = state.save(
+                        f"{folder}/later", stage, optimizer, step=2, asynchronous=True
+                    )
+                    later.wait()
+                    found.append(later.path.is_dir())
+                    state.export(f"{folder}/exported", stage)
+                    state.load_weights(f"{folder}/exported", stage)
+                plain, of_plain = trained_plain()
+                if name != "saves":
+                    train_plain(plain, of_plain, 2)
+                expected = dict(plain.named_parameters())
+                for key, parameter in stage.named_parameters():
+                    own, truth = whole(parameter).detach(), expected[key].detach()
+                    assert_same(own, truth, f"{name}: {key}", TOLERANCE)
+        return found
+
+
+def test_saved_state_does_not_depend_on_sharding(ranks, tmp_path):
+    plain, optimizer = trained_plain()
+    state.save(tmp_path / "plain", plain, optimizer, step=2)
+
+    outcome = ranks(4).run(save_and_load, str(tmp_path), world=False)
+
+    assert outcome.values() == [[True, True, 2, 2]] * 4
+    for name in ("sharded", "later"):
+        loaded = make_model()
+        of_loaded = make_optimizer(loaded)
+        state.load(tmp_path / name, loaded, of_loaded)
+        train_plain(loaded, of_loaded, 2)
+        again, of_again = trained_plain()
+        train_plain(again, of_again, 2)
+        for one, other in zip(loaded.parameters(), again.parameters(), strict=True):
+            assert_same(one, other, name, TOLERANCE)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the collectives of torch.distributed."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.num_calls[str(func)] += 1
+        return func(*args, **kwargs or {})
+
+
+def count_collectives(bare):
+    """Count what FSDP sends in a step, by how a layer is sharded."""
+    found = {}
+    with mesh_of(bare, "dp", "pp") as mesh:
+        for reshards in (None, True):
+            options = {"chunks": 3, "loss_fn": mean_loss, "checkpoint": "never"}
+            name = f"counts {reshards}"
+            stage = stage_in(bare, mesh, name, make_model(), [2, 4], schedule="1f1b", **options)
+            for layer in stage:
+                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshards)
+            with failing_all(stage, name):
+                for k in range(2):
+                    with Counting() as counting:
+                        stage.step(*make_batch(6, k))
+            found[reshards] = dict(counting.num_calls)
+    return found
+
+
+def test_layers_are_gathered_and_reduced_once_a_step(ranks):
+    for rank, found in enumerate(ranks(4).run(count_collectives, world=False).values()):
+        num_layers = 2 if rank % 2 == 0 else 3  # with parameters
+        gathers, reductions = "c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default"
+        assert found[None] == {gathers: num_layers, reductions: num_layers}
+        assert found[True][reductions] == num_layers
+        assert found[True][gathers] >= 2 * 3 * num_layers  # F and B of each micro-batch
+
+
+def ask_for_what_cannot_be(bare):
+    found = {}
+    with mesh_of(bare, "dp", "pp") as mesh:
+        os.environ["RANK"] = str(bare.rank)  # as a launcher sets it
+        wrong = {
+            "two dimensions": {"mesh": mesh},
+            "no mesh": {"mesh": [0, 1]},
+            "replicas": {"mesh": mesh["pp"], "replicas": 2},
+            "another rank": {"mesh": DeviceMesh("cpu", [(bare.rank + 1) % 4])},
+        }
+        for name, options in wrong.items():
+            found[name] = error_of(lambda options=options: Stage(make_model(), **options))
+        del os.environ["RANK"]
+        found["environment"] = error_of(lambda: Stage(make_model(), mesh=mesh["pp"]))
+        found["balance"] = error_of(
+            lambda: stage_in(bare, mesh, "balance", make_model(), [1, 2, 3], loss_fn=mean_loss)
+        )
+        found["along the pipeline"] = error_of(lambda: shard(bare, mesh, "pp", "gpipe"))
+        found["auto"] = error_of(lambda: shard(bare, mesh, "dp", "auto"))
+        found["whole stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_whole=True))
+        found["tied"] = error_of(lambda: shard(bare, mesh, "dp", "zb-h1", is_tied=True))
+    return found
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False):
+    model = make_model()
+    if is_tied:
+        model[5].weight = model[0].weight
+    stage = stage_in(bare, mesh, f"{dimension} {schedule}", model, [2, 4], schedule=schedule)
+    for layer in [stage] if is_whole else stage:
+        fully_shard(layer, mesh=mesh[dimension])
+    with failing_all(stage, schedule):
+        stage(torch.zeros(2, 3, dtype=torch.long))
+
+
+def test_what_cannot_be_is_a_clear_error(ranks):
+    for rank, found in enumerate(ranks(4).run(ask_for_what_cannot_be, world=False).values()):
+        pipeline = [0, 1] if rank < 2 else [2, 3]
+        for name, words in {
+            "two dimensions": "ValueError: mesh has 2 dimensions, ('dp', 'pp')",
+            "no mesh": "TypeError: mesh is [0, 1]",
+            "replicas": "ValueError: replicas=2 and mesh are given",
+            "another rank": f"ValueError: rank {rank} is not in the mesh of ranks",
+            "environment": f"ValueError: torch.distributed says that this is rank {rank}",
+            "balance": f"IndexError: balance [1, 2, 3] makes 3 partitions, but the mesh of this "
+            f"pipeline has 2 ranks, {pipeline}",
+            "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
+            "auto": "ValueError: schedule='auto' with sharded layers",
+            "whole stage": "TypeError: the Stage was given to DistributedDataParallel, Data",
+            "tied": "TypeError: 0.weight is shared by layers 0.weight, 5.weight",
+        }.items():
+            assert words in found[name], (rank, name, found[name])
+
+
+def fail_on_one_rank(bare):
+    with mesh_of(bare, "dp", "pp") as mesh:
+        stage = stage_in(bare, mesh, "failure", make_model(), [2, 4], loss_fn=mean_loss)
+        if bare.rank == 3:
+            stage[0].register_forward_hook(raise_boom)
+        return error_of(lambda: stage.step(*make_batch(4, 1)))
+
+
+def raise_boom(module, input, output):
+    raise RuntimeError("boom")
+
+
+def test_messages_name_the_ranks_of_the_job_and_other_pipelines_go_on(ranks):
+    first, second, third, fourth = ranks(4).run(fail_on_one_rank, world=False).values()
+
+    assert (first, second) == ("", "")
+    assert third.startswith("RemoteStageError: rank 3 failed:\nstage 1 (rank 3), in step()")
+    assert fourth == "RuntimeError: boom"
