@@ -369,14 +369,15 @@ def check_shards_kept(bare):
 
 
 def check_unscale(bare):
-    world = world_of(bare, "unscale")
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    stage = Stage(model, [1, 1], replicas=2, loss_fn=F.mse_loss, world=world)
-    scaler = stage.scaler(torch.amp.GradScaler(bare.device.type))
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-    with stage.no_sync():
-        stage.step(torch.ones(4, 3), torch.zeros(4, 2))
-    with pytest.raises((RuntimeError, RemoteStageError)) as caught:
+    with (
+        pytest.raises((RuntimeError, RemoteStageError)) as caught,
+        stage_of(bare, "unscale", model, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage,
+    ):
+        scaler = stage.scaler(torch.amp.GradScaler(bare.device.type))
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        with stage.no_sync():
+            stage.step(torch.ones(4, 3), torch.zeros(4, 2))
         scaler.unscale_(optimizer)
     assert "scaler.unscale_ after calls in no_sync()" in str(caught.value)
 
