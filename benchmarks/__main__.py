@@ -23,6 +23,7 @@ QUICK = [
     "checkpoint",
     "overlap",
     "replicas",
+    "sharded",
     "ties",
     "hf",
     "memory",
