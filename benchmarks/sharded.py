@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> Report:
 
 def tabulate(times: Times, blocks: int) -> Table:
     """Lay out the lines that a user writes, and times."""
-    rows = [
+    rows: list[list[Any]] = [
         [name, num_lines(MAKERS[name]), statistics.median(s) * 1e3, ratio(s, times[_TORCH])]
         for name, s in times.items()
     ]

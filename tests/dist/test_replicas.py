@@ -370,15 +370,18 @@ def check_shards_kept(bare):
 
 def check_unscale(bare):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    with (
-        pytest.raises((RuntimeError, RemoteStageError)) as caught,
-        stage_of(bare, "unscale", model, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage,
-    ):
-        scaler = stage.scaler(torch.amp.GradScaler(bare.device.type))
-        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-        with stage.no_sync():
-            stage.step(torch.ones(4, 3), torch.zeros(4, 2))
-        scaler.unscale_(optimizer)
+
+    def unscale_before_the_sum():
+        options = {"replicas": 2, "loss_fn": F.mse_loss}
+        with stage_of(bare, "unscale", model, [1, 1], **options) as stage:
+            scaler = stage.scaler(torch.amp.GradScaler(bare.device.type))
+            optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+            with stage.no_sync():
+                stage.step(torch.ones(4, 3), torch.zeros(4, 2))
+            scaler.unscale_(optimizer)
+
+    with pytest.raises((RuntimeError, RemoteStageError)) as caught:
+        unscale_before_the_sum()
     assert "scaler.unscale_ after calls in no_sync()" in str(caught.value)
 
 
