@@ -113,11 +113,11 @@ def test_a_rank_is_killed_while_the_device_has_queued_work(
     check_killed(outcomes, origin)
 
 
-def check_killed(outcomes: Outcomes, origin: int) -> None:
+def check_killed(outcomes: Outcomes, origin: int, place: str = "") -> None:
     failure = outcomes[origin].error
     assert isinstance(failure, Failure)
     assert failure.type == "ProcessDied"
-    check_lost(outcomes, origin, f"rank {origin} ended without a word")
+    check_lost(outcomes, origin, f"rank {origin}{place} ended without a word")
 
 
 class NeverEnds(nn.Linear):
@@ -186,7 +186,7 @@ def test_a_rank_is_killed_when_a_host_waits_for_its_device(
         waits_for_what_never_ends, origin, waiting, replicas, tmp_path / "waits"
     )
 
-    check_killed(outcomes, origin)
+    check_killed(outcomes, origin, f" (stage {origin % 2} of replica 1)" if replicas > 1 else "")
 
 
 def is_killed_as_it_connects(world: Any) -> None:

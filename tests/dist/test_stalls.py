@@ -194,7 +194,9 @@ def test_a_stopped_rank_is_reported_and_continues(ranks, n, origin, where, num_s
     stalled_s, lines = reports[0]
     assert stalled_s >= STALL_S
     for rank in set(range(n)) - {origin}:
-        assert re.search(rf"^  {name(rank)}: in ", lines, re.MULTILINE), lines
+        # A GPU's host is ahead: it may wait in loss.item(), for a sum over replicas.
+        place = "(in|between calls)" if is_on_gpus() and replicas > 1 else "in"
+        assert re.search(rf"^  {name(rank)}: {place}", lines, re.MULTILINE), lines
     assert re.search(r"waiting \d+\.\d s for .+ from (stage \d.* \()?rank \d", lines), lines
     place = {
         "layer": rf"in F1, layer '{2 * (origin % num_stages) + 1}' \(Acting\), for \d+\.\d s",
