@@ -204,7 +204,8 @@ def test_a_stopped_rank_is_reported_and_continues(ranks, n, origin, where, num_s
     }[where]
     stopped = r"; its process (\d+) is stopped \(kill -CONT \1 lets it go on\)"
     assert re.search(rf"{name(origin)}: {place}{stopped}", lines), lines
-    assert "goes on after" in lines
+    # What waits for a device may have ended before its end is seen.
+    assert "goes on after" in lines or " s for its device, in transfers with" in lines
 
 
 def test_a_rank_that_is_slow_in_a_layer_is_reported_with_the_layer(ranks):
