@@ -368,6 +368,21 @@ def check_shards_kept(bare):
     assert "used outside of the body of that loop" in str(caught.value)
 
 
+def check_two_loops(bare):
+    """Two loops that take turns, of which the first ends while the other is in its body."""
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
+    with stage_of(bare, "two loops", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        loops = (stage.batches(items, sharded=True) for _ in range(2))
+        for (input, target), _ in zip(*loops, strict=False):
+            stage.step(input, target)
+        whole = torch.randn(4, 3), torch.zeros(4, 2)
+        stage.step(*(whole if bare.rank == 0 else ()))
+        assert stage.last_weight == 4  # those of rank 0, and of no other
+        output = stage(whole[0])
+        assert len(stage.fetch(output)) == 4
+
+
 def check_unscale(bare):
     world = world_of(bare, "unscale")
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
@@ -383,7 +398,10 @@ def check_unscale(bare):
 
 @pytest.mark.parametrize(
     "check",
-    [check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept, check_unscale],
+    [
+        *(check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept),
+        *(check_two_loops, check_unscale),
+    ],
 )
 def test_cases_that_once_failed(ranks, check):
     ranks(4).run(check, world=False).values()
