@@ -418,8 +418,7 @@ class Stage(Gradients):
         for layer in self._deferred:
             layer.begin()
         outcome = pipeline.run(order, batch)
-        if self.training:
-            pipeline.replicas.end_forward(self.children())
+        pipeline.replicas.end_forward(self.children())
         for layer in self._deferred:
             layer.commit()
         self._tied.check_unchanged(buffers)

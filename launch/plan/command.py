@@ -131,8 +131,9 @@ class _Planning:
         if not found:
             raise MistakeError(left_out[0][1])
         for question, reason in left_out:
-            name = f"{question.num_stages} stages x {question.num_replicas}"
-            _print(f"left out: {name} replicas, as {reason.partition(':')[0]}")
+            replicas = counted(question.num_replicas, "replica")
+            name = f"{counted(question.num_stages, 'stage')} x {replicas}"
+            _print(f"left out: {name}, as {reason.partition(':')[0]}")
         return found
 
     def _best(self, proposals: Sequence[Proposal]) -> Proposal:

@@ -110,8 +110,16 @@ class Loss:
             )
         self.is_sum = is_sum
 
-    def weights(self, targets: Sequence[Any] | None, sizes: Sequence[int]) -> tuple[float, ...]:
-        """Return what each micro-batch counts; ``targets`` None where there are none."""
+    def weights(
+        self, targets: Sequence[Any] | None, sizes: Sequence[int], *, is_share: bool = False
+    ) -> tuple[float, ...]:
+        """Return what each micro-batch counts.
+
+        Args:
+            targets: of each micro-batch; None where there are none.
+            sizes: samples in each.
+            is_share: whether other replicas have more of the mini-batch: see ``warn_of_weights``.
+        """
         if self.weight is None:
             return tuple(map(float, sizes))
         if targets is None:
@@ -120,9 +128,14 @@ class Loss:
                 "leave loss_weight out"
             )
         found = checked_weights([float(self.weight(target)) for target in targets])
-        if not any(found):
-            self.warn_of_no_weight("loss_weight is 0 for every micro-batch of a mini-batch")
+        if not is_share:
+            self.warn_of_weights(found)
         return tuple(found)
+
+    def warn_of_weights(self, weights: Sequence[float]) -> None:
+        """Warn, once, if no micro-batch of a mini-batch counts."""
+        if not any(weights):
+            self.warn_of_no_weight("loss_weight is 0 for every micro-batch of a mini-batch")
 
     def expected(self, num_samples: float) -> Tensor:
         """Return what samples are expected to count, of sums; as much as in the step before."""
@@ -276,9 +289,14 @@ class MeanLoss:
         if not self._loss.is_sum:
             return math.fsum(self._weights) if self._is_sent else None
         weight = self._weight_so_far()
-        if self._whole is None and weight.device.type == "cpu" and not weight:
-            self._loss.warn_of_no_weight("loss_fn counts 0 in every micro-batch of a mini-batch")
+        if self._whole is None:
+            self.warn_of_sum(weight)
         return weight
+
+    def warn_of_sum(self, weight: Tensor | float | None) -> None:
+        """Warn, once, if sums count nothing; not on a GPU, where the host would wait."""
+        if isinstance(weight, Tensor) and weight.device.type == "cpu" and not weight:
+            self._loss.warn_of_no_weight("loss_fn counts 0 in every micro-batch of a mini-batch")
 
 
 class LossPart(NamedTuple):

@@ -223,7 +223,12 @@ class Several(Replicas):
 
     def total(self, part: LossPart | None, batch: MiniBatch) -> LossPart | None:
         """Add up what the replicas know of a step's loss."""
-        return self._reduction.total(part, batch) if batch.is_step else part
+        if not batch.is_step:
+            return part
+        found = self._reduction.total(part, batch)
+        if batch.loss is not None and self._grid.replica == 0:
+            batch.loss.warn_of_sum(found.weight)
+        return found
 
     def check_added_up(self, call: str) -> None:
         """Raise ``RuntimeError`` if calls in ``no_sync()`` have left gradients to be added up."""

@@ -45,7 +45,6 @@ class Batches:
         device: this stage's device.
 
     Attributes:
-        is_sharded: whether, in a loop over items, each replica's first rank has one of its own.
         delivered_target: the target that ``output_rank`` already has, as it is on this rank: the
             second of two entries of the latest item. Something that is no target otherwise.
     """
@@ -58,7 +57,7 @@ class Batches:
         output_rank: int,
         device: torch.device,
     ) -> None:
-        self.is_sharded = False
+        self._bodies: dict[object, bool] = {}  # the loops in whose bodies the script is
         self._shards: dict[int, weakref.ref[Tensor]] = {}
         self.delivered_target: Any = _NOTHING
         self._delivered_as: list[Any] = []
@@ -92,7 +91,7 @@ class Batches:
                 if delivered is not None:
                     pipeline.send_value(self._output_rank, delivered)
                 self._note(delivered)
-            with self._not_sharded():
+            with self._body(is_sharded=False):
                 yield item
 
     def follow(self) -> Iterator[Any]:
@@ -108,17 +107,26 @@ class Batches:
                     delivered = pipeline.take_value(0)
                 self._note(delivered)
                 item = _placeholders(detail.form, delivered)
-            with self._not_sharded():
+            with self._body(is_sharded=False):
                 yield item
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether, in a loop over items, each replica's first rank has one of its own.
+
+        What the loop says counts that was the last to begin its body.
+        """
+        return next(reversed(self._bodies.values()), False)
+
     @contextmanager
-    def _not_sharded(self) -> Iterator[None]:
-        """Take rank 0's inputs as the whole mini-batch, also in a loop over shares."""
-        before, self.is_sharded = self.is_sharded, False
+    def _body(self, *, is_sharded: bool) -> Iterator[None]:
+        """Surround one run of a loop's body; loops may end in another order than they began."""
+        key = object()
+        self._bodies[key] = is_sharded
         try:
             yield
         finally:
-            self.is_sharded = before
+            del self._bodies[key]
 
     def shards(self, loader: Loader, *, is_first: bool) -> Iterator[Any]:
         """Yield the items of a loader that the first rank of each replica has of its own.
@@ -151,12 +159,9 @@ class Batches:
                 self._note(None)
             if detail.form is None:
                 return
-            before, self.is_sharded = self.is_sharded, True
             self._remember(item)
-            try:
+            with self._body(is_sharded=True):
                 yield _placeholders(detail.form, None) if item is _NOTHING else item
-            finally:
-                self.is_sharded = before
 
     def _remember(self, item: Any) -> None:
         self._shards = {k: ref for k, ref in self._shards.items() if ref() is not None}

@@ -49,7 +49,7 @@ class OwnShare:
         self.sizes = self.ingoing.sizes
         if self._loss is not None:
             self.targets = None if target is None else scatter_like(target, self.sizes)
-            self._weights = self._loss.weights(self.targets, self.sizes)
+            self._weights = self._loss.weights(self.targets, self.sizes, is_share=True)
 
     def together(self, replicas: Replicas, *, is_routed: bool) -> dict[str, Any]:
         """Bring all shares to rank 0; return there what the order says of them.
@@ -75,6 +75,8 @@ class OwnShare:
                 "yields, on the first rank of each replica"
             )
         all_weights = tuple(chain(*weights))
+        if self._loss is not None:
+            self._loss.warn_of_weights(all_weights)
         return {
             "shares": tuple(zip(map(tuple, sizes), map(tuple, recompute), strict=True)),
             "sizes": self.sizes,

@@ -7,6 +7,7 @@ they may differ in their last digits; between replicas every bit is the same.
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import asdict
 from itertools import product
 from typing import Any
@@ -368,6 +369,39 @@ def check_shards_kept(bare):
     assert "used outside of the body of that loop" in str(caught.value)
 
 
+def check_two_loops(bare):
+    """Two loops that take turns, of which the first ends while the other is in its body."""
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
+    with stage_of(bare, "two loops", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        loops = (stage.batches(items, sharded=True) for _ in range(2))
+        for (input, target), _ in zip(*loops, strict=False):
+            stage.step(input, target)
+        whole = torch.randn(4, 3), torch.zeros(4, 2)
+        stage.step(*(whole if bare.rank == 0 else ()))
+        assert stage.last_weight == 4  # those of rank 0, and of no other
+        output = stage(whole[0])
+        assert len(stage.fetch(output)) == 4
+
+
+def check_nothing_counts(bare):
+    model, no_tokens = make_model(), torch.zeros(4, 3, dtype=torch.long)
+    input, target = make_batch(4, 1)
+    own = [target, no_tokens][bare.rank // 2]  # with shares, only that of replica 1 counts nothing
+    for loss, warns in ("weighted", bare.rank == 0), ("sum", bare.rank == 1):
+        options = LOSSES[loss][0] | {"replicas": 2, "chunks": 2}
+        with stage_of(bare, f"nothing {loss}", model, [2, 4], **options) as stage:
+            for data in stage.batches([(input, own)], sharded=True):
+                stage.step(*data)  # a warning would be an error
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert stage.step(input.clone(), no_tokens) == 0
+            is_seen = warns and (loss == "weighted" or bare.device.type == "cpu")
+            found = [str(warning.message) for warning in caught]
+            assert len(found) == is_seen, found
+            assert all("its loss and its gradients are 0" in text for text in found), found
+
+
 def check_unscale(bare):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
 
@@ -387,7 +421,10 @@ def check_unscale(bare):
 
 @pytest.mark.parametrize(
     "check",
-    [check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept, check_unscale],
+    [
+        *(check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept),
+        *(check_two_loops, check_nothing_counts, check_unscale),
+    ],
 )
 def test_cases_that_once_failed(ranks, check):
     ranks(4).run(check, world=False).values()

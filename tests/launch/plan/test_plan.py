@@ -168,7 +168,7 @@ def test_the_number_of_replicas_can_be_given(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "balance=[1, 1], replicas=2, " in given
     assert "stages x replicas" not in given
-    assert "left out: 4 stages x 1 replicas, as 4 devices are asked for, but the mo" in printed
+    assert "left out: 4 stages x 1 replica, as 4 devices are asked for, but the mo" in printed
     assert {"2 x 2", "1 x 4"} == set(re.findall(r"\n  (\d x \d)", printed))
 
 

@@ -1,0 +1,126 @@
+"""Buffers that layers change in training: equal on all replicas, or a cache of each of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from procpipe import DeferredBatchNorm, RemoteStageError, Stage
+from tests.dist.stages import assert_same, stage_of, world_of
+from tests.dist.test_replicas import TOLERANCE, group_of
+
+pytestmark = pytest.mark.on_gpus
+
+
+def ones(*size: int) -> Tensor:
+    return torch.ones(*size, dtype=torch.float64)
+
+
+class MovingMean(nn.Module):
+    """Has a new tensor as its buffer after each call in training."""
+
+    mean: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, input):
+        if self.training:
+            self.mean = torch.lerp(self.mean, input.mean(0), 0.1)
+        return input - self.mean
+
+
+class Places(nn.Module):
+    """Keeps the numbers of the longest input's columns."""
+
+    places: Tensor
+
+    def __init__(self, *, persistent: bool):
+        super().__init__()
+        self.register_buffer("places", torch.zeros(0), persistent=persistent)
+
+    def forward(self, input):
+        length = input.shape[1]
+        if len(self.places) < length:
+            self.places = torch.arange(length).to(input)
+        return (input * self.places[:length]).sum(1, keepdim=True)
+
+
+class Late(nn.Module):
+    """Registers its buffer in the first call."""
+
+    twos: Tensor
+
+    def forward(self, input):
+        if not hasattr(self, "twos"):
+            self.register_buffer("twos", torch.full_like(input[0], 2), persistent=False)
+        return input * self.twos
+
+
+def check_new_tensors(bare):
+    model = nn.Sequential(MovingMean(), nn.Linear(3, 2)).double()
+    with stage_of(bare, "new tensors", model, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        for step in range(4):
+            stage.step(torch.randn(8, 3, dtype=torch.float64), ones(8, 2))
+            for name, buffer in stage.named_buffers():
+                assert torch.equal(*group_of(stage).gathered(buffer)), f"{name} after step {step}"
+
+
+def check_caches(bare):
+    torch.manual_seed(1)
+    layers = Places(persistent=False), nn.Linear(1, 2)
+    for layer, sizes in (
+        (nn.Identity(), ((4, 3), (1, 5), (4, 4), (4, 6))),  # of 1 sample, replica 1 has none
+        (Late(), ((1, 3), (4, 3))),
+    ):
+        plain = nn.Sequential(layer, *layers).double()
+        name = type(layer).__name__
+        with stage_of(bare, name, plain, [2, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+            for size, length in sizes:
+                input, target = ones(size, length), ones(size, 2)
+                expected = F.mse_loss(plain(input), target).detach()
+                found = stage.step(input, target)
+                assert_same(found, expected, f"{name}, {size} of {length}", TOLERANCE)
+
+
+def check_other_shape(bare):
+    model = nn.Sequential(Places(persistent=True), nn.Linear(1, 2)).double()
+    stage = Stage(model, [1, 1], replicas=2, loss_fn=F.mse_loss, world=world_of(bare, "shape"))
+    stage.step(ones(4, 3), ones(4, 2))
+
+    def step_twice():  # where the first raises on one stage only, the others learn of it later
+        for _ in range(2):
+            stage.step(ones(1, 4), ones(1, 2))
+
+    with pytest.raises((RuntimeError, RemoteStageError)) as caught:
+        step_twice()
+    assert "the buffer 'places' of a Places is " in str(caught.value)
+
+
+def check_norm_in_eval(bare):
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    options = {"replicas": 2, "chunks": 2, "deferred_batch_norm": True}
+    with stage_of(bare, "norm in eval", plain, [1, 1], **options) as stage:
+        for model in (stage, plain):
+            model.eval()
+            for layer in model.modules():
+                if isinstance(layer, (nn.BatchNorm1d, DeferredBatchNorm)):
+                    layer.train()
+        input = torch.randn(12, 3, dtype=torch.float64)
+        with torch.no_grad():
+            stage(input)
+            plain(input)
+        expected = dict(plain.named_buffers())
+        for name, buffer in stage.named_buffers():
+            assert_same(buffer, expected[name], name, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "check", [check_new_tensors, check_caches, check_other_shape, check_norm_in_eval]
+)
+def test_buffers_of_replicas(ranks, check):
+    ranks(4).run(check, world=False).values()
