@@ -494,8 +494,8 @@ BREAKS = [
         "group-flags",
         "the host waits for which buffers have changed",
         "procpipe/replicas/buffers.py",
-        "torch.tensor(changed, dtype=torch.int32)",
-        "torch.tensor(changed, dtype=torch.int32).to(others[0].device)",
+        "torch.tensor(flags, dtype=torch.int32)",
+        "torch.tensor(flags, dtype=torch.int32).to(others[0][0].running_mean.device)",
         Tests("tests/dist/test_gpu_steady.py -k 'add_up and 1f1b'", 4),
     ),
     # -- ends, uploads, watches --------------------------------------------------------------

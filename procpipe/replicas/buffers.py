@@ -108,7 +108,7 @@ class Buffers:
         found = self._group.gathered(torch.tensor([zlib.crc32(repr(form).encode())]))
         if all(torch.equal(one, found[0]) for one in found):
             return True
-        if name in module._non_persistent_buffers_set:
+        if name not in module.state_dict():
             return False
         here = "None" if form is None else f"{tuple(form[1])} of {form[0]}"
         raise RuntimeError(
