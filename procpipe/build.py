@@ -349,7 +349,13 @@ def connect_replicas(
 ) -> Replicas:
     """Connect this stage to that of the other replicas; waits for them."""
     grid = settings.grid
-    if grid.is_part and any(map(is_sharded, layers.values())):
+    if any(map(is_sharded, layers.values())):
+        if grid.num_replicas > 1:
+            raise TypeError(
+                f"replicas={grid.num_replicas} and sharded layers (fully_shard, "
+                "parallelize_module): shard none, or give mesh= instead of replicas=, as "
+                "docs/replicas.md shows"
+            )
         with needed("procpipe.sharded", "sharding layers (fully_shard, parallelize_module)"):
             from procpipe.sharded.layers import Sharded
         return Sharded(cut.layers, layers, cut.ties, settings.schedule)

@@ -57,9 +57,24 @@ def is_data_parallel(of: type) -> bool:
 
 
 def is_sharded(layer: nn.Module) -> bool:
-    """Return whether any parameter of a layer is a DTensor of several processes."""
-    meshes = (getattr(parameter, "device_mesh", None) for parameter in layer.parameters())
-    return any(mesh is not None and mesh.size() > 1 for mesh in meshes)
+    """Return whether any parameter of a layer is a DTensor, also of one process."""
+    return any(hasattr(parameter, "device_mesh") for parameter in layer.parameters())
+
+
+def check_gathered(modules: Iterable[nn.Module], before: int | None) -> int:
+    """Return how many modules ``fully_shard`` was called with; ``before`` the first call, None.
+
+    Raises:
+        RuntimeError: it was called after the stage's first call, which sets FSDP up.
+    """
+    count = sum(hasattr(type(module), "set_requires_gradient_sync") for module in modules)
+    if before not in (None, count):
+        raise RuntimeError(
+            f"fully_shard was called after the stage's first call: a partition had {before} "
+            f"sharded modules then, and has {count} now; shard layers after building the Stage and "
+            "before its first call, see docs/replicas.md"
+        )
+    return count
 
 
 def check_not_sharded(module: nn.Module, pipeline: Collection[int] | None = None) -> None:

@@ -38,11 +38,14 @@ from procpipe.torch_internals import (
 
 
 class _Unit(NamedTuple):
-    """A module that FSDP gathers as one; ``owner`` has one of its parameters under ``key``."""
+    """A module that FSDP gathers as one, and where its parameters are: by module and key."""
 
     module: Any
-    owner: nn.Module
-    key: str
+    places: list[tuple[nn.Module, str]]
+
+    def parameters(self) -> list[Any]:
+        """Return the parameters, as they are now: shards, or gathered."""
+        return [owner._parameters[key] for owner, key in self.places]
 
 
 class Sharded(Replicas):
@@ -80,7 +83,7 @@ class Sharded(Replicas):
         self._units = [
             unit for roots in self._roots.values() for root in roots for unit in _units_of(root)
         ]
-        self._shards: list[Tensor | None] = []
+        self._shards: list[Tensor] = []
         self._last: dict[Task, int] = {}
         self._to_reduce: list[int] = []
         self._reduces = True
@@ -90,7 +93,7 @@ class Sharded(Replicas):
         """Shard all parameters again, and note the shards."""
         for unit in self._units:
             unit.module.reshard()
-        self._shards = [unit.owner._parameters[unit.key] for unit in self._units]
+        self._shards = [unit.parameters()[0] for unit in self._units]
 
     def begin(
         self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
@@ -101,11 +104,11 @@ class Sharded(Replicas):
         self._to_reduce = sorted(self._roots, reverse=True)
         for unit, shard in zip(self._units, self._shards, strict=True):
             # As the user has decided for forward passes: to gather once, or to save memory.
-            is_kept = unit.owner._parameters[unit.key] is not shard
+            is_kept = unit.parameters()[0] is not shard
             unit.module.set_reshard_after_backward(not is_kept, recurse=False)
             unit.module.set_requires_gradient_sync(False, recurse=False)
             unit.module.set_is_last_backward(False)
-        held = {p for roots in self._roots.values() for root in roots for p in root.parameters()}
+        held = {parameter for unit in self._units for parameter in unit.parameters()}
         return [parameter for parameter in parameters if parameter not in held]
 
     def start(self, program: Program, partitions: Mapping[int, Partition]) -> None:
@@ -177,9 +180,9 @@ def _units_of(root: nn.Module) -> Iterator[_Unit]:
     """Yield the modules below that FSDP gathers, and have parameters."""
     for module in root.modules():
         if _is_of_fsdp(module):
-            place = next(_places_of(module), None)
-            if place is not None:
-                yield _Unit(module, *place)
+            places = list(_places_of(module))
+            if places:
+                yield _Unit(module, places)
 
 
 def _places_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -159,7 +159,7 @@ def check_fsdp(bare, mesh, schedule, mode, loss, reshards):
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (stage, plain)]
     with failing_all(stage, name):
         for step, size in enumerate((4, 3, 5, 1)):
-            parts = [make_batch(size, 2 * step + k) for k in range(2)]
+            parts = [make_batch(size, 2 * step + k) for k in range(mesh["dp"].size())]
             losses = [plain_loss(plain(input), target) for input, target in parts]
             torch.stack(losses).mean().backward()
             found = stage.step(*parts[dp])
@@ -178,6 +178,16 @@ def check_fsdp(bare, mesh, schedule, mode, loss, reshards):
             evaluated = stage.step(*parts[dp])
             assert_same(evaluated, plain_loss(plain(parts[dp][0]), parts[dp][1]), name, TOLERANCE)
         assert all(isinstance(parameter, DTensor) for parameter in stage.parameters())
+
+
+def train_one_pipeline(bare):
+    with mesh_of(bare, "pp", "dp") as mesh:
+        for schedule, mode, loss in (("zb-v", "always", "mean"), ("1f1b", "never", "sum")):
+            check_fsdp(bare, mesh, schedule, mode, loss, None)
+
+
+def test_fsdp_over_one_process_gives_the_plain_models_gradients(ranks):
+    assert ranks(2).run(train_one_pipeline, world=False).values() == [None] * 2
 
 
 @contextmanager
@@ -229,6 +239,24 @@ def check_nothing_counts(bare, mesh):
         assert_same_gradients(stage, plain, "nothing counts")
 
 
+def check_ignored(bare, mesh):
+    """Correct the gradients of a parameter that FSDP ignores: they are those of the pipeline."""
+    plain = make_model()
+    options = {"chunks": 3, "schedule": "1f1b", "loss_fn": sum_loss}
+    stage = stage_in(bare, mesh, "ignored", plain, [2, 4], **options)
+    for layer in stage:
+        ignored = {layer.down.bias} if isinstance(layer, Block) else None
+        fully_shard(layer, mesh=mesh["dp"], ignored_params=ignored)
+    with failing_all(stage, "ignored"):
+        input, target = make_batch(5, 3 + mesh["dp"].get_local_rank())
+        weighted_loss(plain(input), target).backward()
+        stage.step(input, target)
+        expected = dict(plain.named_parameters())
+        for name, parameter in stage.named_parameters():
+            if not isinstance(parameter, DTensor):
+                assert_same(parameter.grad, expected[name].grad, f"ignored {name}", TOLERANCE)
+
+
 def check_mixed_precision(bare, mesh, schedule):
     """Compute in bfloat16, and add up in float32."""
     plain = make_model().float()
@@ -256,6 +284,7 @@ def train_in_other_ways(bare):
     with mesh_of(bare, "dp", "pp") as mesh:
         check_own_losses(bare, mesh)
         check_nothing_counts(bare, mesh)
+        check_ignored(bare, mesh)
         for schedule in ("gpipe", "zb-h1"):
             check_mixed_precision(bare, mesh, schedule)
 
@@ -442,6 +471,7 @@ def ask_for_what_cannot_be(bare):
         found["along the pipeline"] = error_of(lambda: shard(bare, mesh, "pp", "gpipe"))
         found["auto"] = error_of(lambda: shard(bare, mesh, "dp", "auto"))
         found["whole stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_whole=True))
+        found["late"] = error_of(lambda: shard(bare, mesh, "dp", "gpipe", is_late=True))
         found["tied"] = error_of(lambda: shard(bare, mesh, "dp", "zb-h1", is_tied=True))
     return found
 
@@ -454,11 +484,14 @@ def error_of(call):
     return ""
 
 
-def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False):
+def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False, is_late=False):
     model = make_model()
     if is_tied:
         model[5].weight = model[0].weight
-    stage = stage_in(bare, mesh, f"{dimension} {schedule}", model, [2, 4], schedule=schedule)
+    name = f"{dimension} {schedule} {is_late}"
+    stage = stage_in(bare, mesh, name, model, [2, 4], schedule=schedule)
+    if is_late:
+        stage(torch.zeros(2, 3, dtype=torch.long))
     for layer in [stage] if is_whole else stage:
         fully_shard(layer, mesh=mesh[dimension])
     with failing_all(stage, schedule):
@@ -479,6 +512,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
             "auto": "ValueError: schedule='auto' with sharded layers",
             "whole stage": "TypeError: the Stage was given to DistributedDataParallel, Data",
+            "late": "RuntimeError: fully_shard was called after the stage's first call",
             "tied": "TypeError: 0.weight is shared by layers 0.weight, 5.weight",
         }.items():
             assert words in found[name], (rank, name, found[name])
