@@ -140,6 +140,8 @@ class Recorder(Trace):
         The last event links both clocks: the device's times count back from it.
         """
         last = _event() if self._marks_of_sums else self._marks[-1]
+        if self._marks_of_sums:
+            self._beside.synchronize()  # the last event is on another stream
         last.synchronize()
         now_ns = time.perf_counter_ns()
 
