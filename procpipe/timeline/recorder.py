@@ -140,10 +140,10 @@ class Recorder(Trace):
         The last event links both clocks: the device's times count back from it.
         """
         last = _event() if self._marks_of_sums else self._marks[-1]
-        if self._marks_of_sums:
-            self._beside.synchronize()  # the last event is on another stream
         last.synchronize()
         now_ns = time.perf_counter_ns()
+        if self._beside is not None and self._marks_of_sums:
+            self._beside.synchronize()  # its marks are not ordered with the last event
 
         def at_ns(mark: torch.cuda.Event) -> int:
             return now_ns - round(float(mark.elapsed_time(last)) * 1e6)
