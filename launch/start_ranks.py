@@ -33,17 +33,11 @@ _NUM_LAST_LINES = 8
 
 @dataclass(frozen=True)
 class Result:
-    """What ranks measured.
+    """What ranks measured."""
 
-    Attributes:
-        value: what rank 0 wrote, from JSON; None if the ranks failed.
-        reason: why they failed.
-        seconds: how long it took, from the start of the processes to their end.
-    """
-
-    value: Any
-    reason: str
-    seconds: float
+    value: Any  # what rank 0 wrote, from JSON; None if the ranks failed
+    reason: str  # why they failed
+    seconds: float  # how long it took, from the start of the processes to their end
 
 
 def start_ranks(num_ranks: int, program: Sequence[str], timeout_s: float) -> Result:

@@ -54,19 +54,12 @@ Verdict = tuple[Status, str] | tuple[Status, str, str]
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of a check.
+    """The outcome of a check."""
 
-    Attributes:
-        name: what was looked at, in a word or two.
-        status: how good it is.
-        found: what was found.
-        advice: what to do; "" if nothing.
-    """
-
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
+    name: str  # what was looked at, in a word or two
+    status: Status  # how good it is
+    found: str  # what was found
+    advice: str = ""  # what to do; "" if nothing
 
 
 def check_host(facts: Facts) -> list[Check]:

@@ -49,21 +49,13 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class VisibleGpu:
-    """A GPU that torch can use.
+    """A GPU that torch can use."""
 
-    Attributes:
-        name: its model.
-        pci: its address on the PCI bus; None if torch does not know it.
-        free_bytes: unused memory.
-        total_bytes: all its memory.
-        peers: the GPUs whose memory it can reach directly, by index.
-    """
-
-    name: str
-    pci: str | None
-    free_bytes: int
-    total_bytes: int
-    peers: tuple[int, ...]
+    name: str  # its model
+    pci: str | None  # its address on the PCI bus; None if torch does not know it
+    free_bytes: int  # unused memory
+    total_bytes: int  # all its memory
+    peers: tuple[int, ...]  # the GPUs whose memory it can reach directly, by index
 
 
 @dataclass(frozen=True)
@@ -78,17 +70,11 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """What the control group of this process is given; None without a limit.
+    """What the control group of this process is given; None without a limit."""
 
-    Attributes:
-        num_cpus: CPU time, in CPUs.
-        memory_bytes: memory.
-        used_bytes: what of that is used, without caches that can be dropped.
-    """
-
-    num_cpus: float | None = None
+    num_cpus: float | None = None  # CPU time, in CPUs
     memory_bytes: int | None = None
-    used_bytes: int = 0
+    used_bytes: int = 0  # what of that is used, without caches that can be dropped
 
 
 def limits_of(root: Path = Path("/")) -> GroupLimits:

@@ -41,23 +41,15 @@ _BUDGET_S = 2.0
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        step_s: seconds of a mini-batch, the median.
-        idle: the share of it that stages are idle, the mean over stages and replicas.
-        task_s: seconds of a task, by kind and partition: "F0".
-        held_bytes: the most that each stage held between tasks, in the steps that count, on any
-            replica.
-        schedule: ``Stage.schedule`` after the last step.
-        tasks: the tasks of each stage in the last step, in order, of the first replica: "F0@0".
-    """
-
-    step_s: float
-    idle: float
-    task_s: Mapping[str, float]
+    step_s: float  # seconds of a mini-batch, the median
+    idle: float  # the share of it that stages are idle, the mean over stages and replicas
+    task_s: Mapping[str, float]  # seconds of a task, by kind and partition: "F0"
+    #: The most that each stage held between tasks, in the steps that count, on any replica.
     held_bytes: tuple[int, ...]
-    schedule: str
+    schedule: str  # ``Stage.schedule`` after the last step
+    #: The tasks of each stage in the last step, in order, of the first replica: "F0@0".
     tasks: tuple[tuple[str, ...], ...]
 
 

@@ -35,19 +35,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class FolderSubject(Subject):  # type: ignore[misc]
-    """The model of a folder and what it is trained with.
+    """The model of a folder and what it is trained with."""
 
-    Attributes:
-        loss: the loss function, as in the line to paste.
-        dtype: that of the parameters.
-        length: the tokens of a sample.
-        words: what the model is, as a sentence.
-    """
-
-    loss: str
-    dtype: torch.dtype
-    length: int
-    words: str
+    loss: str  # the loss function, as in the line to paste
+    dtype: torch.dtype  # that of the parameters
+    length: int  # the tokens of a sample
+    words: str  # what the model is, as a sentence
 
 
 def load_folder(folder: str, batch: int, length: int | None, loss: str) -> FolderSubject:

@@ -31,46 +31,29 @@ OnAttempt = Callable[[Sequence[Logs], int, int], object]
 
 @dataclass(frozen=True)
 class Job:
-    """What the agent is to run.
+    """What the agent is to run."""
 
-    Attributes:
-        num_processes: how many on this host.
-        command: what to run in Python: ["train.py", …] or ["-m", "package.train", …].
-        run_id: name of the run; the same on all hosts.
-        num_hosts: how many hosts there must be, and how many there may be.
-        endpoint: "host:port" where the hosts meet; "" for one host.
-        is_endpoint_host: whether the endpoint is on this host; None to find out from its name.
-        local_address: this host's address for the others; None to find out.
-        max_restarts: how often the ranks are started again after a failure.
-        grace_s: how long ranks may take to end after a signal.
-        numa_binding: torch's own binding to NUMA nodes; "" for none.
-        folder: where the logs go.
-    """
-
-    num_processes: int
-    command: tuple[str, ...]
-    run_id: str
-    num_hosts: tuple[int, int]
-    endpoint: str
+    num_processes: int  # how many on this host
+    command: tuple[str, ...]  # what to run in Python: ["train.py", …] or ["-m", "package.train", …]
+    run_id: str  # name of the run; the same on all hosts
+    num_hosts: tuple[int, int]  # how many hosts there must be, and how many there may be
+    endpoint: str  # "host:port" where the hosts meet; "" for one host
+    #: Whether the endpoint is on this host; None to find out from its name.
     is_endpoint_host: bool | None
-    local_address: str | None
-    max_restarts: int
-    grace_s: int
-    numa_binding: str
-    folder: Path
+    local_address: str | None  # this host's address for the others; None to find out
+    max_restarts: int  # how often the ranks are started again after a failure
+    grace_s: int  # how long ranks may take to end after a signal
+    numa_binding: str  # torch's own binding to NUMA nodes; "" for none
+    folder: Path  # where the logs go
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How the agent's run ended.
+    """How the agent's run ended."""
 
-    Attributes:
-        codes: exit codes, by rank, of this host's ranks that failed; none after success.
-        error: why the agent could not run them, "" if it could.
-    """
-
+    #: Exit codes, by rank, of this host's ranks that failed; none after success.
     codes: dict[int, int]
-    error: str = ""
+    error: str = ""  # why the agent could not run them, "" if it could
 
     @property
     def is_good(self) -> bool:
