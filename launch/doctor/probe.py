@@ -147,7 +147,7 @@ def probe(world: World) -> dict[str, Any]:
     control = Control(mesh)
     neighbours = [(rank, rank + 1) for rank in range(world.num_ranks - 1)]
     choice = agree_on_transports(control, world.offer(), None)
-    transports = world.open_transports(
+    transports = world.transports.open(
         choice, (end for a, b in neighbours for end in ((a, b, _DOWN), (b, a, _UP)))
     )
     lines = {
@@ -162,7 +162,7 @@ def probe(world: World) -> dict[str, Any]:
         "connect_s": connect_s,
     }
     reported: dict[str, Any] = control.agree({"self": ours, "found": found}, report)
-    world.drain()
+    world.transports.drain()
     control.agree(None, lambda _: None)  # a rank that closes early would cut a last transfer
     return reported
 

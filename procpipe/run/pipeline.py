@@ -159,7 +159,7 @@ class Pipeline:
             self.wires.mesh.flush()
             for observer in self.observers.all:
                 observer.finish()
-            self._world.drain()
+            self._world.transports.drain()
         finally:
             self.abandon()
 

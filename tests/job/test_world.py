@@ -38,7 +38,7 @@ def test_without_a_launcher_the_job_is_this_process(environment):
     assert (world.rank, world.num_ranks, world.is_launched) == (0, 1, False)
     assert (world.device, world.devices) == (CPU, (CPU,))
     assert world.connect().peers == ()
-    assert world.open_transports(TransportChoice("gloo", [""]), []) == {}
+    assert world.transports.open(TransportChoice("gloo", [""]), []) == {}
     world.give_up("without peers")
     world.close()
 
@@ -199,11 +199,10 @@ def test_a_stuck_device_is_waited_for_once(environment):
     world = World.from_environment()
     world.connect()
     transport: Any = Stuck()
-    opened: Any = world._opened
-    opened.add_of_device(transport)
+    world.transports.add_of_device(transport)
 
     world.close()
     world.close()
 
-    assert world.is_device_stuck
+    assert world.transports.is_device_stuck
     assert transport.num_aborts == 1
