@@ -26,8 +26,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from procpipe.job.devices import pci_of
 from procpipe.job.pinning import Place, places_of_host
-from procpipe.job.topology import gpu_pcis, read_topology
+from procpipe.job.topology import read_topology
 
 #: A driver that has to start takes seconds; a broken one never answers.
 _GPUS_TIMEOUT_S = 60.0
@@ -52,7 +53,7 @@ class VisibleGpu:
     """A GPU that torch can use."""
 
     name: str  # its model
-    pci: str | None  # its address on the PCI bus; None if torch does not know it
+    pci: str  # its address on the PCI bus
     free_bytes: int  # unused memory
     total_bytes: int  # all its memory
     peers: tuple[int, ...]  # the GPUs whose memory it can reach directly, by index
@@ -153,12 +154,12 @@ def print_gpus() -> None:
     """Print the GPUs that torch can use, as JSON."""
     found = []
     num_gpus = torch.cuda.device_count()
-    for index, pci in enumerate(gpu_pcis()):
+    for index in range(num_gpus):
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         reachable = torch.cuda.can_device_access_peer
         peers = tuple(k for k in range(num_gpus) if k != index and reachable(index, k))
         name = torch.cuda.get_device_name(index)
-        found.append(asdict(VisibleGpu(name, pci, free_bytes, total_bytes, peers)))
+        found.append(asdict(VisibleGpu(name, pci_of(index), free_bytes, total_bytes, peers)))
     print(json.dumps(found))
 
 

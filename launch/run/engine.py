@@ -7,7 +7,6 @@ the launcher notices a new attempt.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from procpipe.launch.run.ranks import Logs
 
@@ -92,11 +92,6 @@ def run_job(job: Job, on_attempt: OnAttempt) -> JobOutcome:
     return JobOutcome({})
 
 
-def can_bind_numa() -> bool:
-    """Return whether this torch can bind processes to NUMA nodes."""
-    return "numa_options" in _fields()
-
-
 def _config(job: Job, on_attempt: OnAttempt) -> LaunchConfig:
     meeting: dict[str, Any] = {}
     if job.is_endpoint_host is not None:
@@ -114,19 +109,13 @@ def _config(job: Job, on_attempt: OnAttempt) -> LaunchConfig:
         # Without it the agent looks up this host's name, which may take seconds.
         "local_addr": job.local_address if job.endpoint else "127.0.0.1",
         "logs_specs": _LogFolders(job.folder, on_attempt),
-        "shutdown_timeout": job.grace_s,
         "signals_to_handle": "SIGQUIT",  # the launcher handles the others itself
     }
+    if hasattr(LaunchConfig, "shutdown_timeout"):  # not in torch 2.11
+        arguments["shutdown_timeout"] = job.grace_s
     if job.numa_binding:
-        from torch.numa.binding import AffinityMode, NumaOptions
-
         arguments["numa_options"] = NumaOptions(AffinityMode(job.numa_binding))
-    known = _fields()  # older versions of torch have fewer
-    return LaunchConfig(**{name: value for name, value in arguments.items() if name in known})
-
-
-def _fields() -> set[str]:
-    return {field.name for field in dataclasses.fields(LaunchConfig)}
+    return LaunchConfig(**arguments)
 
 
 class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]

@@ -112,19 +112,6 @@ def read_device(pci: str, root: Path = Path("/")) -> Device:
     return Device(pci, node)
 
 
-def gpu_pcis() -> list[str | None]:
-    """Return the PCI address of each GPU that torch can use here, by its index; imports torch.
-
-    An address is None with a torch that does not report it (before 2.8).
-    """
-    import torch
-
-    return [
-        pci_of(torch.cuda.get_device_properties(index))
-        for index in range(torch.cuda.device_count())
-    ]
-
-
 def normal_pci(text: str) -> str:
     """Return a PCI address as /sys spells it: "00000000:3B:00.0" is "0000:3b:00.0"."""
     match = _PCI.fullmatch(text.strip().lower())
@@ -153,17 +140,6 @@ def cpus_text(cpus: Iterable[int]) -> str:
         else:
             runs.append([cpu, cpu])
     return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
-
-
-def pci_of(properties: object) -> str | None:
-    """Return the PCI address that torch's properties of a GPU hold; None if torch is too old."""
-    try:
-        domain, bus, device = (
-            int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device")
-        )
-    except AttributeError:
-        return None
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _cores(folder: str, cpus: Sequence[int]) -> list[tuple[int, ...]]:

@@ -121,9 +121,7 @@ def test_a_process_that_sees_one_gpu_takes_it(environment):
 
 def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypatch):
     """Each process that sees one GPU names it cuda:0: the wrong GPU would determine the cores."""
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: Properties(device.index)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     gpus = [torch.device("cuda", index) for index in (0, 1)]
 
     environment(num_gpus=2)

@@ -53,9 +53,13 @@ GOOD = Facts(
 def gpus(num_gpus, free_bytes=80 * GIB, peers=None):
     return tuple(
         VisibleGpu(
-            "H200", None, free_bytes, 80 * GIB, tuple(range(num_gpus)) if peers is None else peers
+            "H200",
+            f"0000:{k:02x}:00.0",
+            free_bytes,
+            80 * GIB,
+            tuple(range(num_gpus)) if peers is None else peers,
         )
-        for _ in range(num_gpus)
+        for k in range(num_gpus)
     )
 
 
