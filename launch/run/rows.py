@@ -52,12 +52,7 @@ class Row:
     is_stuck: bool = False  # whether it has done so for long
     stage: int = 0  # its index, within its replica
     replica: int | None = None  # its replica; None if there is only one
-
-    @property
-    def name(self) -> str:
-        """Its stage for people."""
-        of = "" if self.replica is None else f" of replica {self.replica}"
-        return f"stage {self.stage}{of}"
+    name: str = ""  # the stage for people
 
 
 def summary(attempt: Attempt) -> str:
@@ -105,6 +100,7 @@ class RowReader:
             is_stuck=is_stuck,
             stage=grid.stage,
             replica=grid.replica if num_replicas > 1 else None,
+            name=grid.stage_name(grid.rank),
         )
         if reading is None:
             return row

@@ -78,7 +78,7 @@ class Topology:
 
 
 def read_topology(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Topology:
-    """Read what this host has, about 20 us a core.
+    """Read what this host has, about 30 us a core.
 
     Args:
         root: where ``sys`` is.
@@ -225,14 +225,9 @@ def _read_number(path: str) -> int | None:
 
 
 def _read(path: str) -> str:
-    """Return a small file's text, "" if there is none; takes a third of the time of ``open``."""
+    """Return a file's text, "" if there is none."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(path, errors="replace") as file:
+            return file.read()
     except OSError:
         return ""
-    try:
-        return os.read(descriptor, 1 << 16).decode(errors="replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
