@@ -346,7 +346,7 @@ def test_pickles_that_grow_without_end_are_refused():
     of_itself = b"\x80\x04]\x94h\x00a."
     with pytest.raises(SavedStateError, match="nested in more than 200"):
         read_archive(memoryview(bytearray(zipped(of_itself))))
-    with pytest.raises(SavedStateError, match="ends within a value of 1099511627776 bytes"):
+    with pytest.raises(SavedStateError, match="expected 1099511627776 bytes"):
         read_pickle(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".", ())
 
 
