@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from procpipe.errors import SavedStateError
-from procpipe.state import extras, generators, optimizers, sharded
+from procpipe.state import extras, generators, optimizers
 from procpipe.state.files import METADATA, read_index
 from procpipe.state.folders import find, saved_in
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
-from procpipe.state.sources import Shapes
-from procpipe.state.weights import all_faults, under, weights_faults
+from procpipe.state.sources import source_of, under
+from procpipe.state.weights import all_faults, read_weights, weights_faults
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,7 @@ class _Loading:
             )
         self._index = read_index(path)
         self._shapes = self._index.shapes
+        self._weights = source_of(self._index)
         about = self._about()
         self.saved = Saved(path, about.get("step", where["step"]), about.get("num_stages"))
         self._is_same_number = self.saved.num_stages == member.num_ranks
@@ -206,21 +207,19 @@ class _Loading:
     def facts(self) -> dict[str, Any]:
         """Return this rank's keys and faults, for rank 0."""
         faults = weights_faults(
-            self._module,
+            self._module.state_dict(),
             self._keys,
-            self._weight_shapes(),
+            self._weights.shapes,
             strict=self._strict,
             must_be_same_dtype=self._strict,
+            layers=self._module.named_children(),
         )
         faults += self._optimizer_faults() + self._extra_faults()
         return {"keys": self._keys.facts(), "faults": faults}
 
     def faults_of_all(self, facts: list[dict[str, Any]]) -> list[str]:
         """Return the faults of all ranks, on rank 0."""
-        return all_faults(facts, self._weight_shapes(), strict=self._strict)
-
-    def _weight_shapes(self) -> Shapes:
-        return under("model.", self._shapes)
+        return all_faults(facts, self._weights.shapes, strict=self._strict)
 
     def _optimizer_faults(self) -> list[str]:
         if not self._optimizers:
@@ -280,24 +279,10 @@ class _Loading:
 
     def read(self) -> None:
         """Read all that this rank needs."""
-        self._read_weights()
+        read_weights(self._module, self._keys, self._weights)
         self._read_optimizers()
         self._read_extra()
         self._read_generators()
-
-    def _read_weights(self) -> None:
-        ours = self._module.state_dict()
-        # Straight into the parameters' memory, which a state dict shares.
-        names = self._keys.to_read(self._weight_shapes())
-        into = {
-            f"model.{names[key]}": ours[key]
-            for key in names
-            if isinstance(ours[key], Tensor) and not sharded.is_sharded(ours[key])
-        }
-        read = self._index.read([f"model.{name}" for name in dict.fromkeys(names.values())], into)
-        for key, name in names.items():
-            ours[key] = sharded.like(read[f"model.{name}"], ours[key])
-        self._module.load_state_dict(ours)
 
     def _read_optimizers(self) -> None:
         if not self._optimizers:
