@@ -114,13 +114,12 @@ def load(
 
     Source: ``torch.distributed.checkpoint.load``.
     """
-    listed = optimizers.listed(optimizer)
     member = Member.of(module)
     with member.call("state.load") as agree:
         member = member.among(agree)
         where = agree(None, lambda _: _find(Path(folder), step))  # 1
         if where["path"] is not None:
-            loading = _Loading(member, listed, extra, where, strict=strict)
+            loading = _Loading(member, optimizer, extra, where, strict=strict)
             faults = agree(loading.facts(), loading.faults_of_all)  # 2, 3
             if not faults:
                 loading.read()  # 4
@@ -156,18 +155,16 @@ class _Loading:
     def __init__(
         self,
         member: Member,
-        listed: list[Optimizer],
+        optimizer: Optimizer | Sequence[Optimizer] | None,
         extra: extras.Extra | None,
         where: dict[str, Any],
         *,
         strict: bool,
     ) -> None:
-
         self._module, self._device, self._rank = member.module, member.device, member.rank
-        self._optimizers = listed
         self._extra = extra
         self._strict = strict
-        self._names = optimizers.Names(member.module, listed)
+        self._names = optimizers.Names(member.module, optimizer)
         self._keys = FileKeys.of(member.module)
         path = Path(where["path"])
         if not path.is_dir():
@@ -222,20 +219,20 @@ class _Loading:
         return all_faults(facts, self._weights.shapes, strict=self._strict)
 
     def _optimizer_faults(self) -> list[str]:
-        if not self._optimizers:
+        if not self._names.optimizers:
             return []
         if not any(key.startswith("optimizer.") for key in self._shapes):
             return ["no optimizer was saved, so load without one"] if self._strict else []
-        keys, missing = optimizers.option_keys(self._names, self._optimizers, self._shapes)
-        conflicts = optimizers.conflicts(self._names, self._optimizers, self._index.read(keys))
-        faults, unsure = optimizers.state_faults(
-            self._names, self._optimizers, self._shapes, strict=self._strict
-        )
-        read = self._index.read(unsure)
+        options = self._index.read(optimizers.option_keys(self._names, self._shapes))
+        faults = optimizers.conflicts(self._names, options)
+        unfit, unsure = optimizers.state_faults(self._names, self._shapes, strict=self._strict)
+        faults += unfit
         faults += [
-            f"{key} is no tensor, but must be one" for key in unsure if read[key] is not None
+            f"{key} is no tensor, but must be one"
+            for key, value in self._index.read(unsure).items()
+            if value is not None
         ]
-        return conflicts + faults + (missing if self._strict else [])
+        return faults + (optimizers.missing(self._names, options) if self._strict else [])
 
     def _extra_faults(self) -> list[str]:
         if self._extra is None or self._rank > 0:
@@ -285,16 +282,15 @@ class _Loading:
         self._read_generators()
 
     def _read_optimizers(self) -> None:
-        if not self._optimizers:
+        if not self._names.optimizers:
             return
-        keys, _ = optimizers.option_keys(self._names, self._optimizers, self._shapes)
-        keys += optimizers.state_keys(self._names, self._optimizers, self._shapes)
+        keys = optimizers.option_keys(self._names, self._shapes)
+        keys += optimizers.state_keys(self._names, self._shapes)
         empty_groups: dict[str, Any] = {}
         key = f"ranks.{self._rank}.empty_groups"
         if self._is_same_number and key in self._shapes:
             empty_groups = self._index.read([key])[key]
-        read = self._index.read(keys)
-        optimizers.load_into(self._names, self._optimizers, read, empty_groups)
+        optimizers.load_into(self._names, self._index.read(keys), empty_groups)
 
     def _read_extra(self) -> None:
         if self._extra is None:

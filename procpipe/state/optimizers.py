@@ -31,21 +31,18 @@ _STATE, _GROUPS = "optimizer.state", "optimizer.param_groups"
 _NOT_OPTIONS = ("params", "param_names")
 
 
-def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Return what a user gave as one optimizer, several or none."""
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
 class Names:
-    """The parameters' names in the full model.
+    """One optimizer, several or none, and what their parameters are called in the full model.
 
     Raises:
-        ValueError: a parameter of the optimizers has none, or several optimizers have it.
+        ValueError: a parameter of the optimizers has no name, or several optimizers have it.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
+    ) -> None:
+        several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        self.optimizers: list[Optimizer] = list(several or ())
         self._of = {parameter: name for name, parameter in module.named_parameters()}
         self._saved_elsewhere: set[str] = set()
         self.shared: tuple[str, ...] = ()
@@ -57,7 +54,7 @@ class Names:
                 if copy.stages[0] != module._grid.stage:
                     self._saved_elsewhere.add(copy.name)
         seen: set[Tensor] = set()
-        for parameter in (p for o in optimizers for g in o.param_groups for p in g["params"]):
+        for parameter in (p for _, _, group in self.groups() for p in group["params"]):
             if parameter not in self._of and not any(parameter is one for one in stand_in):
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
@@ -71,6 +68,19 @@ class Names:
                 )
             seen.add(parameter)
 
+    def groups(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yield each group after the index of its optimizer and its own."""
+        for k, optimizer in enumerate(self.optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                yield k, g, group
+
+    def named(self) -> Iterator[tuple[Optimizer, Tensor, str]]:
+        """Yield the parameters that have names, each after its optimizer."""
+        for k, _, group in self.groups():
+            for parameter, name in zip(group["params"], self.in_group(group), strict=True):
+                if name is not None:
+                    yield self.optimizers[k], parameter, name
+
     def in_group(self, group: dict[str, Any]) -> list[str | None]:
         """Return the names of a group's parameters; None for a stage's stand-in."""
         return [self._of.get(parameter) for parameter in group["params"]]
@@ -80,10 +90,10 @@ class Names:
         return name is not None and name not in self._saved_elsewhere
 
 
-def values_of(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def values_of(names: Names) -> dict[str, Any]:
     """Return all state and options by key; tensors are the optimizer's own."""
     found: dict[str, Any] = {}
-    for optimizer in optimizers:
+    for optimizer in names.optimizers:
         packed = optimizer.state_dict()
         for group, numbered in zip(optimizer.param_groups, packed["param_groups"], strict=True):
             for number, name in zip(numbered["params"], names.in_group(group), strict=True):
@@ -98,12 +108,12 @@ def values_of(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     return found
 
 
-def shared_options(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, str]]:
+def shared_options(names: Names) -> dict[str, dict[str, str]]:
     """Return the options, as text, of each parameter that other stages have, too."""
-    found: dict[str, dict[str, str]] = {name: {} for name in names.shared} if optimizers else {}
-    for k, _, group in _groups(optimizers):
+    found: dict[str, dict[str, str]] = {name: {} for name in names.shared if names.optimizers}
+    for k, _, group in names.groups():
         options = {key: _text(value) for key, value in group.items() if key not in _NOT_OPTIONS}
-        options["class"] = type(optimizers[k]).__qualname__
+        options["class"] = type(names.optimizers[k]).__qualname__
         found |= {name: options for name in names.in_group(group) if name in found}
     return found
 
@@ -134,53 +144,53 @@ def check_shared(of_ranks: Sequence[dict[str, dict[str, str]]]) -> None:
                     )
 
 
-def group_options(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+def group_options(names: Names) -> dict[str, dict[str, Any]]:
     """Return the options of groups that are empty on this stage, by their place."""
     return {
         f"{k}.{g}": {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-        for k, g, group in _groups(optimizers)
+        for k, g, group in names.groups()
         if not any(names.in_group(group))
     }
 
 
-def option_keys(
-    names: Names, optimizers: Sequence[Optimizer], saved: Iterable[str]
-) -> tuple[list[str], list[str]]:
-    """Return the keys of the saved options of these optimizers' parameters, and faults."""
-    ordered, faults, keys = sorted(saved), [], []
-    for _, _, name in _named(names, optimizers):
-        found = _below(f"{_GROUPS}.{name}.", ordered)
-        keys += found
-        if not found:
-            faults.append(f"the optimizer's state of {name} is not in it")
-    return keys, faults
+def option_keys(names: Names, saved: Iterable[str]) -> list[str]:
+    """Return the keys of the saved options of these optimizers' parameters."""
+    ordered = sorted(saved)
+    return [key for _, _, name in names.named() for key in _below(f"{_GROUPS}.{name}.", ordered)]
 
 
-def state_keys(names: Names, optimizers: Sequence[Optimizer], saved: Iterable[str]) -> list[str]:
+def missing(names: Names, options: Iterable[str]) -> list[str]:
+    """Return a fault for each parameter of which no options are among these keys."""
+    ordered = sorted(options)
+    return [
+        f"the optimizer's state of {name} is not in it"
+        for _, _, name in names.named()
+        if not _below(f"{_GROUPS}.{name}.", ordered)
+    ]
+
+
+def state_keys(names: Names, saved: Iterable[str]) -> list[str]:
     """Return the keys of the saved state of these optimizers' parameters."""
     ordered = sorted(saved)
-    members = _named(names, optimizers)
-    return [key for _, _, name in members for key in _below(f"{_STATE}.{name}.", ordered)]
+    return [key for _, _, name in names.named() for key in _below(f"{_STATE}.{name}.", ordered)]
 
 
-def state_faults(
-    names: Names, optimizers: Sequence[Optimizer], saved: Shapes, *, strict: bool
-) -> tuple[list[str], list[str]]:
+def state_faults(names: Names, saved: Shapes, *, strict: bool) -> tuple[list[str], list[str]]:
     """Find tensors of the saved state whose shape or dtype does not fit.
 
     Returns:
         The faults; and the keys of other values, which must be None in place of a tensor.
     """
     ordered, faults, unsure = sorted(saved), [], []
-    for k, parameter, name in _named(names, optimizers):
+    for optimizer, parameter, name in names.named():
         prefix = f"{_STATE}.{name}."
         for key in _below(prefix, ordered):
             part = key.removeprefix(prefix)
-            needed = _shape_of_state(optimizers[k], parameter, part)
+            needed = _shape_of_state(optimizer, parameter, part)
             found = saved[key]
             if needed is None or (found is None and needed == ()):
                 continue
-            now = optimizers[k].state.get(parameter, {}).get(part)
+            now = optimizer.state.get(parameter, {}).get(part)
             dtype = (now if isinstance(now, Tensor) else parameter).dtype
             if found is None:
                 unsure.append(key)
@@ -219,19 +229,20 @@ def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple
     return () if part in ("step", "eta", "mu", "mu_product") else shape
 
 
-def conflicts(names: Names, optimizers: Sequence[Optimizer], read: dict[str, Any]) -> list[str]:
+def conflicts(names: Names, read: dict[str, Any]) -> list[str]:
     """Return conflicts: options of another optimizer, or different ones in one group."""
     ordered, faults = sorted(read), []
-    for k, g, group in _groups(optimizers):
+    for k, g, group in names.groups():
+        optimizer = names.optimizers[k]
         members = [name for name in names.in_group(group) if name is not None]
         options = [_options_of(name, ordered, read) for name in members]
         # Either may have more: schedulers and newer versions of torch add options.
         unknown = [option for option in (options[0] if options else ()) if option not in group]
-        missing = [o for o in optimizers[k].defaults if options and o not in options[0]]
+        missing = [o for o in optimizer.defaults if options and o not in options[0]]
         if options[0:1] != [{}] and unknown and missing:
             faults.append(
                 f"the state of {members[0]} was saved by another kind of optimizer than "
-                f"{type(optimizers[k]).__name__}: it has {', '.join(sorted(unknown))}, but not "
+                f"{type(optimizer).__name__}: it has {', '.join(sorted(unknown))}, but not "
                 f"{', '.join(sorted(missing))}"
             )
             continue
@@ -247,17 +258,14 @@ def conflicts(names: Names, optimizers: Sequence[Optimizer], read: dict[str, Any
 
 
 def load_into(
-    names: Names,
-    optimizers: Sequence[Optimizer],
-    read: dict[str, Any],
-    of_empty_groups: dict[str, dict[str, Any]],
+    names: Names, read: dict[str, Any], of_empty_groups: dict[str, dict[str, Any]]
 ) -> None:
     """Load values of :func:`values_of`, perhaps saved with other groups and another balance.
 
     ``of_empty_groups`` is the result of :func:`group_options`, if it is for these groups.
     """
     ordered = sorted(read)
-    for k, optimizer in enumerate(optimizers):
+    for k, optimizer in enumerate(names.optimizers):
         packed = optimizer.state_dict()
         state: dict[int, Any] = {}
         for g, (group, numbered) in enumerate(
@@ -275,20 +283,6 @@ def load_into(
             options = _options_of(named[0], ordered, read) if named else {}
             numbered |= options or of_empty_groups.get(f"{k}.{g}", {})
         optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
-
-
-def _groups(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    for k, optimizer in enumerate(optimizers):
-        for g, group in enumerate(optimizer.param_groups):
-            yield k, g, group
-
-
-def _named(names: Names, optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, Tensor, str]]:
-    """Yield the parameters that have names, each after the index of its optimizer."""
-    for k, _, group in _groups(optimizers):
-        for parameter, name in zip(group["params"], names.in_group(group), strict=True):
-            if name is not None:
-                yield k, parameter, name
 
 
 def _flat(prefix: str, state: dict[Any, Any]) -> dict[str, Any]:
