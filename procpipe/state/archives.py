@@ -59,11 +59,22 @@ def read_archive(data: memoryview) -> Any:
     return _Maker(lambda key: records[f"{prefix}data/{key}"]).make(root)
 
 
-def saved_copy(value: Any) -> Any:
-    """Return what would be loaded of a value; raises where it cannot be saved or loaded."""
+def saved_copy(name: str, value: Any) -> Any:
+    """Return what would be loaded of a value.
+
+    Raises:
+        TypeError: it cannot be saved so that it can be loaded again.
+    """
     file = io.BytesIO()
-    torch.save(value, file)
-    return read_archive(memoryview(bytearray(file.getbuffer())))
+    try:
+        torch.save(value, file)
+        return read_archive(memoryview(bytearray(file.getbuffer())))
+    except Exception as error:
+        raise TypeError(
+            f"{name} cannot be saved so that it can be loaded again: {error}\n"
+            "What can: numbers, text, bytes, dense tensors, lists, tuples, sets, dicts of these; "
+            "and objects whose state_dict() is made of them"
+        ) from error
 
 
 def _records(data: memoryview) -> dict[str, memoryview]:

@@ -44,7 +44,7 @@ def snapshot(extra: Extra | None, rank: int) -> dict[str, Any]:
         if isinstance(value, Resumable) and rank > 0:
             continue
         state = value.state_dict() if isinstance(value, _HasState) else value
-        found[key_of(name, rank)] = _copy_through_file(name, state)
+        found[key_of(name, rank)] = saved_copy(f"extra[{name!r}]", state)
     return found
 
 
@@ -99,15 +99,3 @@ def differs(ours: Any, theirs: Any, *, may_numbers: bool) -> bool:
     ):
         return True
     return not may_numbers and bool(ours != theirs)
-
-
-def _copy_through_file(name: str, state: Any) -> Any:
-    """Return what would be loaded of a value."""
-    try:
-        return saved_copy(state)
-    except Exception as error:
-        raise TypeError(
-            f"extra[{name!r}] cannot be saved so that it can be loaded again: {error}\n"
-            "What can: numbers, text, bytes, dense tensors, lists, tuples, sets, dicts of these; "
-            "and objects whose state_dict() is made of them"
-        ) from error

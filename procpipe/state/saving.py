@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from procpipe.state import extras, generators, optimizers
+from procpipe.state.archives import saved_copy
 from procpipe.state.background import Saving, Target, wait_unfinished
 from procpipe.state.folders import Draft
 from procpipe.state.member import Member
@@ -129,7 +129,11 @@ def _check_alike(asked_for: list[Any]) -> None:
 def _gather(
     member: Member, names: optimizers.Names, extra: extras.Extra | None, step: int | None
 ) -> dict[str, Any]:
-    """Return what this rank saves, by key; tensors are those in use."""
+    """Return what this rank saves, by key: tensors that are in use, and copies of other values.
+
+    Raises:
+        TypeError: a value that could not be loaded again.
+    """
     values = {f"model.{key}": value for key, value in member.module.state_dict().items()}
     values |= optimizers.values_of(names)
     values = member.own_share(values)
@@ -137,6 +141,9 @@ def _gather(
     values[f"{own}empty_groups"] = optimizers.group_options(names)
     for name, state in generators.states(member.device).items():
         values[f"{own}generators.{name}"] = state
+    for key, value in values.items():
+        if not isinstance(value, (Tensor, bool, int, float, str)):
+            values[key] = saved_copy(key, value)
     values |= extras.snapshot(extra, member.rank)
     if member.rank == 0:
         about = {"procpipe": __version__, "torch": str(torch.__version__), "step": step}
@@ -146,10 +153,8 @@ def _gather(
 
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """Return copies in this process's memory."""
+    """Return values with copies of the tensors in this process's memory."""
     return {
-        key: value.detach().to("cpu", copy=True)
-        if isinstance(value, Tensor)
-        else copy.deepcopy(value)
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         for key, value in values.items()
     }
