@@ -161,15 +161,16 @@ class _Maker:
             return tuple(self.make(item, depth) for item in record)
         if record.of in _TENSORS or record.of == PERSISTENT:
             return self._tensor(record, depth)
-        items = [self.make(item, depth) for item in record.items]
-        args = self.make(record.args, depth) if record.args else ()
-        make = _MAKERS[record.of]
         if record.state is not None and record.of != _ORDERED:
             raise SavedStateError(f"a {record.of} has a state of its own")
         if record.items and record.of not in (DICT, SET, _ORDERED):
             raise SavedStateError(f"a {record.of} has items")
+        items = [self.make(item, depth) for item in record.items]
+        args = self.make(record.args, depth) if record.args else ()
         try:
-            value = make(args, items)
+            value = _MAKERS[record.of](*args)
+            if items:
+                value.update(items)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise SavedStateError(f"a {record.of} is made of what does not fit: {error}") from None
         if record.state is not None:  # versions that nn.Module.state_dict adds
@@ -275,37 +276,34 @@ def _can_have_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _layout(args: Any) -> torch.layout:
-    if args != ("torch.strided",):
+def _layout(name: Any) -> torch.layout:
+    if name != "torch.strided":
         raise ValueError("it is not torch.strided")
     return torch.strided
 
 
-def _encoded(args: Any) -> bytes:
-    if not args or type(args[0]) is bytes:
-        return b"".join(args)
-    text, encoding = args
+def _encoded(text: Any = b"", encoding: Any = None) -> bytes:
+    if type(text) is bytes:
+        return text
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"{shown(encoding)} is not Latin-1")
     return bytes(text, "latin-1")
 
 
-def _size(args: Any) -> torch.Size:
-    [values] = args
+def _size(values: Any) -> torch.Size:
     if not _are_sizes(tuple(values)):
         raise ValueError("it has no sizes")
     return torch.Size(values)
 
 
-def _device(args: Any) -> torch.device:
-    if type(args[0]) is not str or any(type(index) is not int for index in args[1:]):
+def _device(name: Any, *index: Any) -> torch.device:
+    if type(name) is not str or any(type(number) is not int for number in index):
         raise ValueError("it has no name")
-    return torch.device(*args)
+    return torch.device(name, *index)
 
 
-def _counter(args: Any) -> Counter[Any]:
-    [counts] = args or ({},)
-    if type(counts) is not dict:
+def _counter(counts: Any = None) -> Counter[Any]:
+    if type(counts) not in (dict, type(None)):
         raise TypeError("it has no counts")
     return Counter(counts)
 
@@ -314,20 +312,20 @@ _ORDERED = Name("collections", "OrderedDict")
 _TENSOR, _PARAMETER = Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter")
 _UNTYPED, _OLD_UNTYPED = Name("torch.storage", "UntypedStorage"), Name("torch", "UntypedStorage")
 
-#: How a value is made of a record's arguments and items; wrong ones raise an exception.
-_MAKERS: dict[Name, Callable[[Any, Any], Any]] = {
-    DICT: lambda args, items: dict(items),
-    SET: lambda args, items: set(items),
-    _ORDERED: lambda args, items: OrderedDict([*(args[0] if args else ()), *items]),
-    Name("collections", "Counter"): lambda args, items: _counter(args),
-    Name("builtins", "set"): lambda args, items: set(*args),
-    Name("builtins", "complex"): lambda args, items: complex(*args),
-    Name("builtins", "bytearray"): lambda args, items: bytearray(_encoded(args)),
-    Name("builtins", "bytes"): lambda args, items: _encoded(args),
-    Name("_codecs", "encode"): lambda args, items: _encoded(args),
-    Name("torch", "Size"): lambda args, items: _size(args),
-    Name("torch", "device"): lambda args, items: _device(args),
-    Name("torch.serialization", "_get_layout"): lambda args, items: _layout(args),
+#: What is called with a record's arguments; wrong ones raise an exception.
+_MAKERS: dict[Name, Callable[..., Any]] = {
+    DICT: dict,
+    SET: set,
+    _ORDERED: OrderedDict,
+    Name("collections", "Counter"): _counter,
+    Name("builtins", "set"): set,
+    Name("builtins", "complex"): complex,
+    Name("builtins", "bytearray"): lambda *args: bytearray(_encoded(*args)),
+    Name("builtins", "bytes"): _encoded,
+    Name("_codecs", "encode"): _encoded,
+    Name("torch", "Size"): _size,
+    Name("torch", "device"): _device,
+    Name("torch.serialization", "_get_layout"): _layout,
 }
 
 _TENSORS = {
