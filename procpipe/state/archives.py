@@ -5,10 +5,10 @@
       archive/data/0, 1, …   the bytes of tensors, which stay where they are in memory
       archive/byteorder
 
-torch's own restricted unpickler calls functions and sets attributes that a file names, and before
-torch 2.10 a file can corrupt memory through it (CVE-2026-24747). The values that it accepts by
-default are read here too, except for sparse, quantized and nested tensors; attributes that were set
-on a tensor are ignored.
+torch's own restricted unpickler (``weights_only=True``) calls functions and sets attributes that a
+file names, and a short file can take it any time and memory: both seen with torch 2.13. The values
+that it accepts by default are read here too, except for sparse, quantized and nested tensors;
+attributes that were set on a tensor are ignored.
 """
 
 from __future__ import annotations
