@@ -366,6 +366,14 @@ def test_errors_do_not_show_large_values():
             read_archive(memoryview(bytearray(zipped(b"\x80\x04" + tensor))))
 
 
+def test_a_name_is_compared_as_it_is():
+    """What a backslash begins is not replaced, as pickletools would do."""
+    allowed = {Name("torch", "Size")}
+    assert read_pickle(b"\x80\x02ctorch\nSize\n.", allowed) == Name("torch", "Size")
+    with pytest.raises(SavedStateError, match=r"no use for .*x63h\.Size"):
+        read_pickle(b"\x80\x02ctor\\x63h\nSize\n.", allowed)
+
+
 def test_a_pickle_is_described_by_its_types_and_items():
     data = pickle.dumps({"a": [1, (2.5, "x")], "b": {3}}, protocol=4)
     found = read_pickle(data, ())
