@@ -142,15 +142,10 @@ def read_into(
     strict: bool,
     known: Sequence[list[str]] = (),
 ) -> list[str]:
-    """Read tensors of files into memory; return the faults of all ranks, or none.
+    """Read tensors of files into ``pieces`` by key; return the faults of all ranks, or none.
 
-    Args:
-        pieces: by key in the files, this stage's memory.
-        source: the files.
-        agree: of the call of all ranks.
-        saved: the keys in the files that must all be of some stage.
-        strict: whether what is missing or left over is a fault.
-        known: facts about further keys, which other names of the same memory have.
+    If it is ``strict``, each of the keys ``saved`` must be of some stage: in its pieces, or among
+    the ``known`` facts of other names of the same memory.
     """
     keys = FileKeys({name: name for name in pieces}, {}, lambda name: name)
     faults: list[str] = agree(

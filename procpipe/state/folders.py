@@ -107,16 +107,11 @@ class Draft:
 
 
 class Hold:
-    """A lock on a folder, so that no job removes it, under whatever name.
+    """A lock on a folder, by default shared, so that no job removes it, under whatever name.
 
-    Args:
-        path: the folder.
-        modes: how to lock it, one after the other, without waiting; by default shared. A folder
-            that we have just made is locked exclusively first, in case another job has removed it
-            since and made one of the same name.
-
-    Attributes:
-        is_held: whether it is locked; not if another process has the lock, or it is gone.
+    A folder that we have just made is locked exclusively first, in case another job has removed it
+    since and made one of the same name. If another process has the lock, or the folder is gone, it
+    is not held.
     """
 
     def __init__(self, path: Path, *modes: int) -> None:
