@@ -3,6 +3,9 @@
 rank 0 ── prompts ──> all ranks           each token: one stage(...), whose micro-batches are
 stage(...) ── logits ──> last stage       some of the sequences each; then the last stage
 next tokens ── fetch ──> all ranks        chooses, and all ranks get what it chose
+
+Each replica has some of the sequences, and their caches. All logits come to the last stage of
+replica 0.
 """
 
 from __future__ import annotations
@@ -67,8 +70,6 @@ def generate(
             f"hf.generate continues the text of a causal language model, not of a "
             f"{type(model).__name__}"
         )
-    if stage.replicas > 1:
-        raise NotImplementedError("hf.generate is not there yet for a stage with replicas")
     job: dict[str, Any] = {}
     if stage.rank == 0:
         try:
@@ -86,7 +87,10 @@ def generate(
     job = stage.fetch(job)
     if "fault" in job:  # of rank 0, on every rank
         raise ValueError(job["fault"])
-    return _continued(stage, **job)
+    # In a loop of its own, rank 0's prompts are all, also within one over replicas' own data.
+    for _ in stage.batches([None] if stage.rank == 0 else None):
+        tokens = _continued(stage, **job)
+    return tokens
 
 
 def _continued(
