@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,14 @@ def find(path: Path, step: int | None, index_name: str) -> Entry | None:
         return Entry(0, None, path)
     fitting = [entry for entry in saved_in(path) if step is None or entry.step == step]
     return fitting[-1] if fitting else None
+
+
+def not_shared(rank: int, path: Path, where_it_is: str, do: str) -> FileNotFoundError:
+    """Return the error of a rank that does not find what another rank has made or found."""
+    return FileNotFoundError(
+        f"rank {rank} does not find {path} on {socket.gethostname()}, {where_it_is}: {do} a file "
+        "system that all ranks share"
+    )
 
 
 class Draft:

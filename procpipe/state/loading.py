@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from procpipe.errors import SavedStateError
 from procpipe.state import extras, generators, optimizers
 from procpipe.state.files import METADATA, read_index
-from procpipe.state.folders import find, saved_in
+from procpipe.state.folders import find, not_shared, saved_in
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
 from procpipe.state.sources import source_of, under
@@ -168,10 +167,7 @@ class _Loading:
         self._keys = FileKeys.of(member.module)
         path = Path(where["path"])
         if not path.is_dir():
-            raise FileNotFoundError(
-                f"rank {self._rank} does not find {path} on {socket.gethostname()}, where rank 0 "
-                "has found it: load from a file system that all ranks share"
-            )
+            raise not_shared(self._rank, path, "where rank 0 has found it", "load from")
         self._index = read_index(path)
         self._shapes = self._index.shapes
         self._weights = source_of(self._index)
