@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from procpipe.errors import SavedStateError
 from procpipe.state.archives import read_archive
-from procpipe.state.folders import sync_folder
+from procpipe.state.folders import METADATA, sync_folder
 from procpipe.state.index import (
     Chunk,
     IndexEntry,
@@ -40,7 +40,7 @@ from procpipe.state.index import (
     to_metadata,
 )
 
-INDEX, METADATA = "procpipe.json", ".metadata"
+INDEX = "procpipe.json"
 _VALUES = "__0_0.distcp"
 
 #: An index is read as a whole; 100 bytes or so are one value.

@@ -27,6 +27,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+#: torch's index, which each saved state has.
+METADATA = ".metadata"
+
 _NAME = re.compile(r"(\d{6,})(?:-step-(\d+))?")
 _SAVING, _REMOVING = ".saving-", ".removing-"
 
@@ -54,9 +57,9 @@ def saved_in(root: Path) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.number)
 
 
-def find(path: Path, step: int | None, index_name: str) -> Entry | None:
+def find(path: Path, step: int | None = None) -> Entry | None:
     """Return the newest saved state of a run; or ``path`` itself, if it is one saved state."""
-    if step is None and (path / index_name).is_file():
+    if step is None and (path / METADATA).is_file():
         return Entry(0, None, path)
     fitting = [entry for entry in saved_in(path) if step is None or entry.step == step]
     return fitting[-1] if fitting else None

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from procpipe.errors import SavedStateError
 from procpipe.state import extras, generators, optimizers
-from procpipe.state.files import METADATA, read_index
+from procpipe.state.files import read_index
 from procpipe.state.folders import find, not_shared, saved_in
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
@@ -133,7 +133,7 @@ def load(
 
 def _find(folder: Path, step: int | None) -> dict[str, Any]:
     """Look for a saved state, on rank 0; the answer is plain JSON."""
-    entry = find(folder, step, METADATA)
+    entry = find(folder, step)
     if entry is not None:
         return {"path": str(entry.path.absolute()), "step": entry.step}
     others = [str(other.step) for other in saved_in(folder) if other.step is not None]
@@ -219,7 +219,9 @@ class _Loading:
             return []
         if not any(key.startswith("optimizer.") for key in self._shapes):
             return ["no optimizer was saved, so load without one"] if self._strict else []
-        options = self._index.read(optimizers.option_keys(self._names, self._shapes))
+        options = self._index.read(
+            optimizers.saved_keys(self._names, self._shapes, optimizers.OPTIONS)
+        )
         faults = optimizers.conflicts(self._names, options)
         unfit, unsure = optimizers.state_faults(self._names, self._shapes, strict=self._strict)
         faults += unfit
@@ -233,7 +235,7 @@ class _Loading:
     def _extra_faults(self) -> list[str]:
         if self._extra is None or self._rank > 0:
             return []
-        saved = extras.names_in(self._shapes)
+        saved = sorted(under("extra.", self._shapes))
         faults = []
         if self._strict:
             faults += [f"extra {n!r} was not saved" for n in self._extra if n not in saved]
@@ -247,10 +249,10 @@ class _Loading:
 
     def _carry_fault(self, name: str) -> str | None:
         """Return why a value does not fit another number of stages; None if it does."""
-        copies = extras.copies_of(name, self._shapes, self.saved.num_stages or 1)
+        first, *others = (extras.key_of(name, rank) for rank in range(self.saved.num_stages or 1))
+        copies = {rank: key for rank, key in enumerate(others, 1) if key in self._shapes}
         if not copies:
             return None
-        first = extras.key_of(name, 0)
         read = self._index.read([first, *copies.values()])
         assert self._extra is not None, "it was asked for"
         is_scheduler = isinstance(self._extra[name], LRScheduler)
@@ -280,8 +282,8 @@ class _Loading:
     def _read_optimizers(self) -> None:
         if not self._names.optimizers:
             return
-        keys = optimizers.option_keys(self._names, self._shapes)
-        keys += optimizers.state_keys(self._names, self._shapes)
+        parts = optimizers.OPTIONS, optimizers.STATE
+        keys = optimizers.saved_keys(self._names, self._shapes, *parts)
         empty_groups: dict[str, Any] = {}
         key = f"ranks.{self._rank}.empty_groups"
         if self._is_same_number and key in self._shapes:
@@ -292,7 +294,8 @@ class _Loading:
         if self._extra is None:
             return
         for name in list(self._extra):
-            key = extras.key_for(name, self._rank, self._shapes, is_same_cut=self._is_same_cut)
+            own, first = extras.key_of(name, self._rank), extras.key_of(name, 0)
+            key = own if self._is_same_cut and own in self._shapes else first
             if key in self._shapes:
                 extras.load_extra(self._extra, name, self._index.read([key])[key])
 

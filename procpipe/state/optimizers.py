@@ -25,7 +25,7 @@ from procpipe.stage import Stage
 from procpipe.state import sharded
 from procpipe.state.sources import Shapes
 
-_STATE, _GROUPS = "optimizer.state", "optimizer.param_groups"
+STATE, OPTIONS = "optimizer.state", "optimizer.param_groups"
 
 #: Entries of a group that identify its parameters, and so are no options of each.
 _NOT_OPTIONS = ("params", "param_names")
@@ -33,6 +33,10 @@ _NOT_OPTIONS = ("params", "param_names")
 
 class Names:
     """One optimizer, several or none, and what their parameters are called in the full model.
+
+    Attributes:
+        shared: the names of parameters that other stages have, too.
+        saved_elsewhere: those of them whose state an earlier stage saves.
 
     Raises:
         ValueError: a parameter of the optimizers has no name, or several optimizers have it.
@@ -44,7 +48,7 @@ class Names:
         several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self.optimizers: list[Optimizer] = list(several or ())
         self._of = {parameter: name for name, parameter in module.named_parameters()}
-        self._saved_elsewhere: set[str] = set()
+        self.saved_elsewhere: set[str] = set()
         self.shared: tuple[str, ...] = ()
         stand_in: Sequence[Tensor] = ()
         if isinstance(module, Stage):
@@ -52,7 +56,7 @@ class Names:
             self.shared = tuple(copy.name for copy in module._tied.parameters)
             for copy in module._tied.parameters:
                 if copy.stages[0] != module._grid.stage:
-                    self._saved_elsewhere.add(copy.name)
+                    self.saved_elsewhere.add(copy.name)
         seen: set[Tensor] = set()
         for parameter in (p for _, _, group in self.groups() for p in group["params"]):
             if parameter not in self._of and not any(parameter is one for one in stand_in):
@@ -85,10 +89,6 @@ class Names:
         """Return the names of a group's parameters; None for a stage's stand-in."""
         return [self._of.get(parameter) for parameter in group["params"]]
 
-    def is_saved_here(self, name: str | None) -> bool:
-        """Return whether this process saves a parameter's state: that of the first stage does."""
-        return name is not None and name not in self._saved_elsewhere
-
 
 def values_of(names: Names) -> dict[str, Any]:
     """Return all state and options by key; tensors are the optimizer's own."""
@@ -97,11 +97,11 @@ def values_of(names: Names) -> dict[str, Any]:
         packed = optimizer.state_dict()
         for group, numbered in zip(optimizer.param_groups, packed["param_groups"], strict=True):
             for number, name in zip(numbered["params"], names.in_group(group), strict=True):
-                if not names.is_saved_here(name):
+                if name is None or name in names.saved_elsewhere:
                     continue
-                found |= _flat(f"{_STATE}.{name}", packed["state"].get(number, {}))
+                found |= _flat(f"{STATE}.{name}", packed["state"].get(number, {}))
                 found |= {
-                    f"{_GROUPS}.{name}.{option}": value
+                    f"{OPTIONS}.{name}.{option}": value
                     for option, value in numbered.items()
                     if option not in _NOT_OPTIONS
                 }
@@ -153,10 +153,11 @@ def group_options(names: Names) -> dict[str, dict[str, Any]]:
     }
 
 
-def option_keys(names: Names, saved: Iterable[str]) -> list[str]:
-    """Return the keys of the saved options of these optimizers' parameters."""
+def saved_keys(names: Names, saved: Iterable[str], *parts: str) -> list[str]:
+    """Return the keys of these parts of the optimizers' saved state: STATE, OPTIONS or both."""
     ordered = sorted(saved)
-    return [key for _, _, name in names.named() for key in _below(f"{_GROUPS}.{name}.", ordered)]
+    prefixes = [f"{part}.{name}." for part in parts for *_, name in names.named()]
+    return [key for prefix in prefixes for key in _below(prefix, ordered)]
 
 
 def missing(names: Names, options: Iterable[str]) -> list[str]:
@@ -165,14 +166,8 @@ def missing(names: Names, options: Iterable[str]) -> list[str]:
     return [
         f"the optimizer's state of {name} is not in it"
         for _, _, name in names.named()
-        if not _below(f"{_GROUPS}.{name}.", ordered)
+        if not _below(f"{OPTIONS}.{name}.", ordered)
     ]
-
-
-def state_keys(names: Names, saved: Iterable[str]) -> list[str]:
-    """Return the keys of the saved state of these optimizers' parameters."""
-    ordered = sorted(saved)
-    return [key for _, _, name in names.named() for key in _below(f"{_STATE}.{name}.", ordered)]
 
 
 def state_faults(names: Names, saved: Shapes, *, strict: bool) -> tuple[list[str], list[str]]:
@@ -183,7 +178,7 @@ def state_faults(names: Names, saved: Shapes, *, strict: bool) -> tuple[list[str
     """
     ordered, faults, unsure = sorted(saved), [], []
     for optimizer, parameter, name in names.named():
-        prefix = f"{_STATE}.{name}."
+        prefix = f"{STATE}.{name}."
         for key in _below(prefix, ordered):
             part = key.removeprefix(prefix)
             needed = _shape_of_state(optimizer, parameter, part)
@@ -205,12 +200,6 @@ def state_faults(names: Names, saved: Shapes, *, strict: bool) -> tuple[list[str
     return faults, unsure
 
 
-def _num_numbers(optimizer: Optimizer) -> int:
-    """Return how many real numbers an optimizer's parameters have together."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return sum((2 if p.is_complex() else 1) * p.numel() for p in parameters)
-
-
 def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple[int, ...] | None:
     """Return the shape of a tensor of a parameter's state; None if it is unknown.
 
@@ -220,8 +209,10 @@ def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple
         now = optimizer.state.get(parameter, {}).get(part)
         return tuple(now.shape) if isinstance(now, Tensor) else None
     shape = tuple(parameter.shape)
-    if isinstance(optimizer, torch.optim.LBFGS):  # of all parameters together
-        return (_num_numbers(optimizer),) if part in ("d", "prev_flat_grad") else None
+    if isinstance(optimizer, torch.optim.LBFGS):  # the real numbers of all parameters together
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        num_numbers = sum((2 if p.is_complex() else 1) * p.numel() for p in parameters)
+        return (num_numbers,) if part in ("d", "prev_flat_grad") else None
     if part == "row_var":
         return (*shape[:-1], 1)
     if part == "col_var":
@@ -274,7 +265,7 @@ def load_into(
             members = names.in_group(group)
             numbers = zip(numbered["params"], members, group["params"], strict=True)
             for number, name, parameter in numbers:
-                found = _nested(f"{_STATE}.{name}.", ordered, read) if name else {}
+                found = _nested(f"{STATE}.{name}.", ordered, read) if name else {}
                 if found:
                     state[number] = {
                         part: sharded.like(value, parameter) for part, value in found.items()
@@ -314,7 +305,7 @@ def _nested(prefix: str, ordered: list[str], read: dict[str, Any]) -> dict[str, 
 
 
 def _options_of(name: str, ordered: list[str], read: dict[str, Any]) -> dict[str, Any]:
-    prefix = f"{_GROUPS}.{name}."
+    prefix = f"{OPTIONS}.{name}."
     options = {key.removeprefix(prefix): read[key] for key in _below(prefix, ordered)}
     return {option: value for option, value in options.items() if option not in _NOT_OPTIONS}
 

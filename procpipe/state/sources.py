@@ -20,7 +20,7 @@ from torch import Tensor
 
 from procpipe.errors import SavedStateError
 from procpipe.state.archives import read_archive
-from procpipe.state.files import METADATA, Index, naming, open_regular, read_index
+from procpipe.state.files import Index, naming, open_regular, read_index
 from procpipe.state.folders import find
 from procpipe.state.pieces import Place, read_header
 
@@ -56,7 +56,7 @@ def open_source(path: Path) -> Source:
         SavedStateError: it is damaged, of another kind, or names files outside of its folder.
     """
     if path.is_dir():
-        if (entry := find(path, None, METADATA)) is not None:
+        if (entry := find(path)) is not None:
             return source_of(read_index(entry.path))
         for name in _NAMES:
             if (path / name).is_file():
