@@ -83,7 +83,3 @@ class DeviceTransfers(Protocol):
 
 class OpenedDevice(Opened, DeviceTransfers, Protocol):
     """What a rank has open on its device."""
-
-
-class DeviceTransport(Transport, DeviceTransfers, Protocol):
-    """A transport between GPUs."""

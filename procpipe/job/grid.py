@@ -66,11 +66,6 @@ class Grid:
         """Whether other ranks of the job make pipelines of their own."""
         return self.numbers is not IN_ORDER
 
-    @property
-    def first_rank(self) -> int:
-        """The first rank of this replica, which has its inputs."""
-        return self.rank_of(0)
-
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """Return the rank that runs a stage, by default of this replica."""
         return (self.replica if replica is None else replica) * self.num_stages + stage
