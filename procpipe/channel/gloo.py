@@ -110,7 +110,7 @@ class GlooTransport:
 def _sockets() -> set[tuple[int, str]]:
     """Return this process's sockets: descriptor, and what names the socket behind it."""
     found = set()
-    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+    for name in os.listdir(_DESCRIPTORS):
         with contextlib.suppress(OSError):  # the one that lists the folder, closed meanwhile
             target = os.readlink(f"{_DESCRIPTORS}/{name}")
             if target.startswith("socket:"):
