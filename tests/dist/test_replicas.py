@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe import BalanceError, NoChunk, RemoteStageError, Stage, state
+from procpipe import (
+    BalanceError,
+    CallMismatchError,
+    NoChunk,
+    RemoteStageError,
+    Stage,
+    state,
+)
 from procpipe.losses import masked_cross_entropy
 from procpipe.skip import pop, skippable, stash
 from procpipe.timeline.chrome import from_chrome
@@ -384,6 +391,24 @@ def check_two_loops(bare):
         assert len(stage.fetch(output)) == 4
 
 
+def check_sharded_on_some_ranks(bare):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
+
+    def loop(name, sharded):
+        with stage_of(bare, name, layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+            for input, target in stage.batches(items, sharded=sharded):
+                stage.step(input, target)
+            stage.step(*items[0])
+
+    for replica in 0, 1:
+        sharded = bare.rank // 2 == replica
+        with pytest.raises((CallMismatchError, RemoteStageError)) as caught:
+            loop(f"sharded on replica {replica}", sharded)
+        words = str(caught.value)
+        assert f"is in batches(…, sharded={replica == 1}) while rank 0 is in batches(…" in words
+
+
 def check_nothing_counts(bare):
     model, no_tokens = make_model(), torch.zeros(4, 3, dtype=torch.long)
     input, target = make_batch(4, 1)
@@ -423,7 +448,7 @@ def check_unscale(bare):
     "check",
     [
         *(check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept),
-        *(check_two_loops, check_nothing_counts, check_unscale),
+        *(check_two_loops, check_sharded_on_some_ranks, check_nothing_counts, check_unscale),
     ],
 )
 def test_cases_that_once_failed(ranks, check):
