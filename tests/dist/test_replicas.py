@@ -427,6 +427,27 @@ def check_nothing_counts(bare):
             assert all("its loss and its gradients are 0" in text for text in found), found
 
 
+def check_target_on_the_last_stage(bare):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    input, target = torch.ones(4, 3), torch.zeros(4, 2)
+
+    def step_with_a_target_on(rank):
+        with stage_of(bare, f"{rank}", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+            stage.step(input, target=target if bare.rank == rank else None)
+
+    step_with_a_target_on(0)
+    with stage_of(bare, "none", layers, [1, 1], replicas=2, loss_fn=torch.sum) as stage:
+        for sharded in False, True:  # None is a placeholder elsewhere, which is no target
+            for item in stage.batches([(input, None)], sharded=sharded):
+                stage.step(*item)
+    for rank, replica in (1, 0), (3, 1):
+        with pytest.raises((ValueError, TypeError, RemoteStageError)) as caught:
+            step_with_a_target_on(rank)
+        if bare.rank == rank:
+            words = f"rank 0 gave none, and rank {rank} (stage 1 of replica {replica}) did"
+            assert words in str(caught.value)
+
+
 def check_unscale(bare):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
 
@@ -448,7 +469,8 @@ def check_unscale(bare):
     "check",
     [
         *(check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept),
-        *(check_two_loops, check_sharded_on_some_ranks, check_nothing_counts, check_unscale),
+        *(check_two_loops, check_sharded_on_some_ranks, check_nothing_counts),
+        *(check_target_on_the_last_stage, check_unscale),
     ],
 )
 def test_cases_that_once_failed(ranks, check):
