@@ -346,6 +346,7 @@ class Stage(Gradients):
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.
+            CallMismatchError: with replicas, ``sharded`` is not the same on all ranks.
         """
         batches = self._batches
         if sharded and self.replicas > 1:
