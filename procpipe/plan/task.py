@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 FORWARD, BACKWARD, RECOMPUTE, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "R", "I", "W"
 
@@ -81,14 +81,6 @@ Cycle = tuple[Task, ...]
 Row = Sequence[tuple[int, Task]]
 
 
-@runtime_checkable
-class RowSource(Protocol):
-    """Cycles that find the row of one stage without those of the others."""
-
-    def row(self, stage: int) -> Row:
-        """List a stage's tasks in order, each with its cycle."""
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The whole clock-cycle schedule of one mini-batch.
@@ -98,7 +90,7 @@ class Plan:
     Attributes:
         num_micro_batches: ``m``, at least 1.
         num_stages: ``n``, at least 1.
-        cycles: the clock cycles in order; any sequence, also one that computes them when needed.
+        cycles: the clock cycles in order.
         placement: the stage of each partition; one partition a stage if left out.
     """
 
@@ -124,8 +116,6 @@ class Plan:
 
     def row(self, stage: int) -> Row:
         """List a stage's tasks in order, each with its clock cycle."""
-        if isinstance(self.cycles, RowSource):
-            return self.cycles.row(stage)
         return self._rows.get(stage, ())
 
     @property
