@@ -18,7 +18,7 @@ from itertools import pairwise
 from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.simulate import Timeline, simulate
-from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, Task
+from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, Task, gradient_tasks
 
 
 def fused(plan: Plan, costs: Costs) -> Plan:
@@ -54,9 +54,9 @@ def _needed_s(i: int, j: int, timeline: Timeline) -> float:
     """Return when the previous partition starts to use the gradient of partition ``j``."""
     if j == 0:
         return math.inf
-    for kind in (INPUT_GRADIENT, BACKWARD):
+    for task in gradient_tasks(i, j - 1):
         try:
-            return timeline.start_s(Task(kind, i, j - 1))
+            return timeline.start_s(task)
         except KeyError:
             continue
     raise ValueError(f"micro-batch {i} has no backward in partition {j - 1}")
