@@ -106,13 +106,8 @@ def program(
     """Make the program of one stage, with all that its executor needs to know.
 
     Looks only at the stages that exchange tensors with this one, so it stays quick with thousands.
-
-    Args:
-        plan: what is to be run.
-        routes: where its tensors go.
-        stage: the stage that will execute the program.
-        ahead: how many tasks of this stage a receive is moved up by; 0 leaves it at its fence.
-        recompute: the micro-batches that a later plan recomputes, if this one has no backward.
+    A receive is moved up by ``ahead`` tasks of this stage; 0 leaves it at its fence. ``recompute``
+    has the micro-batches that a later plan recomputes, if this one has no backward.
     """
     if ahead < 0:
         raise ValueError(f"a receive can be posted 0 or more tasks ahead, not {ahead}")

@@ -113,10 +113,6 @@ def _grouped(steps: Iterable[Step], key: Callable[[Task], K]) -> dict[K, list[fl
 def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> Replay:
     """Compute the times of tasks without transfers, each as early as its stage's order allows.
 
-    Args:
-        rows: the tasks of each stage, in order.
-        seconds: how long a task takes.
-
     Raises:
         ValueError: the stages would wait for each other forever.
     """

@@ -92,13 +92,7 @@ def list_schedule(
 ) -> Plan | None:
     """Plan a whole mini-batch; None if the rule yields no plan within the limits.
 
-    Args:
-        m: the number of micro-batches.
-        costs: what its tasks and transfers cost.
-        routes: where its tensors go, and the placement.
-        recompute: the micro-batches to recompute.
-        limits_bytes: the most that each stage may hold.
-        rule: how stages choose.
+    The arguments are those of ``search.candidates``, and how stages choose.
 
     Raises:
         ValueError: a micro-batch to recompute does not exist.

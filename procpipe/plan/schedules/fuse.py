@@ -22,12 +22,7 @@ from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, 
 
 
 def fused(plan: Plan, costs: Costs) -> Plan:
-    """Fuse I and W into B wherever no other task starts later because of it.
-
-    Args:
-        plan: a plan that verifies.
-        costs: what its tasks and transfers cost.
-    """
+    """Fuse I and W of a plan that verifies into B wherever no other task starts later."""
     timeline = simulate(plan, costs)
     hops_s = (0.0, *costs.hops_s(plan.placement))
     rows = [

@@ -51,22 +51,8 @@ def clock_cycles(m: int, n: int) -> Iterator[Cycle]:
 def backward_cycles(m: int, n: int, recompute: Collection[int] = ()) -> Iterator[Cycle]:
     """Yield the backward cycles: micro-batches in reverse, from the last stage to stage 0.
 
-        d: distance from the last stage, n - 1 - j
-        p: place of a task in the work of every stage, (R(i)) B(i) for i = m-1 … 0
-        k: clock cycle, p + d
-
-        k   stage 0   stage 1   stage 2          (m = 2, n = 3, recompute = {0, 1})
-        0                       R1
-        1             R1        B1
-        2   R1        B1        R0
-        3   B1        R0        B0
-        4   R0        B0
-        5   B0
-
-    Args:
-        m: the number of micro-batches.
-        n: the number of stages.
-        recompute: the micro-batches to recompute right before their backward.
+    Each stage does R(i) B(i) for i = m-1 … 0, without R(i) where nothing is recomputed, and begins
+    as many cycles after the last stage as it is stages away from it.
     """
     return _wave(_backward_work(m, recompute), range(n)[::-1])
 
@@ -82,9 +68,10 @@ def gpipe(
     """Plan a whole mini-batch, forward and then backward.
 
     Args:
-        m: the number of micro-batches.
+        m: the number of micro-batches, which may be less than ``n``.
         n: the number of stages.
-        recompute: the micro-batches to recompute; ``recomputed`` makes them from a mode.
+        recompute: the micro-batches to recompute right before their backward; ``recomputed`` makes
+            them from a mode.
         backward: whether to plan the backward pass, too.
         placement: the stage of each partition. A stage with several runs all micro-batches
             through one before the next.
@@ -147,11 +134,9 @@ def recomputed(mode: str, m: int) -> frozenset[int]:
 
 
 def _wave(work: Sequence[tuple[str, int]], distances: Sequence[int]) -> Iterator[Cycle]:
-    """Yield cycles in which each stage does the same work: ``work[k - d]`` at distance ``d``.
+    """Yield the cycles in which each stage does the same work, of kinds and micro-batches.
 
-    Args:
-        work: kinds and micro-batches, in order.
-        distances: of each stage, in cycles, from the stage where the work begins.
+    In cycle ``k`` that is ``work[k - d]`` at distance ``d`` from the stage where the work begins.
     """
     num_cycles = len(work) + len(distances) - 1 if work else 0
     for k in range(num_cycles):
