@@ -59,15 +59,7 @@ from procpipe.plan.routes import (
     Routes,
     Transfer,
 )
-from procpipe.plan.task import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    RECOMPUTE,
-    WEIGHT_GRADIENT,
-    Plan,
-    Task,
-)
+from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, WEIGHT_GRADIENT, Plan, Task
 
 
 def message_bytes(transfer: Transfer, costs: Costs, routes: Routes) -> int:
@@ -140,8 +132,7 @@ class Holdings:
         """Return the bytes that a forward plan left, if this plan has only backward tasks."""
         if self._plan.has_forward:
             return 0
-        backward = [t for t in self._tasks if t.kind in (BACKWARD, INPUT_GRADIENT)]
-        forward = [Task(FORWARD, i, j) for _, i, j in backward]
+        forward = [Task(FORWARD, t.i, t.j) for t in self._tasks if t.makes_gradient]
         return sum(self.taken(task) + self._needed(task) for task in forward)
 
     def taken(self, task: Task) -> int:
@@ -154,7 +145,7 @@ class Holdings:
             if self._is_kept(i, j):
                 return own_input + self._roots[j] + self._costs.saved_bytes[j]
             return own_input + self._handed_over(task)
-        if kind in (BACKWARD, INPUT_GRADIENT):
+        if task.makes_gradient:
             return self._handed_over(task)
         return 0
 
@@ -164,7 +155,7 @@ class Holdings:
         forward = Task(FORWARD, i, j)
         if kind == WEIGHT_GRADIENT:
             return self._costs.put_off_bytes[j]
-        if kind in (BACKWARD, INPUT_GRADIENT):
+        if task.makes_gradient:
             put_off = self._costs.put_off_bytes[j] if kind == INPUT_GRADIENT else 0
             roots = self._roots[j] + self._costs.saved_bytes[j] - put_off
             return self._inputs(forward) + roots + self._needed(task) + self._handed(task)
