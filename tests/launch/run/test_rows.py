@@ -160,7 +160,8 @@ def test_replicas_are_blocks():
     ]  # fmt: skip
     assert re.search(r"1 +0 +cpu .* s for gradient from stage 1 of replica 1$", lines[1].rstrip())
     line = plain_line(rows, "0:30")
-    assert re.search(r"memory [\d.]+ MiB [\d.]+ MiB \| [\d.]+ MiB [\d.]+ MiB;", line), line
+    size = r"[\d.]+ [MG]iB"  # of this process
+    assert re.search(rf"memory {size} {size} \| {size} {size};", line), line
     assert re.search(r"; stage 0 of replica 1 waits .* from stage 1 of replica 1$", line), line
 
 
