@@ -118,6 +118,17 @@ def program(
         ahead: how many tasks of this stage a receive is moved up by; 0 leaves it at its fence.
         recompute: the micro-batches that a later plan recomputes, if this one has no backward.
     """
+    steps = bare_program(plan, routes, stage, ahead=ahead)
+    tasks = {step.task for step in steps if isinstance(step, Run)}
+    if not plan.has_backward:
+        tasks |= {Task(RECOMPUTE, i, task.j) for i in recompute for task in tasks}
+    return tuple(
+        _prepared(step, tasks, routes) if isinstance(step, Run) else step for step in steps
+    )
+
+
+def bare_program(plan: Plan, routes: Routes, stage: int, *, ahead: int = 1) -> Program:
+    """Make the same program without what its executor needs: to count and to compare steps."""
     makers = sorted([stage, *routes.sources(stage)])
     touching = [
         fenced
@@ -126,13 +137,7 @@ def program(
         if stage in routes.stages_of(fenced[1])
     ]
     touching.sort(key=lambda fenced: fenced[0])  # stable: within a fence by maker, as in fences()
-    steps = _arranged(plan.row(stage), _divided(stage, touching, routes), ahead)
-    tasks = {step.task for step in steps if isinstance(step, Run)}
-    if not plan.has_backward:
-        tasks |= {Task(RECOMPUTE, i, task.j) for i in recompute for task in tasks}
-    return tuple(
-        _prepared(step, tasks, routes) if isinstance(step, Run) else step for step in steps
-    )
+    return _arranged(plan.row(stage), _divided(stage, touching, routes), ahead)
 
 
 def _prepared(step: Run, tasks: Collection[Task], routes: Routes) -> Run:

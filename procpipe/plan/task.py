@@ -124,8 +124,8 @@ class Plan:
 
     def row(self, stage: int) -> Row:
         """List a stage's tasks in order, each with its clock cycle."""
-        if isinstance(self.cycles, RowSource):
-            return self.cycles.row(stage)
+        if self._source is not None:
+            return self._source.row(stage)
         return self._rows.get(stage, ())
 
     @property
@@ -198,6 +198,11 @@ class Plan:
     def digest(self) -> str:
         """The first 16 hexadecimal digits of its text's SHA-256."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:16]
+
+    @cached_property
+    def _source(self) -> RowSource | None:
+        # Asking for a protocol takes longer than most of what needs a row.
+        return self.cycles if isinstance(self.cycles, RowSource) else None
 
     @cached_property
     def _rows(self) -> Mapping[int, Row]:
