@@ -174,7 +174,7 @@ class _Object:
             raise ValueError(f"{self._at or 'the top'}: there is no such entry as {names}")
 
     def _read(self, kind: Any, value: Any, at: str) -> Any:
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             found = _Object(value, at, self._num_sizes)
             entries = found.take_fields(kind)
             found.close()

@@ -28,7 +28,8 @@ class Device:
         self._free = threading.Lock()
         self._free.acquire()
 
-    def synchronize(self):
+    def synchronize(self, first=lambda: None):
+        first()  # here, so that an error that comes at once is raised in this call
         assert self._free.acquire(timeout=20.0), "the wait was not ended"
 
     def busy_with(self):
@@ -103,11 +104,7 @@ def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, frames, error, wo
     start_s = time.monotonic()
 
     with pytest.raises(error, match=words) as caught:
-        if frames is None:
-            peer.close()
-        else:
-            peer.sendall(frames)
-        device.synchronize()
+        device.synchronize(peer.close if frames is None else lambda: peer.sendall(frames))
 
     assert time.monotonic() < start_s + 10.0
     assert caught.type.__name__ == error.__name__
@@ -120,8 +117,7 @@ def test_the_error_is_raised_before_the_result_is_used(watched):
     values = []
 
     with pytest.raises(PeerLostError):
-        peer.close()
-        values.append(device.synchronize())
+        values.append(device.synchronize(peer.close))
 
     assert values == []
 
@@ -139,8 +135,7 @@ def test_frames_read_during_the_wait_are_not_lost(watched):
     mesh, device, peer = watched()
 
     with pytest.raises(RemoteStageError):
-        peer.sendall(failure("boom"))
-        device.synchronize()
+        device.synchronize(lambda: peer.sendall(failure("boom")))
 
     with pytest.raises(RemoteStageError, match="boom"):
         mesh.poll()
