@@ -121,8 +121,7 @@ class Attempt:
 class Ranks:
     """Follows the rank processes of this host, in a thread of its own.
 
-    Args:
-        grace_s: how long ranks may take to end after another has failed, or after a signal.
+    They may take ``grace_s`` to end after another has failed, or after a signal.
     """
 
     def __init__(self, grace_s: float) -> None:

@@ -56,12 +56,9 @@ class _Feed:
 
 
 class View:
-    """The screen of a run, written by a thread of its own.
+    """The screen of a run, written by a thread of its own; the caption is below the table.
 
-    Args:
-        ranks: what to show.
-        mode: "live", "plain", "off", or "auto": live on a terminal and plain elsewhere.
-        caption: what is written below the table.
+    The mode is "live", "plain", "off", or "auto": live on a terminal and plain elsewhere.
     """
 
     def __init__(self, ranks: Ranks, mode: str, caption: str) -> None:
@@ -114,8 +111,7 @@ class View:
     def stop(self, *, is_failed: bool) -> None:
         """Show what was written so far, and end.
 
-        Args:
-            is_failed: whether a report follows, which has the traceback that is held back.
+        If the run has failed, a report follows, which has the traceback that is held back.
         """
         self._is_failed = is_failed
         self._messages.put(None)
