@@ -329,6 +329,7 @@ class _Planning:
                 f"nothing fits into {bytes_text(memory_bytes)}: the least is "
                 f"{bytes_text(needed_bytes)} ({needed_bytes} bytes) a device, by\n\n"
                 f"    {self._line(least, needed_bytes)}\n\n"
+                f"{self._of_other_replicas(measured.model, question)}"
                 "More devices, a smaller --batch, or layers divided into smaller ones need less."
             )
             return
@@ -339,6 +340,24 @@ class _Planning:
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         print(f"\n{render_timeline_text(chosen.timeline, width)}")
         print(f"{self._line(chosen, memory_bytes)}\n", flush=True)
+
+    def _of_other_replicas(self, model: Model, question: Question) -> str:
+        """Say whether anything fits with another number of replicas than the one asked for."""
+        asked = self._options.replicas
+        others = [r for r in divisors(self._options.n) if r != asked] if asked else []
+        fitting = []
+        for num_replicas in others:
+            try:
+                found = propose(model, replace(question, num_replicas=num_replicas), divide)
+            except ValueError:  # too few layers or samples
+                continue
+            if choose(found, self._memory_bytes) is not None:
+                fitting.append(f"--replicas {num_replicas}")
+        if not others:
+            return ""  # all were planned for
+        if not fitting:
+            return "Nor does anything with another number of replicas.\n"
+        return f"With {' or '.join(fitting)} something does.\n"
 
     def _check(self, chosen: Proposal) -> int:
         num_processes = chosen.plan.num_stages * chosen.num_replicas

@@ -105,14 +105,6 @@ class Pipeline:
             end = self._ends.popleft()
             self.wires.mesh.wait(end.query, lambda: "its device", every_s=_CHECK_LEAD_EVERY_S)
 
-    def send_value(self, destination: int, value: Any) -> None:
-        """Send a nested value of tensors to a rank, beside the plan."""
-        self.wires.send_value(destination, value)
-
-    def take_value(self, source: int) -> Any:
-        """Wait for a value that another rank sends, and return it on this stage's device."""
-        return self.wires.take_value(source)
-
     def wait_until(self, ready: Callable[[], object], what: str) -> None:
         """Wait for what this process does in the background; a peer's failure ends the wait."""
         self.wires.mesh.wait(ready, lambda: what, every_s=_LOOK_EVERY_S)

@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe import BalanceError, NoChunk, RemoteStageError, Stage, state
+from procpipe import (
+    BalanceError,
+    CallMismatchError,
+    NoChunk,
+    RemoteStageError,
+    Stage,
+    state,
+)
 from procpipe.losses import masked_cross_entropy
 from procpipe.skip import pop, skippable, stash
 from procpipe.timeline.chrome import from_chrome
@@ -384,6 +391,24 @@ def check_two_loops(bare):
         assert len(stage.fetch(output)) == 4
 
 
+def check_sharded_on_some_ranks(bare):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
+
+    def loop(name, sharded):
+        with stage_of(bare, name, layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+            for input, target in stage.batches(items, sharded=sharded):
+                stage.step(input, target)
+            stage.step(*items[0])
+
+    for replica in 0, 1:
+        sharded = bare.rank // 2 == replica
+        with pytest.raises((CallMismatchError, RemoteStageError)) as caught:
+            loop(f"sharded on replica {replica}", sharded)
+        words = str(caught.value)
+        assert f"is in batches(…, sharded={replica == 1}) while rank 0 is in batches(…" in words
+
+
 def check_nothing_counts(bare):
     model, no_tokens = make_model(), torch.zeros(4, 3, dtype=torch.long)
     input, target = make_batch(4, 1)
@@ -400,6 +425,27 @@ def check_nothing_counts(bare):
             found = [str(warning.message) for warning in caught]
             assert len(found) == is_seen, found
             assert all("its loss and its gradients are 0" in text for text in found), found
+
+
+def check_target_on_the_last_stage(bare):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    input, target = torch.ones(4, 3), torch.zeros(4, 2)
+
+    def step_with_a_target_on(rank):
+        with stage_of(bare, f"{rank}", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+            stage.step(input, target=target if bare.rank == rank else None)
+
+    step_with_a_target_on(0)
+    with stage_of(bare, "none", layers, [1, 1], replicas=2, loss_fn=torch.sum) as stage:
+        for sharded in False, True:  # None is a placeholder elsewhere, which is no target
+            for item in stage.batches([(input, None)], sharded=sharded):
+                stage.step(*item)
+    for rank, replica in (1, 0), (3, 1):
+        with pytest.raises((ValueError, TypeError, RemoteStageError)) as caught:
+            step_with_a_target_on(rank)
+        if bare.rank == rank:
+            words = f"rank 0 gave none, and rank {rank} (stage 1 of replica {replica}) did"
+            assert words in str(caught.value)
 
 
 def check_unscale(bare):
@@ -423,7 +469,8 @@ def check_unscale(bare):
     "check",
     [
         *(check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept),
-        *(check_two_loops, check_nothing_counts, check_unscale),
+        *(check_two_loops, check_sharded_on_some_ranks, check_nothing_counts),
+        *(check_target_on_the_last_stage, check_unscale),
     ],
 )
 def test_cases_that_once_failed(ranks, check):
