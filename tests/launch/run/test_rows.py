@@ -23,10 +23,11 @@ class Clock:
 
 
 def attempt_of(*boards):
-    ranks = tuple(Rank(Logs(k, Path("x")), board=board) for k, board in enumerate(boards))
+    files = (Path("x"),) * 3
+    ranks = tuple(Rank(Logs(k, *files), board=board) for k, board in enumerate(boards))
     for rank in ranks:
         rank.pid = os.getpid()
-    return Attempt(0, len(ranks), ranks)
+    return Attempt(len(ranks), ranks)
 
 
 def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
