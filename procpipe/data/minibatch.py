@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from procpipe.compute.graph import Enter
 from procpipe.compute.sharing import shared
 from procpipe.data.loss import MeanLoss
 from procpipe.data.microbatch import gather, scatter
 from procpipe.data.upload import uploaded
-from procpipe.tree import Flat, flatten, map_tensors, unflatten
+from procpipe.tree import Flat, cut, flatten, map_tensors, unflatten
 
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that want one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
@@ -208,7 +209,7 @@ def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
     ]
     counts = [sum(output.requires_grad) for output in outputs]
     anchor = torch.empty(0, device=wanting[0].device, requires_grad=True)
-    attached = iter(_Output.apply(run_backward, counts, anchor, *wanting))  # type: ignore[no-untyped-call]
+    attached = iter(_Output.apply((run_backward, counts), anchor, *wanting))  # type: ignore[no-untyped-call]
     values = []
     for output in outputs:
         chosen = [
@@ -224,24 +225,11 @@ def on_device(value: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: uploaded(tensor, device), value)
 
 
-class _Output(torch.autograd.Function):
-    """The root of the user's graph on the last stage: its backward is the pipeline's.
-
-    ``detach`` makes aliases that are no views, so that they may be changed in place; and that share
-    their version with what the last layer may have saved, so that autograd notices when they may
-    not. (``mark_dirty`` would count as such a change itself.)
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: RunBackward, counts: list[int], anchor: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.run, ctx.counts = run, counts
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+class _Output(Enter):
+    """The root of the user's graph on the last stage: its backward is the pipeline's."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        remaining = iter(gradients)
-        ctx.run([[next(remaining) for _ in range(count)] for count in ctx.counts])
-        return (None,) * (3 + len(gradients))
+        run, counts = ctx.entry
+        run(cut(gradients, counts))
+        return (None,) * (2 + len(gradients))
