@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from procpipe.skip.namespace import Namespace, SkipKey
-from procpipe.skip.tracker import PlainTracker, current_tracker
+from procpipe.skip.tracker import Tracker, current_tracker
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -287,7 +287,7 @@ def _key(module: nn.Module, name: str) -> SkipKey:
     return SkipKey(module.__dict__.get(_NAMESPACES, {}).get(name), name)
 
 
-def _run(module: nn.Module, steps: Generator[Any, Any, Any], tracker: PlainTracker) -> Any:
+def _run(module: nn.Module, steps: Generator[Any, Any, Any], tracker: Tracker) -> Any:
     """Run a generator forward to its end, stashing and popping what it yields."""
     to_do = _declarations(module)
     given: Tensor | None = None

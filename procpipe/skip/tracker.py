@@ -2,7 +2,7 @@
 
 A layer's ``stash`` and ``pop`` go to the tracker of the present context: a ``PlainTracker`` in a
 plain ``nn.Sequential``; in a pipeline one for each task, which also has what comes from and goes to
-other stages (``compute.skips``).
+other stages.
 """
 
 from __future__ import annotations
@@ -10,10 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Protocol
 
 from torch import Tensor
 
 from procpipe.skip.namespace import SkipKey
+
+
+class Tracker(Protocol):
+    """Takes what layers stash and returns what they pop."""
+
+    def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
+        """Keep a tensor for the ``num_pops`` layers that will pop it."""
+
+    def pop(self, key: SkipKey) -> Tensor | None:
+        """Return the tensor to one of them.
+
+        Raises:
+            RuntimeError: nothing is stashed under this key, or all layers have popped it.
+        """
 
 
 class PlainTracker:
@@ -27,11 +42,7 @@ class PlainTracker:
         self._tensors[key] = tensor, num_pops
 
     def pop(self, key: SkipKey) -> Tensor | None:
-        """Return the tensor to one of them.
-
-        Raises:
-            RuntimeError: nothing is stashed under this key, or all layers have popped it.
-        """
+        """Return the tensor to one of them."""
         if key not in self._tensors:
             raise RuntimeError(
                 f"skip tensor {key} is popped but was not stashed: run the layer that stashes it "
@@ -46,10 +57,10 @@ class PlainTracker:
         return len(self._tensors)
 
 
-_tracker: ContextVar[PlainTracker | None] = ContextVar("procpipe skip tracker", default=None)
+_tracker: ContextVar[Tracker | None] = ContextVar("procpipe skip tracker", default=None)
 
 
-def current_tracker() -> PlainTracker:
+def current_tracker() -> Tracker:
     """Return the tracker of the present context, a plain one by default."""
     tracker = _tracker.get()
     if tracker is None:
@@ -59,7 +70,7 @@ def current_tracker() -> PlainTracker:
 
 
 @contextmanager
-def tracking(tracker: PlainTracker) -> Iterator[None]:
+def tracking(tracker: Tracker) -> Iterator[None]:
     """Use a tracker for a while."""
     token = _tracker.set(tracker)
     try:
