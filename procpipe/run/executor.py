@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from procpipe.channel.link import Receiver, Sender
-from procpipe.compute.correction import Correction
+from procpipe.compute.earlier import Earlier
 from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
@@ -106,7 +106,7 @@ class Executor:
         self._channels = channels
         self._made: dict[Transfer, Flat] = {}
         self._passages: dict[tuple[int, int], _Passage] = {}
-        self._correction = Correction()
+        self._earlier = Earlier()
         self._has_begun = False  # the gradients of this call
 
     def observe(self, observers: Observers) -> None:
@@ -170,7 +170,7 @@ class Executor:
     def _put_back(self) -> None:
         """Give parameters the gradients that they had before a call that has failed."""
         self.tied.abandon()
-        self._correction.abandon()
+        self._earlier.abandon()
 
     def _take_at_end(
         self, transfers: Sequence[Transfer], batch: MiniBatch, outcome: Outcome
@@ -197,7 +197,9 @@ class Executor:
         if part is not None:
             outcome.loss, correction = mean_of(part, batch.total_weight)
             outcome.weight = part.weight
-        self._correction.end(correction, outcome.input_gradients)
+        if correction is not None:
+            self._earlier.correct(correction, outcome.input_gradients)
+        self._earlier.end()
         if batch.is_backward and not self.replicas.overlaps:
             self.replicas.end(correction)
         for transfer in transfers:
@@ -327,7 +329,7 @@ class Executor:
         tied = (copy.tensor for copy in self.tied.parameters)
         correctable = self.replicas.begin(batch, self._parameters(batch), tied)
         if batch.may_correct:
-            self._correction.begin(correctable)
+            self._earlier.begin(each for each in correctable if each.requires_grad)
         self.tied.begin()
 
     def _parameters(self, batch: MiniBatch) -> Iterator[nn.Parameter]:
