@@ -11,11 +11,12 @@ from torch import nn
 
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.build import Cut
-from procpipe.compute.compiled import compile_layers
 from procpipe.compute.tied import Tied
 from procpipe.job.grid import Grid
 from procpipe.model.fixed import FixedLayers
 from procpipe.notes import write_note
+from procpipe.skip.skippable import declared
+from procpipe.torch_internals import compile_in_place
 
 
 class LocalLayers(FixedLayers):
@@ -117,7 +118,14 @@ class LocalLayers(FixedLayers):
 
         Source: ``torch.nn.Module.compile``.
         """
-        if left_out := compile_layers(self.named_children(), options):
+        left_out = []
+        for name, layer in self.named_children():
+            if any(declared(layer)):
+                # A generator, which torch would compile in pieces, anew for each micro-batch.
+                left_out.append(f"{name!r} ({type(layer).__name__})")
+            else:
+                compile_in_place(layer, options)
+        if left_out:
             write_note(
                 f"procpipe: {self._grid.stage_name(self.rank)} leaves layers uncompiled that stash "
                 f"or pop skip tensors: {', '.join(left_out)}"

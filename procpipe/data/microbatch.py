@@ -84,23 +84,23 @@ def scatter_twice(inputs: Any, num_shares: int, chunks: int) -> list[tuple[list[
     return found + [([], [])] * (num_shares - len(found))
 
 
-def scatter_like(value: Any, sizes: Sequence[int], what: str = "target") -> list[Any]:
-    """Return a value's part for each micro-batch, by the sizes that :func:`scatter` returned.
+def scatter_like(target: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return a target's part for each micro-batch, by the sizes that :func:`scatter` returned.
 
-    The value may hold no tensor at all, or be ``None``; ``what`` names it in errors.
+    The target may hold no tensor at all, or be ``None``.
 
     Raises:
-        BoundaryError: the value holds an object of another type.
+        BoundaryError: the target holds an object of another type.
         ValueError: a tensor without dimensions, or with another batch size than the inputs.
     """
     batch_size = sum(sizes)
-    for where, tensor in _tensors_to_split(value, what):
+    for where, tensor in _tensors_to_split(target, "target"):
         if _num_samples(tensor, where) != batch_size:
             raise ValueError(
                 f"{where} has {len(tensor)} samples but the input has {batch_size}: give both the "
                 "same size of dim 0, or wrap a tensor that is not to be split in NoChunk"
             )
-    return _divide(value, sizes)
+    return _divide(target, sizes)
 
 
 def gather(outputs: list[Any]) -> Any:
