@@ -30,13 +30,7 @@ class LocalLayers(FixedLayers):
     _tied: Tied
 
     def _adopt(self, cut: Cut, tied: Tied, *, is_training: bool) -> None:
-        """Register this stage's layers under their names in the full model.
-
-        Args:
-            cut: the model, cut into partitions.
-            tied: this stage's copies of what other stages have, too.
-            is_training: the full model's mode.
-        """
+        """Register this stage's layers under their names in the full model, in its mode."""
         for name, layer in (item for part in cut.layers.values() for item in part.items()):
             if hasattr(self, name):
                 raise ValueError(

@@ -63,10 +63,7 @@ class Copy:
 class Tied:
     """This stage's copies of parameters and buffers, in an order that all stages share.
 
-    Args:
-        stage: this stage.
-        parameters: its copies of parameters.
-        buffers: its copies of buffers, which no layer may change.
+    No layer may change the buffers.
     """
 
     def __init__(

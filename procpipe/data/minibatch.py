@@ -194,10 +194,7 @@ class Outcome:
 def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
     """Put the micro-batches' outputs together, on the last stage.
 
-    Args:
-        outputs: each micro-batch's output.
-        run_backward: called with gradients when the user runs a loss backward; None if no
-            backward pass can follow.
+    ``run_backward`` is called when the user runs a loss backward; None if that cannot follow.
     """
     if run_backward is None or not any(any(output.requires_grad) for output in outputs):
         return gather([output.value for output in outputs])

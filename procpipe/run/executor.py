@@ -74,16 +74,7 @@ class _Passage:
 
 
 class Executor:
-    """Runs the programs of one stage.
-
-    Args:
-        grid: this rank's stage, and its replica if there are several.
-        placement: the stage of each partition.
-        partitions: the local layers, by the indices of this stage's partitions.
-        channels: this stage's ends of all channels.
-        tied: the parameters and buffers that this stage shares with others.
-        replicas: the connection to the other replicas, if there are any.
-    """
+    """Runs the programs of one stage; ``placement`` is the stage of each partition."""
 
     def __init__(
         self,
@@ -383,10 +374,7 @@ class Executor:
     def _put(self, transfer: Transfer, message: Flat, *, is_counted: bool) -> None:
         """Keep what a task has made until it is sent, or taken by another partition here.
 
-        Args:
-            transfer: what it is.
-            message: the tensors.
-            is_counted: whether the bytes of what stays here are still to be counted.
+        ``is_counted``: whether the bytes of what stays here are still to be counted.
         """
         self._made[transfer] = message
         if self._is_local(transfer.destination):
