@@ -20,7 +20,7 @@ from torch import Tensor
 
 from procpipe.compute.graph import Enter
 from procpipe.compute.sharing import shared
-from procpipe.data.loss import MeanLoss
+from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import gather, scatter
 from procpipe.data.upload import uploaded
 from procpipe.tree import Flat, cut, flatten, map_tensors, unflatten

@@ -33,7 +33,7 @@ from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
 from procpipe.compute.tied import Part, Tied
-from procpipe.data.loss import LossPart, mean_of
+from procpipe.data.mean_loss import LossPart, mean_of
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.job.grid import Grid

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from procpipe.compute.ledger import num_bytes
-from procpipe.data.loss import Loss, MeanLoss, checked_total
+from procpipe.data.loss import Loss, checked_total
+from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import scatter_like
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch, on_device
 from procpipe.data.remote import has_placeholder
