@@ -31,14 +31,10 @@ class Earlier:
                 parameter.grad = None
 
     def correct(self, factor: Tensor, input_gradients: dict[int, list[Tensor | None]]) -> None:
-        """Multiply this call's gradients.
+        """Multiply this call's gradients, and those of micro-batches' inputs, by a 0-dim factor.
 
         Not in place: a gradient may be that of several inputs, have its memory in common with
         another, or be under way to another stage.
-
-        Args:
-            factor: 0-dim.
-            input_gradients: of each micro-batch, those of the model's inputs; replaced here.
 
         Raises:
             RuntimeError: hooks have used a parameter's gradient already.

@@ -75,19 +75,17 @@ def inputs_and_target(
     elif isinstance(target, str) and len(values) == 1 and isinstance(values[0], Mapping):
         others = dict(values[0])
         values, target = (others,), others.pop(target, target)
-    if target is not UNSET:
-        return inputs_of(values, named), target
-    if len(values) > 2:
-        if not is_read:
-            return inputs_of(values, named), None
-        raise TypeError(
-            f"step() was given {len(values)} positional values, which may all be inputs: name the "
-            f"target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, target=y), or "
-            "target=None where the loss takes none"
-        )
-    if len(values) == 2:
-        return inputs_of(values[:1], named), values[1]
-    return inputs_of(values, named), None
+    if target is UNSET:
+        if len(values) > 2 and is_read:
+            raise TypeError(
+                f"step() was given {len(values)} positional values, which may all be inputs: name "
+                f"the target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, "
+                "target=y), or target=None where the loss takes none"
+            )
+        target = None
+        if len(values) == 2:
+            values, target = values[:1], values[1]
+    return inputs_of(values, named), target
 
 
 @dataclass(frozen=True)
