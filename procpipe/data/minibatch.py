@@ -75,7 +75,7 @@ def inputs_and_target(
     elif isinstance(target, str) and len(values) == 1 and isinstance(values[0], Mapping):
         others = dict(values[0])
         values, target = (others,), others.pop(target, target)
-    if target is UNSET:
+    elif target is UNSET:
         if len(values) > 2 and is_read:
             raise TypeError(
                 f"step() was given {len(values)} positional values, which may all be inputs: name "
