@@ -84,7 +84,7 @@ def inputs_and_target(
             )
         target = None
         if len(values) == 2:
-            values, target = values[:1], values[1]
+            target, values = values[1], values[:1]
     return inputs_of(values, named), target
 
 
