@@ -78,9 +78,7 @@ def check_sharded_before(first: Iterable[type], now: Iterable[type]) -> None:
 def check_not_sharded(module: nn.Module, pipeline: Collection[int] | None = None) -> None:
     """Check that no parameter is sharded over processes, each of which is another stage.
 
-    Args:
-        module: what a stage runs.
-        pipeline: the ranks of the stages, if other ranks of the job may share their layers.
+    ``pipeline``: the ranks of the stages, if other ranks of the job may share their layers.
 
     Raises:
         TypeError: one is.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from procpipe.data.loss import LossPart
+from procpipe.data.mean_loss import LossPart
 from procpipe.plan.all_reduce import bucketed
 from procpipe.replicas.group import Group, Operation
 from procpipe.run.observer import Observers

@@ -20,14 +20,7 @@ _READ_DEVICE_EVERY_S = 0.5
 
 
 class Progress(Observer):
-    """Keeps a board up to date.
-
-    Args:
-        board: where to write.
-        device: the stage's device.
-        partitions: the local layers, by the indices of this stage's partitions.
-        trace: has the sums of times; comes before this one among the observers.
-    """
+    """Keeps a board up to date; ``trace`` comes before it among the observers."""
 
     def __init__(
         self,
