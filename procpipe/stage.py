@@ -373,11 +373,11 @@ class Stage(Gradients):
             assert isinstance(detail, FetchDetail), "rank 0 says where the value is"
             holder = detail.holder
             if self.rank != holder:
-                return pipeline.take_value(holder)
+                return pipeline.wires.take_value(holder)
             check_held(value)
             for peer in range(self._world.num_ranks):
                 if peer != holder:
-                    pipeline.send_value(peer, value)
+                    pipeline.wires.send_value(peer, value)
             return map_tensors(lambda tensor: tensor.detach(), value)
 
     # -- the end ---------------------------------------------------------------------------------

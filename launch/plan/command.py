@@ -26,7 +26,7 @@ from rich.console import Console
 
 from procpipe.balance import divide
 from procpipe.launch.plan.check import rehearse
-from procpipe.launch.plan.folder import attention_of_gpus, load_folder
+from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
 from procpipe.launch.plan.measure import (
     assumed_link,
     measure_link,
@@ -183,7 +183,7 @@ class _Planning:
             "tokens with padding …"
         )
         is_cpu = device.type == "cpu" and (options.flops is None or options.device == "cpu")
-        with nullcontext() if is_cpu else attention_of_gpus():
+        with nullcontext() if is_cpu else AttentionOfGpus():
             model = measure_model(subject, sizes, device, rate)
         _print(
             f"times are estimated, not measured: FLOPs at {rate / 1e12:.3g} TFLOP/s ({source}), a "

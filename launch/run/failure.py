@@ -55,17 +55,11 @@ _HINTS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The report of a failed attempt.
+    """The report of a failed attempt."""
 
-    Attributes:
-        headline: which rank failed first, and how, in one line.
-        body: the rest: traceback, hints, what the others were doing, logs.
-        exit_code: the launcher's: the first failed rank's, 128 + n if signal n ended it.
-    """
-
-    headline: str
-    body: str
-    exit_code: int
+    headline: str  # which rank failed first, and how, in one line
+    body: str  # the rest: traceback, hints, what the others were doing, logs
+    exit_code: int  # the launcher's: the first failed rank's, 128 + n if signal n ended it
 
 
 def explain(ends: Sequence[Rank], num_oom_kills: int = 0) -> Failure:

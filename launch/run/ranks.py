@@ -63,48 +63,29 @@ class Logs:
 
 @dataclass(frozen=True)
 class Recorded:
-    """An exception that a rank recorded: it was not a victim of another rank's failure.
+    """An exception that a rank recorded: it was not a victim of another rank's failure."""
 
-    Attributes:
-        message: type and text.
-        traceback: all of it, with notes.
-        at_s: when, by the wall clock.
-    """
-
-    message: str
-    traceback: str
-    at_s: float
+    message: str  # type and text
+    traceback: str  # all of it, with notes
+    at_s: float  # when, by the wall clock
 
 
 @dataclass
 class Rank:
-    """A rank process: what is known about it, and how it ended.
+    """A rank process: what is known about it, and how it ended."""
 
-    Attributes:
-        logs: its files.
-        pid: its process; None until that is found.
-        descriptor: of that process, to wait for its end.
-        board: what it is doing.
-        has_ended: whether it has.
-        code: its exit code, or minus the number of the signal that ended it; None if unknown.
-        at_s: when it ended, by the wall clock; None if unknown.
-        reading: its board when the first rank failed; None if it had none.
-        recorded: its own exception.
-        stderr: the end of its standard error.
-        rss_bytes: its memory when last looked at.
-    """
-
-    logs: Logs
-    pid: int | None = None
-    descriptor: int | None = None
-    board: Board | None = None
-    has_ended: bool = False
+    logs: Logs  # its files
+    pid: int | None = None  # its process; None until that is found
+    descriptor: int | None = None  # of that process, to wait for its end
+    board: Board | None = None  # what it is doing
+    has_ended: bool = False  # whether it has
+    #: Its exit code, or minus the number of the signal that ended it; None if unknown.
     code: int | None = None
-    at_s: float | None = None
-    reading: BoardReading | None = None
-    recorded: Recorded | None = None
-    stderr: str = ""
-    rss_bytes: int = 0
+    at_s: float | None = None  # when it ended, by the wall clock; None if unknown
+    reading: BoardReading | None = None  # its board when the first rank failed; None if it had none
+    recorded: Recorded | None = None  # its own exception
+    stderr: str = ""  # the end of its standard error
+    rss_bytes: int = 0  # its memory when last looked at
 
     @property
     def number(self) -> int:
@@ -114,21 +95,13 @@ class Rank:
 
 @dataclass
 class Attempt:
-    """One start of all ranks of this host.
+    """One start of all ranks of this host."""
 
-    Attributes:
-        number: counted from 0; a restart and a change of the set of hosts begin a new one.
-        num_ranks: the number of ranks on all hosts.
-        ranks: those of this host.
-        began_s: when, on the monotonic clock.
-        failed_s: when the first of them failed, likewise; None if none did.
-    """
-
-    number: int
-    num_ranks: int
-    ranks: tuple[Rank, ...]
-    began_s: float = field(default_factory=time.monotonic)
-    failed_s: float | None = None
+    number: int  # counted from 0; a restart and a change of the set of hosts begin a new one
+    num_ranks: int  # the number of ranks on all hosts
+    ranks: tuple[Rank, ...]  # those of this host
+    began_s: float = field(default_factory=time.monotonic)  # when, on the monotonic clock
+    failed_s: float | None = None  # when the first of them failed, likewise; None if none did
 
     def ends(self, codes: Mapping[int, int] | None = None) -> list[Rank]:
         """Return how each rank ended; the agent's ``codes`` by rank replace unknown ones."""

@@ -36,45 +36,23 @@ _LONG_S = 1.0
 
 @dataclass(frozen=True)
 class Row:
-    """One stage now.
-
-    Attributes:
-        rank: its rank.
-        device: what it computes on; "" before it has made a Stage.
-        cores: the logical CPUs its process may run on, as "0-3".
-        step: mini-batches done.
-        micro_batch: "3/8", or "" outside of mini-batches.
-        samples_per_s: over the last seconds; None before two steps.
-        busy: share of the time in tasks, likewise.
-        bubble: share of the time idle in steps, likewise.
-        rss_bytes: resident memory.
-        device_bytes: memory of the device in use by tensors.
-        now: what it does or waits for, in words.
-        is_stuck: whether it has done so for long.
-        stage: its index, within its replica.
-        replica: its replica; None if there is only one.
-    """
+    """One stage now."""
 
     rank: int
-    device: str = ""
-    cores: str = ""
-    step: int = 0
-    micro_batch: str = ""
-    samples_per_s: float | None = None
-    busy: float | None = None
-    bubble: float | None = None
-    rss_bytes: int = 0
-    device_bytes: int = 0
-    now: str = ""
-    is_stuck: bool = False
-    stage: int = 0
-    replica: int | None = None
-
-    @property
-    def name(self) -> str:
-        """Its stage for people."""
-        of = "" if self.replica is None else f" of replica {self.replica}"
-        return f"stage {self.stage}{of}"
+    device: str = ""  # what it computes on; "" before it has made a Stage
+    cores: str = ""  # the logical CPUs its process may run on, as "0-3"
+    step: int = 0  # mini-batches done
+    micro_batch: str = ""  # "3/8", or "" outside of mini-batches
+    samples_per_s: float | None = None  # over the last seconds; None before two steps
+    busy: float | None = None  # share of the time in tasks, likewise
+    bubble: float | None = None  # share of the time idle in steps, likewise
+    rss_bytes: int = 0  # resident memory
+    device_bytes: int = 0  # memory of the device in use by tensors
+    now: str = ""  # what it does or waits for, in words
+    is_stuck: bool = False  # whether it has done so for long
+    stage: int = 0  # its index, within its replica
+    replica: int | None = None  # its replica; None if there is only one
+    name: str = ""  # the stage for people
 
 
 def summary(attempt: Attempt) -> str:
@@ -122,6 +100,7 @@ class RowReader:
             is_stuck=is_stuck,
             stage=grid.stage,
             replica=grid.replica if num_replicas > 1 else None,
+            name=grid.stage_name(grid.rank),
         )
         if reading is None:
             return row

@@ -22,12 +22,13 @@ import ctypes
 import math
 import struct
 from collections import deque
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from procpipe.channel.base import Pending, Transport
+from procpipe.channel.base import Sending, Transport, Wait
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import Meta, allocate, decode, describe, encode
 from procpipe.errors import BoundaryError, FileLimitError, OverwrittenError
@@ -206,7 +207,7 @@ class _Departure(NamedTuple):
 
     tensors: list[Tensor]  # kept until it has arrived
     versions: list[int | None] | None  # when it began; None once they may be overwritten
-    pending: Pending
+    pending: Sending
 
 
 class _Arrival(NamedTuple):
@@ -236,7 +237,7 @@ class Receiver:
         self._num_receiving = 0
         self._arrived: deque[_Arrival] = deque()
         self._unfilled: deque[memoryview] = deque()  # of a message in pieces
-        self._posted: deque[tuple[Meta, list[Tensor], Pending | None]] = deque()
+        self._posted: deque[tuple[Meta, list[Tensor], Wait | None]] = deque()
         mesh.on(peer, channel_id, self._on_token)
 
     def expect(self) -> None:
@@ -265,15 +266,15 @@ class Receiver:
                     lambda seen=num_pieces: posted or self._num_pieces > seen,  # type: ignore[misc]
                     lambda: self._what,
                 )
-        meta, tensors, pending = posted.popleft()
-        if pending is not None:
+        meta, tensors, wait = posted.popleft()
+        if wait is not None:
             self._mesh.check_process()
             try:
                 if self._blocks:
                     with self._mesh.native_waits.monitored(self._what):
-                        pending.wait()
+                        wait()
                 else:
-                    pending.wait()
+                    wait()
             except FileLimitError:
                 raise
             except (OSError, RuntimeError):  # the peer is gone; its own failure says why
@@ -336,23 +337,15 @@ class Receiver:
                 try:
                     posted = self._transport.post_receive(meta, self._peer, self._channel_id, note)
                 except (OSError, RuntimeError) as error:
-                    posted = [], _Broken(error)
+                    posted = [], partial(_fail, error)
                 self._posted.append((meta, *posted))
             self._arrived.popleft()
             self._num_allowed -= 1
 
 
-class _Broken:
-    """A transfer that could not begin; raises the error when it is waited for."""
-
-    def __init__(self, error: OSError | RuntimeError) -> None:
-        self._error = error
-
-    def wait(self) -> None:
-        raise self._error
-
-    def is_done(self) -> bool:
-        return False
+def _fail(error: OSError | RuntimeError) -> None:
+    """Raise the error of a transfer that could not begin, when it is waited for."""
+    raise error
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:

@@ -264,26 +264,23 @@ class Mesh:
 
     def _read_and_write(self, timeout_s: float) -> None:
         with self._reading:
-            self._read_and_write_locked(timeout_s)
-
-    def _read_and_write_locked(self, timeout_s: float) -> None:
-        self.num_looks += 1
-        while self._read_ahead:
-            timeout_s = 0.0
-            peer = self._read_ahead.pop()
-            if peer in self._connections:
-                self._connections[peer].hand_on()
-        for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
-            if descriptor not in self._peer_of:  # closed by an event before this one
-                continue
-            peer = self._peer_of[descriptor]
-            if descriptor == self._connections[peer].process:
-                self._process_ended(peer)
-                continue
-            if event & select.POLLOUT:
-                self._send_on(peer)
-            if event & ~select.POLLOUT:
-                self._read(peer)
+            self.num_looks += 1
+            while self._read_ahead:
+                timeout_s = 0.0
+                peer = self._read_ahead.pop()
+                if peer in self._connections:
+                    self._connections[peer].hand_on()
+            for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
+                if descriptor not in self._peer_of:  # closed by an event before this one
+                    continue
+                peer = self._peer_of[descriptor]
+                if descriptor == self._connections[peer].process:
+                    self._process_ended(peer)
+                    continue
+                if event & select.POLLOUT:
+                    self._send_on(peer)
+                if event & ~select.POLLOUT:
+                    self._read(peer)
 
     def look_ahead(self) -> tuple[RemoteStageError | None, set[int]] | None:
         """Look, in another thread, for failures in what the main thread is going to read.

@@ -41,7 +41,7 @@ from procpipe.compute.recompute import Ambient, checkpointing, recomputing, with
 from procpipe.compute.sharing import SharedInputs, Sharing
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.split.splitter import PutOff, Splitter
-from procpipe.compute.wrappers import check_gathered, check_not_data_parallel
+from procpipe.compute.wrappers import check_not_data_parallel, check_sharded_before
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.tracker import tracking
 from procpipe.torch_internals import is_compiled, run_backward
@@ -114,7 +114,7 @@ class Partition:
         self._passes: dict[int, _Pass] = {}
         self._put_off: dict[int, PutOff] = {}
         self._trainable: tuple[bool, ...] = ()
-        self._num_gathered: int | None = None
+        self._types: list[type] = []
         self._learned: dict[tuple[Structure, tuple[bool, ...], bool, bool], _Learned] = {}
         self._clone_inputs = bool(layers) and any(
             getattr(module, "inplace", False) for module in self._layers[0][1].modules()
@@ -127,8 +127,12 @@ class Partition:
         self._put_off.clear()
         self._digests.begin()
         # Read again, since a user may replace modules and parameters.
-        modules = check_not_data_parallel(self._layers)
-        self._num_gathered = check_gathered(modules, self._num_gathered)
+        modules = [module for _, layer in self._layers for module in layer.modules()]
+        types = list(map(type, modules))
+        if types != self._types:
+            check_not_data_parallel(self._layers)
+            check_sharded_before(self._types or types, types)
+            self._types = types
         self._generators.begin(modules)
         if self.is_compiled != any(map(is_compiled, modules)):
             self.is_compiled = not self.is_compiled

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +15,9 @@ from torch import Tensor, nn
 from procpipe.data.microbatch import checked_weights
 from procpipe.data.remote import Remote
 from procpipe.errors import NonFiniteLossError
+from procpipe.notes import warn
 from procpipe.torch_internals import pytree
 from procpipe.tree import flatten, in_words
-
-#: The folder of this package's code.
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass
@@ -174,10 +170,9 @@ class Loss:
         """Warn, once, of a mini-batch that counts nothing."""
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{what}, so its loss and its gradients are 0; this warning is given once",
                 RuntimeWarning,
-                stacklevel=_user_level(),
             )
 
 
@@ -402,14 +397,6 @@ def _form_of(result: Any) -> str:
     if _is_pair(result):
         return f"a tuple of {_form_of(result[0])} and {_form_of(result[1])}"
     return f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{type(result)}"
-
-
-def _user_level() -> int:
-    """Return the ``stacklevel`` of the line that calls procpipe, for its caller's warning."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _zero_of(output: Any) -> Tensor:

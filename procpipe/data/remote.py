@@ -267,8 +267,7 @@ def _result(func: Any, arguments: Any) -> Remote:
         warn(
             f"{getattr(func, '__name__', func)} combines a tensor that requires grad on this rank "
             f"with a value that lives on rank {joined._rank}, so the tensor gets no gradient "
-            "here; give such a term (a penalty on parameters, say) a backward() of its own",
-            stacklevel=3,
+            "here; give such a term (a penalty on parameters, say) a backward() of its own"
         )
     return joined
 

@@ -88,11 +88,15 @@ class Start:
 
         ``purpose`` says what the ranks connect for; it must be the same on every rank.
         """
+        from torch.distributed import DistError
+
         try:
             return self._connect_sockets(purpose)
         except RemoteStageError:
             self._hold_store()
             raise
+        except DistError as error:
+            raise self._lost_store(error) from error
         finally:
             if self._opened is not None:
                 self._opened.attendance.close()
@@ -116,23 +120,18 @@ class Start:
 
     def shared_store(self) -> JobStore:
         """Return the store of this round of the job; the first call waits for all ranks."""
-        from torch.distributed import DistError
-
         if self._round is None:
             num_files = (self.num_ranks - 1) * _FILES_PER_PEER + _MORE_FILES
             check_file_limit(num_files, f"the connections of one of {self.num_ranks} ranks")
-            try:
-                store = self._open_store().store
-                name = agree_on_round(
-                    store,
-                    self.rank,
-                    self.num_ranks,
-                    timeout_s=self._timeout_s,
-                    check=self._check_for_failure,
-                    numbers=self.numbers,
-                )
-            except DistError as error:
-                raise self._lost_store(error) from error
+            store = self._open_store().store
+            name = agree_on_round(
+                store,
+                self.rank,
+                self.num_ranks,
+                timeout_s=self._timeout_s,
+                check=self._check_for_failure,
+                numbers=self.numbers,
+            )
             self._round = store.under(f"{name}/")
         return self._round
 
@@ -206,38 +205,28 @@ class Start:
             time.sleep(_HOLD_STORE_S)
 
     def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
-        from torch.distributed import DistError
-
         store = self.shared_store()
-        try:
-            wait_until(
-                lambda: store.check([key]),
-                check=self._check_for_failure,
-                deadline_s=deadline_s,
-                timed_out=lambda: WaitTimeoutError(
-                    f"rank {self.numbers[self.rank]} waited {self._timeout_s:.1f} s in vain for "
-                    f"rank {self.numbers[peer]} to start: did every process reach its first step?"
-                ),
-            )
-            return str(store.get(key).decode())
-        except DistError as error:
-            raise self._lost_store(error) from error
+        wait_until(
+            lambda: store.check([key]),
+            check=self._check_for_failure,
+            deadline_s=deadline_s,
+            timed_out=lambda: WaitTimeoutError(
+                f"rank {self.numbers[self.rank]} waited {self._timeout_s:.1f} s in vain for "
+                f"rank {self.numbers[peer]} to start: did every process reach its first step?"
+            ),
+        )
+        return store.get(key).decode()
 
     def _check_for_failure(self) -> None:
         """Raise if another rank has left a note, or its process has ended."""
-        from torch.distributed import DistError
-
         opened = self._open_store()
+        opened.notes.check()
         try:
-            opened.notes.check()
-            try:
-                opened.attendance.check()
-            except PeerLostError as error:
-                opened.notes.check()  # it may have left a note before it ended
-                opened.notes.leave(error.rank, error.story, is_lost=True)
-                raise
-        except DistError as error:
-            raise self._lost_store(error) from error
+            opened.attendance.check()
+        except PeerLostError as error:
+            opened.notes.check()  # it may have left a note before it ended
+            opened.notes.leave(error.rank, error.story, is_lost=True)
+            raise
 
     def _lost_store(self, error: Exception) -> PeerLostError:
         holder = "the launcher of rank 0" if has_launchers_store() else "rank 0"

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from procpipe.job.topology import Core, Device, Topology, cpus_text, read_device, read_topology
 from procpipe.notes import write_note
 from procpipe.processes import parent_of
+from procpipe.words import text_table
 
 #: Set it to 0, and no process is pinned.
 SWITCH = "PROCPIPE_PIN"
@@ -145,9 +146,7 @@ def table(found: Sequence[Place]) -> str:
         node = "-" if place.node is None else str(place.node)
         cores, cpus = (str(place.num_cores), cpus_text(place.cpus)) if place.cpus else ("-", "any")
         rows.append((str(place.local_rank), place.device, cores, cpus, node, place.why))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(text_table(rows, num_left=len(rows[0])))
 
 
 def _unpinned(local_rank: int, device: str, why: str) -> Place:

@@ -31,8 +31,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-import psutil
-
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.processes import start_ticks_of
 
@@ -206,9 +204,5 @@ def has_launchers_store() -> bool:
 
 def process_start_s() -> float:
     """Return when this process was started, as ``time.time()`` counts, to 10 ms."""
-    try:
-        ticks = start_ticks_of("self")
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.time() - age_s
-    except (OSError, AttributeError):
-        return float(psutil.Process().create_time())
+    start_s = start_ticks_of("self") / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_s)

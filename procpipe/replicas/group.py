@@ -157,7 +157,7 @@ def group_of(world: World, grid: Grid, choice: TransportChoice, mesh: Mesh) -> G
         from procpipe.replicas.nccl import NcclGroup
 
         nccl = NcclGroup(ranks, grid.rank, world.device)
-        world.add_of_device(nccl)
+        world.transports.add_of_device(nccl)
         nccl.connect(store.bare())
     return Group(store, ranks, mesh, host, nccl)
 

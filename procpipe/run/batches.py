@@ -89,7 +89,7 @@ class Batches:
                         item = _with_rest_on(self._device, item, delivered)
                     delivered = None
                 if delivered is not None:
-                    pipeline.send_value(self._output_rank, delivered)
+                    pipeline.wires.send_value(self._output_rank, delivered)
                 self._note(delivered)
             with self._body(is_sharded=False):
                 yield item
@@ -103,7 +103,7 @@ class Batches:
                     return
                 delivered = None
                 if detail.is_delivered and self._rank == self._output_rank:
-                    delivered = pipeline.take_value(0)
+                    delivered = pipeline.wires.take_value(0)
                 self._note(delivered)
                 item = _placeholders(detail.form, delivered)
             with self._body(is_sharded=False):

@@ -33,7 +33,7 @@ from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
 from procpipe.compute.tied import Part, Tied
-from procpipe.data.loss import LossPart, MeanLoss, mean_of
+from procpipe.data.loss import LossPart, mean_of
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.job.grid import Grid
@@ -83,7 +83,6 @@ class Executor:
         channels: this stage's ends of all channels.
         tied: the parameters and buffers that this stage shares with others.
         replicas: the connection to the other replicas, if there are any.
-        ledger: counts what the stage holds.
     """
 
     def __init__(
@@ -94,11 +93,10 @@ class Executor:
         channels: Channels,
         tied: Tied | None = None,
         replicas: Replicas | None = None,
-        ledger: Ledger | None = None,
     ) -> None:
         self.partitions = dict(partitions)
         self.tied = tied or Tied(grid.stage)
-        self.ledger = ledger or Ledger()
+        self.ledger = Ledger()
         self.current_task: Task | None = None
         self._observers = Observers()
         self._grid = grid
@@ -183,7 +181,7 @@ class Executor:
         for transfer in transfers:
             message = self._take(transfer)
             if transfer.payload == LOSS:
-                part = _read_loss(message.value)
+                part = LossPart(*message.value)
                 self.ledger.size(transfer, 0)
             else:
                 tied[self._placement[transfer.source]] = message.value
@@ -397,7 +395,7 @@ class Executor:
     def _send(self, transfer: Transfer, batch: MiniBatch) -> None:
         if transfer.payload == LOSS:
             assert batch.loss is not None, "the stage of the last partition has the loss"
-            message = _loss_message(batch.loss)
+            message = Flat.of(tuple(batch.loss.part))
         elif transfer.payload == TIED_GRADIENT:
             other = self._placement[transfer.destination]
             message = _message_of(self.tied.gradients_for(other))
@@ -430,17 +428,6 @@ def _finish(batch: MiniBatch, target: Any, i: int) -> Callable[[Any], Any] | Non
     """Return what turns a micro-batch's output into its loss, if it has one."""
     loss = batch.loss
     return None if loss is None else lambda output: loss.of(i, output, target)
-
-
-def _loss_message(loss: MeanLoss) -> Flat:
-    """Make the message of the loss, with its weight and divisor if other stages need them."""
-    part = loss.part
-    return Flat([part.sum], TENSOR, (False,)) if part.weight is None else Flat.of(tuple(part))
-
-
-def _read_loss(message: Any) -> LossPart:
-    """Read what :func:`_loss_message` made."""
-    return LossPart(message) if isinstance(message, Tensor) else LossPart(*message)
 
 
 def _message_of(gradients: Sequence[Part]) -> Flat:

@@ -8,7 +8,6 @@ from itertools import chain
 
 import torch
 
-from procpipe.compute.ledger import Ledger
 from procpipe.compute.partition import Partition
 from procpipe.job.board import Board
 from procpipe.plan.task import Task
@@ -28,7 +27,6 @@ class Progress(Observer):
         device: the stage's device.
         partitions: the local layers, by the indices of this stage's partitions.
         trace: has the sums of times; comes before this one among the observers.
-        ledger: counts the bytes held.
     """
 
     def __init__(
@@ -37,12 +35,10 @@ class Progress(Observer):
         device: torch.device,
         partitions: Mapping[int, Partition],
         trace: Trace,
-        ledger: Ledger,
     ) -> None:
         self._board = board
         self._device = device
         self._trace = trace
-        self._ledger = ledger
         self._device_read_s = 0.0
         self._num_before: dict[int, int] = {}
         places: list[str] = []
@@ -78,7 +74,6 @@ class Progress(Observer):
             sum(sizes) if is_done else 0,
             busy_ns=self._trace.busy_ns,
             step_ns=self._trace.step_ns,
-            held_bytes=self._ledger.peak_bytes,
         )
         now_s = time.monotonic()
         if self._device.type == "cuda" and now_s > self._device_read_s + _READ_DEVICE_EVERY_S:

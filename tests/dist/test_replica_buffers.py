@@ -128,8 +128,8 @@ def check_together(bare):
         with stage_of(bare, f"together {deferred}", model, [4, 1], **options) as stage:
             input = torch.randn(8, 3, dtype=torch.float64)
             stage.step(input, ones(8, 3))
-            group, begun = group_of(stage), []
-            begin = group._begin
+            group = group_of(stage)
+            begin, begun = group._begin, list[int]()
 
             def begin_and_note(given, *more, begin=begin, begun=begun):
                 begun.append(given.nbytes)

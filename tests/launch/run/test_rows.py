@@ -34,9 +34,7 @@ def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
         board.start_mini_batch(4)
         board.start_task("F", 3)
         board.end_task()
-        board.end_program(
-            samples, busy_ns=int(busy_s * 1e9), step_ns=int(step_s * 1e9), held_bytes=0
-        )
+        board.end_program(samples, busy_ns=int(busy_s * 1e9), step_ns=int(step_s * 1e9))
 
 
 def test_rates_are_of_the_time_between_readings():
