@@ -36,11 +36,7 @@ _STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "bold r
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check, measure and print, by the words after ``procpipe doctor``.
-
-    Returns:
-        1 if something keeps a run from working, else 0.
-    """
+    """Check, measure and print, by the words after ``procpipe doctor``; return the exit code."""
     options = _parser().parse_args(argv)
     console = Console()
     with _status(console, options, "looking at this host"):

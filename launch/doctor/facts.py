@@ -79,11 +79,7 @@ class GroupLimits:
 
 
 def limits_of(root: Path = Path("/")) -> GroupLimits:
-    """Read the limits of this process's control group, and of those around it.
-
-    Args:
-        root: where ``proc`` and ``sys`` are.
-    """
+    """Read the limits of this process's control group, and of those around it."""
     num_cpus: list[float] = []
     memory: list[tuple[int, int]] = []
     for folder in _group_folders(root):
@@ -286,9 +282,8 @@ class Facts:
 def gather(num_processes: int | None = None) -> Facts:
     """Look at everything; takes a second or two, of which most is torch's.
 
-    Args:
-        num_processes: how many processes the host is to run; by default one for each GPU, else one
-            for each core, but 2 to 4.
+    The host is to run ``num_processes``; by default one for each GPU, else one for each core, but 2
+    to 4.
     """
     build = TorchBuild(
         str(torch.__version__),

@@ -3,7 +3,7 @@
 ``rehearse`` starts this module on every rank. Each one builds the stage of the proposal, runs some
 steps and writes what it measured:
 
-    python -m procpipe.launch.plan.check --settings FILE --output FILE
+    python -m procpipe.launch.plan.check --settings JSON --output FILE
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -75,11 +74,8 @@ def rehearse(
         "num_steps": num_steps,
     }
     run_s = _TIMES_PREDICTED * (num_warm_up + num_steps) * proposal.total_s
-    with tempfile.TemporaryDirectory(prefix="procpipe-plan-") as folder:
-        file = Path(folder, "settings.json")
-        file.write_text(json.dumps(settings))
-        program = ("-m", "procpipe.launch.plan.check", "--settings", str(file))
-        result = start_ranks(num_ranks, program, _START_TIMEOUT_S + run_s)
+    program = ("-m", "procpipe.launch.plan.check", "--settings", json.dumps(settings))
+    result = start_ranks(num_ranks, program, _START_TIMEOUT_S + run_s)
     if result.value is None:
         raise RuntimeError(result.reason)
     of_ranks = result.value
@@ -108,10 +104,10 @@ def rehearse(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the steps on this rank, and write what it measured."""
     parser = argparse.ArgumentParser(prog="procpipe.launch.plan.check")
-    parser.add_argument("--settings", type=Path, required=True)
+    parser.add_argument("--settings", type=json.loads, required=True)
     parser.add_argument("--output", required=True)
     options = parser.parse_args(argv)
-    settings = json.loads(options.settings.read_text())
+    settings = options.settings
     subject = load(Named(**settings["named"]))
     stage = Stage(subject.model, loss_fn=subject.loss_fn, **settings["stage"])
     for _ in range(settings["num_warm_up"]):

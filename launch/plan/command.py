@@ -63,11 +63,7 @@ from procpipe.words import bytes_text, counted, seconds_text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Propose plans as the words after ``procpipe plan`` ask; return 1 if nothing fits, else 0.
-
-    Raises:
-        SystemExit: the words are wrong (code 2), or ask for help.
-    """
+    """Propose plans as the words after ``procpipe plan`` ask; return 1 if nothing fits, else 0."""
     reader = parser()
     options = reader.parse_args(argv)
     try:
@@ -78,11 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Planning:
-    """One run of the command.
-
-    Args:
-        options: its command line.
-    """
+    """One run of the command."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options

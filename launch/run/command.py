@@ -38,11 +38,7 @@ launcher (130 after Ctrl-C); 2 for a mistake in the command line.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a script by the words after ``procpipe run``; return the exit code.
-
-    Raises:
-        SystemExit: the words are wrong (code 2), or ask for help.
-    """
+    """Run a script by the words after ``procpipe run``; return the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
     _check(options, parser.error)

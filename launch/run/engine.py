@@ -136,12 +136,13 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
         """Make the folders of an attempt that begins; ``envs`` is each rank's environment."""
         attempt = self._folder / f"attempt_{self._num_attempts}"
         self._num_attempts += 1
-        logs = {
-            local: Logs(int(e["RANK"]), attempt / f"rank_{e['RANK']}") for local, e in envs.items()
-        }
-        for local, files in logs.items():
-            files.folder.mkdir(parents=True)
-            envs[local]["TORCHELASTIC_ERROR_FILE"] = str(files.error)
+        logs = {}
+        for local, environment in envs.items():
+            folder, rank = attempt / f"rank_{environment['RANK']}", int(environment["RANK"])
+            folder.mkdir(parents=True)
+            files = (folder / name for name in ("stdout.log", "stderr.log", "error.json"))
+            logs[local] = Logs(rank, *files)
+            environment["TORCHELASTIC_ERROR_FILE"] = str(logs[local].error)
         num_ranks, num_restarts = envs[0]["WORLD_SIZE"], envs[0]["TORCHELASTIC_RESTART_COUNT"]
         self._on_attempt(list(logs.values()), int(num_ranks), int(num_restarts))
         return LogsDest(

@@ -234,9 +234,10 @@ def _was(end: Rank) -> str:
 def _where_logs(ends: Sequence[Rank], first: Rank | None) -> str:
     if not ends:
         return ""
-    logs = (first or ends[0]).logs
-    name = os.path.join(logs.folder.name, logs.stderr.name)
-    return f"Logs: {short_path(logs.folder.parent)}{os.sep} ({name}, and the other ranks')"
+    stderr = (first or ends[0]).logs.stderr
+    folder = stderr.parent.parent
+    name = stderr.relative_to(folder)
+    return f"Logs: {short_path(folder)}{os.sep} ({name}, and the other ranks')"
 
 
 def _code_words(code: int) -> str:

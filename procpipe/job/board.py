@@ -108,11 +108,10 @@ class BoardReading:
 
     def where(self) -> str:
         """Describe where the process is: "in F3, layer 'conv2' (Conv2d), for 2.1 s"."""
+        place = self.task or (f"{self.call}()" if self.call else "the user's code")
         if self.wait is not None:
-            place = self.task or (f"{self.call}()" if self.call else "the user's code")
             return f"in {place}, waiting {self.wait.seconds:.1f} s for {self.wait.what}"
         if self.compiling_s is not None:
-            place = self.task or (f"{self.call}()" if self.call else "the user's code")
             return f"in {place}, compiling {self.layer or 'code'}, for {self.compiling_s:.1f} s"
         if self.task:
             place = f"{self.task}, {self.layer}" if self.layer else self.task

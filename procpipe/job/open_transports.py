@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +12,8 @@ from procpipe.channel.mesh import Mesh
 from procpipe.forks import keep_for_ever
 from procpipe.job.device_waits import DeviceWaits, abort_all
 from procpipe.job.joining import Start
+from procpipe.job.transports import TransportChoice
 from procpipe.optional import needed
-
-if TYPE_CHECKING:
-    from procpipe.job.transports import TransportChoice
 
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.

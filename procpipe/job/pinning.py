@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from procpipe.job.topology import Core, Device, Topology, cpus_text, read_device, read_topology
 from procpipe.notes import write_note
@@ -61,7 +61,7 @@ def places(
     names = ["CPU" if device is None else f"GPU {device.pci}" for device in devices]
     if len(topology.cores) < num_processes:
         why = f"not pinned: {num_processes} processes, and {topology.summary()}"
-        return [_unpinned(rank, name, why) for rank, name in enumerate(names)]
+        return [Place(rank, (), 0, None, name, why) for rank, name in enumerate(names)]
     wanted = [device.node if device is not None else None for device in devices]
     domains = _domains(topology, wanted)
     chosen = _choose_domains(domains, wanted)
@@ -90,9 +90,8 @@ def places_of_host(num_processes: int, device_pcis: Sequence[str | None] = ()) -
     devices = [None if pci is None else read_device(pci) for pci in device_pcis]
     found = places(read_topology(), num_processes, devices)
     if os.environ.get(SWITCH) == "0":
-        found = [
-            _unpinned(k, place.device, f"not pinned: {SWITCH}=0") for k, place in enumerate(found)
-        ]
+        why = f"not pinned: {SWITCH}=0"
+        found = [replace(place, cpus=(), num_cores=0, node=None, why=why) for place in found]
     return found
 
 
@@ -147,10 +146,6 @@ def table(found: Sequence[Place]) -> str:
         cores, cpus = (str(place.num_cores), cpus_text(place.cpus)) if place.cpus else ("-", "any")
         rows.append((str(place.local_rank), place.device, cores, cpus, node, place.why))
     return "\n".join(text_table(rows, num_left=len(rows[0])))
-
-
-def _unpinned(local_rank: int, device: str, why: str) -> Place:
-    return Place(local_rank, (), 0, None, device, why)
 
 
 def _was_pinned_already(run_id: str) -> bool:

@@ -28,12 +28,7 @@ _TURN_S = 0.02
 
 
 class StallReports(WaitReports):
-    """Reports the waits of one rank; reads the boards of the others.
-
-    Args:
-        board: this rank's own.
-        rank: this rank.
-    """
+    """Reports the waits of one rank, which has this board; reads the boards of the others."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self._board = board

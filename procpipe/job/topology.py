@@ -80,9 +80,7 @@ class Topology:
 def read_topology(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Topology:
     """Read what this host has, about 30 us a core.
 
-    Args:
-        root: where ``sys`` is.
-        allowed: the logical CPUs that count; by default those this process may run on.
+    The ``allowed`` logical CPUs count, by default those this process may run on.
     """
     cpu_folder = f"{root}/sys/devices/system/cpu"
     cpus = set(os.sched_getaffinity(0) if allowed is None else allowed)

@@ -44,10 +44,6 @@ class TransportChoice(NamedTuple):
 def choose(offers: Sequence[Offer], wanted: str | None) -> TransportChoice:
     """Return the best transports that every rank can use, or the one that was asked for; pure.
 
-    Args:
-        offers: each rank's.
-        wanted: the name of a transport, or None.
-
     Raises:
         IndexError: ranks would share a GPU without having been told to.
         ValueError: ranks cannot use the one that is wanted, or none.

@@ -6,19 +6,14 @@ parallelism add up in another order than autograd, so gradients may differ in th
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -29,96 +24,25 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from procpipe import Stage, state
-from procpipe.job.world import World
-from procpipe.losses import masked_cross_entropy
+from tests.dist.meshes import (
+    TOLERANCE,
+    Block,
+    assert_same_gradients,
+    error_of,
+    failing_all,
+    make_batch,
+    make_model,
+    mean_loss,
+    mesh_of,
+    stage_in,
+    sum_loss,
+    weighted_loss,
+    whole,
+)
 from tests.dist.stages import assert_same
-
-TOLERANCE = 1e-12
 
 #: By the number of partitions a stage.
 BALANCES = {1: [2, 4], 2: [1, 1, 2, 2]}
-
-
-class Block(nn.Module):
-    """Two linear layers beside a residual connection."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.up = nn.Linear(size, 2 * size)
-        self.down = nn.Linear(2 * size, size)
-
-    def forward(self, input):
-        return input + self.down(torch.tanh(self.up(input)))
-
-
-class Head(nn.Linear):
-    """Classifies all tokens of all samples."""
-
-    def forward(self, input):
-        return super().forward(input.flatten(0, 1))
-
-
-def make_model():
-    """Make six layers: token numbers to the classes of all tokens."""
-    torch.manual_seed(1)
-    layers = nn.Embedding(7, 6), Block(6), nn.Tanh(), Block(6), nn.LayerNorm(6), Head(6, 7)
-    return nn.Sequential(*layers).double()
-
-
-def make_batch(size, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 7, (2, size, 3), generator=generator)
-
-
-def mean_loss(output, target):
-    return F.cross_entropy(output, target.flatten())
-
-
-def sum_loss(output, target):
-    return masked_cross_entropy(output, target.flatten(), ignore_index=0)
-
-
-def weighted_loss(output, target):
-    return F.cross_entropy(output, target.flatten(), ignore_index=0)
-
-
-@contextmanager
-def mesh_of(bare: Any, *names: str) -> Iterator[DeviceMesh]:
-    """Make torch's default process group, with all ranks of the run, and a mesh of 2 x 2."""
-    store = dist.PrefixStore("default group", bare.store)
-    dist.init_process_group("gloo", store=store, rank=bare.rank, world_size=bare.num_ranks)
-    try:
-        yield init_device_mesh("cpu", (2, bare.num_ranks // 2), mesh_dim_names=names)
-    finally:
-        dist.destroy_process_group()
-
-
-def stage_in(bare, mesh, name, model, balance, **options):
-    """Return a stage of the pipeline that this rank is in."""
-    ranks = tuple(mesh["pp"].mesh.tolist())
-    world = World(
-        rank=ranks.index(bare.rank),
-        num_ranks=len(ranks),
-        store=dist.PrefixStore(f"{name} {ranks}", bare.store),
-        device=bare.device,
-        numbers=ranks,
-        timeout_s=bare.timeout_s,
-    )
-    return Stage(copy.deepcopy(model), balance, world=world, **options)
-
-
-def whole(tensor):
-    """Return all of a tensor that may be sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_same_gradients(stage, plain, what, tolerance=TOLERANCE):
-    expected = dict(plain.named_parameters())
-    for name, parameter in stage.named_parameters():
-        assert isinstance(parameter, DTensor), f"{what}: {name} is not sharded"
-        found = None if parameter.grad is None else whole(parameter.grad)
-        assert_same(found, expected[name].grad, f"{what} gradient of {name}", tolerance)
-
 
 FSDP_CASES = [
     *(
@@ -188,18 +112,6 @@ def train_one_pipeline(bare):
 
 def test_fsdp_over_one_process_gives_the_plain_models_gradients(ranks):
     assert ranks(2).run(train_one_pipeline, world=False).values() == [None] * 2
-
-
-@contextmanager
-def failing_all(stage, name):
-    """Close a stage; a failure names the case, and no peer waits for this rank."""
-    try:
-        yield
-        stage.close()
-    except BaseException as error:
-        error.add_note(f"in the case {name!r} on rank {stage._world.job_rank}")
-        stage._calls.fail("the test", error)
-        raise
 
 
 def check_own_losses(bare, mesh):
@@ -478,14 +390,6 @@ def ask_for_what_cannot_be(bare):
         found["late"] = error_of(lambda: shard(bare, mesh, "dp", "gpipe", is_late=True))
         found["tied"] = error_of(lambda: shard(bare, mesh, "dp", "zb-h1", is_tied=True))
     return found
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False, is_late=False):

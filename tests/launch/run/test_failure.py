@@ -22,7 +22,8 @@ ValueError: mine
 
 
 def end(rank, code, at_s=10.0, stderr="", recorded=None, reading=None):
-    logs = Logs(rank, Path(f"/logs/attempt_0/rank_{rank}"))
+    folder = Path(f"/logs/attempt_0/rank_{rank}")
+    logs = Logs(rank, folder / "stdout.log", folder / "stderr.log", folder / "error.json")
     error = recorded and Recorded("ValueError: mine", recorded, at_s - 1)
     return Rank(logs, code=code, at_s=at_s, reading=reading, recorded=error, stderr=stderr)
 
