@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from procpipe import Stage, state
+from procpipe import RemoteStageError, Stage, state
 from tests.dist.meshes import (
     TOLERANCE,
     Block,
@@ -440,3 +441,32 @@ def test_messages_name_the_ranks_of_the_job_and_other_pipelines_go_on(ranks):
     assert (first, second) == ("", "")
     assert third.startswith("RemoteStageError: rank 3 failed:\nstage 1 (rank 3), in step()")
     assert fourth == "RuntimeError: boom"
+
+
+def fail_in_torch_distributed(bare):
+    """Raise what a collective raises, within sharded layers; return the notes on it."""
+    with mesh_of(bare, "dp", "pp") as mesh:
+        stage = stage_in(bare, mesh, "collective", make_model(), [2, 4], loss_fn=mean_loss)
+        for layer in stage:
+            fully_shard(layer, mesh=mesh["dp"])
+        for layer in stage:
+            layer.register_forward_hook(raise_lost_peer)
+        try:
+            stage.step(*make_batch(4, 1))
+        except dist.DistNetworkError as error:
+            return error.__notes__
+        except RemoteStageError:
+            return []
+
+
+def raise_lost_peer(module, input, output):
+    raise dist.DistNetworkError("connection reset")
+
+
+def test_an_error_of_fsdp_names_the_ranks_that_share_layers(ranks):
+    first, second, third, fourth = ranks(4).run(fail_in_torch_distributed, world=False).values()
+
+    note = "procpipe: the layers are sharded over ranks [0, 2]: another of these ranks has ended"
+    for notes in (first, third):
+        assert sum(each.startswith(note) for each in notes) == 1, notes
+    assert second == fourth == []
