@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.partition import Partition
-from procpipe.data.loss import LossPart
+from procpipe.data.mean_loss import LossPart
 from procpipe.data.microbatch import scatter_twice
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch
 from procpipe.job.grid import Grid

@@ -29,9 +29,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
+from torch.distributed import DistError
 
 from procpipe.compute.partition import Partition
-from procpipe.compute.wrappers import is_sharded
+from procpipe.compute.wrappers import is_sharded, ranks_of_shards
 from procpipe.data.minibatch import MiniBatch
 from procpipe.model.ties import Tie
 from procpipe.plan.program import Program, Run
@@ -82,6 +83,7 @@ class Sharded(Replicas):
         self._units = [
             unit for roots in self._roots.values() for root in roots for unit in units_of(root)
         ]
+        self._ranks = ranks_of_shards(p for layer in layers.values() for p in layer.parameters())
         self._shards: list[list[Tensor]] = []
         self._last: dict[Task, int] = {}
         self._last_pass = LastPass(())
@@ -137,14 +139,32 @@ class Sharded(Replicas):
     @contextmanager
     def during(self, task: Task) -> Iterator[None]:
         """Reduce the gradients of a partition in or after the last task that adds to them."""
-        with self._last_pass.following() if task == self._followed else nullcontext():
-            yield
+        with self._naming_others():
+            with self._last_pass.following() if task == self._followed else nullcontext():
+                yield
+            self._after(task)
+
+    def _after(self, task: Task) -> None:
         if task.kind == WEIGHT_GRADIENT:  # runs beside FSDP's hooks, which convert gradients
             for root in filter(reduces_in_other_dtype, self._roots[task.j]):
                 finish_backward(root)
         j = self._last.get(task)
         if j is not None and self.overlaps and self._reduces:
             self._reduce(j)
+
+    @contextmanager
+    def _naming_others(self) -> Iterator[None]:
+        """Add a note to what torch.distributed raises within the layers."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, DistError) or "gloo/transport" in str(error):
+                error.add_note(
+                    f"procpipe: the layers are sharded over ranks {self._ranks}: another of these "
+                    "ranks has ended or does not answer; has it failed before, or does its "
+                    "pipeline make fewer calls?"
+                )
+            raise
 
     def end(self, factor: Tensor | None = None) -> None:
         """Reduce what is left."""
@@ -157,8 +177,9 @@ class Sharded(Replicas):
         if factor is not None:
             for unit in self._units:
                 scale_unreduced(unit.module, factor)
-        for j in tuple(self._to_reduce) if self._reduces else ():
-            self._reduce(j)
+        with self._naming_others():
+            for j in tuple(self._to_reduce) if self._reduces else ():
+                self._reduce(j)
         self._holds_own = not self._reduces
 
     def check_added_up(self, call: str) -> None:

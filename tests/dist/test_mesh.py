@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from procpipe import Stage, state
+from procpipe import RemoteStageError, Stage, state
 from tests.dist.meshes import (
     TOLERANCE,
     Block,
@@ -39,7 +40,7 @@ from tests.dist.meshes import (
     weighted_loss,
     whole,
 )
-from tests.dist.stages import assert_same
+from tests.dist.stages import assert_same, world_of
 
 #: By the number of partitions a stage.
 BALANCES = {1: [2, 4], 2: [1, 1, 2, 2]}
@@ -132,6 +133,8 @@ def check_own_losses(bare, mesh):
             torch.stack(losses).mean().backward()
             with stage.no_sync() if k < 2 else nullcontext():
                 mean_loss(stage(parts[dp][0]), parts[dp][1]).backward()
+            if k < 2:
+                stage.zero_grad()  # drops nothing: FSDP holds these gradients apart
         assert_same_gradients(stage, plain, "own loss")
 
 
@@ -377,6 +380,8 @@ def ask_for_what_cannot_be(bare):
             found[name] = error_of(lambda options=options: Stage(make_model(), **options))
         del os.environ["RANK"]
         found["environment"] = error_of(lambda: Stage(make_model(), mesh=mesh["pp"]))
+        for size in (1, 4):
+            found[f"replicas, shards of {size}"] = error_of(lambda size=size: beside(bare, size))
         found["balance"] = error_of(
             lambda: stage_in(bare, mesh, "balance", make_model(), [1, 2, 3], loss_fn=mean_loss)
         )
@@ -406,6 +411,18 @@ def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False, is_
         stage(torch.zeros(2, 3, dtype=torch.long))
 
 
+def beside(bare, num_shards):
+    """Shard the layers of replicas, over each rank's own process or all ranks."""
+    options = {"replicas": 2, "world": world_of(bare, f"beside {num_shards}")}
+    stage = Stage(make_model(), [2, 4], loss_fn=mean_loss, **options)
+    ranks = [bare.rank] if num_shards == 1 else [*range(bare.num_ranks)]
+    mesh = DeviceMesh("cpu", ranks)
+    for layer in stage:
+        fully_shard(layer, mesh=mesh)
+    with failing_all(stage, "beside replicas"):
+        stage.step(*make_batch(4, 1))
+
+
 def test_what_cannot_be_is_a_clear_error(ranks):
     for rank, found in enumerate(ranks(4).run(ask_for_what_cannot_be, world=False).values()):
         pipeline = [0, 1] if rank < 2 else [2, 3]
@@ -414,6 +431,8 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "no mesh": "TypeError: mesh is [0, 1]",
             "replicas": "ValueError: replicas=2 and mesh are given",
             "another rank": f"ValueError: rank {rank} is not in the mesh of ranks",
+            "replicas, shards of 1": "TypeError: replicas=2 and sharded layers (fully_shard, p",
+            "replicas, shards of 4": "give the pipeline one dimension of a DeviceMesh, as Stage(",
             "environment": f"ValueError: torch.distributed says that this is rank {rank}",
             "balance": f"IndexError: balance [1, 2, 3] makes 3 partitions, but the mesh of this "
             f"pipeline has 2 ranks, {pipeline}",
@@ -447,3 +466,32 @@ def test_messages_name_the_ranks_of_the_job_and_other_pipelines_go_on(ranks):
     assert (first, second) == ("", "")
     assert third.startswith("RemoteStageError: rank 3 failed:\nstage 1 (rank 3), in step()")
     assert fourth == "RuntimeError: boom"
+
+
+def fail_in_torch_distributed(bare):
+    """Raise what a collective raises, within sharded layers; return the notes on it."""
+    with mesh_of(bare, "dp", "pp") as mesh:
+        stage = stage_in(bare, mesh, "collective", make_model(), [2, 4], loss_fn=mean_loss)
+        for layer in stage:
+            fully_shard(layer, mesh=mesh["dp"])
+        for layer in stage:
+            layer.register_forward_hook(raise_lost_peer)
+        try:
+            stage.step(*make_batch(4, 1))
+        except dist.DistNetworkError as error:
+            return error.__notes__
+        except RemoteStageError:
+            return []
+
+
+def raise_lost_peer(module, input, output):
+    raise dist.DistNetworkError("connection reset")
+
+
+def test_an_error_of_fsdp_names_the_ranks_that_share_layers(ranks):
+    first, second, third, fourth = ranks(4).run(fail_in_torch_distributed, world=False).values()
+
+    note = "procpipe: the layers are sharded over ranks [0, 2]: another of these ranks has ended"
+    for notes in (first, third):
+        assert sum(each.startswith(note) for each in notes) == 1, notes
+    assert second == fourth == []
