@@ -135,10 +135,8 @@ class Tied:
     ) -> None:
         """Check the copies here, and compare all; all stages call it before each training call.
 
-        Args:
-            agree: brings values of all stages together, see ``Control.agree``.
-            always: whether to compare each time, and raise; else before the calls 2, 4, 8, …, with
-                a warning on stage 0.
+        ``always`` compares each time, and raises; else this is before the calls 2, 4, 8, …, with a
+        warning on stage 0. ``agree`` brings values of all stages together, see ``Control.agree``.
 
         Raises:
             RuntimeError: they differ; on every stage. Or :meth:`_check_parameters` raises it, here.

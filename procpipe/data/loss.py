@@ -112,12 +112,9 @@ class Loss:
     def weights(
         self, targets: Sequence[Any] | None, sizes: Sequence[int], *, is_share: bool = False
     ) -> tuple[float, ...]:
-        """Return what each micro-batch counts.
+        """Return what each micro-batch counts, from its target, if it has one, and its size.
 
-        Args:
-            targets: of each micro-batch; None where there are none.
-            sizes: samples in each.
-            is_share: whether other replicas have more of the mini-batch: see ``warn_of_weights``.
+        ``is_share``: whether other replicas have more of the mini-batch, see ``warn_of_weights``.
         """
         if self.weight is None:
             return tuple(map(float, sizes))

@@ -152,14 +152,10 @@ class LossPart(NamedTuple):
 
 
 def mean_of(part: LossPart, total_weight: float | None) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of a mini-batch and what its gradients are to be multiplied by.
+    """Return the loss of a mini-batch and what its gradients are to be multiplied by, both 0-dim.
 
-    Args:
-        part: that of the last stage; with replicas, of all of them.
-        total_weight: the user's, or None.
-
-    Returns:
-        Both 0-dim; no second where gradients are right.
+    There is no second where gradients are right. ``part`` is that of the last stage; with replicas,
+    of all of them. ``total_weight`` is the user's, or None.
     """
     if not isinstance(part.weight, Tensor):
         return part.sum, None

@@ -49,15 +49,11 @@ def inputs_of(values: tuple[Any, ...], named: Mapping[str, Any]) -> Inputs:
 def inputs_and_target(
     values: tuple[Any, ...], named: dict[str, Any], target: Any, *, is_read: bool
 ) -> tuple[Inputs, Any]:
-    """Return the inputs and the target of a ``step``.
+    """Return the inputs and the target of a ``step``, from what it was given.
 
-    Args:
-        values: what ``step`` was given by position; if there is no other target, the second of two
-            is it.
-        named: what it was given by name; if there is no other target, ``labels`` is it.
-        target: the target, or the name of a named value, or of one of the only value, a mapping;
-            ``UNSET`` where none was given.
-        is_read: whether this rank's inputs count; others may give any values.
+    The target is ``target``, or the value that this names, among the named ones or in the only one,
+    a mapping; if that is ``UNSET``, the named value ``labels``, or the second of two positional
+    ones. ``is_read``: whether this rank's inputs count; others may give any values.
 
     Raises:
         TypeError: more than two positional values, of which the last may be an input too; a target
