@@ -155,7 +155,7 @@ class Cut:
             placement = schedule.place(len(entries), grid.num_stages)
         except BalanceError as error:
             fits = replicas_for(grid.num_ranks, len(entries), schedule.partitions_per_stage)
-            if fits is None:
+            if fits is None or grid.is_part:
                 raise
             raise BalanceError(f"{error}: give replicas={fits}, or another balance") from None
         facts = layer_facts(module)
@@ -212,7 +212,8 @@ def found_balance(
         from procpipe.balance.agreed import agreed_balance
         from procpipe.balance.estimated import estimated_balance
     if world.is_launched:
-        check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count)
+        numbers = grid.numbers if grid.is_part else None
+        check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count, numbers)
     if name is not None:
         return agreed_balance(name, module, sample, chunks, world, num_partitions)
     balance, basis = estimated_balance(num_partitions, module, sample)

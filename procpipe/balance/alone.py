@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry
@@ -74,7 +73,6 @@ class SkipCut:
 
     def __init__(self) -> None:
         self._stashed: list[Tensor] = []
-        self._popped: list[GradientEdge] = []
         self._held: dict[Hashable, tuple[Flat, int]] = {}
 
     def stash(self, key: Hashable, tensor: Tensor | None, num_pops: int) -> None:
@@ -93,8 +91,6 @@ class SkipCut:
         if num_pops > 1:
             self._held[key] = flat, num_pops - 1
         tensor: Tensor | None = _enter(flat)
-        if tensor is not None and tensor.requires_grad:
-            self._popped.append(get_gradient_edge(tensor))
         return tensor
 
     def waiting(self) -> dict[Hashable, list[Tensor]]:
@@ -105,11 +101,6 @@ class SkipCut:
         """Return the tensors stashed since the last call, with their graph."""
         stashed, self._stashed = self._stashed, []
         return stashed
-
-    def take_popped(self) -> list[GradientEdge]:
-        """Return the gradient edges of the tensors popped since the last call."""
-        popped, self._popped = self._popped, []
-        return popped
 
     @property
     def held(self) -> list[Tensor]:
@@ -134,7 +125,6 @@ class LayerAlone:
         self.outputs: list[Tensor] = []
         self.output: Any = None
         self._cut = cut
-        self._popped: list[GradientEdge] = []
         self._arguments: tuple[Any, ...] = _enter(arguments)  # positional and named
 
     def forward(self) -> None:
@@ -142,22 +132,10 @@ class LayerAlone:
         (arguments, named), self._arguments = self._arguments, ()
         self.output = self.module(*arguments, **named)
         self.outputs = flatten(self.output)[0] + self._cut.take_stashed()
-        self._popped = self._cut.take_popped()
 
     def waiting_skips(self) -> dict[Hashable, list[Tensor]]:
         """Return the skip tensors that are still to be popped, by key."""
         return self._cut.waiting()
-
-    def entries(self) -> list[GradientEdge]:
-        """Return the gradient edges of its inputs; call this before ``forward``."""
-        tensors, _ = flatten(self._arguments)
-        return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
-
-    def gradients_up_to(self, ends: list[GradientEdge], gradients: list[Tensor]) -> None:
-        """Run the part of the backward that computes gradients at ``ends`` and of popped skips."""
-        ends = [*ends, *self._popped]
-        if gradients and ends:
-            torch.autograd.grad(self._roots(), ends, gradients, allow_unused=True)
 
     def output_gradients(self) -> list[Tensor]:
         """Return a gradient for each output that requires one."""

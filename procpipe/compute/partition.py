@@ -111,7 +111,7 @@ class Partition:
         self._put_off: dict[int, PutOff] = {}
         self._trainable: tuple[bool, ...] = ()
         self._types: list[type] = []
-        self._learned: dict[tuple[Structure, tuple[bool, ...], bool], _Learned] = {}
+        self._learned: dict[tuple[Structure, tuple[bool, ...], bool, bool], _Learned] = {}
         self._clone_inputs = bool(layers) and any(
             getattr(module, "inplace", False) for module in self._layers[0][1].modules()
         )
@@ -286,7 +286,7 @@ class Partition:
         this.ambient = Ambient.now(self.device, generators.sources(), generators.modules)
         this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
-        kind = (inputs.structure, inputs.requires_grad, is_left_out)
+        kind = (inputs.structure, inputs.requires_grad, this.finish is not None, is_left_out)
         learned = self._learned.get(kind)
         with checkpointing():
             if learned is None or self.is_compiled:

@@ -201,6 +201,21 @@ def holder_of(value: Any) -> int:
     return max(map(holder_of, children_of(value)), default=0)
 
 
+def check_held(value: Any) -> None:
+    """Check that the rank which is to send a value everywhere has all of it.
+
+    Raises:
+        RemoteValueError: some of it is a placeholder.
+    """
+    if has_placeholder(value):
+        missing = next(operand for operand in _operands(value) if isinstance(operand, Remote))
+        raise RemoteValueError(
+            f"fetch() of a value that no rank has whole: here {missing!r} is missing. Fetch what "
+            "different ranks hold one by one; in a loop over batches(…, sharded=True) rank 0's "
+            "item is fetched, and replica 0 may have none left"
+        )
+
+
 def has_placeholder(value: Any) -> bool:
     """Return whether a nested value holds a placeholder."""
     return any(isinstance(operand, Remote) for operand in _operands(value))

@@ -74,7 +74,7 @@ def generate(
     if stage.rank == 0:
         try:
             ends = _ends(model, eos_token_id)
-            padding = getattr(getattr(model, "generation_config", None), "pad_token_id", None)
+            padding = model.generation_config.pad_token_id
             if attention_mask is None and isinstance(input_ids, Tensor) and padding is not None:
                 attention_mask = None if padding in ends else input_ids != padding
             job = _job(
@@ -196,7 +196,7 @@ def _job(tokens: Any, mask: Any, max_new_tokens: Any, temperature: float | None)
 
 def _ends(model: Any, eos: int | Sequence[int] | Tensor | None) -> list[int]:
     if eos is None:
-        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        eos = model.generation_config.eos_token_id
     if isinstance(eos, Tensor):
         eos = eos.tolist()
     ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from procpipe.plan.placement import partitions_of
-from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, Task
+from procpipe.plan.task import BACKWARD, FORWARD, WEIGHT_GRADIENT, Plan, Task, gradient_tasks
 
 ACTIVATION = "activation"
 GRADIENT = "gradient"
@@ -83,7 +83,7 @@ class Transfer(NamedTuple):
         if self.payload == TIED_GRADIENT:
             return ()
         if self.is_gradient:
-            return Task(BACKWARD, self.i, self.source), Task(INPUT_GRADIENT, self.i, self.source)
+            return gradient_tasks(self.i, self.source)
         return (Task(FORWARD, self.i, self.source),)
 
 
@@ -142,7 +142,7 @@ class Routes:
         kind, i, j = task
         if kind == FORWARD:
             return self._made_forward(i, j, complete=is_last)
-        if kind in (BACKWARD, INPUT_GRADIENT):
+        if task.makes_gradient:
             up = [Transfer(GRADIENT, i, j, j - 1)] if j > 0 else []
             return up + [Transfer(SKIP_GRADIENT, i, j, a) for a in self.skips_into(j)]
         return []
@@ -161,7 +161,7 @@ class Routes:
             if self.target and j == last > 0:
                 down.append(Transfer(TARGET, i, 0, last))
             return down
-        if kind in (BACKWARD, INPUT_GRADIENT):
+        if task.makes_gradient:
             up = [Transfer(GRADIENT, i, j + 1, j)] if j < last else []
             return up + [Transfer(SKIP_GRADIENT, i, b, j) for b in self.skips_from(j)]
         return []

@@ -168,8 +168,13 @@ class Reduction:
 
     @property
     def holds_own(self) -> bool:
-        """Whether some gradients are not added up yet."""
-        return any(parameter.grad is not None for parameter in self._own)
+        """Whether some gradients are not added up yet, and are not 0.
+
+        Zeros of this replica, as zero_grad(set_to_none=False) leaves them, need no sum; if another
+        replica's are not 0, that one finds it.
+        """
+        gradients = (parameter.grad for parameter in self._own)
+        return any(g is not None and (g.is_sparse or bool(g.any())) for g in gradients)
 
     def abandon(self) -> None:
         """Drop the sums that are under way."""

@@ -188,8 +188,7 @@ class Several(Replicas):
     def make_equal(self, layers: Iterable[nn.Module]) -> None:
         """Give the layers of this replica the values of replica 0."""
         for layer in layers:
-            for tensor in (*layer.parameters(), *layer.buffers()):
-                self._group.copy_first(tensor)
+            self._group.copy_first((*layer.parameters(), *layer.buffers()))
             self._buffers.note(layer)
 
     # -- what is added up -----------------------------------------------------------------------

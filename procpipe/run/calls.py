@@ -121,7 +121,7 @@ class Calls(Leaving):
         said = f"{type(error).__name__}: {text_of(error)}"
         self._has_failed = True
         self._ended = f"{name} failed on this rank with {said}"
-        self._world.stop_watching_device()
+        self._world.transports.stop_watching_device()
         self._world.board.fail()
         try:
             # The mesh has sent on the failure of another rank.

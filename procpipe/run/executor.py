@@ -356,7 +356,9 @@ class Executor:
             return batch.output_gradients[i]
         assert batch.loss is not None, "else the user gives the gradients of the output"
         if own[0]:
-            return [batch.loss.gradient(i, outcome.outputs[i].tensors[0])]
+            # Of sums, the weight may have been predicted to require a gradient.
+            rest = [None] * sum(own[1:])
+            return [batch.loss.gradient(i, outcome.outputs[i].tensors[0]), *rest]
         is_trained = self.partitions[self._last].is_trainable
         if not batch.loss.is_left_out(i) and (is_trained or any(passage.num_wanted)):
             raise RuntimeError(

@@ -137,10 +137,12 @@ class Intake:
         from rank 0.
         """
         is_last = self._grid.stage == self._output_stage
-        if is_last and given is None and order.target != ROUTED and not order.shares:
+        if is_last and given is None and order.target != ROUTED and order.sizes:
             if order.target == DELIVERED:
                 target = self._batches.delivered_target
-            if target is not None:
+            if order.shares:
+                self._check_not_given(target)
+            elif target is not None:
                 # On the user's device: if that is a CPU, loss_weight waits for no GPU.
                 given = scatter_like(target, order.sizes)
         loss = None
@@ -164,6 +166,15 @@ class Intake:
             is_step=True,
             expected=None if whole is None else self._loss.expected(whole),
         )
+
+    def _check_not_given(self, target: Any) -> None:
+        """Check, on a last stage, that a target which no first rank has is not given there."""
+        if target is not None and not has_placeholder(target):
+            raise ValueError(
+                "with replicas the target of step() is divided as the input is, but rank 0 gave "
+                f"none, and {self._grid.rank_name(self._grid.rank)} did: give it where the input "
+                "is: on rank 0, or in a loop over batches(…, sharded=True) on each first rank"
+            )
 
 
 def _recomputed(checkpoint: str, sizes: Sequence[int], *, keeps: bool) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class Leaving:
             self._send_goodbye(is_new=self._pipeline is None and self._ended is None)
         if self._is_victim:
             self._world.let_others_end_first()
-        if self._world.is_device_stuck:
+        if self._world.transports.is_device_stuck:
             end_at_once(f"rank {self._world.job_rank}")
 
     def _send_goodbye(self, *, is_new: bool) -> None:

@@ -43,10 +43,12 @@ class BatchDetail:
     Attributes:
         form: plain JSON, see ``data.batches``; None if the loader has ended.
         is_delivered: whether the item's target is sent to the last stage.
+        is_sharded: whether the first rank of each replica reads a loader of its own.
     """
 
     form: Any = None
     is_delivered: bool = False
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Pipeline:
         self.split: Split | None = None
         self._world = world
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
-        progress = Progress(world.board, world.device, executor.partitions, trace, executor.ledger)
+        progress = Progress(world.board, world.device, executor.partitions, trace)
         compiling = Compiling(world.board, wires.mesh, executor.partitions)
         self.observers = Observers((trace, progress, compiling, *observers))
         executor.observe(self.observers)
@@ -143,7 +143,7 @@ class Pipeline:
             self.wires.mesh.flush()
             for observer in self.observers.all:
                 observer.finish()
-            self._world.drain()
+            self._world.transports.drain()
         finally:
             self.abandon()
 

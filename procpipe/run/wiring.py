@@ -149,7 +149,7 @@ def _open_channels(
     """Open this rank's ends of every channel a plan may use."""
     of_replicas = [_numbered(routes, grid, replica) for replica in range(grid.num_replicas)]
     numbers = of_replicas[grid.replica]
-    transports = world.open_transports(choice, chain(*map(dict.values, of_replicas)))
+    transports = world.transports.open(choice, chain(*map(dict.values, of_replicas)))
     channels = Channels()
     if not transports:
         return channels

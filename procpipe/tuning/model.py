@@ -176,14 +176,8 @@ class Model:
     ) -> tuple[tuple[Bucket, ...], ...]:
         """Return what each stage adds up over replicas, for ``Costs.buckets``.
 
-        A layer's gradients are taken to be final at the end of its backward, all at once.
-
-        Args:
-            balance: the number of layers in each partition.
-            placement: the stage of each partition.
-            num_samples: of a micro-batch.
-            link: between the replicas.
-            num_replicas: their number.
+        A layer's gradients are taken to be final at the end of its backward, all at once. The link
+        is that between replicas.
         """
         partition_of, shares = _partition_of(balance), self._backward_shares(balance, num_samples)
         stage_of = [placement[j] for j in partition_of]
@@ -220,12 +214,8 @@ class Model:
     ) -> tuple[int, ...]:
         """Return the bytes of each stage's parameters, gradients and optimizer states.
 
-        What several layers of a stage use counts once.
-
-        Args:
-            balance: the number of layers in each partition.
-            placement: the stage of each partition.
-            states: bytes of optimizer states for each byte of trained parameters.
+        What several layers of a stage use counts once. The optimizer has ``states`` bytes for each
+        byte of trained parameters.
         """
 
         def whole(parameter_bytes: int, trained_bytes: int) -> int:

@@ -165,11 +165,6 @@ class Proposal:
 def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
     """Simulate all ways to run a model, including those that do not fit.
 
-    Args:
-        model: the costs of its layers.
-        question: what to plan for.
-        divide: divides costs of layers into contiguous parts, as evenly as possible.
-
     Raises:
         ValueError: there are more stages than layers, or than groups of layers that must be in one
             partition; or there are more replicas than samples, or chunks than samples of each.
