@@ -102,17 +102,13 @@ class SkipCut:
         stashed, self._stashed = self._stashed, []
         return stashed
 
-    @property
-    def held(self) -> list[Tensor]:
-        """The tensors that are still to be popped."""
-        return [tensor for tensors in self.waiting().values() for tensor in tensors]
-
 
 class LayerAlone:
     """A copied layer and one input.
 
     Attributes:
         module: the copy, in training mode, on the device.
+        cut: the skip tensors of the pass.
         entering: its inputs' tensors.
         inputs: all tensors before its forward: ``entering``, and skip tensors still to be popped.
         outputs: tensors that its forward made: outputs and stashed skip tensors.
@@ -121,21 +117,17 @@ class LayerAlone:
     def __init__(self, module: nn.Module, arguments: Flat, cut: SkipCut) -> None:
         self.module = module
         self.entering = arguments.tensors
-        self.inputs = [*self.entering, *cut.held]
+        self.inputs = [*self.entering, *chain.from_iterable(cut.waiting().values())]
         self.outputs: list[Tensor] = []
         self.output: Any = None
-        self._cut = cut
+        self.cut = cut
         self._arguments: tuple[Any, ...] = _enter(arguments)  # positional and named
 
     def forward(self) -> None:
         """Run the layer; only once, as its skip tensors are popped."""
         (arguments, named), self._arguments = self._arguments, ()
         self.output = self.module(*arguments, **named)
-        self.outputs = flatten(self.output)[0] + self._cut.take_stashed()
-
-    def waiting_skips(self) -> dict[Hashable, list[Tensor]]:
-        """Return the skip tensors that are still to be popped, by key."""
-        return self._cut.waiting()
+        self.outputs = flatten(self.output)[0] + self.cut.take_stashed()
 
     def output_gradients(self) -> list[Tensor]:
         """Return a gradient for each output that requires one."""

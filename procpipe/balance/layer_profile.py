@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from procpipe.balance.alone import LayerAlone, as_flat, run_each
-from procpipe.balance.profile import Memories, Timer, check_model, checked, leaves
+from procpipe.balance.profile import Memories, check_model, checked, leaves, seconds_of
 from procpipe.balance.put_off import counting_put_off
 from procpipe.compute.ledger import num_bytes
 from procpipe.compute.split.splitter import PutOff, Splitter
@@ -234,7 +234,6 @@ def _all_seconds(
     clock: Callable[[], float],
 ) -> list[tuple[float, float, float]]:
     """Return each layer's median seconds of forward, backward and the backward's first half."""
-    timer = Timer(device, clock)
 
     def time_both(layer: LayerAlone, put_off: PutOff | None = None) -> tuple[float, float]:
         for parameter in layer.module.parameters():
@@ -242,10 +241,10 @@ def _all_seconds(
                 parameter.grad = torch.zeros_like(parameter)
         splitter = Splitter([layer.module], torch.empty(0, device=device, requires_grad=True))
         with splitter.into(put_off):
-            forward_s = timer.seconds(layer.forward)
+            forward_s = seconds_of(layer.forward, device, clock)
         gradients = layer.output_gradients()
         with splitter.into(put_off):
-            return forward_s, timer.seconds(lambda: layer.backward(gradients))
+            return forward_s, seconds_of(lambda: layer.backward(gradients), device, clock)
 
     def time_first_half(layer: LayerAlone) -> float:
         return time_both(layer, PutOff())[1]
@@ -277,7 +276,7 @@ class _Counts:
         """Run a layer's forward and count its bytes."""
         k = len(self.layers)
         stashes, pops = declared(layer.module)
-        waiting = layer.waiting_skips()
+        waiting = layer.cut.waiting()
         saved = Memories(())
         with (
             counting_put_off(layer.module) as put_off,
@@ -306,7 +305,7 @@ class _Counts:
         for key in pops:
             kept = saved.num_bytes_within(Memories(waiting.get(key, ())))
             self._pops.setdefault(key, []).append((k, kept))
-        now = layer.waiting_skips()
+        now = layer.cut.waiting()
         for key in stashes:
             stashed = Memories(now.get(key, ()))
             lonely = stashed.beyond(entered | left)

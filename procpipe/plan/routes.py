@@ -18,8 +18,7 @@ stage hand tensors over without a transfer. ``program.py`` orders the transfers.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -188,11 +187,11 @@ class Routes:
 
     def skips_from(self, partition: int) -> tuple[int, ...]:
         """List the partitions that use skip tensors made in this one."""
-        return self._skips_from.get(partition, ())
+        return tuple(sorted(b for a, b in self.skips if a == partition))
 
     def skips_into(self, partition: int) -> tuple[int, ...]:
         """List the partitions that make skip tensors used in this one."""
-        return self._skips_into.get(partition, ())
+        return tuple(sorted(a for a, b in self.skips if b == partition))
 
     def sources(self, stage: int) -> list[int]:
         """List the stages that may send tensors to this one."""
@@ -253,18 +252,3 @@ class Routes:
                     of_stage = found.setdefault(self.placement[j], {})
                     of_stage.setdefault(other, set()).add(j)
         return {stage: dict(sorted(found[stage].items())) for stage in sorted(found)}
-
-    @cached_property
-    def _skips_from(self) -> Mapping[int, tuple[int, ...]]:
-        return _grouped(self.skips)
-
-    @cached_property
-    def _skips_into(self) -> Mapping[int, tuple[int, ...]]:
-        return _grouped((b, a) for a, b in self.skips)
-
-
-def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-    groups: defaultdict[int, list[int]] = defaultdict(list)
-    for key, value in sorted(pairs):
-        groups[key].append(value)
-    return {key: tuple(values) for key, values in groups.items()}

@@ -201,14 +201,6 @@ class Model:
             found.append(tuple(of_stage))
         return tuple(found)
 
-    def skip_routes(self, balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """List the pairs of partitions that exchange skip tensors."""
-        return tuple(self._crossing(balance, self.samples[0]))
-
-    def tie_routes(self, balance: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """List the sets of partitions that use a trained parameter in common."""
-        return tuple(self._tied_bytes(balance))
-
     def static_bytes(
         self, balance: Sequence[int], placement: Sequence[int], states: float
     ) -> tuple[int, ...]:

@@ -320,11 +320,11 @@ def _of_balance(
         costs = replace(costs, buckets=buckets)
     routes = Routes(
         n,
-        model.skip_routes(balance),
+        tuple(costs.skip_bytes),
         bool(model.target_bytes),
         loss=True,
         placement=placement,
-        ties=model.tie_routes(balance),
+        ties=tuple(costs.tied_bytes),
     )
     static = model.static_bytes(balance, placement, question.states)
     m = setting.num_micro_batches
