@@ -20,17 +20,23 @@ import secrets
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from procpipe.channel.handshake import Joiner, accept_peers, connect_to
 from procpipe.channel.sockets import Address, address_towards, host_identity, listen, own_address
-from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.errors import PeerLostError, RemoteStageError
 from procpipe.job.attendance import Announcement, Attendance
 from procpipe.job.grid import IN_ORDER
 from procpipe.job.keys import given_key
-from procpipe.job.rollcall import Notes, agree_on_round, has_launchers_store, wait_until
+from procpipe.job.rollcall import (
+    Notes,
+    agree_on_round,
+    has_launchers_store,
+    not_started,
+    wait_until,
+)
 from procpipe.limits import check_file_limit
 
 if TYPE_CHECKING:
@@ -205,15 +211,12 @@ class Start:
             time.sleep(_HOLD_STORE_S)
 
     def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
-        store = self.shared_store()
+        store, ours, theirs = self.shared_store(), self.numbers[self.rank], self.numbers[peer]
         wait_until(
             lambda: store.check([key]),
             check=self._check_for_failure,
             deadline_s=deadline_s,
-            timed_out=lambda: WaitTimeoutError(
-                f"rank {self.numbers[self.rank]} waited {self._timeout_s:.1f} s in vain for "
-                f"rank {self.numbers[peer]} to start: did every process reach its first step?"
-            ),
+            timed_out=lambda: not_started(ours, [theirs], self._timeout_s),
         )
         return store.get(key).decode()
 
@@ -250,14 +253,8 @@ class _OpenedStore:
 
 @functools.cache
 def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
-    def open_store(is_given_up: Callable[[], bool]) -> JobStore:
-        from procpipe.job.store import JobStore, launchers_store
-
-        store = launchers_store(timeout_s, is_given_up)
-        return JobStore(store, "procpipe/", key=given_key(), timeout_s=timeout_s)
-
     del pid  # a forked process has another
-    return Announcement(rank, open_store)
+    return Announcement(rank, timeout_s)
 
 
 def _check_purpose(rank: int, purposes: list[str], numbers: Sequence[int]) -> None:

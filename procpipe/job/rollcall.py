@@ -126,12 +126,12 @@ def agree_on_round(
             raise _lost_seat(numbers[rank])
         check()
 
-    wait_until(
-        is_agreed,
-        check=check_all,
-        deadline_s=time.monotonic() + timeout_s,
-        timed_out=lambda: WaitTimeoutError(_missing_text(store, rank, awaited, timeout_s, numbers)),
-    )
+    def missing() -> WaitTimeoutError:
+        late = [numbers[other] for other, key in enumerate(awaited) if not store.check([key])]
+        return not_started(numbers[rank], late or [numbers[0]], timeout_s)
+
+    deadline_s = time.monotonic() + timeout_s
+    wait_until(is_agreed, check=check_all, deadline_s=deadline_s, timed_out=missing)
     return confirmed
 
 
@@ -143,15 +143,12 @@ def _lost_seat(rank: int) -> PeerLostError:
     )
 
 
-def _missing_text(
-    store: KeyValues, rank: int, keys: list[str], timeout_s: float, numbers: Sequence[int]
-) -> str:
-    missing = [numbers[other] for other, key in enumerate(keys) if not store.check([key])]
-    missing = missing or [numbers[0]]
+def not_started(rank: int, missing: Sequence[int], waited_s: float) -> WaitTimeoutError:
+    """Return the error of a rank that waited for others; all by their numbers in the job."""
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-    return (
-        f"rank {numbers[rank]} waited {timeout_s:.1f} s in vain for {who} to start: did every "
-        "process reach its first step?"
+    return WaitTimeoutError(
+        f"rank {rank} waited {waited_s:.1f} s in vain for {who} to start: did every process reach "
+        "its first step?"
     )
 
 
