@@ -214,8 +214,7 @@ def _give_key(job: Job) -> None:
 
 def _adopt_orphans() -> None:
     """Let orphaned descendants become children of this process, so that all can be found."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _reap() -> None:
