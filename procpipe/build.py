@@ -253,15 +253,8 @@ def connect(
 ) -> Pipeline:
     """Connect this rank to all others; every rank calls it, and it waits for all of them.
 
-    Args:
-        world: this process's place in the job.
-        settings: what the user asks for.
-        cut: the partitions.
-        layers: this rank's layers, as they are now, by name.
-        tied: this rank's copies of what several stages use.
-        checks_tied: whether the copies are compared before each training call.
-        chunks: the number of micro-batches, as the user has it now.
-        checkpoint: what is recomputed, as the user has it now.
+    ``layers`` are this rank's, as they are now, by name; ``chunks`` and ``checkpoint`` what the
+    user has set now.
     """
     grid = settings.grid
     facts = {

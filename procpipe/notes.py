@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import warnings
@@ -36,8 +37,8 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
     Raises ``category`` if the user's filter makes it an error.
     """
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_CODE):
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_CODE):
         level, frame = level + 1, frame.f_back
     try:
         warnings.warn(text, category, stacklevel=level)

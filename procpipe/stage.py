@@ -39,7 +39,7 @@ from procpipe.data.minibatch import (
     inputs_of,
     join_outputs,
 )
-from procpipe.data.remote import Remote, holder_of
+from procpipe.data.remote import Remote, check_held, holder_of
 from procpipe.gradients import Gradients
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.model.arguments import checked_checkpoint, checked_chunks, ranks_of
@@ -364,6 +364,9 @@ class Stage(Gradients):
 
         Returns:
             The value, detached, on this stage's device.
+
+        Raises:
+            RemoteValueError: no rank has all of it.
         """
         with self._calls.together("fetch") as pipeline:
             detail = self._issue_or_follow("fetch", detail=FetchDetail(holder_of(value))).detail
@@ -371,6 +374,7 @@ class Stage(Gradients):
             holder = detail.holder
             if self.rank != holder:
                 return pipeline.wires.take_value(holder)
+            check_held(value)
             for peer in range(self._world.num_ranks):
                 if peer != holder:
                     pipeline.wires.send_value(peer, value)

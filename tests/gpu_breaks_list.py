@@ -582,7 +582,7 @@ BREAKS = [
     Break(
         "steady-item",
         "a step reads its loss",
-        "procpipe/data/loss.py",
+        "procpipe/data/mean_loss.py",
         "        part = loss if weight is not None else loss * self._shares[i]\n",
         "        part = loss * self._shares[i]\n        part.item()\n",
         STEADY,

@@ -241,6 +241,7 @@ class View:
 def live_table(rows: list[Row], width: int) -> Table:
     """Return the live table; columns are left out if the terminal's ``width`` is too small."""
     columns = {
+        "rank": [str(row.rank) for row in rows],
         "replica": _replicas(rows),
         "stage": [str(row.stage) for row in rows],
         "device": [row.device for row in rows],
@@ -256,6 +257,8 @@ def live_table(rows: list[Row], width: int) -> Table:
         columns["GPU"] = [size_text(row.device_bytes) for row in rows]
     if not any(columns["replica"]):
         del columns["replica"]
+    if not any(row.is_part for row in rows):
+        del columns["rank"]
     widths = {name: max(map(len, [name, *cells])) + _GAP for name, cells in columns.items()}
     for name in _DISPENSABLE:
         if sum(widths.values()) + _MIN_NOW > width and name in columns:
@@ -264,7 +267,7 @@ def live_table(rows: list[Row], width: int) -> Table:
         box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", expand=True
     )
     for name in columns:
-        is_text = name in ("replica", "stage", "device", "cores")
+        is_text = name in ("rank", "replica", "stage", "device", "cores")
         table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
     table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
     for row, *cells in zip(rows, *columns.values(), strict=True):

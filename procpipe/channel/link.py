@@ -125,8 +125,10 @@ class Sender:
             for start in range(0, len(data), PIECE_BYTES):
                 piece = data[start : start + PIECE_BYTES]
                 mesh.send(peer, self._channel_id, _IS_PIECE, 0, piece)
-                mesh.wait_for(
-                    peer, lambda: not mesh.has_unsent(peer), lambda: f"rank {name} to read a value"
+                mesh.wait(
+                    lambda: not mesh.has_unsent(peer),
+                    lambda: f"rank {name} to read a value",
+                    peer=peer,
                 )
 
     def _post(self, transport: Transport, tensors: list[Tensor]) -> bytes:
@@ -147,10 +149,10 @@ class Sender:
     def settle(self) -> None:
         """Wait until the receiver has all that was sent, so that nothing is under way."""
         mesh, peer = self._mesh, self._peer
-        mesh.wait_for(
-            peer,
+        mesh.wait(
             lambda: self.reap() == 0 and not mesh.has_unsent(peer),
             lambda: f"rank {mesh.ranks[peer]} to take over {len(self._in_flight)} messages",
+            peer=peer,
             every_s=math.inf if self._is_acknowledged else _LOOK_EVERY_S,
             grace_s=0.0 if self._is_acknowledged else _GRACE_S,
         )
@@ -261,10 +263,10 @@ class Receiver:
             assert self._num_allowed, "a message is taken that was never expected"
             while not posted:
                 num_pieces = self._num_pieces  # each is progress, and the wait begins anew
-                self._mesh.wait_for(
-                    self._peer,
+                self._mesh.wait(
                     lambda seen=num_pieces: posted or self._num_pieces > seen,  # type: ignore[misc]
                     lambda: self._what,
+                    peer=self._peer,
                 )
         meta, tensors, wait = posted.popleft()
         if wait is not None:

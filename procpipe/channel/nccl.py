@@ -295,12 +295,8 @@ def new_group(
 ) -> Any:
     """Make a process group that is not connected.
 
-    Args:
-        store: of the job.
-        name: the group's own, for keys of the store.
-        place: this process's number in the group, and how many there are.
-        num_blocks: thread blocks that an operation may take.
-        is_high_priority: of its stream.
+    ``name`` is its own, for keys of the job's store; ``place`` this process's number in it, and how
+    many there are. An operation may take ``num_blocks`` thread blocks.
     """
     from torch.distributed import PrefixStore, ProcessGroupNCCL
 

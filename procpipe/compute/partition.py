@@ -38,7 +38,7 @@ from procpipe.compute.graph import Enter, Entry, check_shapes
 from procpipe.compute.ledger import num_bytes
 from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
-from procpipe.compute.sharing import SharedInputs, Sharing
+from procpipe.compute.sharing import SharedInputs, Sharing, are_same
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.compute.wrappers import check_not_data_parallel, check_sharded_before
@@ -297,7 +297,7 @@ class Partition:
                 before = [tensor.clone() for tensor in inputs.tensors] if learned is None else []
                 with torch.enable_grad():
                     tensors, structure = self._run_with_graph(this)
-                if not all(map(_are_same, before, inputs.tensors)):
+                if not all(map(are_same, before, inputs.tensors)):
                     raise refused.input_changed_past_autograd()
                 this.roots, this.entry = [], Entry()
                 learned = learned or _Learned(
@@ -464,8 +464,3 @@ def _called(layer: nn.Module, inputs: Any) -> Any:
 
 def _form(tensors: list[Tensor], structure: Structure) -> tuple[Structure, tuple[torch.dtype, ...]]:
     return structure, tuple(tensor.dtype for tensor in tensors)
-
-
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same values; NaN equals NaN here."""
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())

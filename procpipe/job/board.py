@@ -86,7 +86,7 @@ class BoardReading:
     pid: int
     rank: int  # in the job
     num_ranks: int  # of the pipeline and its replicas
-    facts: dict[str, Any]  # "device", "layers" (name and class of each), …
+    facts: dict[str, Any]  # "device", "layers" (name and class of each), "shards" (ranks), …
     heard_s: float  # since it last wrote
     call: str  # "step"; "" between calls
     task: str  # "F3"; "" between tasks

@@ -236,7 +236,7 @@ class World:
             return value
         found: list[Any] = []
         mesh.on(0, _AGREED, lambda sequence, flags, body: found.append(json.loads(bytes(body))))
-        mesh.wait_for(0, lambda: found, lambda: f"the {key} that rank 0 finds")
+        mesh.wait(lambda: found, lambda: f"the {key} that rank 0 finds", peer=0)
         return found[0]
 
     def give_up(self, story: str) -> None:

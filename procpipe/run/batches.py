@@ -35,14 +35,7 @@ Loader = Iterable[Any] | Callable[[], Iterable[Any]] | None
 
 
 class Batches:
-    """One rank's part in iterating over a loader.
-
-    Args:
-        calls: the pipeline's calls.
-        issue_or_follow: issues an order on rank 0 and follows it elsewhere.
-        rank: this rank.
-        output_rank: the rank that runs the last partition.
-        device: this stage's device.
+    """One rank's part in iterating over a loader; ``output_rank`` runs the last partition.
 
     Attributes:
         delivered_target: the target that ``output_rank`` already has, as it is on this rank: the
@@ -131,10 +124,7 @@ class Batches:
         """Yield the items of a loader that the first rank of each replica has of its own.
 
         The loop ends when all have ended. Until then, one that has ended yields placeholders.
-
-        Args:
-            loader: this replica's, on its first rank.
-            is_first: whether this is such a rank.
+        ``is_first``: whether this is such a rank, whose ``loader`` is read.
         """
         items: Iterator[Any] | None = None
         while True:

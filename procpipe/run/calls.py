@@ -34,9 +34,7 @@ from procpipe.signals import put_off
 class Calls(Leaving):
     """One rank's side of the calls of one pipeline.
 
-    Args:
-        world: this process's place in the job.
-        connect: builds the pipeline at the first call; waits for all ranks.
+    ``connect`` builds the pipeline at the first call, and waits for all ranks.
     """
 
     def __init__(self, world: World, connect: Callable[[], Pipeline]) -> None:

@@ -67,8 +67,8 @@ class Control:
             return bool(heard)
 
         every_s = math.inf if meanwhile is None else _LOOK_EVERY_S
-        self._mesh.wait_for(
-            peer, is_here, lambda: f"{what} from {self._mesh.name_of(peer)}", every_s=every_s
+        self._mesh.wait(
+            is_here, lambda: f"{what} from {self._mesh.name_of(peer)}", peer=peer, every_s=every_s
         )
         return heard.popleft()
 

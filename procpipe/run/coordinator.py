@@ -33,11 +33,7 @@ _backward_plan, _forward_plan = cache(backward_plan), cache(forward_plan)
 class Coordinator:
     """Issues orders on rank 0 and follows them elsewhere.
 
-    Args:
-        control: the connection to the other ranks.
-        grid: this rank's stage, and its replica if there are several.
-        routes: which partitions of a replica exchange tensors, on which stages.
-        chooser: on rank 0, the plan of a ``step`` with its backward.
+    ``chooser`` decides, on rank 0, the plan of a ``step`` with its backward.
 
     Attributes:
         ahead: how many tasks ahead a receive is posted, the same on every rank; set by benchmarks.
@@ -60,12 +56,8 @@ class Coordinator:
     def issue(self, order: Order) -> Order:
         """Send an order from rank 0 to every other rank; never blocks.
 
-        Args:
-            order: what rank 0's user called. If it has micro-batches, a plan is chosen for it, and
-                for those of each replica.
-
-        Returns:
-            The order of rank 0's replica, with its plan.
+        If it has micro-batches, a plan is chosen for those of each replica. Returns the order of
+        rank 0's replica, with its plan.
 
         Raises:
             MemoryLimitError: no plan keeps to the memory allowed; the other ranks find it too.
@@ -92,9 +84,7 @@ class Coordinator:
     def follow(self, ours: Order, meanwhile: Callable[[], None] | None = None) -> Order:
         """Wait for rank 0's next order and check that it is for the call we are in.
 
-        Args:
-            ours: the call this rank is in, with its modes.
-            meanwhile: called at intervals while no order comes; may raise.
+        ``meanwhile`` is called at intervals while no order comes; it may raise.
 
         Raises:
             CallMismatchError: rank 0 is in another call, pipeline or mode.

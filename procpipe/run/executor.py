@@ -28,12 +28,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from procpipe.channel.link import Receiver, Sender
-from procpipe.compute.correction import Correction
+from procpipe.compute.earlier import Earlier
 from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
 from procpipe.compute.tied import Part, Tied
-from procpipe.data.loss import LossPart, mean_of
+from procpipe.data.mean_loss import LossPart, mean_of
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.job.grid import Grid
@@ -74,16 +74,7 @@ class _Passage:
 
 
 class Executor:
-    """Runs the programs of one stage.
-
-    Args:
-        grid: this rank's stage, and its replica if there are several.
-        placement: the stage of each partition.
-        partitions: the local layers, by the indices of this stage's partitions.
-        channels: this stage's ends of all channels.
-        tied: the parameters and buffers that this stage shares with others.
-        replicas: the connection to the other replicas, if there are any.
-    """
+    """Runs the programs of one stage; ``placement`` is the stage of each partition."""
 
     def __init__(
         self,
@@ -106,7 +97,7 @@ class Executor:
         self._channels = channels
         self._made: dict[Transfer, Flat] = {}
         self._passages: dict[tuple[int, int], _Passage] = {}
-        self._correction = Correction()
+        self._earlier = Earlier()
         self._has_begun = False  # the gradients of this call
 
     def observe(self, observers: Observers) -> None:
@@ -170,7 +161,7 @@ class Executor:
     def _put_back(self) -> None:
         """Give parameters the gradients that they had before a call that has failed."""
         self.tied.abandon()
-        self._correction.abandon()
+        self._earlier.abandon()
 
     def _take_at_end(
         self, transfers: Sequence[Transfer], batch: MiniBatch, outcome: Outcome
@@ -197,7 +188,9 @@ class Executor:
         if part is not None:
             outcome.loss, correction = mean_of(part, batch.total_weight)
             outcome.weight = part.weight
-        self._correction.end(correction, outcome.input_gradients)
+        if correction is not None:
+            self._earlier.correct(correction, outcome.input_gradients)
+        self._earlier.end()
         if batch.is_backward and not self.replicas.overlaps:
             self.replicas.end(correction)
         for transfer in transfers:
@@ -327,7 +320,7 @@ class Executor:
         tied = (copy.tensor for copy in self.tied.parameters)
         correctable = self.replicas.begin(batch, self._parameters(batch), tied)
         if batch.may_correct:
-            self._correction.begin(correctable)
+            self._earlier.begin(each for each in correctable if each.requires_grad)
         self.tied.begin()
 
     def _parameters(self, batch: MiniBatch) -> Iterator[nn.Parameter]:
@@ -383,10 +376,7 @@ class Executor:
     def _put(self, transfer: Transfer, message: Flat, *, is_counted: bool) -> None:
         """Keep what a task has made until it is sent, or taken by another partition here.
 
-        Args:
-            transfer: what it is.
-            message: the tensors.
-            is_counted: whether the bytes of what stays here are still to be counted.
+        ``is_counted``: whether the bytes of what stays here are still to be counted.
         """
         self._made[transfer] = message
         if self._is_local(transfer.destination):

@@ -43,16 +43,8 @@ _CHECK_LEAD_EVERY_S = 0.001
 class Pipeline:
     """One rank's connected end; building it waits for all ranks.
 
-    Args:
-        world: this process's place in the job.
-        wires: its connections.
-        executor: runs this stage's programs.
-        coordinator: brings every rank to the same plan.
-        trace: times this stage's tasks.
-        observers: what else follows them.
-
     Attributes:
-        observers: all that follow them.
+        observers: all that follow this stage's tasks: ``trace``, the board, and those given.
         split: how this stage spent the step of the last report; None before.
     """
 

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 
 from procpipe.compute.partition import Partition
+from procpipe.compute.wrappers import ranks_of_shards
 from procpipe.job.board import Board
 from procpipe.plan.task import Task
 from procpipe.run.messages import Order
@@ -20,14 +21,7 @@ _READ_DEVICE_EVERY_S = 0.5
 
 
 class Progress(Observer):
-    """Keeps a board up to date.
-
-    Args:
-        board: where to write.
-        device: the stage's device.
-        partitions: the local layers, by the indices of this stage's partitions.
-        trace: has the sums of times; comes before this one among the observers.
-    """
+    """Keeps a board up to date; ``trace`` comes before it among the observers."""
 
     def __init__(
         self,
@@ -45,7 +39,9 @@ class Progress(Observer):
         for j, partition in partitions.items():
             self._num_before[j] = len(places)
             places += partition.places
-        board.write_facts({"device": str(device), "layers": places})
+        parameters = chain.from_iterable(part.parameters() for part in partitions.values())
+        shards = ranks_of_shards(parameters)
+        board.write_facts({"device": str(device), "layers": places, "shards": shards})
 
     def begin_step(self, order: Order) -> None:
         """Write the number of micro-batches."""

@@ -158,10 +158,10 @@ def read_weights(module: nn.Module, keys: FileKeys, source: Source) -> None:
         if isinstance(ours[key], Tensor) and not sharded.is_sharded(ours[key])
     }
     with torch.no_grad():
-        source.read(into)
+        read = source.read(into)
         for key, name in names.items():
-            if name not in into:
-                ours[key] = sharded.like(source.read({name: None})[name], ours[key])
+            value = read[name] if name in read else source.read({name: None})[name]
+            ours[key] = sharded.like(value, ours[key])
     module.load_state_dict(ours)
 
 

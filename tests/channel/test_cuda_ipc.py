@@ -404,8 +404,9 @@ def test_messages_arrive_unchanged_in_any_order_of_work(seed):
 # -- failures -----------------------------------------------------------------------------------
 
 
-def test_the_transfers_of_a_sender_whose_receiver_has_died_end(ends):
+def test_the_transfers_of_a_sender_whose_receiver_has_died_end(ends, monkeypatch):
     """The next message waits until the one before is taken, but its receiver is dead."""
+    monkeypatch.setattr(cuda_ipc, "_TAKE_TIMEOUT_S", 0.1)
     _, note = ends.send([numbers(10)])
     ends.receive([numbers(10)], note)
     ends.device.is_paused = True
@@ -455,9 +456,11 @@ def test_a_live_receiver_gets_its_message_although_the_sender_has_failed(ends):
     assert torch.equal(received, numbers(10))
 
 
-def test_ending_transfers_waits_for_the_compute_that_is_queued_before_them(ends):
+def test_ending_transfers_waits_for_the_compute_that_is_queued_before_them(ends, monkeypatch):
     """A device that computes for seconds, as in two steps of a large model, is not stuck."""
-    busy_until_s = time.monotonic() + 3.5
+    assert cuda_ipc._ABORT_TIMEOUT_S >= 30.0
+    monkeypatch.setattr(cuda_ipc, "_TAKE_TIMEOUT_S", 0.1)
+    busy_until_s = time.monotonic() + 0.35
     ends.gpus[0].current_stream().queue(Work(is_ready=lambda: time.monotonic() > busy_until_s))
     ends.send([numbers(10)])
 

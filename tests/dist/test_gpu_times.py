@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from procpipe import Stage
-from procpipe.balance.profile import Timer
+from procpipe.balance.profile import seconds_of
 from procpipe.job.transports import TransportChoice
 from procpipe.job.world import World
 from procpipe.launch.doctor import probe
@@ -34,7 +34,7 @@ def measured(bare: Any) -> dict[str, bool]:
     """Return which measurements waited for a slow device."""
     found = {}
     holds: list[threading.Event] = []
-    Timer(bare.device, time.monotonic).seconds(lambda: holds.append(hold_a_while()))
+    seconds_of(lambda: holds.append(hold_a_while()), bare.device, time.monotonic)
     found["a layer"] = holds[0].is_set()
 
     source = torch.ones(1 << 20, device=bare.device)

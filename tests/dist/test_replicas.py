@@ -22,6 +22,7 @@ from procpipe import (
     CallMismatchError,
     NoChunk,
     RemoteStageError,
+    RemoteValueError,
     Stage,
     state,
 )
@@ -409,6 +410,53 @@ def check_sharded_on_some_ranks(bare):
         assert f"is in batches(…, sharded={replica == 1}) while rank 0 is in batches(…" in words
 
 
+def check_fetch_of_shares(bare):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    shares = [(torch.ones(4, 3), torch.full((4, 2), float(bare.rank)))] * (1 + bare.rank // 2)
+    fetched = []
+
+    def fetch_all():
+        options = {"replicas": 2, "loss_fn": F.mse_loss}
+        with stage_of(bare, "fetch", layers, [1, 1], **options) as stage:
+            for _, target in stage.batches(shares, sharded=True):
+                fetched.append(stage.fetch(target).cpu())
+
+    with pytest.raises((RemoteValueError, RemoteStageError)) as caught:
+        fetch_all()
+    assert "fetch() of a value that no rank has whole" in str(caught.value)
+    (target,) = fetched  # that of rank 0, which has no second one
+    assert torch.equal(target, torch.zeros(4, 2))
+
+
+def check_loop_left(bare):
+    """Leave a loop whose iterator is kept: inputs are shares until it is closed."""
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
+    with stage_of(bare, "loop left", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        loop = stage.batches(items, sharded=True)
+        for _ in loop:
+            break
+        whole = torch.randn(4, 3), torch.zeros(4, 2)
+        stage.step(*whole)
+        assert stage.last_weight == 8
+        loop.close()
+        stage.step(*(whole if bare.rank == 0 else ()))
+        assert stage.last_weight == 4
+
+
+def check_zeroed(bare):
+    """Drop what was accumulated by zeros: nothing is still to be added up."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    with stage_of(bare, "zeroed", model, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        with stage.no_sync():
+            stage.step(torch.ones(4, 3), torch.zeros(4, 2))
+        stage.zero_grad(set_to_none=False)
+        assert stage.clip_grad_norm_(1.0) == 0
+        F.mse_loss(model(torch.ones(2, 3)), torch.zeros(2, 2)).backward()
+        stage.step(torch.ones(2, 3), torch.zeros(2, 2))
+        assert_same_gradients(stage, model, "after zeros")
+
+
 def check_nothing_counts(bare):
     model, no_tokens = make_model(), torch.zeros(4, 3, dtype=torch.long)
     input, target = make_batch(4, 1)
@@ -469,8 +517,9 @@ def check_unscale(bare):
     "check",
     [
         *(check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept),
-        *(check_two_loops, check_sharded_on_some_ranks, check_nothing_counts),
-        *(check_target_on_the_last_stage, check_unscale),
+        *(check_two_loops, check_sharded_on_some_ranks, check_fetch_of_shares),
+        *(check_loop_left, check_zeroed, check_nothing_counts, check_target_on_the_last_stage),
+        check_unscale,
     ],
 )
 def test_cases_that_once_failed(ranks, check):

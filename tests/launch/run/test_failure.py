@@ -103,6 +103,27 @@ def test_ranks_of_replicas_are_named_by_replica_and_stage():
     )
 
 
+def sharer(rank, at_s=10.2):
+    note = "procpipe: the layers are sharded over ranks [0, 2]: another of these ranks has ended"
+    return end(rank, 1, at_s, f"{TRACEBACK}[rank{rank}]: {note}\n", recorded=TRACEBACK)
+
+
+def test_a_rank_that_waited_for_another_pipeline_is_first_only_if_no_other_is():
+    """Two pipelines, of ranks 0 and 1, and 2 and 3; ranks 0 and 2 share layers."""
+    first = victim(1, why="rank 0 failed in step(): ValueError: mine")
+    # Rank 2 was killed, and rank 0 has recorded its error before the launcher saw that.
+    ends = [sharer(0, 9.9), first, end(2, -9, 10.0), victim(3, why="rank 2 has ended")]
+    assert explain(ends).headline == "rank 2 was killed by SIGKILL"
+    # Rank 3 left early, with exit code 0, and rank 2 ended for it.
+    ends = [sharer(0), first, victim(2, why="rank 3 has left the pipeline"), end(3, 0)]
+    failure = explain(ends)
+    assert failure.headline == "rank 3 has left the pipeline"
+    assert failure.body.startswith("rank 3 ended with exit code 0.\n")
+    # The other pipeline has made fewer steps, and has ended well.
+    ends = [sharer(0), first, end(2, 0), end(3, 0)]
+    assert explain(ends).headline == "rank 0 failed: ValueError: mine"
+
+
 @pytest.mark.parametrize("code", [-15, -9], ids=["terminated", "killed, as it did not end"])
 def test_a_rank_that_left_early_is_named_and_not_one_that_the_agent_killed(code):
     why = "rank 1 has left the pipeline while rank 2 waits for it"
