@@ -170,7 +170,7 @@ def _shared_memory() -> tuple[int, int] | None:
 def _try_memfd() -> str:
     try:
         os.close(os.memfd_create("procpipe-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    except (OSError, AttributeError) as error:  # no such call outside Linux
+    except OSError as error:
         return _error_text(error)
     return ""
 
