@@ -174,7 +174,8 @@ def defined_in(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+            is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            found |= {node.attr} if is_own else set()
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
         if isinstance(node, ast.Assign):

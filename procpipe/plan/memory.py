@@ -48,7 +48,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from procpipe.plan.all_reduce import Bucket, last_additions
 from procpipe.plan.costs import Costs
 from procpipe.plan.placement import partitions_of
-from procpipe.plan.program import Receive, Run, Send, program
+from procpipe.plan.program import Receive, Run, Send, bare_program
 from procpipe.plan.routes import (
     ACTIVATION,
     GRADIENT,
@@ -90,7 +90,7 @@ def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator
     ledger = Holdings(plan, costs, routes, stage)
     held, at_end = ledger.before(), 0
     yield held
-    for step in program(plan, routes, stage):
+    for step in bare_program(plan, routes, stage):
         match step:
             case Receive(transfer):
                 size = message_bytes(transfer, costs, routes)
@@ -122,6 +122,8 @@ class Holdings:
             + sum(costs.skip_bytes.get((j, b), 0) for b in routes.skips_from(j))
             for j in partitions_of(routes.placement, stage)
         }
+        self._has_neighbours = len(self._roots) > 1
+        self._needed_bytes: dict[tuple[str, int], int] = {}  # by kind of task and partition
         self._tasks = plan.tasks_of(stage)
         self._recomputed = {(i, j) for kind, i, j in self._tasks if kind == RECOMPUTE}
         self._copied: dict[Task, int] = {}
@@ -187,10 +189,16 @@ class Holdings:
         return own_input + self._needed(forward) + self._handed(self._routes.used_by(forward))
 
     def _needed(self, task: Task) -> int:
-        return sum(self._size(transfer) for transfer in self._routes.needed(task))
+        """Return the bytes of a task's messages, which are as many for every micro-batch."""
+        key = task.kind, task.j
+        if key not in self._needed_bytes:
+            self._needed_bytes[key] = sum(map(self._size, self._routes.needed(task)))
+        return self._needed_bytes[key]
 
     def _handed(self, transfers: Iterable[Transfer]) -> int:
         """Return the bytes of what stays on its stage."""
+        if not self._has_neighbours:
+            return 0
         return sum(self._counted(t) for t in transfers if self._stays(t))
 
     def _counted(self, transfer: Transfer) -> int:

@@ -109,6 +109,17 @@ def program(
     A receive is moved up by ``ahead`` tasks of this stage; 0 leaves it at its fence. ``recompute``
     has the micro-batches that a later plan recomputes, if this one has no backward.
     """
+    steps = bare_program(plan, routes, stage, ahead=ahead)
+    tasks = {step.task for step in steps if isinstance(step, Run)}
+    if not plan.has_backward:
+        tasks |= {Task(RECOMPUTE, i, task.j) for i in recompute for task in tasks}
+    return tuple(
+        _run(step.task, tasks, routes) if isinstance(step, Run) else step for step in steps
+    )
+
+
+def bare_program(plan: Plan, routes: Routes, stage: int, *, ahead: int = 1) -> Program:
+    """Make the same program without what its executor needs: to count and to compare steps."""
     if ahead < 0:
         raise ValueError(f"a receive can be posted 0 or more tasks ahead, not {ahead}")
     touching = [
@@ -119,15 +130,12 @@ def program(
     ]
     touching.sort(key=lambda fenced: fenced[0])  # stable: within a fence by maker, as in fences()
     row = plan.row(stage)
-    tasks = {task for _, task in row}
-    if not plan.has_backward:
-        tasks |= {Task(RECOMPUTE, i, task.j) for i in recompute for task in tasks}
     # A stable sort by place and rank. For the p-th task of the stage, rank
     #     0    receives that were hoisted to it; past the first task, at the start of the program
     #     1    the task
     #     2    its fence, and the fences up to the stage's next task
     placed: list[tuple[tuple[int, int], Step]] = [
-        ((p, 1), _run(task, tasks, routes)) for p, (_, task) in enumerate(row)
+        ((p, 1), Run(task)) for p, (_, task) in enumerate(row)
     ]
     num_done = 0  # tasks of this stage in the cycles up to the fence
     for k, transfer in touching:

@@ -32,16 +32,13 @@ from __future__ import annotations
 import json
 import math
 import operator
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
+from procpipe.tuning.model import Layer, Link, Model, TiedLayers
 
 FORMAT = "procpipe layer costs"
 VERSION = 1
-
-#: What is an object in braces.
-_RECORDS = (Layer, Skip, TiedLayers, Link)
 
 #: A limit for seconds and bytes; sums of less stay finite.
 _TOO_MANY = 1 << 63
@@ -177,7 +174,7 @@ class _Object:
             raise ValueError(f"{self._at or 'the top'}: there is no such entry as {names}")
 
     def _read(self, kind: Any, value: Any, at: str) -> Any:
-        if kind in _RECORDS:
+        if isinstance(kind, type) and is_dataclass(kind):
             found = _Object(value, at, self._num_sizes)
             entries = found.take_fields(kind)
             found.close()

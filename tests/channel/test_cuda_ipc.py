@@ -248,7 +248,7 @@ def test_a_message_does_not_wait_for_one_of_another_rank():
         _, note = transports[rank].post_send(sent[rank], 2, KIND)
         received.append(transports[2].post_receive(meta, rank, KIND, note))
 
-    assert [pending.is_done() for _, pending in received] == [False, True]
+    assert transports[2].busy_with() == [0]
     assert torch.equal(received[1][0][0], sent[1][0])
 
 
@@ -373,11 +373,11 @@ class RandomTransfers:
         source, kind = self.chance.choice(channels)
         meta, note = self.under_way[source, kind].popleft()
         gpu = self.ends.gpus[1 - source]
-        tensors, pending = self.ends.transports[1 - source].post_receive(meta, source, kind, note)
+        tensors, wait = self.ends.transports[1 - source].post_receive(meta, source, kind, note)
         self.kept.append(tensors)
         arrived: list[tuple[int, int]] = []
         self.arrived[source, kind].append(arrived)
-        pending.wait()
+        wait()
         gpu.compute(lambda: arrived.extend((len(t), content(t)) for t in tensors))
 
 
@@ -404,8 +404,9 @@ def test_messages_arrive_unchanged_in_any_order_of_work(seed):
 # -- failures -----------------------------------------------------------------------------------
 
 
-def test_the_transfers_of_a_sender_whose_receiver_has_died_end(ends):
+def test_the_transfers_of_a_sender_whose_receiver_has_died_end(ends, monkeypatch):
     """The next message waits until the one before is taken, but its receiver is dead."""
+    monkeypatch.setattr(cuda_ipc, "_TAKE_TIMEOUT_S", 0.1)
     _, note = ends.send([numbers(10)])
     ends.receive([numbers(10)], note)
     ends.device.is_paused = True
@@ -428,8 +429,8 @@ def test_the_transfers_of_a_receiver_whose_sender_has_died_end(ends):
     sent = [numbers(10)]
     _, note = ends.send(sent)
     ends.device.drop(ends.gpus[0])
-    _, pending = ends.receive(sent, note)
-    pending.wait()  # its compute waits for the transfer
+    _, wait = ends.receive(sent, note)
+    wait()  # its compute waits for the transfer
     ends.device.is_paused = False
     assert ends.receiver.busy_with() == [0]
 
@@ -444,8 +445,8 @@ def test_a_live_receiver_gets_its_message_although_the_sender_has_failed(ends):
     ends.device.is_paused = True
     first, second = [numbers(10)], [numbers(10, 50)]
     _, note = ends.send(first)
-    (received,), pending = ends.receive(first, note)
-    pending.wait()
+    (received,), wait = ends.receive(first, note)
+    wait()
     ends.send(second)  # in the same slot: its copy waits until the first is taken
     assert len(ends.slots) == 1
     ends.device.is_paused = False
@@ -455,9 +456,11 @@ def test_a_live_receiver_gets_its_message_although_the_sender_has_failed(ends):
     assert torch.equal(received, numbers(10))
 
 
-def test_ending_transfers_waits_for_the_compute_that_is_queued_before_them(ends):
+def test_ending_transfers_waits_for_the_compute_that_is_queued_before_them(ends, monkeypatch):
     """A device that computes for seconds, as in two steps of a large model, is not stuck."""
-    busy_until_s = time.monotonic() + 3.5
+    assert cuda_ipc._ABORT_TIMEOUT_S >= 30.0
+    monkeypatch.setattr(cuda_ipc, "_TAKE_TIMEOUT_S", 0.1)
+    busy_until_s = time.monotonic() + 0.35
     ends.gpus[0].current_stream().queue(Work(is_ready=lambda: time.monotonic() > busy_until_s))
     ends.send([numbers(10)])
 

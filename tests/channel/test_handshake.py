@@ -124,7 +124,7 @@ def test_a_listener_with_another_key_is_refused(listener, short_handshakes):
     sockets, address = listener
     with (
         pytest.raises(WaitTimeoutError),
-        Acceptor(sockets, key=b"x" * 32, timeout_s=0.5),
+        Acceptor(sockets, key=b"x" * 32, timeout_s=0.2),
         pytest.raises(ConnectionRefusedError, match="rank 0 does not know the job's key"),
     ):
         connect(address)

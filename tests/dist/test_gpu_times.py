@@ -61,7 +61,7 @@ def has_message(world: World) -> bool:
     peer, mesh = 1 - world.rank, world.connect()
     routes = [(0, 1, probe._DOWN), (1, 0, probe._UP)]
     name = "nccl" if num_gpus() > 1 else "cuda_ipc"
-    transport = world.open_transports(TransportChoice(name, ["", ""]), routes)[peer]
+    transport = world.transports.open(TransportChoice(name, ["", ""]), routes)[peer]
     line = probe.Line(mesh, peer, transport, world.device)
     if world.rank == 0:
         hold_a_while()
@@ -74,7 +74,7 @@ def has_message(world: World) -> bool:
         taken = line._take()
     found = world.rank == 0 or torch.cuda.current_stream().query()
     del taken  # freeing memory may queue work
-    world.drain()
+    world.transports.drain()
     world.close()
     return found
 
