@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from procpipe.plan.placement import partitions_of
 from procpipe.plan.task import BACKWARD, FORWARD, WEIGHT_GRADIENT, Plan, Task, gradient_tasks
 
 ACTIVATION = "activation"
@@ -195,16 +194,8 @@ class Routes:
 
     def sources(self, stage: int) -> list[int]:
         """List the stages that may send tensors to this one."""
-        last = len(self.placement) - 1
-        sources: set[int] = set()
-        for j in partitions_of(self.placement, stage):
-            sources |= {j - 1, j + 1, *self.skips_into(j), *self.skips_from(j)}
-            if self.target and j == last:
-                sources.add(0)
-        if self.loss:
-            sources.add(last)
-        stages = {self.placement[j] for j in sources if 0 <= j <= last}
-        return sorted((stages | self.tied_with.get(stage, {}).keys()) - {stage})
+        place = self.placement
+        return sorted({place[a] for _, a, b in self.channels() if place[b] == stage})
 
     def channels(self) -> list[Channel]:
         """List every channel between two stages that a plan may use."""
