@@ -37,7 +37,7 @@ from procpipe.model.cut import (
     replicas_for,
 )
 from procpipe.model.materialize import materialize
-from procpipe.model.ties import Tie, find_ties
+from procpipe.model.ties import Tie, find_shared, find_ties
 from procpipe.notes import write_note
 from procpipe.optional import needed
 from procpipe.plan.placement import partitions_of
@@ -119,6 +119,7 @@ class Cut:
         elsewhere: the names of all other layers.
         skips: which skip tensors cross partitions.
         ties: the parameters and buffers that several partitions use.
+        shared: the names of each parameter that several layers of one of these partitions use.
         facts: a line about each layer of the full model.
         keys: the model's attribute ``keys``, a map of its keys to those in files, or None.
     """
@@ -129,6 +130,7 @@ class Cut:
     elsewhere: set[str]
     skips: SkipLayout
     ties: list[Tie]
+    shared: list[tuple[str, ...]]
     facts: list[str]
     keys: Any = None
 
@@ -163,6 +165,7 @@ class Cut:
         skips = SkipLayout.of(parts)
         ties = find_ties(parts)
         ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
+        shared = [names for part in ours.values() for names in find_shared(part)]
         all_layers = {name: layer for part in parts for name, layer in part.items()}
         names = [name for part in ours.values() for name in part]
         materialize(all_layers, names, world.device, seed=torch.initial_seed())
@@ -172,7 +175,7 @@ class Cut:
                     layers[name] = DeferredBatchNorm.convert_deferred_batch_norm(layer)
         elsewhere = {name for j, part in enumerate(parts) if j not in ours for name in part}
         keys = getattr(module, "keys", None)
-        return cls(entries, placement, ours, elsewhere, skips, ties, facts, keys)
+        return cls(entries, placement, ours, elsewhere, skips, ties, shared, facts, keys)
 
 
 def check(module: nn.Sequential, world: World) -> None:
@@ -352,7 +355,15 @@ def connect_replicas(
             )
         with needed("procpipe.sharded", "sharding layers (fully_shard, parallelize_module)"):
             from procpipe.sharded.layers import Sharded
-        return Sharded(cut.layers, layers, cut.ties, settings.schedule)
+        # Those of one partition may still be shared, if a module of several layers is sharded.
+        now = {
+            key: parameter
+            for name, layer in layers.items()
+            for key, parameter in layer.named_parameters(name, remove_duplicate=False)
+        }
+        apart = [names for names in cut.shared if len({now.get(name) for name in names}) > 1]
+        shared = [*(tie.all_names for tie in cut.ties), *apart]
+        return Sharded(cut.layers, layers, shared, settings.schedule)
     if grid.num_replicas == 1:
         return Replicas()
     with needed("procpipe.replicas", "replicas"):

@@ -61,6 +61,19 @@ def find_ties(parts: Sequence[dict[str, nn.Module]]) -> list[Tie]:
     ]
 
 
+def find_shared(layers: dict[str, nn.Module]) -> list[tuple[str, ...]]:
+    """Return the names of each parameter that several of a partition's layers share."""
+    found: dict[Tensor, list[str]] = {}
+    for name, tensor in _named_tensors(layers):
+        if isinstance(tensor, nn.Parameter):
+            found.setdefault(tensor, []).append(name)
+    return [
+        tuple(names)
+        for names in found.values()
+        if len({name.partition(".")[0] for name in names}) > 1
+    ]
+
+
 def _named_tensors(layers: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for name, layer in layers.items():
         yield from chain(

@@ -34,7 +34,6 @@ from torch.distributed import DistError
 from procpipe.compute.partition import Partition
 from procpipe.compute.wrappers import is_sharded, ranks_of_shards
 from procpipe.data.minibatch import MiniBatch
-from procpipe.model.ties import Tie
 from procpipe.plan.program import Program, Run
 from procpipe.plan.schedules.named import Schedule
 from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Task
@@ -54,11 +53,11 @@ class Sharded(Replicas):
     Args:
         partitions: the names of this stage's layers, by partition.
         layers: these layers, as they are now.
-        ties: the parameters that several partitions use.
+        shared: the names of each parameter that several layers use.
         schedule: the plan of each step.
 
     Raises:
-        TypeError: a layer shares a parameter with another stage.
+        TypeError: one of these layers is sharded.
         ValueError: a schedule that each pipeline would choose for itself.
     """
 
@@ -66,7 +65,7 @@ class Sharded(Replicas):
         self,
         partitions: Mapping[int, Iterable[str]],
         layers: Mapping[str, nn.Module],
-        ties: Sequence[Tie],
+        shared: Sequence[tuple[str, ...]],
         schedule: Schedule,
     ) -> None:
         if schedule.is_measured:
@@ -75,7 +74,7 @@ class Sharded(Replicas):
                 "of its own, but those that share a layer must run it in one order: give the name "
                 "of a schedule"
             )
-        _check_ties(ties, layers)
+        _check_shared(shared, layers)
         self._roots = {
             j: [root for name in names for root in roots_of(layers[name])]
             for j, names in partitions.items()
@@ -213,12 +212,12 @@ class Sharded(Replicas):
 _ADDS = (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
-def _check_ties(ties: Sequence[Tie], layers: Mapping[str, nn.Module]) -> None:
-    for tie in ties:
-        ours = [name for name in tie.all_names if name.partition(".")[0] in layers]
+def _check_shared(shared: Sequence[tuple[str, ...]], layers: Mapping[str, nn.Module]) -> None:
+    for names in shared:
+        ours = [name for name in names if name.partition(".")[0] in layers]
         if any(is_sharded(layers[name.partition(".")[0]]) for name in ours):
             raise TypeError(
-                f"{tie.name} is shared by layers {', '.join(tie.all_names)} of several partitions, "
+                f"{names[0]} is shared by layers {', '.join(names)}, "
                 "and one is sharded (fully_shard, parallelize_module), which would make it a "
                 "parameter of its own: leave these layers whole, or give each its own parameter"
             )

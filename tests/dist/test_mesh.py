@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -394,13 +395,17 @@ def ask_for_what_cannot_be(bare):
         found["whole stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_whole=True))
         found["late"] = error_of(lambda: shard(bare, mesh, "dp", "gpipe", is_late=True))
         found["tied"] = error_of(lambda: shard(bare, mesh, "dp", "zb-h1", is_tied=True))
+        found["tied in a stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_tied=True))
     return found
 
 
 def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False, is_late=False):
     model = make_model()
     if is_tied:
-        model[5].weight = model[0].weight
+        if schedule == "1f1b":  # within each stage
+            model[1].up.bias, model[3].up.weight = model[0].weight, model[5].weight
+        else:
+            model[5].weight = model[0].weight
     name = f"{dimension} {schedule} {is_late}"
     stage = stage_in(bare, mesh, name, model, [2, 4], schedule=schedule)
     if is_late:
@@ -442,6 +447,10 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "auto": "ValueError: schedule='auto' with sharded layers",
             "whole stage": "TypeError: the Stage was given to DistributedDataParallel, Data",
             "late": "RuntimeError: fully_shard was called after the stage's first call",
+            "tied in a stage": (
+                "TypeError: 0.weight is shared by layers 0.weight, 1.up.bias, and one is sharded",
+                "TypeError: 3.up.weight is shared by layers 3.up.weight, 5.weight, and one is",
+            )[rank % 2],
             "tied": "TypeError: 0.weight is shared by layers 0.weight, 5.weight",
         }.items():
             assert words in found[name], (rank, name, found[name])
@@ -495,3 +504,31 @@ def test_an_error_of_fsdp_names_the_ranks_that_share_layers(ranks):
     for notes in (first, third):
         assert sum(each.startswith(note) for each in notes) == 1, notes
     assert second == fourth == []
+
+
+def train_different_models(bare):
+    """Train another model in each pipeline, with another schedule and number of steps."""
+    with mesh_of(bare, "dp", "pp") as mesh:
+        dp = mesh["dp"].get_local_rank()
+        plain = [make_model(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()][
+            dp
+        ]
+        options = {"schedule": ("1f1b", "gpipe")[dp], "chunks": 2 + dp, "checkpoint": "never"}
+        options["loss_fn"] = (mean_loss, F.mse_loss)[dp]
+        stage = stage_in(bare, mesh, "different", plain, ([2, 4], [1, 2])[dp], **options)
+        with failing_all(stage, "different"):
+            for step in range(2 + dp):
+                input, target = make_batch(4, step)
+                if dp:
+                    input, target = input.double(), target[:, :2].double()
+                expected = options["loss_fn"](plain(input), target)
+                expected.backward()
+                found = stage.step(input, target)
+                assert_same(found, expected.detach(), f"loss {step}", TOLERANCE)
+                for name, parameter in stage.named_parameters():
+                    truth = dict(plain.named_parameters())[name].grad
+                    assert_same(parameter.grad, truth, f"gradient of {name}", TOLERANCE)
+
+
+def test_pipelines_of_a_mesh_may_train_different_models(ranks):
+    assert ranks(4).run(train_different_models, world=False).values() == [None] * 4
